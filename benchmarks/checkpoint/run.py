@@ -57,8 +57,9 @@ class RandomWeights(Weights):
         return torch.randn(self._shapes[name].shape, dtype=torch.float32).bfloat16()
 
 
-def convert_round(root: str, *, tiny: bool = False) -> dict[str, Any]:
-    """Seconds of a plain copy with fsync and of each conversion; the source is read from the system's memory by all."""
+def convert_round(root: str, turn: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Seconds of a plain copy with fsync and of each conversion, another one first in each turn: a disk that has written much
+    is slow for a while. All read from the system's memory."""
     folder = Path(root) / "convert"
     (folder / "copy").mkdir(parents=True)
     source, hf, megatron = folder / "native", folder / "hf", folder / "megatron"
@@ -67,17 +68,20 @@ def convert_round(root: str, *, tiny: bool = False) -> dict[str, Any]:
     native(RandomWeights(TINY if tiny else MODEL), source)
     files = sorted(source.glob("step-*/*.safetensors"))
     to_hf = partial(write_huggingface, family=None, max_file_bytes=LIMIT, **options)
+    to_megatron = partial(write_megatron, tp=2, pp=2, **options)
+    to_hf(open_weights(source), hf)
+    to_megatron(open_weights(source), megatron)
     works = {
         "copy": lambda: [_copy(path, folder / "copy" / path.name) for path in files],
-        "native to Hugging Face": lambda: to_hf(open_weights(source), hf),
+        "native to Hugging Face": lambda: to_hf(open_weights(source), folder / "hf again"),
         "Hugging Face to native": lambda: native(open_weights(hf), folder / "back"),
-        "native to Megatron tp2 pp2": lambda: write_megatron(open_weights(source), megatron, tp=2, pp=2, **options),
+        "native to Megatron tp2 pp2": lambda: to_megatron(open_weights(source), folder / "megatron again"),
         "Megatron to native": lambda: native(open_weights(megatron), folder / "again"),
     }
     seconds = {}
-    for name, work in works.items():
+    for name in (list(works) * 2)[turn % len(works) :][: len(works)]:
         os.sync()
-        seconds[name] = common.seconds_of(work)
+        seconds[name] = common.seconds_of(works[name])
     size = sum(path.stat().st_size for path in files)
     shutil.rmtree(folder)
     return {"bytes": size, "seconds": seconds}
@@ -130,7 +134,7 @@ def measure(root: str, rounds: int, *, tiny: bool) -> dict[str, Any]:
         f"{stall['async call'] / step:.2f}, and while it is written ({stall['written']:.2f} s) a step takes "
         f"{stall['step beside'] / step:.2f} of its time ({step * 1e3:.0f} ms)."
     )
-    result["conversion"] = conversions = [convert_round(root, tiny=tiny) for _ in range(rounds)]
+    result["conversion"] = conversions = [convert_round(root, turn, tiny=tiny) for turn in range(rounds)]
     print(f"\nConversion of {conversions[0]['bytes'] / 1e6:.0f} MB of weights, of a plain copy with fsync:")
     copies = [one["seconds"]["copy"] for one in conversions]
     for name in conversions[0]["seconds"]:
