@@ -19,7 +19,7 @@ from benchmarks.pipeline.fidelity import SCHEDULES, bench_dapple, bench_fidelity
 from megalite.parity.pool import RankPool
 
 FIDELITY_RANKS = 8
-OPERATION_SECONDS = 0.04  # F, I and W of a whole rank; a rank with two stages has half of it in each
+OPERATION_SECONDS = 0.04  # of F, I and W per rank; each of its two stages has half of it
 TABLES = {"fidelity": fidelity_table, "dapple": dapple_table}
 """Of each part, how its result is shown."""
 

@@ -96,7 +96,7 @@ class _Work(torch.autograd.Function):
 
 
 class SleepingRank:
-    """One pipeline rank whose stages sleep."""
+    """One pipeline rank; its stages sleep."""
 
     def __init__(
         self, program: Program, rank: int, edges: dict[tuple[int, int], Group], durations: Durations, *,

@@ -56,7 +56,7 @@ class Request:
     recompute_ahead: bool = False
     forward_only: bool = False
     table: CostTable
-    limit: float | None = None  # bytes; without sizes in the table, microbatches' activations of a rank's whole share
+    limit: float | None = None  # bytes; without sizes in the table, microbatches' activations of all stages per rank
     recv_prefetch: int = 1
     send_window: int = 1
 
@@ -213,7 +213,7 @@ def _study_auto(placement: tuple[int, ...], request: Request) -> Study:
 
 
 def _shares(placement: tuple[int, ...]) -> Sizes:
-    """A microbatch's activations of a rank's whole share are 1, and nothing else takes memory."""
+    """Per rank a microbatch's activations in all its stages are 1, and nothing else takes memory."""
     sizes = replace(CostTable(), memory=MemoryTable(activation=1.0)).sizes(placement)
     assert sizes is not None
     return sizes

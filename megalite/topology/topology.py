@@ -177,8 +177,8 @@ class Launch:
             ) from None
         if made.world_size > 1 and (made.store is None or not 0 <= made.rank < made.world_size):
             raise RankError(
-                f"WORLD_SIZE is {made.world_size}, with RANK {made.rank}, MASTER_ADDR {address} and MASTER_PORT {port}; give each "
-                f"of the processes a RANK from 0 to {made.world_size - 1} and all of them one address and port, or use torchrun"
+                f"WORLD_SIZE is {made.world_size}, with RANK {made.rank}, MASTER_ADDR {address} and MASTER_PORT {port}; start "
+                f"each process with its own RANK, 0 to {made.world_size - 1}, and all with one address and port, or use torchrun"
             )
         return made
 

@@ -85,7 +85,7 @@ def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
 def test_links_join_ranks_and_go_away() -> None:
-    """A rank's namespace has its own interface, with counters from 0. Nothing is left behind, nor of a process that is gone;
+    """The namespace of each rank has its own interface, with counters from 0. Nothing is left behind, nor of a process that is gone;
     what another one measures with stays."""
     gone, other = subprocess.Popen("true"), f"mgl-{os.getppid()}-rank0"
     gone.wait()

@@ -27,7 +27,7 @@ MOCK = ["--mock-data", "--vocab-size", "96", "--device", "cpu", "--save-interval
 LONG = [*MODEL, *TRAINING, *MOCK, "--train-iters", "100000"]
 
 
-def told(run_dir: Path) -> dict[str, Any]:
+def reported(run_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run_dir / "exit.json").read_text())
     return found
 
@@ -72,7 +72,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     outcome = finish(process, seconds=40)
     assert outcome.status == 1, "torchrun's, whatever its workers' are"
-    end = told(folder)
+    end = reported(folder)
     assert (end["status"], end["exit_code"]) == ("requeue", 75)
     assert end["reason"] == f"SIGTERM; saved in {folder}/checkpoints"
     assert end["step"] == newest(folder) >= 2
@@ -82,7 +82,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     again = [*command[: command.index("100000")], str(end["step"] + 2), *command[command.index("100000") + 1 :]]
     out = train_forked(2, *again).require_success().out
     assert f"step-{end['step']:07} (written by" in out
-    assert told(folder) == {
+    assert reported(folder) == {
         "status": "finished",
         "reason": "the last step is made",
         "step": end["step"] + 2,
@@ -102,7 +102,7 @@ def stop_as_torch_is_imported() -> None:
 def test_before_there_is_a_trainer(folder: Path) -> None:
     with ranks(2, folder, [*LONG, "--dp", "2"], before=stop_as_torch_is_imported) as processes:
         assert ends(processes) == [75, 75]
-    assert told(folder)["reason"] == "SIGTERM; before the start" and not (folder / "0.err").read_text()
+    assert reported(folder)["reason"] == "SIGTERM; before the start" and not (folder / "0.err").read_text()
 
 
 def test_an_exit_file(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_exit_file(folder: Path) -> None:
         until(lambda: reached(folder, 2), processes)
         (folder / "STOP").touch()
         assert ends(processes) == [0]
-    end = told(folder)
+    end = reported(folder)
     assert end["status"] == "stopped" and end["step"] == newest(folder)
     refused = train_forked(1, *LONG, "--run-dir", folder, "--load", folder / "checkpoints")
     assert refused.status == 2
@@ -120,7 +120,7 @@ def test_an_exit_file(folder: Path) -> None:
 def test_a_time_limit(folder: Path) -> None:
     limit = ("--exit-duration-in-mins", "0.02", "--run-dir", folder)
     assert train_forked(2, *LONG, "--tp", "2", *limit).status == 75
-    end = told(folder)
+    end = reported(folder)
     assert end["reason"].startswith("exit_duration_in_mins is over; ")
 
 
@@ -152,5 +152,5 @@ def test_while_an_index_is_built(corpus: Corpus, folder: Path, tmp_path: Path) -
             send(process, signal.SIGTERM)
         assert ends(processes) == [75, 75], (folder / "1.err").read_text()
     assert list(cache.iterdir()) == []
-    end = told(folder)
+    end = reported(folder)
     assert (end["status"], end["step"]) == ("requeue", 0)

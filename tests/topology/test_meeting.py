@@ -105,10 +105,12 @@ def test_ranks_started_by_hand_meet_or_each_says_why_not(store: dist.TCPStore, m
     for name, value in by_hand.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(
-        "megalite.topology.topology.schedule_as_batch", lambda: None
-    )  # this process goes on to other tests
-    with pytest.raises(RankError, match=r"WORLD_SIZE is 2, with RANK 2, .* give each .* a RANK from 0 to 1"):
+    # This process has other tests to run.
+    monkeypatch.setattr("megalite.topology.topology.schedule_as_batch", lambda: None)
+    with pytest.raises(
+        RankError,
+        match=r"WORLD_SIZE is 2, with RANK 2, .* start each process with its own RANK, 0 to 1, and all with one",
+    ):
         Launch.from_environment()
     monkeypatch.setenv("RANK", "0")
     cpu, how = torch.device("cpu"), dict[str, Any](backend="gloo", timeout_minutes=0.02)

@@ -76,7 +76,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line]
 
 
-def told(folder: Path) -> dict[str, Any]:
+def reported(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "exit.json").read_text())
     return found
 
@@ -104,7 +104,7 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     ]
     assert (tmp_path / "saved" / "step-0000004").is_dir() and (tmp_path / "saved" / "step-0000008").is_dir()
     assert steps(folder) == [1, 2, 6, 7, 8]
-    assert told(folder)["status"] == "finished"
+    assert reported(folder)["status"] == "finished"
 
 
 def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
     assert f"{folder}/metrics.jsonl is written again; 1 records are missing in it" in lines
     assert steps(folder) == [4, 5, 6, 7, 8]
     assert [step for step, _ in scalars(tmp_path / "board")["lm loss"]] == list(range(1, 9))
-    assert told(folder)["status"] == "finished"
+    assert reported(folder)["status"] == "finished"
     assert (tmp_path / "saved" / "step-0000008").is_dir()
 
 
@@ -201,6 +201,6 @@ def test_the_end_has_its_room_and_is_cut_to_it(tmp_path: Path) -> None:
     before = reserved.stat().st_ino
     with largest_file(reserved.stat().st_size):
         write_ending(tmp_path, Ending(status="failed", reason='"é' * 20000, step=1, exit_code=1))
-    found = told(tmp_path)
+    found = reported(tmp_path)
     assert found["reason"].endswith("... (the log has all of it)") and len(found["reason"]) > 1000
     assert [path.stat().st_ino for path in tmp_path.iterdir()] == [before]

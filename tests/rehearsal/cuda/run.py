@@ -85,7 +85,7 @@ CASES: dict[str, tuple[int, str]] = {
 """Name -> ranks and flags. Left out is what computed values decide: powersgd and the 1-bit optimizers look at gradients."""
 
 
-HANG = "a rank that hangs"
+HANG = "one rank hangs"
 
 
 def words_of(name: str, tokens: str = "tokens") -> list[str]:
