@@ -26,8 +26,8 @@ from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import SanitizedGroup
 from megalite.topology.topology import Topology, schedule_as_batch
 
-_START_SECONDS = 180.0
-_COLLECTIVE_SECONDS = 180.0
+_SECONDS = 180.0  # of a start or a collective, for a few ranks
+_SECONDS_PER_RANK = 15.0  # more, where many share few cores with other programs: each imports torch
 _MOST_GROUPS = 32
 """Process groups after which a job is given up for a new one: gloo has three threads for each, one of which wakes a hundred
 times per second."""
@@ -84,7 +84,7 @@ class RankPool:
             self._processes.append(process)
         listening.close()
         try:
-            self._collect(size, _START_SECONDS)
+            self._collect(size, _SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -99,8 +99,8 @@ class RankPool:
         """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
         `size`: number of ranks, at most that of the pool. `fn`: a function at module level (workers import it);
-        `context` is a `RankContext`. `timeout`: seconds without any rank finishing before the pool is stopped. Raises
-        RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective forever,
+        `context` is a `RankContext`. `timeout`: seconds without any rank finishing before the pool is stopped, and 15 more
+        for each rank. Raises RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective forever,
         so the pool is stopped."""
         assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
         if size != self._job_size or self._groups > _MOST_GROUPS:
@@ -116,10 +116,12 @@ class RankPool:
     def _collect(self, size: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(size)}
+        timeout += size * _SECONDS_PER_RANK
         while waiting:
             ready = wait(list(waiting), timeout=timeout)
             if not ready:
-                raise RankFailure(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s")
+                late = f"{len(waiting)} of {size} ranks, rank {min(waiting.values())} among them,"
+                raise RankFailure(f"{late} did not finish within {timeout:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
@@ -153,7 +155,7 @@ def _work(
     schedule_as_batch()  # as `start_distributed` does
     if strict:
         warnings.simplefilter("error")
-    seconds = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
+    seconds = datetime.timedelta(seconds=_SECONDS + pool_size * _SECONDS_PER_RANK)
     fd = None if listening is None else listening.detach()
     store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
     pipe.send((True, None, 0))
