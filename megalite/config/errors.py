@@ -11,6 +11,41 @@ from megalite.config.exit_codes import BAD_INPUT
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
 _MOST = 30  # problems that are shown
+_ELSEWHERE = {
+    "all_reduce": "ddp data_parallel none",
+    "bf16": "dtype mixed_precision torch_dtype",
+    "clip_grad": "max_grad_norm gradient_clipping grad_clip",
+    "cp": "context_parallel_degree cp_size",
+    "data_path": "dataset dataset_name dataset_path train_file",
+    "distributed_optimizer": "zero1 zero_1 zero2 zero_2 1 2",
+    "dp_strategy": "zero zero_stage zero_optimization fsdp fsdp2 deepspeed deepspeed_config sharding_strategy",
+    "ep": "expert_parallel_degree ep_size",
+    "ffn_hidden_size": "intermediate_size",
+    "fully_sharded": "zero3 zero_3 3 fsdp fsdp2 full_shard",
+    "global_batch_size": "gradient_accumulation_steps gradient_accumulation train_batch_size",
+    "hidden_size": "n_embd d_model dim",
+    "load": "model_name_or_path pretrained_model",
+    "log_interval": "logging_steps log_freq",
+    "lr": "learning_rate",
+    "lr_warmup_fraction": "warmup_ratio",
+    "lr_warmup_iters": "warmup_steps num_warmup_steps",
+    "micro_batch_size": "per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu",
+    "moe_router_topk": "num_experts_per_tok",
+    "num_attention_heads": "n_head n_heads",
+    "num_experts": "num_local_experts n_routed_experts",
+    "num_layers": "num_hidden_layers n_layer n_layers",
+    "num_query_groups": "num_key_value_heads n_kv_heads",
+    "pp": "pipeline_parallel_degree pp_size",
+    "precision": "dtype mixed_precision torch_dtype",
+    "preset": "model model_name model_name_or_path flavor",
+    "recompute_granularity": "gradient_checkpointing activation_checkpointing activation_checkpoint",
+    "run_dir": "output_dir dump_folder",
+    "save_interval": "save_steps checkpoint_interval",
+    "seq_length": "seq_len block_size max_seq_len max_seq_length context_length",
+    "tp": "tensor_parallel_degree tp_size",
+    "train_iters": "max_steps training_steps num_train_steps max_iters",
+}
+"""Names here -> what Hugging Face, DeepSpeed, nanoGPT and torchtitan call them."""
 
 
 def shortened(value: object) -> str:
@@ -20,10 +55,18 @@ def shortened(value: object) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
-    """The known words that `word` may be meant for: the best one, and others only if they are almost as good."""
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    """The known words that `word` may be meant for: those for what other frameworks call so; else the one that is
+    written most alike, and others only if they are almost as good."""
+    known = list(known)
+    if same := [ours for ours in known if _plain(word) in _ELSEWHERE.get(_plain(ours), "").split()]:
+        return same
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
     return [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
+
+
+def _plain(word: str) -> str:
+    return word.removeprefix("--").replace("-", "_")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -102,3 +102,28 @@ def test_one_is_one_line_and_very_many_are_cut() -> None:
     assert str(ConfigError("a")) == "a"
     assert str(ConfigError("a", "b")) == "there are 2 problems:\n- a\n- b"
     assert str(ConfigError(*map(str, range(99)))).splitlines()[-2:] == ["- 29", "- and 69 more"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--gradient_accumulation_steps", "--global-batch-size"),
+        ("--zero-stage", "--dp-strategy"),
+        ("--model-name-or-path", "--load or --preset"),
+    ],
+)
+def test_names_of_other_frameworks(flag: str, meant: str, tmp_path: Path) -> None:
+    """What it is called here is named, and nothing else that would be missing then."""
+    shown = flag.replace("_", "-")
+    assert refused(f"{flag} 4") == (f"unknown flag {shown}: did you mean {meant}? (--help-all lists all)",)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{flag[2:]}: 4\n")
+    (said,) = refused(f"--config {file}")
+    name = meant.split()[0][2:].replace("-", "_")
+    assert said == f"file {file}: unknown section or key {flag[2:]}: did you mean {name}?"
+
+
+def test_values_of_other_frameworks() -> None:
+    (said,) = refused("--dp-strategy zero-3")
+    assert "dp_strategy cannot be 'zero-3': did you mean fully-sharded? (" in said
