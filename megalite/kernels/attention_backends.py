@@ -5,7 +5,6 @@ fp32 and the rest in bf16, for CPUs on which torch's flash kernel is slower than
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -169,27 +168,23 @@ def _why_not(backend: str, shape: AttentionShape) -> str | None:
             return f"it takes bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if shape.head_size % 8:
             return f"it takes head sizes that are multiples of 8, not {shape.head_size}"
-    if device == "cuda" and backend != "math":
-        return _why_not_on_cuda(backend, shape, grouped=False)
+    if device == "cuda" and backend != "math" and not _takes(backend, shape, grouped=False):
+        return "torch's warning on stderr says why"
     return None
 
 
-def _why_not_on_cuda(backend: str, shape: AttentionShape, *, grouped: bool) -> str | None:
-    """What torch itself says; `grouped`: of keys with fewer heads than the queries."""
+def _takes(backend: str, shape: AttentionShape, *, grouped: bool) -> bool:
+    """What torch itself says; `grouped`: of keys with fewer heads than the queries; without, it writes why not to stderr."""
     q, k, v = shape.tensors(128, grouped=grouped)
     takes = getattr(torch.backends.cuda, f"can_use_{backend}_attention")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if takes(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped), True):
-            return None
-    return " ".join(str(one.message).partition(" (Triggered")[0] for one in said) or "torch does not say why"
+    return bool(takes(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped), not grouped))
 
 
 def _takes_groups(backend: str, shape: AttentionShape) -> bool:
     """Keys with fewer heads than the queries can be given to the kernel as they are."""
     if shape.heads == shape.groups or shape.device.type != "cuda" or backend == "efficient":
         return False
-    return backend == "math" or _why_not_on_cuda(backend, shape, grouped=True) is None
+    return backend == "math" or _takes(backend, shape, grouped=True)
 
 
 def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Tensor]:
