@@ -16,10 +16,10 @@ import jinja2
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megalite.cli.shell_words import Lexer, Token, tokens
+from megalite.cli.shell_syntax import Case, Command, For, Function, If, Lexer, Script, Token, parse
 from megalite.config.errors import ConfigError
 
-_MOST_COMMANDS, _DEEPEST = 100_000, 20
+_MOST_COMMANDS, _MOST_TURNS, _DEEPEST = 100_000, 100, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]]+\])?)(\+?)=(.*)", re.DOTALL)
 _ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
 OUTPUT = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
@@ -41,31 +41,122 @@ class Shell:
     given: Mapping[str, str]
     folder: Path
     variables: dict[str, list[str]] = field(default_factory=dict)
-    functions: dict[str, list[Token]] = field(default_factory=dict)  # name -> what stands between its braces
+    functions: dict[str, Script] = field(default_factory=dict)
     arguments: list[str] | None = None  # of the function that is followed; None: of the script, which are not known
+    where: str = ""  # the script that is followed
     depth: int = 0
     done: int = 0
     last: list[str] = field(default_factory=list)  # the words of the command before
 
     def run(self, text: str, where: str) -> None:
         """Follow a script, or a string that a shell would run."""
-        self._follow(tokens(text, where), where)
+        script, before, self.where = parse(text, where), self.where, where
+        self._enter(script)
+        self.where = before
 
-    def call(self, name: str, arguments: list[str] | None, where: str) -> None:
-        """Follow the body of a function."""
+    def _enter(self, script: Script) -> None:
+        if self.depth >= _DEEPEST:
+            raise ConfigError(f"{self.where}: scripts and functions start one another more than {_DEEPEST} deep")
+        self.depth += 1
+        self.follow(script)
+        self.depth -= 1
+
+    def follow(self, script: Script) -> bool:
+        """Follow commands; whether the last one has succeeded. A test has its result, all others succeed."""
+        holds = True
+        for joint, negated, command in script:
+            if not joint or holds == (joint == "&&"):
+                holds = self._run(command) != negated
+        return holds
+
+    def _run(self, command: Command) -> bool:
+        match command:
+            case If(branches):
+                # What a condition starts is not looked at.
+                tests = dataclasses.replace(self, command=lambda shell, words: None)
+                self.follow(next((body for condition, body in branches if tests.follow(condition)), ()))
+            case For(name, values, body):
+                for value in [value for raw in values for value in self.expand(raw)][:_MOST_TURNS]:
+                    self.assign(name, [value])
+                    self.follow(body)
+            case Case(word, choices):
+                text = self._text(word)
+                fitting = (body for patterns, body in choices if any(_fits(text, self._text(one)) for one in patterns))
+                self.follow(next(fitting, ()))
+            case Function(name, body):
+                self.functions[name] = body
+            case [Token(document=str(document), text=quote)]:
+                self._document(document if quote else "".join(self.expand(_quoted(document))))
+            case list(line):
+                return self._simple(line)
+            case _:
+                return self.follow(command)
+        return True
+
+    def _text(self, raw: str) -> str:
+        return " ".join(self.expand(raw, split=False))
+
+    def _document(self, text: str) -> None:
+        """The text below `sbatch <<EOF` is a script, that below `read VARIABLE <<EOF` a value."""
+        if self.last[:1] == ["read"]:
+            self.assign(self.last[-1], [text])
+        elif "pretrain" in text:
+            self.run(text, self.where)
+
+    def _simple(self, line: list[Token]) -> bool:
+        """A test, or assignments and the words of a command; whether it succeeds."""
+        if line[0].text in ("[", "[[", "test") or line[0].text.startswith("(("):
+            return self._test(line)
+        self.done += 1
+        if self.done > _MOST_COMMANDS:
+            raise ConfigError(f"{self.where} has more than {_MOST_COMMANDS} commands")
+        while line and line[0].text in ("export", "local", "declare", "readonly", "typeset", "exec", "nohup", "env"):
+            line = [word for word in line[1:] if not re.fullmatch(r"-[a-zA-Z]", word.text)]
+        while line and (match := _ASSIGNMENT.fullmatch(line[0].text)):
+            name, add, raw = match.groups()
+            if (array := line[0].array) is not None:
+                self.assign(name, [word for each in array for word in self.expand(each)], add=bool(add), array=True)
+            else:
+                self.assign(name, [self._text(raw)], add=bool(add))
+            line = line[1:]
+        words = self.last = [word for token in line for word in self.expand(token.text)]
+        match words:
+            case []:
+                return True
+            case ["false", *_]:
+                return False
+            case ["shift", *count]:
+                del (self.arguments or [])[: int(count[0]) if count and count[0].isdecimal() else 1]
+            case ["unset", *names]:
+                for name in names:
+                    self.variables.pop(name, None)
+            case [name, *arguments] if name in self.functions:
+                passed_on = any("$@" in token.text or "$*" in token.text for token in line)
+                self._call(name, None if self.arguments is None and not arguments and passed_on else arguments)
+            case _:
+                self.command(self, words)
+        return True
+
+    def _call(self, name: str, arguments: list[str] | None) -> None:
         before, self.arguments = self.arguments, arguments
-        self._follow(self.functions[name], where)
+        self._enter(self.functions[name])
         self.arguments = before
 
-    def _follow(self, script: list[Token], where: str) -> None:
-        if self.depth >= _DEEPEST:
-            raise ConfigError(f"{where}: scripts and functions start one another more than {_DEEPEST} deep")
-        self.depth += 1
-        try:
-            _Block(self, script, where).follow()
-        except IndexError:
-            raise ConfigError(f"{where} ends within a command") from None
-        self.depth -= 1
+    def _test(self, line: list[Token]) -> bool:
+        """`((...))`, `[ ... ]`, or within `[[ ... ]]` several, joined by && and ||, from left to right."""
+        if line[0].text.startswith("(("):
+            return bool(self.arithmetic(line[0].text[2:-2]))
+        holds, joint, words = True, "&&", list[str]()
+        for token in (*line[1:], Token("&&", is_operator=True)):
+            if token.is_operator and token.text in ("&&", "||"):
+                if holds == (joint == "&&"):
+                    negated = words[:1] == ["!"]
+                    holds = _holds(words[negated:]) != negated
+                joint, words = token.text, []
+            elif token.text not in ("]", "]]"):
+                word = self._text(token.text)
+                words.append("" if is_unknown(word) else word)
+        return holds
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
         if not array and not add and values and is_unknown(values[0]) and re.fullmatch(r"\$\{?\w+\}?", values[0]):
@@ -266,233 +357,27 @@ def _cut(value: str, rest: str) -> str:
     return (min if greedy else max)(fitting, key=len) if fitting else value
 
 
-class _Block:
-    """The commands of one script, with the conditions around them."""
+_fits = fnmatch.fnmatchcase
 
-    def __init__(self, shell: Shell, script: list[Token], where: str) -> None:
-        self._shell, self._script, self._where = shell, [*script, Token("\n", is_operator=True)], where
-        self._at = 0
 
-    def follow(self) -> None:
-        self._until((), live=True)
-
-    def _until(self, ends: tuple[str, ...], *, live: bool) -> str:
-        """Follow commands up to a word of `ends`, which is returned.
-
-        Of commands joined by && and || some run only if the one before has failed or has not: a test has its result, all others
-        succeed."""
-        holds, turn, negated = True, True, False
-        while self._at < len(self._script):
-            token = self._script[self._at]
-            if token.text in ends and token.document is None:
-                self._at += 1
-                return token.text
-            if token.is_operator or token.document is not None:
-                self._at += 1
-                if token.document is not None and live:
-                    self._document(token)
-                elif token.text in ("&&", "||"):
-                    turn = holds == (token.text == "&&")
-                else:
-                    holds = turn = True
-            elif token.text in ("if", "while", "until", "for", "case", "select", "function"):
-                self._compound(token.text, live=live and turn)
-            elif token.text == "{":
-                self._at += 1
-                self._until(("}",), live=live and turn)
-            elif token.text in ("}", "do", "then", "!", "time", "done", "fi", "esac", "else"):
-                self._at += 1
-                negated = token.text == "!"
-            else:
-                found = self._simple(live=live and turn)
-                holds, negated = (found != negated if turn else holds), False
-        if ends:
-            raise ConfigError(f"{self._where}: {' or '.join(ends)} is missing")
-        return ""
-
-    def _document(self, token: Token) -> None:
-        """The text below `sbatch <<EOF` is a script, that below `read VARIABLE <<EOF` a value."""
-        assert token.document is not None
-        shell = self._shell
-        text = token.document if token.text else "".join(shell.expand(_quoted(token.document)))
-        if shell.last[:1] == ["read"]:
-            shell.assign(shell.last[-1], [text])
-        elif "pretrain" in text:
-            shell.run(text, self._where)
-
-    def _compound(self, kind: str, *, live: bool) -> None:
-        self._at += 1
-        if kind == "if":
-            self._if(live=live)
-        elif kind == "case":
-            self._case(live=live)
-        elif kind == "function":
-            self._at += 1
-            self._function(self._script[self._at - 1].text, live=live)
-        elif kind == "for":
-            words = self._line()
-            name, values = words[0].text, [value for word in words[2:] for value in self._shell.expand(word.text)]
-            start = self._at
-            for value in values[:100] if live else []:
-                self._at = start
-                self._shell.assign(name, [value])
-                self._until(("done",), live=True)
-            if not values or not live:
-                self._until(("done",), live=False)
-        else:  # a loop over what is not known here: its body is passed over
-            self._line()
-            self._until(("done",), live=False)
-
-    def _line(self) -> list[Token]:
-        """The words up to the end of the line."""
-        words = []
-        while not (token := self._script[self._at]).is_operator or token.text in ("&&", "||", "|", "(", ")", "<", ">"):
-            words.append(token)
-            self._at += 1
-        self._at += 1
-        return words
-
-    def _if(self, *, live: bool) -> None:
-        taken = False
-        while True:
-            holds = self._condition(self._line()) and live and not taken
-            if self._script[self._at].text == "then":
-                self._at += 1
-            end = self._until(("elif", "else", "fi"), live=holds)
-            taken = taken or holds
-            if end == "else":
-                self._until(("fi",), live=live and not taken)
-                return
-            if end == "fi":
-                return
-
-    def _condition(self, words: list[Token]) -> bool:
-        """Tests joined by && and ||, from left to right."""
-        holds, joint, test, inside = True, "&&", list[str](), False
-        for word in [*words, Token("&&", is_operator=True)]:
-            if word.is_operator and word.text in ("&&", "||"):
-                test = ["[[", *test] if inside else test
-                found = self._test(test)
-                holds = (holds and found) if joint == "&&" else (holds or found)
-                inside = test[:1] == ["[["] and test[-1:] != ["]]"]
-                joint, test = word.text, []
-            elif word.text != "then":
-                test.append(word.text)
-        return holds
-
-    def _test(self, raw: list[str]) -> bool:
-        if raw[:1] == ["!"]:
-            return not self._test(raw[1:])
-        if raw and raw[0].startswith("(("):
-            return bool(self._shell.arithmetic(raw[0][2:-2]))
-        if raw[:1] not in (["["], ["[["], ["test"]):
-            return not raw or self._shell.expand(raw[0]) != ["false"]
-        expanded = [" ".join(self._shell.expand(text, split=False)) for text in raw[1:] if text not in ("]", "]]")]
-        words = ["" if is_unknown(word) else word for word in expanded]
-        negated = words[:1] == ["!"]
-        return self._holds(words[negated:]) != negated
-
-    @staticmethod
-    def _holds(words: list[str]) -> bool:
-        for joint, every in (("-o", any), ("-a", all)):
-            if joint in words[1:-1]:
-                at = words.index(joint, 1)
-                return every((_Block._holds(words[:at]), _Block._holds(words[at + 1 :])))
-        match words:
-            case ["-n", word] | [word]:
-                return word != ""
-            case ["-z", word]:
-                return word == ""
-            case [left, "=" | "==", right]:
-                return fnmatch.fnmatchcase(left, right)
-            case [left, "!=", right]:
-                return not fnmatch.fnmatchcase(left, right)
-            case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, right]:
-                if not (left.lstrip("-").isdecimal() and right.lstrip("-").isdecimal()):
-                    return False
-                a, b = int(left), int(right)
-                return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[how]
-        return bool(words) and words[0].startswith("-")  # tests of files
-
-    def _case(self, *, live: bool) -> None:
-        head = [self._script[self._at]]
-        self._at += 2  # and `in`
-        word = " ".join(self._shell.expand(head[0].text, split=False))
-        matched = False
-        while True:
-            while self._script[self._at].is_operator:
-                self._at += 1
-            if self._script[self._at].text == "esac":
-                self._at += 1
-                return
-            patterns = []
-            while not (token := self._script[self._at]).is_operator or token.text != ")":
-                patterns += [] if token.is_operator else ["".join(self._shell.expand(token.text, split=False))]
-                self._at += 1
-            self._at += 1
-            fits = not matched and any(fnmatch.fnmatchcase(word, pattern) for pattern in patterns)
-            matched = matched or fits
-            if self._until((";;", "esac"), live=live and fits) == "esac":
-                return
-
-    def _simple(self, *, live: bool) -> bool:
-        """A command with its words, up to an operator; whether it succeeds."""
-        line: list[Token] = []
-        while (
-            not (token := self._script[self._at]).is_operator
-            or (token.text in ("&&", "||") and line[0].text == "[[" and line[-1].text != "]]")
-        ) and token.document is None:
-            line.append(token)
-            self._at += 1
-        if token.text == "(" and len(line) == 1:
-            self._function(line[0].text, live=live)
-            return True
-        while token.is_operator and token.text == "<<<":
-            self._at += 2
-            token = self._script[self._at]
-        shell = self._shell
-        if not live:
-            return True
-        if line and (line[0].text in ("[", "[[", "test", "false") or line[0].text.startswith("((")):
-            return self._condition(line)
-        shell.done += 1
-        if shell.done > _MOST_COMMANDS:
-            raise ConfigError(f"{self._where} has more than {_MOST_COMMANDS} commands")
-        while line and line[0].text in ("export", "local", "declare", "readonly", "typeset", "exec", "nohup", "env"):
-            line = [word for word in line[1:] if not re.fullmatch(r"-[a-zA-Z]", word.text)]
-        while line:
-            match = _ASSIGNMENT.fullmatch(line[0].text)
-            if match is None:
-                break
-            name, add, raw = match.groups()
-            values = line[0].array
-            if values is not None:
-                shell.assign(name, [word for each in values for word in shell.expand(each)], add=bool(add), array=True)
-            else:
-                shell.assign(name, [" ".join(shell.expand(raw, split=False))], add=bool(add))
-            line = line[1:]
-        words = shell.last = [word for token in line for word in shell.expand(token.text)]
-        if words[:1] == ["shift"]:
-            del (shell.arguments or [])[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
-        elif words[:1] == ["unset"]:
-            for name in words[1:]:
-                shell.variables.pop(name, None)
-        elif words and words[0] in shell.functions:
-            unknown = (
-                shell.arguments is None
-                and not words[1:]
-                and any("$@" in token.text or "$*" in token.text for token in line)
-            )
-            shell.call(words[0], None if unknown else words[1:], self._where)
-        elif words:
-            shell.command(shell, words)
-        return True
-
-    def _function(self, name: str, *, live: bool) -> None:
-        """What is in its braces is followed where it is called."""
-        while self._script[self._at].text in ("(", ")", "\n", "{"):
-            self._at += 1
-        start = self._at
-        self._until(("}",), live=False)
-        if live:
-            self._shell.functions[name] = self._script[start : self._at - 1]
+def _holds(words: list[str]) -> bool:
+    """One test, of words without its brackets."""
+    for joint, every in (("-o", any), ("-a", all)):
+        if joint in words[1:-1]:
+            at = words.index(joint, 1)
+            return every((_holds(words[:at]), _holds(words[at + 1 :])))
+    match words:
+        case ["-n", word] | [word]:
+            return word != ""
+        case ["-z", word]:
+            return word == ""
+        case [left, "=" | "==", right]:
+            return _fits(left, right)
+        case [left, "!=", right]:
+            return not _fits(left, right)
+        case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, right]:
+            if not (left.lstrip("-").isdecimal() and right.lstrip("-").isdecimal()):
+                return False
+            a, b = int(left), int(right)
+            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[how]
+    return bool(words) and words[0].startswith("-")  # tests of files
