@@ -64,12 +64,13 @@ class NoDigest:
 
 
 def timed(replica: Replica, work: Callable[[], Any]) -> float:
+    world = replica.topology.world
+
     def everyone() -> None:
         work()
-        world.gather_json(None, device)
+        world.gather_json(None)
 
-    world, device = replica.topology.world, replica.topology.device
-    world.gather_json(None, device)
+    world.gather_json(None)
     return common.seconds_of(everyone)
 
 
@@ -88,7 +89,7 @@ def saving_round(context: RankContext, ranks: int, root: str, seed: int, tiny: b
     The order matters: what was just written or removed decides what the system has ready for the next.
     """
     replica = make_replica(context, ranks, tiny=tiny)
-    world, device, rank = replica.topology.world, replica.topology.device, context.rank
+    world, rank = replica.topology.world, context.rank
     tensors = {f"{entry.key}.{index}": tensor for index, (entry, tensor) in enumerate(state_tensors(replica))}
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
     names = {f"{rank}.{key}": tensor for key, tensor in tensors.items()}
@@ -123,12 +124,12 @@ def saving_round(context: RankContext, ranks: int, root: str, seed: int, tiny: b
                     os.sync()
                 else:
                     forget(path)
-            world.gather_json(None, device)
+            world.gather_json(None)
             (saved if clean else loaded)[way] = timed(replica, ways[way][0 if clean else 1])
     saved["sha256 alone"] = timed(replica, lambda: hashlib.sha256(flat.numpy().data).hexdigest())
     if rank == 0:
         shutil.rmtree(path)
-    return saved, loaded, sum(world.gather_json(flat.numel(), device))
+    return saved, loaded, sum(world.gather_json(flat.numel()))
 
 
 def _raw_write(path: Path, data: memoryview) -> None:
@@ -170,7 +171,7 @@ def stall_round(context: RankContext, ranks: int, root: str, tiny: bool = False)
     if context.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    replica.topology.world.gather_json(None, replica.topology.device)
+    replica.topology.world.gather_json(None)
     runner = Runner(replica)
     result: dict[str, float] = {}
     for way, background in (("sync", False), ("async", True)):

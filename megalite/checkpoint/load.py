@@ -109,9 +109,7 @@ class Checkpoint:
             return reader
 
 
-def find_checkpoint(
-    folder: Path | str, *, step: int | None, world: Group, device: torch.device, log: Callable[[str], None]
-) -> Checkpoint:
+def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: Callable[[str], None]) -> Checkpoint:
     """The newest checkpoint in `folder` that verifies, or that of `step`.
 
     A checkpoint verifies if its manifest is sound and every file has the length and sha256 that the manifest says.
@@ -126,9 +124,9 @@ def find_checkpoint(
     Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined.
     """
     folder, damaged = Path(folder), list[str]()
-    for candidate in _agreed_candidates(folder, step, world, device):
+    for candidate in _agreed_candidates(folder, step, world):
         path = folder / candidate.name
-        manifest, fault = verify_checkpoint(path, candidate.step, world=world, device=device)
+        manifest, fault = verify_checkpoint(path, candidate.step, world=world)
         if manifest is not None:
             return Checkpoint(path, manifest)
         damaged.append(f"{candidate.name}: {fault}")
@@ -138,7 +136,7 @@ def find_checkpoint(
     raise CheckpointError(f"{folder}: {which}: {'; '.join(damaged)}")
 
 
-def _agreed_candidates(folder: Path, step: int | None, world: Group, device: torch.device) -> list[Candidate]:
+def _agreed_candidates(folder: Path, step: int | None, world: Group) -> list[Candidate]:
     """Rank 0's view of the folder, which may change while the ranks look, on every rank."""
     view: dict[str, object] = {}
     if world.rank == 0:
@@ -146,13 +144,13 @@ def _agreed_candidates(folder: Path, step: int | None, world: Group, device: tor
             view = {"found": [[item.step, item.name] for item in candidates(folder, step)]}
         except CheckpointError as error:
             view = {"error": str(error), "missing": isinstance(error, CheckpointMissing)}
-    agreed = world.broadcast_json(view, device)
+    agreed = world.broadcast_json(view)
     if "error" in agreed:
         raise (CheckpointMissing if agreed["missing"] else CheckpointError)(agreed["error"])
     return [Candidate(number, name) for number, name in agreed["found"]]
 
 
-def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.device) -> tuple[Manifest | None, str]:
+def verify_checkpoint(path: Path, step: int, *, world: Group) -> tuple[Manifest | None, str]:
     """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
 
     Rank 0 reads and checks it; the others get a copy and parse what they ask for: thousands of ranks write 10^5 parts.
@@ -169,15 +167,15 @@ def verify_checkpoint(path: Path, step: int, *, world: Group, device: torch.devi
             sent = [fault, at, text[at : at + 75], *(in_pieces(manifest) if world.size > 1 else ())]
         except CheckpointError as error:
             sent = [str(error), 0, ""]
-    fault, at, seal, *pieces = world.broadcast_json(sent, device)
+    fault, at, seal, *pieces = world.broadcast_json(sent)
     if fault:
         return None, fault
     if manifest is None:
         manifest = from_pieces(*pieces)
-    faults = world.gather_json(_unlike(path / MANIFEST_NAME, at, seal.encode()), device)
+    faults = world.gather_json(_unlike(path / MANIFEST_NAME, at, seal.encode()))
     if any(faults):
         return None, next(filter(None, faults))
-    files_fault = verify_files(path, manifest.files, world=world, device=device)
+    files_fault = verify_files(path, manifest.files, world=world)
     return (None, files_fault) if files_fault else (manifest, "")
 
 
@@ -194,9 +192,7 @@ def _unlike(manifest: Path, at: int, seal: bytes) -> str:
     return "" if same else f"{manifest.name}: ranks read different content: the folder must be on a shared file system"
 
 
-def verify_files(
-    path: Path, files: Mapping[str, FileEntry], *, world: Group, device: torch.device, from_disk: bool = False
-) -> str:
+def verify_files(path: Path, files: Mapping[str, FileEntry], *, world: Group, from_disk: bool = False) -> str:
     """What is wrong with a checkpoint's files, on every rank; empty if nothing is. The ranks share out the reading.
 
     Args:
@@ -210,6 +206,6 @@ def verify_files(
     for name in names[world.rank :: world.size]:
         found.append(entry_fault(path / name, files[name], from_disk=from_disk))
         world.heartbeat.beat()
-    every = sorted(fault for faults in world.gather_json(list(filter(None, found)), device) for fault in faults)
+    every = sorted(fault for faults in world.gather_json(list(filter(None, found))) for fault in faults)
     more = f" (and {len(every) - 3} more files)" if len(every) > 3 else ""
     return "; ".join(every[:3]) + more

@@ -40,14 +40,14 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 
 
-def agree(error: CheckpointError | None, *, world: Group, device: torch.device) -> None:
+def agree(error: CheckpointError | None, *, world: Group) -> None:
     """Return on every rank if no rank has an error, else raise one with the same message on every rank.
 
     `Group.agree` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
 
     Collectives: one `gather_json`.
     """
-    reports = world.gather_json(None if error is None else str(error), device)
+    reports = world.gather_json(None if error is None else str(error))
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
@@ -157,7 +157,6 @@ def save_checkpoint(
     tokenizer: str | None,
     kernels: Mapping[str, str],
     world: Group,
-    device: torch.device,
     make_folder: bool = True,
     host: str | None = None,
     log: Callable[[str], None] = lambda line: None,
@@ -215,7 +214,6 @@ def save_checkpoint(
         write=lambda: _write_shards(staging, world, plan, tensors, "" if host is None else f"-{secrets.token_hex(4)}"),
         publish=lambda: publish(staging, preamble, world.size, log),
         world=world,
-        device=device,
     )
     return folder / step_name(step)
 
@@ -229,7 +227,6 @@ def save_together(
     write: Callable[[], Exception | None],
     publish: Callable[[], object],
     world: Group,
-    device: torch.device,
 ) -> None:
     """The steps of a save, each of which all ranks take or none: the first rank of a folder begins, given the bytes of its
     ranks, every rank writes, the first publishes. Where one fails on any rank, `staging` is removed and all raise the same
@@ -239,23 +236,21 @@ def save_together(
     """
     failure: Exception | None = _check_plan(plan)
     # Ranks with a bad plan take part too: the others would wait for them.
-    places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)], device), strict=True)
+    places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)]), strict=True)
     needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
     leads = places.index(host) == world.rank
-    share_failure = partial(
-        _raise_on_all_or_abandon, staging=staging, needed=needed, leads=leads, world=world, device=device
-    )
+    share_failure = partial(_raise_on_all_or_abandon, staging=staging, needed=needed, leads=leads, world=world)
     share_failure(_failure_of(lambda: begin(needed)) if failure is None and leads else failure)
     share_failure(write())
     if host is not None:
-        share_failure(_share_parts(staging, leads, world, device))
+        share_failure(_share_parts(staging, leads, world))
     share_failure(_failure_of(publish) if leads else None)
 
 
-def _share_parts(staging: Path, leads: bool, world: Group, device: torch.device) -> Exception | None:
+def _share_parts(staging: Path, leads: bool, world: Group) -> Exception | None:
     """Bring the lists of what ranks of other machines wrote into this machine's folder. Collectives: a `gather_json`."""
     mine = staging / part_name(world.rank)
-    texts = world.gather_json(mine.read_text() if mine.is_file() else "", device)
+    texts = world.gather_json(mine.read_text() if mine.is_file() else "")
 
     def write() -> None:
         for rank, text in enumerate(texts):
@@ -360,11 +355,11 @@ def _file_name(group: str, rank: int, tag: str = "") -> str:
 
 
 def _raise_on_all_or_abandon(
-    failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group, device: torch.device
+    failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group
 ) -> None:
     problem = None if failure is None else _as_checkpoint_error(failure, staging.parent, needed)
     try:
-        agree(problem, world=world, device=device)
+        agree(problem, world=world)
     except CheckpointError:
         # Only now: every rank has stopped writing.
         if leads:
@@ -405,7 +400,6 @@ def prune(
     held: Collection[int],
     newest: int,
     world: Group,
-    device: torch.device,
     log: Callable[[str], None],
 ) -> None:
     """Remove what is `superfluous`, after the newest checkpoint has been read back from the disk and verifies: the last sound
@@ -427,13 +421,13 @@ def prune(
             plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
         except CheckpointError as error:
             failure = CheckpointError(f"{path} was written but then not found to be there: {error}")
-    agree(failure, world=world, device=device)
-    plan = world.broadcast_json(plan, device)
+    agree(failure, world=world)
+    plan = world.broadcast_json(plan)
     if not plan["steps"]:
         return
     # Each rank gets the list of files alone: a manifest of many ranks takes long to read.
     files = {name: FileEntry(**entry) for name, entry in plan["files"].items()}
-    fault = verify_files(path, files, world=world, device=device, from_disk=True)
+    fault = verify_files(path, files, world=world, from_disk=True)
     if fault:
         raise CheckpointError(
             f"{path} was written but does not verify when it is read back ({fault}): the older checkpoints are kept"

@@ -71,7 +71,7 @@ def _together(flags: Namespace, launch: Launch, device: torch.device) -> Iterato
     layout = ParallelLayout(dp=launch.world_size)
     world = Topology.create(layout, rank=launch.rank, device=device, timeout_minutes=_JOB_MINUTES).world
     seconds = (1 - _SHARE_OF_PRODUCTS) * (flags.seconds or DOCTOR_SECONDS)
-    yield from ranks.examine_job(world, device, own, host=platform.node(), seconds=seconds)
+    yield from ranks.examine_job(world, own, host=platform.node(), seconds=seconds)
 
 
 def _of_host(flags: Namespace, device: torch.device) -> Iterator[Finding]:

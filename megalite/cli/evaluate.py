@@ -44,7 +44,7 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
         raise ConfigError(f"--data-path {text} is text, and evaluate takes token files there; use --input {text}")
     fetch_remote_files = imported("megalite.training.setup:fetch_remote_files")
     asked = replace(RunConfig(), data_path=flags.data_path or flags.input)
-    paths = fetch_remote_files(asked, world=topology.world, device=topology.device, log=tell).data.data_path
+    paths = fetch_remote_files(asked, world=topology.world, log=tell).data.data_path
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
     stream = _stream(flags, paths, model, topology)
     length = flags.seq_length or model.seq_length
@@ -58,25 +58,25 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
 
 def _stream(flags: Namespace, paths: list[str], model: InferenceModel, topology: Topology) -> TokenStream:
     """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others."""
-    stream, error = TokenStream([]), None
-    try:
-        if flags.data_path is not None:
-            assert model.model.vocab_size is not None
-            stream = stream_of_files(paths, model.model.vocab_size, model.tokenizer_sha256)
-        elif topology.rank == 0:
-            assert model.tokenizer is not None
-            limits, key = Limits(text_documents=flags.text_documents or "file"), flags.json_key or "text"
-            stream = stream_of_texts(paths, key=key, limits=limits, tokenizer=model.tokenizer)
-    except (ConfigError, OSError) as found:
-        error = found if isinstance(found, ConfigError) else ConfigError(f"cannot read the data: {found}")
-    topology.world.agree(error, topology.device)
+    stream = TokenStream([])
+    with topology.world.errors_on_all_ranks():
+        try:
+            if flags.data_path is not None:
+                assert model.model.vocab_size is not None
+                stream = stream_of_files(paths, model.model.vocab_size, model.tokenizer_sha256)
+            elif topology.rank == 0:
+                assert model.tokenizer is not None
+                limits, key = Limits(text_documents=flags.text_documents or "file"), flags.json_key or "text"
+                stream = stream_of_texts(paths, key=key, limits=limits, tokenizer=model.tokenizer)
+        except OSError as error:
+            raise ConfigError(f"cannot read the data: {error}") from None
     return stream if flags.data_path is not None else _broadcast(stream, topology)
 
 
 def _broadcast(stream: TokenStream, topology: Topology) -> TokenStream:
     if topology.world.size == 1:
         return stream
-    tokens, text_bytes = topology.world.broadcast_json([len(stream), stream.text_bytes], topology.device)
+    tokens, text_bytes = topology.world.broadcast_json([len(stream), stream.text_bytes])
     ids = torch.empty(tokens, dtype=torch.int32, device=topology.device)
     if topology.rank == 0:
         ids.copy_(torch.from_numpy(np.asarray(stream.parts[0], dtype=np.int32)))

@@ -79,9 +79,7 @@ def taken_here(
     Collectives: those of `fetch_remote_files`, where one is an address."""
     if is_address(str(load)) or is_address(tokenizer_model or ""):
         asked = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
-        found = imported("megalite.training.setup:fetch_remote_files")(
-            asked, world=topology.world, device=topology.device, log=log
-        )
+        found = imported("megalite.training.setup:fetch_remote_files")(asked, world=topology.world, log=log)
         if not Path(found.checkpoint.load).exists():
             raise CheckpointMissing(f"no complete checkpoint at {load}; give the address of the folder of steps")
         load, tokenizer_model = found.checkpoint.load, found.data.tokenizer_model
@@ -133,15 +131,11 @@ def _sampling(flags: Namespace) -> Sampling:
 
 def _generate(flags: Namespace, topology: Topology) -> None:
     texts: list[Any] = []
-    error: ConfigError | None = None
-    if topology.rank == 0:
-        try:
+    with topology.world.errors_on_all_ranks():
+        if topology.rank == 0:
             texts = flags.prompt or read_prompts(flags.prompts, flags.prompt_key, chat=flags.chat)
             _refuse_existing(flags.output)
-        except ConfigError as found:
-            error = found
-    topology.world.agree(error, topology.device)
-    texts = topology.world.broadcast_json(texts, topology.device)
+    texts = topology.world.broadcast_json(texts)
     model = open_model(flags, topology)
     assert model.tokenizer is not None
     tokenizer, before = model.tokenizer, _beginning(model, flags.add_bos)
@@ -212,14 +206,13 @@ def _refuse_existing(output: Path | None) -> None:
 
 
 def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
-    output, error = None, None
-    if topology.rank == 0 and path is not None:
+    with topology.world.errors_on_all_ranks():
+        if topology.rank != 0 or path is None:
+            return None
         try:
-            output = path.open("x", encoding="utf-8")
-        except OSError as found:
-            error = ConfigError(f"--output {path}: {found.strerror}; give a file that can be written")
-    topology.world.agree(error, topology.device)
-    return output
+            return path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {path}: {error.strerror}; give a file that can be written") from None
 
 
 class _Shown:

@@ -57,7 +57,7 @@ def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups |
             start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
         layout = ParallelLayout(dp=launch.world_size)
         world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
-        machine, base, nominal, stack = _prepare(flags, world, device, dtypes)
+        machine, base, nominal, stack = _prepare(flags, world, dtypes)
         timer = Timer(device, world, crowded=machine.crowded)
 
         def say(line: str) -> None:
@@ -74,13 +74,9 @@ def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups |
             made=made,
             progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
         )
-        error: ConfigError | None = None
-        if launch.rank == 0:
-            try:
+        with world.errors_on_all_ranks():
+            if launch.rank == 0:
                 _write(flags, measured, base, nominal=nominal, stack=stack)
-            except ConfigError as found:
-                error = found
-        world.agree(error, device)
         agreed = True
     except ConfigError:
         agreed = True
@@ -104,28 +100,20 @@ def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or ("bf16" if device.type == "cuda" else "fp32",)
 
 
-def _prepare(
-    flags: Namespace, world: Group, device: torch.device, dtypes: Sequence[str]
-) -> tuple[Machine, Cluster, bool, SoftwareStack]:
+def _prepare(flags: Namespace, world: Group, dtypes: Sequence[str]) -> tuple[Machine, Cluster, bool, SoftwareStack]:
     """All that can be wrong is found here, on every rank, before anything is measured."""
-    machine = describe_machine(world, device)
-    error: ConfigError | None = None
-    prepared = None
-    try:
+    machine = describe_machine(world)
+    with world.errors_on_all_ranks():
         base, nominal = stand_in(machine, flags.like)
-        prepared = base, nominal, load_stack(_BASE_STACK)
+        stack = load_stack(_BASE_STACK)
         if world.rank == 0:
             for path in (flags.output, flags.output_stack):
                 _check_writable(path)
             if flags.output == flags.output_stack:
                 other = flags.output.with_name(flags.output.stem + "-stack.yaml")
                 raise ConfigError(f"--output and --output-stack are both {flags.output}; give two files, e.g. {other}")
-    except ConfigError as found:
-        error = found
-    world.agree(error, device)
-    assert prepared is not None
-    check_dtypes(dtypes, world, device)
-    return machine, *prepared
+    check_dtypes(dtypes, world)
+    return machine, base, nominal, stack
 
 
 def _check_writable(path: Path | None) -> None:

@@ -123,21 +123,18 @@ def open_model(
     if weights is not None:
         return weights
     folder, step = chosen_step(folder, step, "--ckpt-step")
-    found = find_checkpoint(folder, step=step, world=topology.world, device=topology.device, log=log)
+    found = find_checkpoint(folder, step=step, world=topology.world, log=log)
     native = NativeWeights(found, main=False, ema=ema)
     return native if dtype in (None, native.dtype(_WORD)) else NativeWeights(found, ema=ema)
 
 
 def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
     """What `work` returns; what it raises on some rank is raised on all."""
-    found: list[T] = []
-    error: ConfigError | None = None
-    try:
-        found.append(work())
-    except (ConfigError, OSError) as fault:
-        error = fault if isinstance(fault, ConfigError) else ConversionError(f"cannot read {folder}: {fault}")
-    topology.world.agree(error, topology.device)
-    return found[0]
+    with topology.world.errors_on_all_ranks():
+        try:
+            return work()
+        except OSError as error:
+            raise ConversionError(f"cannot read {folder}: {error}") from None
 
 
 def run_of(model: ModelConfig, seq_length: int, *, tp: int = 1, pp: int = 1) -> RunConfig:

@@ -186,7 +186,7 @@ def _open(folder: Path, step: int | None) -> Checkpoint:
     steps = sorted({candidate.step for candidate in candidates(folder, step)})
     try:
         world = Group.solo("world")
-        return find_checkpoint(folder, step=steps[-1], world=world, device=_CPU, log=lambda line: None)
+        return find_checkpoint(folder, step=steps[-1], world=world, log=lambda line: None)
     except CheckpointError as error:
         older = f"; --step {steps[-2]} takes the one before" if len(steps) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None

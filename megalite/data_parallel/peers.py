@@ -19,7 +19,7 @@ def is_failure_of_other_rank(error: BaseException) -> bool:
     return isinstance(error, (PeerLostError, RemoteError)) or is_connection_error(error)
 
 
-def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy, device: torch.device) -> None:
+def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy) -> None:
     """Look at an error that ended a step on this rank; return if it is not a broken connection.
 
     Nothing is asked for before something has failed: collectives run unguarded.
@@ -27,7 +27,7 @@ def raise_if_peer_lost(error: BaseException, strategy: DataParallelStrategy, dev
     Raises PeerLostError: it is one; the message names the ranks that are gone, or else the groups of this one."""
     if is_connection_error(error):
         # No name for the new error here: with one, its traceback would keep itself, and every process group, alive.
-        raise PeerLostError(_message(strategy, lost_ranks(strategy.groups.world, device))) from error
+        raise PeerLostError(_message(strategy, lost_ranks(strategy.groups.world))) from error
 
 
 def _message(strategy: DataParallelStrategy, lost: list[int]) -> str:
@@ -112,7 +112,7 @@ def check_replicas(
         ]
         with group.heartbeat.synchronise():
             prints = fingerprints([values for _, _, values in own])
-        found = group.gather_json(prints, strategy.device)
+        found = group.gather_json(prints)
         for rank, prints in enumerate(found):
             differ = [ours != theirs for ours, theirs in zip(found[0], prints, strict=True)]
             if error is None and any(differ):
@@ -124,4 +124,4 @@ def check_replicas(
                     f"differ in {first}{f' and {more} more tensors' if more else ''}: the run cannot be trusted; continue "
                     "from the last checkpoint before, and look at the hardware if it happens again"
                 )
-    world.agree(error, strategy.device)
+    world.agree(error)

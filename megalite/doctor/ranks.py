@@ -43,15 +43,16 @@ class RankReport:
     pairs: Sequence[tuple[str, str, float]] = ()
 
 
-def measure(world: Group, device: torch.device, *, host: str, seconds: float) -> RankReport:
+def measure(world: Group, *, host: str, seconds: float) -> RankReport:
     """Check and time everything over the world; every rank calls it at the same time. `seconds`: about how long all
     timings take together. Raises RuntimeError: something failed; the message begins with what.
 
     Collectives: those that are tested."""
+    device = world.device
     timer, report = Timer(device, world), RankReport(rank=world.rank, host=host, device=str(device))
     for name in CHECKS:
         with _step(name):
-            if not all(is_right(name, world, device, count) for count in PARTS):
+            if not all(is_right(name, world, count) for count in PARTS):
                 report.wrong.append(name)
     each = 0.6 * seconds / (2 * len(_SENT))
     for name, share in _SENT.items():
@@ -85,12 +86,12 @@ def part_of(rank: int, count: int, device: torch.device) -> torch.Tensor:
 CHECKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "messages")
 
 
-def is_right(name: str, world: Group, device: torch.device, count: int) -> bool:
+def is_right(name: str, world: Group, count: int) -> bool:
     """Whether the numbers that one of `CHECKS` gives this rank are right, if every rank gives `count`."""
     rank, ranks = world.rank, range(world.size)
-    parts = [part_of(each, count, device) for each in ranks]
-    mine, part = parts[rank].clone(), torch.empty(count, device=device)
-    whole = torch.empty(world.size * count, device=device)
+    parts = [part_of(each, count, world.device) for each in ranks]
+    mine, part = parts[rank].clone(), torch.empty(count, device=world.device)
+    whole = torch.empty(world.size * count, device=world.device)
     match name:
         case "all-reduce":
             world.all_reduce(mine)
@@ -137,7 +138,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
     """Rates of messages between each host and the next, around a ring of them; a slow host is in both its pairs."""
     world = timer.world
     first: dict[str, int] = {}
-    for rank, name in enumerate(world.gather_json(host, timer.device)):
+    for rank, name in enumerate(world.gather_json(host)):
         first.setdefault(name, rank)
     hosts = list(first)
     if len(hosts) == 1:
@@ -193,7 +194,7 @@ def measured(context: RankContext, ranks: int, device_type: str, host: str, seco
         torch.cuda.set_device(device)
     layout = ParallelLayout(dp=ranks)
     world = Topology.create(layout, rank=context.rank, device=device, made=context.made).world
-    return measure(world, device, host=host, seconds=seconds)
+    return measure(world, host=host, seconds=seconds)
 
 
 def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
@@ -258,19 +259,17 @@ class ExchangeFailed(Exception):
     """The ranks could not exchange something."""
 
 
-def examine_job(
-    world: Group, device: torch.device, own: Sequence[Finding], *, host: str, seconds: float
-) -> Iterator[Finding]:
+def examine_job(world: Group, own: Sequence[Finding], *, host: str, seconds: float) -> Iterator[Finding]:
     """What the ranks (two or more) found together; the same on every rank. `own`: what this rank found by itself: the
     first rank of each host everything, the others nothing. `seconds`: about how long all timings take together.
     Raises ExchangeFailed: on each rank that has noticed, with its host.
 
     Collectives: over the world, those that are tested and gathers."""
     try:
-        rows = world.gather_json([host, [asdict(each) for each in own]], device)
-        reports = world.gather_json(asdict(measure(world, device, host=host, seconds=seconds)), device)
+        rows = world.gather_json([host, [asdict(each) for each in own]])
+        reports = world.gather_json(asdict(measure(world, host=host, seconds=seconds)))
     except RuntimeError as error:
-        gone = lost_ranks(world, device)
+        gone = lost_ranks(world)
         lost = f"; gone: rank {', '.join(map(str, gone))}" if gone else ""
         raise ExchangeFailed(f"rank {world.rank} on {host}: {error}{lost}") from error
     by_host = {name: [Finding(**each) for each in found] for name, found in rows if found}

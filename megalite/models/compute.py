@@ -82,7 +82,7 @@ def _use_overlap(stage: GPTStage, compute: ComputeConfig) -> str:
     linears = [module for module in stage.modules() if isinstance(module, _LINEAR)]
     by: Callable[[Group, Matmul], Pieces] = Ring
     if asked != "ring" and stage.device.type != "meta":  # a rehearsal has no memory to share
-        found = why_not_symmetric(stage.tp, stage.device)
+        found = why_not_symmetric(stage.tp)
         if asked == "symmetric" and found is not None:
             raise ConfigError(f"tp_comm_overlap_backend symmetric cannot be had: {found}; use ring or auto")
         by, reason = (SymmetricMemory, "it can be had") if found is None else (Ring, found)

@@ -24,7 +24,7 @@ class TensorSums:
 
     def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
         own = sorted({segment.name for flat in parameters for segment in flat.segments})
-        self.names: list[str] = sorted(set().union(*group.gather_json(own, device)))
+        self.names: list[str] = sorted(set().union(*group.gather_json(own)))
         """Of all tensors, in the same order on every rank."""
         self._group, self.device = group, device
         self._column = {name: column for column, name in enumerate(self.names)}

@@ -96,9 +96,7 @@ class Wave(NamedTuple):
     give_back: Traffic  # from the owners to all ranks with a part; a holding is the receiver's
 
 
-def plan(
-    parameters: Sequence[FlatParameter], config: OptimizerConfig, group: Group, device: torch.device
-) -> list[Wave]:
+def plan(parameters: Sequence[FlatParameter], config: OptimizerConfig, group: Group) -> list[Wave]:
     """Deal out the matrices of `parameters` over the ranks of `group`, which together have every one of them complete.
 
     A matrix is the last two dimensions of a tensor; further ones in front count matrices (experts, gate and up). Where
@@ -113,7 +111,7 @@ def plan(
     found: defaultdict[MatrixKey, list[HeldRange]] = defaultdict(list)
     shapes: dict[MatrixKey, tuple[int, int]] = {}
     counts: dict[str, int] = {}
-    for rank, segments in enumerate(group.gather_json(own, device)):
+    for rank, segments in enumerate(group.gather_json(own)):
         for flat, at, offset, length, name, shape, bounds in segments:
             counts[name] = math.prod(shape[:-2])
             for number, box, start, stop in _parts(shape, bounds, offset, offset + length):
@@ -204,7 +202,7 @@ class MatrixOptimizer(Optimizer):
         self._adam = AdamW(others, config)
         self._states |= self._adam._states
         self._averages |= self._adam._averages
-        self._waves = plan(matrices, config, group, others[0].param.device)
+        self._waves = plan(matrices, config, group)
 
     @abstractmethod
     def _before(self, piece: Piece) -> Sequence[torch.Tensor]:

@@ -193,13 +193,7 @@ def _remedy(counts: Sequence[int]) -> str:
 
 
 def take_layout(
-    config: RunConfig,
-    *,
-    explicit: frozenset[str],
-    fixed: frozenset[str],
-    world: Group,
-    device: torch.device,
-    log: Callable[[str], None],
+    config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world: Group, log: Callable[[str], None]
 ) -> tuple[RunConfig, frozenset[str]]:
     """The config with the layout that these ranks get, and what counts as given in it.
 
@@ -209,16 +203,12 @@ def take_layout(
     `explicit`: settings that the user gave. `fixed`: those that stay: of the command line. `log`: called on rank 0.
 
     Collectives: a gather and a broadcast over the world."""
-    failed: Exception | None = None
     layout: Mapping[str, Any] = {}
-    if world.rank == 0:
-        try:
-            layout, note = _find(config, explicit=explicit, fixed=fixed, world_size=world.size, device=device)
+    with world.errors_on_all_ranks(Exception):
+        if world.rank == 0:
+            layout, note = _find(config, explicit=explicit, fixed=fixed, world_size=world.size, device=world.device)
             log(note)
-        except Exception as error:
-            failed = error
-    world.agree(failed, device)
-    config = replace(config, **world.broadcast_json(dict(layout), device))
+    config = replace(config, **world.broadcast_json(dict(layout)))
     return config, not_default(config)
 
 

@@ -55,13 +55,14 @@ class Machine:
         return self.device_type == "cpu" and self.ranks_per_node > 1
 
 
-def describe_machine(world: Group, device: torch.device, *, node: str | None = None) -> Machine:
+def describe_machine(world: Group, *, node: str | None = None) -> Machine:
     """Asks every rank for its host (unless `node` is its name) and its device. Raises ConfigError if devices or numbers
     of threads differ, or the ranks of nodes are unequal in number or not consecutive; the same on every rank.
     Collectives: a gather over the world."""
+    device = world.device
     name, memory, multiprocessors = device_facts(device)
     mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
-    rows = world.gather_json(mine, device)
+    rows = world.gather_json(mine)
     per_node = _ranks_per_node([row[0] for row in rows])
     for rank, row in enumerate(rows):
         for what, index in (("device", 1), ("number of threads", 2)):

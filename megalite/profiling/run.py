@@ -49,25 +49,23 @@ class Measurements:
     turns: between.TurnTime | None = None  # where ranks outnumber cores
 
 
-def check_dtypes(names: Sequence[str], world: Group, device: torch.device) -> None:
+def check_dtypes(names: Sequence[str], world: Group) -> None:
     """Try a product of each type on every rank. Raises ConfigError: a rank's device does not have one; the same on
     every rank.
 
     Collectives: a gather over the world."""
-    failed: ConfigError | None = None
-    for name in names:
-        try:
-            x = torch.ones(16, 16, device=device).to(DTYPES[name])
-            x @ x
-            if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
-                raise RuntimeError("only in emulation")
-        except RuntimeError as error:
-            works = next((known for known in ("fp32", "fp16") if known != name), "fp32")
-            reason = str(error).splitlines()[0]
-            failed = failed or ConfigError(
-                f"--dtype {name} is not supported on {device.type} here ({reason}); use --dtype {works}"
-            )
-    world.agree(failed, device)
+    with world.errors_on_all_ranks():
+        for name in names:
+            try:
+                x = torch.ones(16, 16, device=world.device).to(DTYPES[name])
+                x @ x
+                if name == "bf16" and world.device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+                    raise RuntimeError("only in emulation")
+            except RuntimeError as error:
+                works, reason = "fp16" if name == "fp32" else "fp32", str(error).splitlines()[0]
+                raise ConfigError(
+                    f"--dtype {name} is not supported on {world.device.type} here ({reason}); use --dtype {works}"
+                ) from None
 
 
 def measure(

@@ -121,7 +121,7 @@ class Timer:
 
         Collectives: a gather over the world."""
         mine = None if idle else [timing.seconds, timing.spread, timing.samples]
-        rows = [row for row in self.world.gather_json(mine, self.device) if row is not None]
+        rows = [row for row in self.world.gather_json(mine) if row is not None]
         seconds, spreads, samples = zip(*rows, strict=True)
         return Timing(seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.rehearsal.device import DEVICE, Device
-from megalite.topology.group import DONE, Group, Work
+from megalite.topology.group import CPU, DONE, Group, Work
 from megalite.topology.host_memory import HostCopy
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import calling_line
@@ -144,22 +144,22 @@ class RehearsedGroup(Group):
     def receive_async(self, tensor: Tensor, *, source: int) -> Work:
         return self._record("receive", tensor)
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
-        self._exchange_text("gather_json", device)
+    def gather_json(self, value: Any) -> list[Any]:
+        self._exchange_text("gather_json")
         return [value] * self.size
 
-    def broadcast_json(self, value: Any, device: torch.device) -> Any:
-        self._exchange_text("broadcast_json", device)
+    def broadcast_json(self, value: Any) -> Any:
+        self._exchange_text("broadcast_json")
         return value
 
-    def _exchange_text(self, name: str, device: torch.device) -> None:
+    def _exchange_text(self, name: str) -> None:
         """Of any length: that may differ from rank to rank. On a device the host reads the length, and then the text."""
         self._record(name, torch.empty(0, dtype=torch.uint8)).wait()
-        for _ in range(2 if self.size > 1 and device.type == DEVICE.type else 0):
+        for _ in range(2 if self.size > 1 and self.device.type == DEVICE.type else 0):
             self.journal.device.synchronise("reads what other ranks say")
 
-    def agree(self, error: BaseException | None, device: torch.device) -> None:
-        self._exchange_text("gather_json", device)
+    def agree(self, error: BaseException | None) -> None:
+        self._exchange_text("gather_json")
         if error is not None:
             raise error
 
@@ -208,7 +208,13 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, g
         if ranks is None:
             return None
         return RehearsedGroup(
-            name=kind, ranks=ranks, rank=ranks.index(rank), heartbeat=heartbeat, journal=journal, queue=queue
+            name=kind,
+            ranks=ranks,
+            rank=ranks.index(rank),
+            heartbeat=heartbeat,
+            device=CPU if queue == "host" else DEVICE,
+            journal=journal,
+            queue=queue,
         )
 
     groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in layout.kinds}

@@ -122,7 +122,7 @@ def _save(replica: Replica, journal: Journal) -> Save:
 
         staging = Path(config.save or "checkpoints") / ".rehearsed"
         no_disk: dict[str, Any] = {"begin": lambda needed: None, "write": write, "publish": lambda: None}
-        save_together(staging, plan, host=None, **no_disk, world=background, device=torch.device("cpu"))
+        save_together(staging, plan, host=None, **no_disk, world=background)
 
     with consensus(replica, saved=True):
         plan, tensors = what_is_saved(replica, 2, newest="")

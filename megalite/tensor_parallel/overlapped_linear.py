@@ -154,28 +154,28 @@ class SymmetricMemory:
         return part, DONE
 
 
-def why_not_symmetric(tp: Group, device: torch.device) -> str | None:
+def why_not_symmetric(tp: Group) -> str | None:
     """Why tp cannot multiply by symmetric memory, or None; the same on all its ranks. Both products are tried.
 
     Collectives: over tp, those of the trial and two all-reduces of a number.
     """
-    return f"{device.type} has no symmetric memory" if device.type != "cuda" else tried(tp, device)
+    return f"{tp.device.type} has no symmetric memory" if tp.device.type != "cuda" else tried(tp)
 
 
-def tried(tp: Group, device: torch.device) -> str | None:
+def tried(tp: Group) -> str | None:
     """`why_not_symmetric`, whatever the device is."""
-    for trial in (lambda: _why_not_here(tp), *_trials(tp, device)):
+    for trial in (lambda: _why_not_here(tp), *_trials(tp)):
         try:
             reason = trial()
         except Exception as error:  # of torch's private parts, whatever it is
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if (reason := _for_all(tp, reason, device)) is not None:
+        if (reason := _for_all(tp, reason)) is not None:
             return reason
     return None
 
 
-def _for_all(tp: Group, reason: str | None, device: torch.device) -> str | None:
-    fine = torch.full((), float(reason is None), device=device)
+def _for_all(tp: Group, reason: str | None) -> str | None:
+    fine = torch.full((), float(reason is None), device=tp.device)
     tp.all_reduce(fine, op="min")
     return None if fine.item() else reason or "another rank of tp has none"
 
@@ -193,10 +193,10 @@ def _why_not_here(tp: Group) -> str | None:
 _OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
-def _trials(tp: Group, device: torch.device) -> list[Callable[[], str | None]]:
+def _trials(tp: Group) -> list[Callable[[], str | None]]:
     """Comparisons with products of what the group's own collectives bring."""
     generator = torch.Generator().manual_seed(tp.rank)
-    drawn = torch.randn(2, _ROWS * tp.size, _WIDTH, generator=generator).to(device, torch.bfloat16)
+    drawn = torch.randn(2, _ROWS * tp.size, _WIDTH, generator=generator).to(tp.device, torch.bfloat16)
     x, weight = drawn[0, :_ROWS].unsqueeze(1), drawn[1, :_WIDTH]
     whole, summed = x.new_empty(_ROWS * tp.size, 1, _WIDTH), torch.empty_like(x)
     tp.all_gather(whole, x)

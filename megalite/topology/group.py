@@ -4,11 +4,12 @@ A group of one rank needs no process group: its collectives are identities, so t
 same code without a branch.
 """
 
+import contextlib
 import datetime
 import functools
 import json
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 if TYPE_CHECKING:  # loaded for groups that have it
     from megalite.topology.shared_memory import SharedMemory
 
+CPU = torch.device("cpu")
 _PIECE = 1 << 16  # elements that stay in a CPU's cache while the rows are added to them
 
 
@@ -88,6 +90,7 @@ class Group:
         process_group: torch's handle; None for one rank.
         heartbeat: is notified of every operation.
         memory: what its collectives of equal parts go through in place of `process_group`.
+        device: of the tensors that it exchanges; gloo's are on the CPU.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     heartbeat: Heartbeat = UNWATCHED
     memory: "SharedMemory | None" = None
+    device: torch.device = CPU
     size: int = field(init=False)
     _lane: Lane = field(init=False)
 
@@ -239,23 +243,23 @@ class Group:
             lambda: _started(dist.irecv(tensor, self.ranks[source], group=self.process_group)), "receive", tensor.nbytes
         )
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order, on every rank. For small things."""
         if self.size == 1:
             return [value]
         # Padded on the host, so that the device only carries bytes: one copy to it and one wait for it each time.
         payload = json.dumps(value).encode()
-        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
-        self.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=device))
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=self.device))
         counts = self._read(lengths).tolist()
         longest = max(counts)
-        padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(device)
-        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(self.device)
+        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(everything, padded)
         rows = self._read(everything).view(self.size, longest)
         return [json.loads(row[:count].numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
 
-    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+    def broadcast_json(self, value: Any) -> Any:
         """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at. It may be large."""
         if self.size == 1:
             return value
@@ -263,9 +267,11 @@ class Group:
         if self.rank == 0:
             text = zlib.compress(json.dumps(value).encode(), level=1)
             payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        length = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
         self.broadcast(length)
-        data = payload.to(device) if self.rank == 0 else length.new_empty(int(self._read(length)), dtype=torch.uint8)
+        data = (
+            payload.to(self.device) if self.rank == 0 else length.new_empty(int(self._read(length)), dtype=torch.uint8)
+        )
         self.broadcast(data)
         return json.loads(zlib.decompress(self._read(data).numpy().tobytes()))
 
@@ -280,17 +286,14 @@ class Group:
         """Start to bring a small tensor to the host; reading it is a wait for the device if it has not come by then."""
         return HostCopy(tensor, self.heartbeat)
 
-    def agree(self, error: BaseException | None, device: torch.device) -> None:
+    def agree(self, error: BaseException | None) -> None:
         """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
-
-        Local work that can fail on some ranks alone (opening a file, say) goes between a try and this call; without
-        it the ranks without the fault would wait forever in the next collective.
 
         Raises ConfigError: the first failing rank's, where it is one (CheckpointError stays one). Raises RemoteError:
         naming the first failing rank and its error, on the ranks without a fault, where it is not. Raises the error
         itself on ranks that have another than a ConfigError: no one else has its traceback."""
         from_here = None if error is None else [_kind(error), str(error)]
-        reports = self.gather_json(from_here, device)
+        reports = self.gather_json(from_here)
         first = next((index for index, report in enumerate(reports) if report is not None), None)
         if first is None:
             return
@@ -301,6 +304,21 @@ class Group:
         if kind is None:
             raise RemoteError(f"rank {self.ranks[first]} failed: {name}: {message}")
         raise kind(message)
+
+    @contextlib.contextmanager
+    def errors_on_all_ranks(self, kinds: type[Exception] = ConfigError) -> Iterator[None]:
+        """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
+
+        Without it the ranks without the fault would wait forever in the next collective.
+
+        Collectives: `agree`, at the end.
+        """
+        found: Exception | None = None
+        try:
+            yield
+        except kinds as error:
+            found = error
+        self.agree(found)
 
 
 def _started(work: Work | None) -> Work:
@@ -364,15 +382,15 @@ class TreeGroup(Group):
         for level in reversed(self.levels):
             level.broadcast(tensor)
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         rows = [value]
         for level in self.levels:
-            rows = [row for part in level.gather_json(rows, device) for row in part]
-        return list(self.broadcast_json(rows, device))
+            rows = [row for part in level.gather_json(rows) for row in part]
+        return list(self.broadcast_json(rows))
 
-    def broadcast_json(self, value: Any, device: torch.device) -> Any:
+    def broadcast_json(self, value: Any) -> Any:
         for level in reversed(self.levels):
-            value = level.broadcast_json(value, device)
+            value = level.broadcast_json(value)
         return value
 
 

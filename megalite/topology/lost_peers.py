@@ -32,7 +32,7 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CLOSED_SIGNS)
 
 
-def lost_ranks(group: Group, device: torch.device) -> list[int]:
+def lost_ranks(group: Group) -> list[int]:
     """The global ranks of a gloo group that have closed their connections to this one; empty where that cannot be known.
 
     For a run that has failed: it leaves receives behind in the group, which nothing must use after this.
@@ -43,7 +43,7 @@ def lost_ranks(group: Group, device: torch.device) -> list[int]:
     lost, posted = [], []
     for index, rank in enumerate(group.ranks):
         if index != group.rank:
-            buffer = torch.empty(1, dtype=torch.uint8, device=device)
+            buffer = torch.empty(1, dtype=torch.uint8, device=group.device)
             try:
                 # On a connection that is closed a receive fails at once; on a good one it waits, for nothing.
                 posted.append((buffer, dist.irecv(buffer, rank, group=group.process_group, tag=_TAG)))
@@ -92,7 +92,7 @@ class RollCall:
     store: tuple[str, int]
 
     @classmethod
-    def open(cls, world: Group, launch: Launch, device: torch.device) -> "RollCall | None":
+    def open(cls, world: Group, launch: Launch) -> "RollCall | None":
         """Get ready; None where there is one rank, or no store that is known by its address.
 
         Collectives: a gather over the world.
@@ -100,7 +100,7 @@ class RollCall:
         if world.size == 1 or launch.store is None:
             return None
         mine = [f"host {launch.host} ({platform.node()})", time.time_ns()]
-        everyone = world.gather_json(mine, device)
+        everyone = world.gather_json(mine)
         hosts = tuple(str(host) for host, _ in everyone)
         return cls(rank=world.rank, hosts=hosts, key=f"megalite/roll-call/{everyone[0][1]}", store=launch.store)
 

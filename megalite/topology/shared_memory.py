@@ -97,11 +97,11 @@ class SharedMemory:
 
         Collectives: two gathers over the group.
         """
-        cpu, descriptor, memory = torch.device("cpu"), -1, None
+        descriptor, memory = -1, None
         here = _system() if group.size <= LARGEST_GROUP else None
         if group.rank == 0 and here is not None:
             descriptor = _allocated(cls.nbytes(group.size))
-        everyone = group.gather_json([here, os.getpid(), descriptor], cpu)
+        everyone = group.gather_json([here, os.getpid(), descriptor])
         _, pid, theirs = everyone[0]
         if here is not None and theirs >= 0 and all(there == here for there, *_ in everyone):
             try:
@@ -109,7 +109,7 @@ class SharedMemory:
                 memory = cls(group.name, group.ranks, group.rank, mine, timeout=timeout)
             except OSError:
                 pass
-        return memory if all(group.gather_json(memory is not None, cpu)) else None
+        return memory if all(group.gather_json(memory is not None)) else None
 
     def all_reduce(self, tensor: Tensor, op: str) -> _UnderWay:
         """In place, in gloo's order."""

@@ -313,9 +313,7 @@ class Topology:
                     made[key] = dist.new_group(list(ranks), group_desc=words, **chosen)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
-                    mine = group_type(
-                        name=kind, ranks=ranks, rank=ranks.index(rank), process_group=process_group, heartbeat=heartbeat
-                    )
+                    mine = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
             return mine
 
         groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in layout.kinds}

@@ -10,8 +10,6 @@ from megalite.training.replica import Replica, consensus
 from megalite.training.step import Stepper
 from megalite.training.stopping import StopRequest, StopRequests, StopRun
 
-CPU = torch.device("cpu")
-
 
 def read_batches(
     loader: BatchLoader | None,
@@ -48,13 +46,15 @@ def read_batches(
         except Exception as error:
             fault = error
     if scope.size > 1:
-        group, device = (topology.host, CPU) if scope.size == topology.world.size else (scope, topology.device)
-        agreed = torch.tensor([float(fault is not None), waited, float(asked)], dtype=torch.float64, device=device)
+        group = topology.host if scope.size == topology.world.size else scope
+        agreed = torch.tensor(
+            [float(fault is not None), waited, float(asked)], dtype=torch.float64, device=group.device
+        )
         group.all_reduce(agreed, op="max")
         with group.heartbeat.synchronise():
             failed, waited, asked = agreed.tolist()
         if failed:
-            group.agree(fault, device)
+            group.agree(fault)
     elif fault is not None:
         raise fault
     if asked:

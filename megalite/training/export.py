@@ -14,7 +14,7 @@ from megalite.config.exit_codes import NOT_SAVED
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
-from megalite.training.replica import Replica, errors_on_all_ranks
+from megalite.training.replica import Replica
 from megalite.training.stopping import Ending, StopRequests, StopRun
 
 _PATIENCE = 5.0
@@ -45,7 +45,7 @@ class Exporter:
         self._given_up = False
         self.held: set[int] = set()
         """Steps with checkpoints that are being read: none of them is removed."""
-        with errors_on_all_ranks(topology.world, topology.device):
+        with topology.world.errors_on_all_ranks():
             if self._here and progress.step < total:
                 imported("megalite.conversion.output:check_target")(self._target)
         if progress.step > 0:

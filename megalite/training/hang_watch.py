@@ -141,7 +141,6 @@ def begin_watch(
     *,
     launch: Launch,
     world: Group,
-    device: torch.device,
     run_dir: str | None,
     log: Callable[[str], None],
     say: Callable[[str], None],
@@ -169,7 +168,7 @@ def begin_watch(
         except OSError as error:
             me["fault"] = f"{error.filename or tempfile.gettempdir()}: {error.strerror}"
     try:
-        everyone = world.gather_json({**me, "folder": folder}, device)
+        everyone = world.gather_json({**me, "folder": folder})
         leaders: dict[str, int] = {}
         """Of each host the rank that gives the folder and starts the watching process."""
         for rank, one in enumerate(everyone):

@@ -61,7 +61,7 @@ class Timings:
     ) -> None:
         self._clock, self._topology, self._threshold, self._tell = clock, topology, threshold, tell
         self._gathers = not apart and topology.world.size > 1
-        self._hosts = topology.world.gather_json(platform.node(), topology.device) if self._gathers else []
+        self._hosts = topology.world.gather_json(platform.node()) if self._gathers else []
         self._units = units(topology.layout) if topology.world.rank == 0 else []  # which alone compares
 
     def interval(self, *, steps: int, seconds: float) -> Report:

@@ -92,7 +92,7 @@ def locate(
 
     Collectives: a gather over the strategy's scope."""
     mine = next(_findings(replica, losses, microbatches, outputs), None)
-    everyone = replica.strategy.scope.gather_json(mine, replica.topology.device)
+    everyone = replica.strategy.scope.gather_json(mine)
     first = min((one for one in everyone if one is not None), key=lambda one: one[:4], default=None)
     if first is None:
         return "in no single tensor that is still there", False
@@ -172,7 +172,7 @@ def _cut(every: Sequence[Placed], values: torch.Tensor, first: int) -> Iterator[
             yield placed, values[start - first : stop - first]
 
 
-def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group, device: torch.device) -> None:
+def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group) -> None:
     """Nothing that is not finite is about to be saved, on any rank.
 
     It reads all of it once, which takes a small part of the time that the disk does.
@@ -187,7 +187,7 @@ def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group
             good = finite.tolist()
         names = [f"{entry.state or 'weights'} of {entry.spec.name}" for entry, _ in floats]
         bad = next((name for name, is_good in zip(names, good, strict=True) if not is_good), None)
-    for rank, name in enumerate(world.gather_json(bad, device)):
+    for rank, name in enumerate(world.gather_json(bad)):
         if name is not None:
             raise NonFiniteError(
                 f"step {step}: {name} are not finite on rank {rank}: no checkpoint is written, {newest}; continue from "

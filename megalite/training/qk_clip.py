@@ -13,13 +13,13 @@ Rows = tuple[int, int, float]
 """First row of a tensor, one past the last, and what they are multiplied with."""
 
 
-def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group, device: torch.device) -> list[list[float]]:
+def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> list[list[float]]:
     """By layer and head, over the whole batch.
 
     Collectives: one max all-reduce of layers·heads numbers over the world.
     """
     layers = model.further_layers.stop
-    table = torch.full((layers, model.num_attention_heads), -torch.inf, dtype=torch.float64, device=device)
+    table = torch.full((layers, model.num_attention_heads), -torch.inf, dtype=torch.float64, device=world.device)
     for layer, logits in seen.logits.items():
         table[layer] = logits
     world.all_reduce(table, op="max")

@@ -158,22 +158,6 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
 
 
 @contextmanager
-def errors_on_all_ranks(world: Group, device: torch.device, kinds: type[Exception] = ConfigError) -> Iterator[None]:
-    """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
-
-    Without it the ranks without the fault would wait forever in the next collective.
-
-    Collectives: `Group.agree`, at the end.
-    """
-    found: Exception | None = None
-    try:
-        yield
-    except kinds as error:
-        found = error
-    world.agree(found, device)
-
-
-@contextmanager
 def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
     """Inside, the buckets' `data` is the model that is evaluated, or `saved`: that on which replicas agree, and where the
     optimizer has them its averages. Every rank enters it."""

@@ -29,7 +29,7 @@ from megalite.data_parallel.strategy import FlatState
 from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
-from megalite.training.replica import Replica, errors_on_all_ranks
+from megalite.training.replica import Replica
 from megalite.training.saving import newest_saved
 from megalite.training.state_tensors import (
     boxes_in,
@@ -131,9 +131,7 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
         return Progress(0, 0)
 
 
-def prefer_own_checkpoint(
-    config: RunConfig, *, world: Group, device: torch.device, log: Callable[[str], None]
-) -> RunConfig:
+def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
     """A run that began from a folder of another format resumes from its checkpoints, as soon as there are some.
 
     Collectives: a broadcast over the world.
@@ -146,7 +144,7 @@ def prefer_own_checkpoint(
     if world.rank == 0:
         with contextlib.suppress(ConfigError):  # it is said on all ranks when they look for the newest
             found = newest_saved(replace(config, checkpoint=replace(config.checkpoint, save=save))) is not None
-    if not world.broadcast_json(found, device):
+    if not world.broadcast_json(found):
         return config
     log(f"{save} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}")
     return replace(config, checkpoint=replace(config.checkpoint, load=save, finetune=False))
@@ -156,7 +154,7 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
     """Weights of another format, and step 0."""
     config, topology = replica.config, replica.topology
     replica.strategy.wait_until_idle()
-    with errors_on_all_ranks(topology.world, topology.device):
+    with topology.world.errors_on_all_ranks():
         try:
             source = FORMATS.get("hf")(folder, config.model)
             _refuse_other_model(folder, asdict(source.model), config.model, finetune=config.checkpoint.finetune)
@@ -177,18 +175,16 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
 
     A CheckpointError is the same on every rank."""
     config, topology = replica.config, replica.topology
-    checkpoint = find_checkpoint(
-        folder, step=config.checkpoint.ckpt_step, world=topology.world, device=topology.device, log=log
-    )
+    checkpoint = find_checkpoint(folder, step=config.checkpoint.ckpt_step, world=topology.world, log=log)
     manifest, finetune = checkpoint.manifest, config.checkpoint.finetune
     check_fits(str(checkpoint.path), manifest, config)
     # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
     replica.strategy.wait_until_idle()
-    with errors_on_all_ranks(topology.world, topology.device):
+    with topology.world.errors_on_all_ranks():
         require_tokenizer(str(checkpoint.path), manifest, config, tokenizer)
     with_optimizer = not finetune and config.checkpoint.load_optimizer
     notes: list[str] = []
-    with errors_on_all_ranks(topology.world, topology.device, CheckpointError):
+    with topology.world.errors_on_all_ranks(CheckpointError):
         load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
     if with_optimizer and OPTIMIZERS.facts(config.optimizer.optimizer).averaged:
         # The weights of the checkpoint are the averages; what is trained has been read into main parameters.

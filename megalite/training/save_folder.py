@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.files import lock_folder, replace_durably
 from megalite.config.describe import redact_text, sectioned
@@ -19,7 +17,7 @@ from megalite.config.exit_codes import NO_PROGRESS
 from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
-from megalite.training.replica import Replica, errors_on_all_ranks
+from megalite.training.replica import Replica
 from megalite.training.saving import Saver, destination_of, folder_here, newest_saved
 from megalite.training.sinks import last_records
 
@@ -129,9 +127,7 @@ def settings_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def require_progress(
-    guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group, device: torch.device
-) -> None:
+def require_progress(guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group) -> None:
     """Begin, and let all ranks hear of it if rank 0's guard refuses the run.
 
     Collectives: a broadcast.
@@ -142,7 +138,7 @@ def require_progress(
             guard.begin(start, run_dir)
         except RestartLoopError as error:
             refused = str(error)
-    refused = world.broadcast_json(refused, device)
+    refused = world.broadcast_json(refused)
     if refused is not None:
         raise RestartLoopError(refused)
 
@@ -195,7 +191,7 @@ class SaveFolder:
         self._destination: Destination | None = None
         config, topology = replica.config, replica.topology
         try:
-            with errors_on_all_ranks(topology.world, topology.device):
+            with topology.world.errors_on_all_ranks():
                 try:
                     self._destination = destination_of(config)
                     if self._destination is not None:
@@ -204,9 +200,7 @@ class SaveFolder:
                         self._take(folder_here(config))
                 except OSError as error:
                     raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
-            require_progress(
-                self._guard, progress.step, config.logging.run_dir, world=topology.world, device=topology.device
-            )
+            require_progress(self._guard, progress.step, config.logging.run_dir, world=topology.world)
         except ConfigError:
             self._release()
             raise

@@ -98,7 +98,7 @@ def save(
         saved = state_tensors(replica)
         write = _writer(replica, Path(folder), progress, tokenizer=tokenizer, make_folder=True, log=log)
         plan, tensors = [entry for entry, _ in saved], [tensor for _, tensor in saved]
-        path = write(plan, tensors, topology.world, topology.device)
+        path = write(plan, tensors, topology.world)
     assert isinstance(path, Path)
     return path
 
@@ -113,7 +113,7 @@ def _writer(
     log: Callable[[str], None],
     held: Collection[int] = (),
     destination: "Destination | None" = None,
-) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group, torch.device], Path | str]:
+) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group], Path | str]:
     """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`.
 
     `destination`: `folder` is where it waits for its upload to that."""
@@ -143,15 +143,13 @@ def _writer(
         "log": log,
     }
 
-    def write(
-        plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group, device: torch.device
-    ) -> Path | str:
-        path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, device=device, **settings)
+    def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group) -> Path | str:
+        path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, **settings)
         if destination is not None:
-            return destination.upload(path, world=world, device=device, log=log)
+            return destination.upload(path, world=world, log=log)
         if c.keep_latest is not None:
             keep: dict[str, Any] = {"keep_latest": c.keep_latest, "keep_every": c.keep_every, "held": held}
-            prune(folder, **keep, newest=step, world=world, device=device, log=log)
+            prune(folder, **keep, newest=step, world=world, log=log)
         return path
 
     return write
@@ -177,7 +175,7 @@ def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[Sav
     """
     saved = state_tensors(replica)
     if replica.config.checkpoint.check_weights_before_save:
-        require_finite(saved, step, newest=newest, world=replica.topology.world, device=replica.topology.device)
+        require_finite(saved, step, newest=newest, world=replica.topology.world)
     return [entry for entry, _ in saved], [tensor for _, tensor in saved]
 
 
@@ -205,7 +203,7 @@ class Saver:
         self.folder = Path(self._config.save) if destination is None else destination.folder
         self.name = str(self.folder) if self._destination is None else self._destination.name
         """For messages."""
-        self._world, self._device = replica.topology.world, replica.topology.device
+        self._world = replica.topology.world
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostCopies()
         # For saves at once too: a disk may be slower than any timeout that is right for training.
@@ -227,8 +225,8 @@ class Saver:
         if self._destination is not None:
             self._require_room_to_wait(self._destination, planned)
             return
-        needed = sum(self._world.gather_json(planned, self._device))
-        free = self._world.broadcast_json(free_bytes(self.folder), self._device)
+        needed = sum(self._world.gather_json(planned))
+        free = self._world.broadcast_json(free_bytes(self.folder))
         room = f"a checkpoint takes {format_bytes(needed)}, {format_bytes(free)} are free in {self.folder}"
         if free < needed and self._config.on_save_error == "stop":
             raise CheckpointError(
@@ -245,7 +243,7 @@ class Saver:
 
     def _require_room_to_wait(self, destination: "Destination", planned: int) -> None:
         """Each machine has room for the files of its ranks until they are uploaded."""
-        sizes = self._world.gather_json([destination.host, planned], self._device)
+        sizes = self._world.gather_json([destination.host, planned])
         here, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
         failure = None
         if free < here and self._config.on_save_error == "stop":
@@ -253,7 +251,7 @@ class Saver:
                 f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
                 "there: make room, or give --data-cache-path a folder on another disk"
             )
-        agree(failure, world=self._world, device=self._device)
+        agree(failure, world=self._world)
         total = format_bytes(sum(size for _, size in sizes))
         self._log(f"a checkpoint takes {total} and waits in {self.folder} for its upload to {self.name}")
 
@@ -264,7 +262,7 @@ class Saver:
         except RuntimeError as error:
             size = format_bytes(sum(tensor.nbytes for tensor in tensors))
             failure = CheckpointError(f"async_save needs {size} of host memory on a rank: {error}; leave it out")
-        agree(failure, world=self._world, device=self._device)
+        agree(failure, world=self._world)
 
     def begin(self, progress: Progress) -> None:
         """Save the state of now, unless it is saved already. A save under way is waited for first."""
@@ -272,7 +270,7 @@ class Saver:
             return
         self.wait()
         started = time.monotonic()
-        group, cpu = self._background, torch.device("cpu")
+        group = self._background
         with consensus(self._replica, saved=True):
             none = f"there is none in {self.name} from this start"
             newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
@@ -289,11 +287,11 @@ class Saver:
             )
             self.saved_at = progress.step
             if not self._config.async_save:
-                self._conclude(progress.step, started, lambda: write(plan, tensors, group, cpu))
+                self._conclude(progress.step, started, lambda: write(plan, tensors, group))
                 return
             # Before the next step may change a parameter: the thread writes from the copies alone.
             copies = self._memory.copy(tensors)
-        work = BackgroundSave(lambda: write(plan, copies, group, cpu))
+        work = BackgroundSave(lambda: write(plan, copies, group))
         self._under_way = (progress.step, started, work)
 
     def poll(self) -> None:
@@ -303,7 +301,7 @@ class Saver:
         same step of every rank.
         """
         if self._under_way is not None:
-            done = torch.tensor([int(self._under_way[2].done)], device=self._device)
+            done = torch.tensor([int(self._under_way[2].done)], device=self._world.device)
             self._world.all_reduce(done, op="min")
             if done.item():
                 self.wait()

@@ -34,7 +34,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.training.instruments import Instruments
-from megalite.training.replica import Replica, errors_on_all_ranks
+from megalite.training.replica import Replica
 from megalite.training.sinks import BestEffort, JsonLines, MetricSink
 from megalite.training.stopping import reserve_ending
 
@@ -62,20 +62,18 @@ Need = tuple[SampleSource, int, int]
 """Samples [first, stop) of a dataset will be read."""
 
 
-def is_first_on_node(world: Group, device: torch.device, *, node: str | None = None) -> bool:
+def is_first_on_node(world: Group, *, node: str | None = None) -> bool:
     """This rank is the first of its host.
 
     By the hosts' names rather than LOCAL_RANK, which two launchers on one host may both count from 0.
 
     Collectives: a gather over the world.
     """
-    names = world.gather_json(platform.node() if node is None else node, device)
+    names = world.gather_json(platform.node() if node is None else node)
     return names.index(names[world.rank]) == world.rank
 
 
-def prepare_indices(
-    needs: Sequence[Need], notes: list[str], *, world: Group, device: torch.device, leads: bool
-) -> list[str]:
+def prepare_indices(needs: Sequence[Need], notes: list[str], *, world: Group, leads: bool) -> list[str]:
     """Make the large indices on the disk, each once: rank 0 makes them all, where all nodes see them if the file system is
     shared; then the first rank of each other node makes those that it does not see.
 
@@ -88,12 +86,12 @@ def prepare_indices(
     Collectives: three gathers over the world.
     """
     for turn in (world.rank == 0, leads and world.rank != 0):
-        with errors_on_all_ranks(world, device):
+        with world.errors_on_all_ranks():
             for source, first, stop in needs if turn else ():
                 prepare: Callable[..., None] | None = getattr(source, "prepare", None)
                 if prepare is not None:
                     prepare(first, stop, epochs=_EPOCHS)
-    everything = world.gather_json(notes, device)
+    everything = world.gather_json(notes)
     notes.clear()
     return list(dict.fromkeys(note for of_rank in everything for note in of_rank))
 
@@ -179,12 +177,7 @@ class Tokenize(Protocol):
 
 
 def fetch_remote_files(
-    config: RunConfig,
-    *,
-    world: Group,
-    device: torch.device,
-    log: Callable[[str], None],
-    explicit: frozenset[str] | None = None,
+    config: RunConfig, *, world: Group, log: Callable[[str], None], explicit: frozenset[str] | None = None
 ) -> RunConfig:
     """The config with files here in the place of what its settings name by an address (s3://, https://...).
 
@@ -199,19 +192,19 @@ def fetch_remote_files(
     named += [word for name in PATH_SETTINGS for word in getattr(data, name)]
     if not any(word is not None and is_address(word) for word in named):
         return config
-    leads = is_first_on_node(world, device)
+    leads = is_first_on_node(world)
     check = None if explicit is None else partial(_WHEN_NAMED.get("fits"), explicit=explicit, tokenizer_of=_tokenizer)
     fits = {} if check is None else {"accept": check}
     places: dict[str, str] = {}
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(_WHEN_NAMED.get("fetch"), config, say=log, **fits) if turn else lambda stopped: None
-        places |= _Task(work).run(world, device) or {}
-    here: RunConfig = _WHEN_NAMED.get("places")(config, world.broadcast_json(places, device))
+        places |= _Task(work).run(world) or {}
+    here: RunConfig = _WHEN_NAMED.get("places")(config, world.broadcast_json(places))
     return here
 
 
 def tokenize_texts(
-    config: RunConfig, tokenize: Tokenize | None, *, world: Group, device: torch.device, log: Callable[[str], None]
+    config: RunConfig, tokenize: Tokenize | None, *, world: Group, log: Callable[[str], None]
 ) -> RunConfig:
     """The config with token files in the place of the texts that its data paths name.
 
@@ -230,15 +223,15 @@ def tokenize_texts(
             "tokenize=megalite.preprocess.text_data.tokenize_text, or token files of megalite preprocess"
         )
     prefixes: dict[str, str] | None = None
-    leads = is_first_on_node(world, device)
+    leads = is_first_on_node(world)
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(tokenize, config, prefixes, say=log) if turn else lambda stopped: None
-        made = _Task(work).run(world, device)
-        prefixes = world.broadcast_json(made if prefixes is None else prefixes, device)
+        made = _Task(work).run(world)
+        prefixes = world.broadcast_json(made if prefixes is None else prefixes)
     assert prefixes is not None
-    with errors_on_all_ranks(world, device):
+    with world.errors_on_all_ranks():
         sides = [read_side_file(prefix) or {} for prefix in prefixes.values()] if leads else []
-    digests = world.gather_json([side_digests(side) for side in sides], device)
+    digests = world.gather_json([side_digests(side) for side in sides])
     for rank, there in enumerate(digests):
         for path, ours, theirs in zip(prefixes, digests[0], there, strict=False):
             if ours != theirs:
@@ -263,44 +256,44 @@ class _Task:
         except Exception as fault:
             self._fault = fault
 
-    def run(self, world: Group, device: torch.device) -> Any:
+    def run(self, world: Group) -> Any:
         """What the work of this rank gives, once that of all ranks is done."""
         thread = threading.Thread(target=self._do, name="megalite-text", daemon=True)
         thread.start()
         try:
             while True:
                 thread.join(_MEETING_SECONDS)
-                if all(world.gather_json(not thread.is_alive(), device)):
+                if all(world.gather_json(not thread.is_alive())):
                     break
         finally:
             self._stop.set()
             thread.join(_PATIENCE)
-        world.agree(self._fault, device)
+        world.agree(self._fault)
         return self._found
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
     """Open the datasets on the ranks that read them, and on the first rank of each node."""
     topology, loaders = replica.topology, Loaders()
-    needs = is_first_on_node(topology.world, topology.device) or replica.reads_data
-    with errors_on_all_ranks(topology.world, topology.device):
+    needs = is_first_on_node(topology.world) or replica.reads_data
+    with topology.world.errors_on_all_ranks():
         try:
             loaders = _open(replica, tokenizer) if needs else loaders
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename or 'the data'}: {error.strerror or error}") from None
     if replica.config.data.dataset is not None:
-        _require_same_samples(loaders, replica.config.data.dataset, topology.world, topology.device)
+        _require_same_samples(loaders, replica.config.data.dataset, topology.world)
     return loaders
 
 
-def _require_same_samples(loaders: Loaders, name: str, world: Group, device: torch.device) -> None:
+def _require_same_samples(loaders: Loaders, name: str, world: Group) -> None:
     """A user's dataset must be the same on all ranks: those of a tensor-parallel group read each sample once more.
 
     Collectives: a gather over the world.
     """
     datasets = loaders.datasets
     mine = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
-    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(mine, device)) if digest is not None]
+    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(mine)) if digest is not None]
     other = next((rank for rank, digest in seen if digest != seen[0][1]), None)
     if other is not None:
         raise ConfigError(
@@ -311,14 +304,12 @@ def _require_same_samples(loaders: Loaders, name: str, world: Group, device: tor
 
 def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list[str]:
     """`prepare_indices` for what the run will read from `progress` on; what the log should say."""
-    world, device, needs = replica.topology.world, replica.topology.device, list[Need]()
+    world, needs = replica.topology.world, list[Need]()
     if loaders.datasets is not None:
         for split, reach in samples_to_read(replica.config, step=progress.step, samples=progress.samples).items():
             if (source := getattr(loaders.datasets, split)) is not None:
                 needs.append((source, *reach))
-    return prepare_indices(
-        needs, loaders.index_notes, world=world, device=device, leads=is_first_on_node(world, device)
-    )
+    return prepare_indices(needs, loaders.index_notes, world=world, leads=is_first_on_node(world))
 
 
 def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | None) -> BatchLoader:
@@ -363,7 +354,7 @@ def open_reports(
     """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
     topology = replica.topology
     sinks: list[MetricSink] = []
-    with errors_on_all_ranks(topology.world, topology.device):
+    with topology.world.errors_on_all_ranks():
         instruments.open(total)
         if topology.rank == 0:
             sinks = _open_sinks(replica, step=step, log=log)

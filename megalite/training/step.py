@@ -221,7 +221,7 @@ class Stepper:
             return {}
         from megalite.training.qk_clip import clipped_rows, largest_logits
 
-        logits = largest_logits(auxiliary, config.model, replica.topology.world, replica.topology.device)
+        logits = largest_logits(auxiliary, config.model, replica.topology.world)
         return clipped_rows(logits, config.model, config.optimizer)
 
     def _loads(self, auxiliary: AuxiliaryLosses) -> list[torch.Tensor]:

@@ -157,7 +157,7 @@ class TraceWriter:
         if step not in self.steps:
             return None
         mine = [(str(action), start, end) for action, start, end in self._clock.kept()]
-        gathered = self._topology.world.gather_json(mine, self._topology.device)
+        gathered = self._topology.world.gather_json(mine)
         if self._topology.rank != 0:
             return None
         layout = self._topology.layout

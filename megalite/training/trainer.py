@@ -25,7 +25,7 @@ from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
-from megalite.training.replica import Programs, Replica, build_modules, build_replica, errors_on_all_ranks
+from megalite.training.replica import Programs, Replica, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import (
     Tokenize,
@@ -181,32 +181,28 @@ class Trainer:
         # Closed last: leaving the process groups can stand still too.
         stack.push(lambda _, error, __: watch.close(agreed=_all_ranks_end(error)))
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
-        world = Group("world", tuple(range(launch.world_size)), launch.rank)
+        world = Group("world", tuple(range(launch.world_size)), launch.rank, device=device)
         if self._watched:
             run_dir, say = config.logging.run_dir, self.stops.say
-            watch = begin_watch(
-                parallel, launch=launch, world=world, device=device, run_dir=run_dir, log=self.log, say=say
-            )
+            watch = begin_watch(parallel, launch=launch, world=world, run_dir=run_dir, log=self.log, say=say)
             world = dataclasses.replace(world, heartbeat=watch.heartbeat)
-        self._roll = RollCall.open(world, launch, device)
-        with errors_on_all_ranks(world, device):
+        self._roll = RollCall.open(world, launch)
+        with world.errors_on_all_ranks():
             self._run_folder.take()
         if config.checkpoint.load is not None:
-            config = imported("megalite.training.resume:prefer_own_checkpoint")(
-                config, world=world, device=device, log=self.log
-            )
-        config = fetch_remote_files(config, world=world, device=device, log=self.log, explicit=explicit)
-        with errors_on_all_ranks(world, device, Exception):
+            config = imported("megalite.training.resume:prefer_own_checkpoint")(config, world=world, log=self.log)
+        config = fetch_remote_files(config, world=world, log=self.log, explicit=explicit)
+        with world.errors_on_all_ranks(Exception):
             if parallel.elastic:
                 assert self._take_layout is not None, "an elastic run needs the planner's take_layout"
                 config, explicit = self._take_layout(
-                    config, explicit=explicit, fixed=self._fixed, world=world, device=device, log=self.log
+                    config, explicit=explicit, fixed=self._fixed, world=world, log=self.log
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             if config.checkpoint.export_hf is not None:
                 imported("megalite.training.export:check_export")(config)
-        config = tokenize_texts(config, self._tokenize, world=world, device=device, log=self.log)
-        with errors_on_all_ranks(world, device, Exception):
+        config = tokenize_texts(config, self._tokenize, world=world, log=self.log)
+        with world.errors_on_all_ranks(Exception):
             programs, layout = Programs(config), layout_of(config)
         group_type = (
             imported("megalite.topology.sanitizer:SanitizedGroup") if parallel.sanitize_communication else Group
@@ -223,7 +219,7 @@ class Trainer:
             gathers_apart=config.parallel.strategy.shards_parameters,
             max_ctas=parallel.max_ctas,
         )
-        with errors_on_all_ranks(world, device):  # on kernels, which one stage may need and another not
+        with world.errors_on_all_ranks():  # on kernels, which one stage may need and another not
             modules = build_modules(config, topology, programs)
         self.replica = build_replica(config, topology, programs, modules, asked=self.config)
         self.config = config
@@ -252,7 +248,7 @@ class Trainer:
         if config.training.eval_interval is not None:
             self.validation = Evaluator(replica, self.stepper, self.loaders.valid, self.stops)
         # Ranks that read no data do not know whether there is a test split.
-        tests = topology.world.gather_json(self.loaders.test is not None, topology.device)
+        tests = topology.world.gather_json(self.loaders.test is not None)
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
         self._folder: SaveFolder | None = None
         stack.push(lambda _, error, __: self._leave_folder(error))  # the last, when the saver has been waited for
@@ -273,7 +269,7 @@ class Trainer:
         self._callbacks.start()
 
     def _open_folder(self, tokenizer: str | None) -> None:
-        with errors_on_all_ranks(self.replica.topology.world, self.replica.topology.device):
+        with self.replica.topology.world.errors_on_all_ranks():
             self.stops.refuse_old_file()
             self._run_folder.take(make=True)
         self.saver: Saver | None = None
@@ -329,7 +325,7 @@ class Trainer:
         if self.validation is not None:
             run_dir = self.config.logging.run_dir if topology.rank == 0 else None
             known = run_dir is None or any(record["step"] == step for record in last_records(run_dir, "valid"))
-            if not topology.world.broadcast_json(known, topology.device):
+            if not topology.world.broadcast_json(known):
                 self._evaluate()
         self._evaluate_test()
         return Ending.finished(step)
@@ -468,9 +464,7 @@ class Trainer:
         elif isinstance(error, RuntimeError):
             if self._roll is not None:
                 self._roll.explain(error)
-            imported("megalite.data_parallel.peers:raise_if_peer_lost")(
-                error, self.replica.strategy, self.replica.topology.device
-            )
+            imported("megalite.data_parallel.peers:raise_if_peer_lost")(error, self.replica.strategy)
 
     def _close(self) -> None:
         for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):

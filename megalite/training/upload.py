@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
@@ -116,7 +114,7 @@ class Destination:
         for step in {step for name in self._run.entries() if (step := step_of(name)) is not None} - complete:
             self._remove(step)
 
-    def upload(self, path: Path, *, world: Group, device: torch.device, log: Callable[[str], None]) -> str:
+    def upload(self, path: Path, *, world: Group, log: Callable[[str], None]) -> str:
         """Bring the finished checkpoint in the folder `path` to the address, each rank its own files, and remove it here;
         there, what keep_latest does not keep. Returns its address.
 
@@ -156,7 +154,7 @@ class Destination:
                     work()
             except ConfigError as error:
                 failure = CheckpointError(f"cannot save a checkpoint in {self.name}: {error}; it is kept in {path}")
-            agree(failure, world=world, device=device)
+            agree(failure, world=world)
         with contextlib.suppress(OSError):  # other ranks of the machine remove the same
             for one in list(self.folder.iterdir()):
                 if step_of(one.name) is not None:

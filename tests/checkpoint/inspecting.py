@@ -10,7 +10,7 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.cli.inspect import BAD_INPUT, main
 from megalite.parity.pool import RankContext
 from megalite.training.saving import save
-from tests.checkpoint.samples import CPU, Scheme, on_threads, plan_of, rows
+from tests.checkpoint.samples import Scheme, on_threads, plan_of, rows
 from tests.support.tiny import LLAMA, Runner, build, tiny_config
 
 Captured = pytest.CaptureFixture[str]
@@ -37,7 +37,7 @@ def save_tensors(folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Sche
 
     def write(group: Any) -> None:
         plan, data = plan_of(tensors, scheme, group.rank, group.size)
-        save_checkpoint(folder, plan=plan, tensors=data, world=group, device=CPU, **{**settings, **changes})
+        save_checkpoint(folder, plan=plan, tensors=data, world=group, **{**settings, **changes})
 
     assert on_threads(ranks, write) == [None] * ranks
     return folder / "step-0000001"

@@ -45,15 +45,15 @@ class ThreadGroup(Group):
 
     exchange: Exchange = field(default_factory=lambda: Exchange(1))
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         self.exchange.slots[self.rank] = json.dumps(value)
         self.exchange.barrier.wait()
         rows = [json.loads(slot) for slot in self.exchange.slots]
         self.exchange.barrier.wait()
         return rows
 
-    def broadcast_json(self, value: Any, device: torch.device) -> Any:
-        return self.gather_json(value, device)[0]
+    def broadcast_json(self, value: Any) -> Any:
+        return self.gather_json(value)[0]
 
 
 def on_threads(size: int, fn: Callable[[Group], Any]) -> list[Any]:
@@ -179,13 +179,12 @@ def save_as(
         tokenizer="0" * 64,
         kernels={},
         world=group,
-        device=CPU,
         host=host,
     )
 
 
 def find(folder: Path, step: int | None = None, log: Callable[[str], None] = print) -> Checkpoint:
-    return find_checkpoint(folder, step=step, world=SOLO, device=CPU, log=log)
+    return find_checkpoint(folder, step=step, world=SOLO, log=log)
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from tests.checkpoint.inspecting import flip_last_bit
-from tests.checkpoint.samples import CPU, SOLO, assert_holds, find, on_threads, save_as
+from tests.checkpoint.samples import SOLO, assert_holds, find, on_threads, save_as
 
 
 def missing(folder: Path, step: int | None = None) -> str:
@@ -98,7 +98,7 @@ def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
 
     def look(group: Group) -> tuple[int, list[str]]:
         lines: list[str] = []
-        found = find_checkpoint(tmp_path, step=None, world=group, device=CPU, log=lines.append)
+        found = find_checkpoint(tmp_path, step=None, world=group, log=lines.append)
         return found.manifest.step, lines
 
     assert on_threads(ranks, look) == [(2, [])] * ranks
@@ -126,12 +126,12 @@ def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
         return messages.pop()
 
     def load(group: Group) -> object:
-        return find_checkpoint(tmp_path / str(group.rank), step=1, world=group, device=CPU, log=print)
+        return find_checkpoint(tmp_path / str(group.rank), step=1, world=group, log=print)
 
     assert "shared file system" in everywhere(load)
     save_as(tmp_path / "0", SOLO, step=2)
     assert "No such file" in everywhere(
-        lambda group: find_checkpoint(tmp_path / str(group.rank), step=2, world=group, device=CPU, log=print)
+        lambda group: find_checkpoint(tmp_path / str(group.rank), step=2, world=group, log=print)
     )
     assert "No such file" in everywhere(lambda group: save_as(tmp_path / str(group.rank), group, step=3))
 

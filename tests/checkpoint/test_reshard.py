@@ -128,7 +128,6 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
             tokenizer=None,
             kernels={},
             world=world,
-            device=CPU,
         )
 
     save(1, torch.float32)
@@ -136,7 +135,7 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
         save(2, torch.float32 if world.rank != 1 else torch.float16)  # rank 1's tensors are not as it planned
     except CheckpointError as error:
         errors.append(str(error))
-    checkpoint = find_checkpoint(Path(folder), step=None, world=world, device=CPU, log=errors.append)
+    checkpoint = find_checkpoint(Path(folder), step=None, world=world, log=errors.append)
     values = [float(checkpoint.read(f"weight:w{turn}", device=CPU).mean()) for turn in range(6)]
     return [errors, checkpoint.manifest.step, values]
 

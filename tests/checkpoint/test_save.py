@@ -61,7 +61,6 @@ def save_plan(
         tokenizer=tokenizer,
         kernels={"rmsnorm": "torch"},
         world=group,
-        device=CPU,
         log=log,
     )
 
@@ -344,7 +343,7 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
     save_plan(tmp_path / "b", group, [weight("w", (4096,), (0, 4096))], [torch.zeros(4096)])
     assert heartbeat.beats >= before + 16
     before = heartbeat.beats
-    find_checkpoint(tmp_path / "b", step=None, world=group, device=CPU, log=pytest.fail)
+    find_checkpoint(tmp_path / "b", step=None, world=group, log=pytest.fail)
     assert heartbeat.beats > before
 
 

@@ -141,7 +141,7 @@ class TestWriting:
         limit = 20_000
         assert write(weights, tmp_path / "a", dtype=dtype, max_file_bytes=limit) == tmp_path / "a"
         assert (tmp_path / "a" / "latest").read_text() == "step-0000000\n"
-        found = find_checkpoint(tmp_path / "a", step=None, world=Group.solo("world"), device=CPU, log=pytest.fail)
+        found = find_checkpoint(tmp_path / "a", step=None, world=Group.solo("world"), log=pytest.fail)
         assert found.manifest.config["training"]["precision"] == ("bf16" if dtype else "fp32")
         tensors = tensors_in(tmp_path / "a")
         assert set(tensors) == set(parameter_shapes(weights.model))

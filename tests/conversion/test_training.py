@@ -153,7 +153,7 @@ def test_own_checkpoints_come_first(tmp_path: Path) -> None:
     own = tmp_path / "own"
     config = tiny_config(1, **settings, save=str(own), save_interval=2, finetune=True)
     topology = context.topology_of(config)
-    how: dict[str, Any] = {"world": topology.world, "device": topology.device, "log": said.append}
+    how: dict[str, Any] = {"world": topology.world, "log": said.append}
     assert prefer_own_checkpoint(config, **how) == config
     own.mkdir()
     (own / ".tmp-step-2").mkdir()

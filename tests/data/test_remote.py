@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.manifest import CheckpointMissing, FileEntry, Manifest
 from megalite.config.describe import replace
@@ -211,7 +210,7 @@ def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
     recorded = {"kind": "other", "sha256": "1" * 64}
     facts = {"format": 1, "documents": 2, "tokens": 12, "dtype": "uint16", "tokenizer": recorded}
     (tmp_path / "d.json").write_text(json.dumps(facts))
-    world, cpu = Group.solo("world"), torch.device("cpu")
+    world = Group.solo("world")
     for more, says in (
         ({"tokenizer_model": store.address("tokenizer.json")}, r"/run/step-0000002 was trained with another tokenizer"),
         ({"vocab_size": 2, "data_path": [str(tmp_path / "d")]}, r"/d\.bin was made with another tokenizer: other"),
@@ -219,9 +218,9 @@ def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
         store.asked.clear()
         config = replace(RunConfig(), **asked, **more)
         with pytest.raises(ConfigError, match=says):
-            fetch_remote_files(config, world=world, device=cpu, log=print, explicit=frozenset())
+            fetch_remote_files(config, world=world, log=print, explicit=frozenset())
         assert not any("safetensors" in name for name in store.asked)
-    fetch_remote_files(replace(config, finetune=True), world=world, device=cpu, log=print, explicit=frozenset())
+    fetch_remote_files(replace(config, finetune=True), world=world, log=print, explicit=frozenset())
     assert store.asked[-1] == "GET rank-0.safetensors"
 
 

@@ -104,7 +104,7 @@ def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]
         mock.patch.dict(ranks.LARGE, cpu=1 << 16),
         mock.patch.object(ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
-        found = list(ranks.examine_job(world, torch.device("cpu"), own, host=host, seconds=0.02))
+        found = list(ranks.examine_job(world, own, host=host, seconds=0.02))
     return [(row.topic, row.name, row.level) for row in found]
 
 
@@ -123,9 +123,9 @@ def gone(context: RankContext) -> str:
         raise RuntimeError("Connection closed by peer")
 
     # The real one leaves receives behind, and the group is used again here.
-    with mock.patch.object(ranks, "lost_ranks", lambda group, device: [0]), mock.patch.object(ranks, "is_right", fail):
+    with mock.patch.object(ranks, "lost_ranks", lambda group: [0]), mock.patch.object(ranks, "is_right", fail):
         try:
-            list(ranks.examine_job(world, torch.device("cpu"), [], host="b", seconds=0.02))
+            list(ranks.examine_job(world, [], host="b", seconds=0.02))
         except ranks.ExchangeFailed as failure:
             return str(failure)
     return "nothing"
@@ -146,7 +146,7 @@ def reported(context: RankContext, ranks: int, hosts: list[str]) -> dict[str, An
         mock.patch.dict(doctor_ranks.LARGE, cpu=1 << 16),
         mock.patch.object(doctor_ranks, "rate_of", lambda timer, dtype, *, seconds: 1e9),
     ):
-        return asdict(measure(world, CPU, host=hosts[context.rank], seconds=SECONDS))
+        return asdict(measure(world, host=hosts[context.rank], seconds=SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def spoiled(context: RankContext, name: str) -> list[str]:
     rotate = Group.rotate_async
     patched = off_ring if name == "rotate_async" else off(getattr(Group, name), 0)
     with mock.patch.object(Group, name, patched):
-        return [check for check in CHECKS if not is_right(check, world, CPU, 257)]
+        return [check for check in CHECKS if not is_right(check, world, 257)]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def broken(context: RankContext) -> str:
 
     with mock.patch.object(Group, "all_gather", fail):
         try:
-            measure(world, CPU, host="a", seconds=SECONDS)
+            measure(world, host="a", seconds=SECONDS)
         except RuntimeError as error:
             return str(error)
     return "nothing"

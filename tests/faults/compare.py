@@ -52,7 +52,7 @@ def open_sound(folder: Path, step: int) -> Checkpoint:
     Raises:
         CheckpointError: it is damaged.
     """
-    return find_checkpoint(folder, step=step, world=SOLO, device=CPU, log=_refuse)
+    return find_checkpoint(folder, step=step, world=SOLO, log=_refuse)
 
 
 def _refuse(line: str) -> None:

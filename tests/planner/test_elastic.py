@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.config.describe import replace, value_of
@@ -50,12 +49,7 @@ def taken(context: RankContext, world: int, folder: str, files: dict[str, Any], 
     config, lines = elastic(folder, **files, **flags), list[str]()
     try:
         found, explicit = take_layout(
-            config,
-            explicit=frozenset(files | flags),
-            fixed=frozenset(flags),
-            world=group,
-            device=torch.device("cpu"),
-            log=lines.append,
+            config, explicit=frozenset(files | flags), fixed=frozenset(flags), world=group, log=lines.append
         )
     except ValueError as error:
         return f"{type(error).__name__}: {error}", lines

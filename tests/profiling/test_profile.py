@@ -65,7 +65,7 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
 def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, ...]], list[tuple[bool, int]]]:
     """Of each place its groups and pair; of the groups inside a node and through its memory whether they have memory."""
     world = context.topology(dp=len(hosts)).world
-    machine = describe_machine(world, torch.device("cpu"), node=hosts[context.rank])
+    machine = describe_machine(world, node=hosts[context.rank])
     found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
     places = [
         (each.place, [group.ranks for group in each.groups], each.edges[0].ranks if each.edges else ())

@@ -46,7 +46,7 @@ def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, 
 def _spans(context: RankContext) -> list[tuple[float, float]]:
     """When this rank computed, on the one clock of all processes."""
     device, spans = torch.device("cpu"), []
-    machine = describe_machine(context.topology(dp=2).world, device, node="one")
+    machine = describe_machine(context.topology(dp=2).world, node="one")
     channels, *_ = make_channels(machine, context.rank, device, made=context.made)
 
     def compute() -> None:
@@ -70,7 +70,7 @@ def test_neighbours_never_compute_at_once() -> None:
 def _turns(context: RankContext) -> TurnTime:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
-    machine = describe_machine(world, device, node="one")
+    machine = describe_machine(world, node="one")
     channels, *_ = make_channels(machine, context.rank, device, made=context.made)
     timer = Timer(device, world, crowded=True)
     return measure_turns(timer, channels, seconds=0.05)
@@ -87,7 +87,7 @@ def test_pairs_take_turns() -> None:
 def _describe(context: RankContext, hosts: list[str]) -> Machine | str:
     world = context.topology(dp=len(hosts)).world
     try:
-        return describe_machine(world, torch.device("cpu"), node=hosts[context.rank])
+        return describe_machine(world, node=hosts[context.rank])
     except ConfigError as error:
         return str(error)
 

@@ -92,7 +92,7 @@ def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def says_more(replica: Replica, step: int, *, newest: str) -> Any:
         if replica.topology.rank == 3:
-            replica.topology.world.gather_json("again", replica.topology.device)
+            replica.topology.world.gather_json("again")
         return what_is_saved(replica, step, newest=newest)
 
     monkeypatch.setattr(run, "what_is_saved", says_more)

@@ -65,7 +65,7 @@ def trial(context: RankContext, wrong: str) -> str | None:
         patch.setattr(
             overlapped_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
         )
-        return tried(tp, CPU)
+        return tried(tp)
 
 
 OTHER = "another rank of tp has none"
@@ -99,7 +99,7 @@ def chosen(context: RankContext, backend: str, why: str | None) -> tuple[list[st
     config = tiny_config(2, tp=2, sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_backend=backend)
     with pytest.MonkeyPatch.context() as patch:
         if why != "as it is":
-            patch.setattr(compute, "why_not_symmetric", lambda tp, device: why)
+            patch.setattr(compute, "why_not_symmetric", lambda tp: why)
         stage = next(iter(build(context, config).stages.values()))
         lines = apply_compute(stage, config)
     linears = [

@@ -31,7 +31,7 @@ def collectives(context: RankContext) -> dict[str, object]:
         "gathered": gathered[:, 0].tolist(),
         "part": part.tolist(),
         "mine": mine.tolist(),
-        "json": topology.tp.gather_json({"rank": topology.rank, "text": "é" * topology.rank}, topology.device),
+        "json": topology.tp.gather_json({"rank": topology.rank, "text": "é" * topology.rank}),
     }
 
 
@@ -76,7 +76,7 @@ def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
     found = []
     for of_ranks in faults:
         try:
-            topology.world.agree(of_ranks[topology.rank], topology.device)
+            topology.world.agree(of_ranks[topology.rank])
         except Exception as error:
             found.append((type(error).__name__, str(error)))
     return found
@@ -205,7 +205,7 @@ def test_solo_group_is_the_identity() -> None:
     assert output.tolist() == tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
     solo.reduce_scatter(output, tensor + 1)
     assert output.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert solo.gather_json([1], torch.device("cpu")) == [[1]]
+    assert solo.gather_json([1]) == [[1]]
     solo.all_to_all(output, tensor, [4], [4])
     assert torch.equal(output, tensor)
     solo.all_to_all_equal(output, tensor + 2)

@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megalite.topology.lost_peers import NoAnswerError, RollCall, is_connection_error, is_timeout
@@ -69,11 +68,11 @@ def explained(
     """What a rank says after a timeout in which `absent` ranks give no answer."""
     group = context.topology(dp=world).world
     launch = launch_of(context.rank, world, port)
-    roll = RollCall.open(group, launch, torch.device("cpu"))
+    roll = RollCall.open(group, launch)
     if twice:  # another start of the run that meets in the same store
         assert roll is not None
         roll.missing(SECONDS)
-        roll = RollCall.open(group, launch, torch.device("cpu"))
+        roll = RollCall.open(group, launch)
     assert roll is not None
     if context.rank in absent:
         return None

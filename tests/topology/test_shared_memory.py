@@ -173,7 +173,7 @@ def nothing(context: RankContext) -> None:
 class TwoHosts(Group):
     """A group in which the other rank describes itself differently."""
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         if isinstance(value, bool):
             return [value, True]
         here, pid, descriptor = value

@@ -23,7 +23,7 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
     said = {}
     for failing in (None, 0, 4, 6):
         try:
-            tree.agree(ConfigError(f"of rank {failing}") if context.rank == failing else None, CPU)
+            tree.agree(ConfigError(f"of rank {failing}") if context.rank == failing else None)
         except ConfigError as error:
             said[failing] = str(error)
     value = {"rank": context.rank, "text": "é" * context.rank}
@@ -33,9 +33,9 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
     for operation, tensor in numbers.items():
         tree.all_reduce(tensor, op=operation)
     return {
-        "same": tree.gather_json(value, CPU) == world.gather_json(value, CPU),
+        "same": tree.gather_json(value) == world.gather_json(value),
         "numbers": {operation: tensor.tolist() for operation, tensor in numbers.items()},
-        "from 0": tree.broadcast_json(value, CPU),
+        "from 0": tree.broadcast_json(value),
         "said": said,
         "peers": [level.ranks for level in tree.levels] if isinstance(tree, TreeGroup) else [],
     }
@@ -56,11 +56,11 @@ def one_leaves(context: RankContext) -> str:
     world = context.topology(dp=8).world
     tree = host_group(world, "background", timeout=TIMEOUT, fan_out=2)
     assert isinstance(tree, TreeGroup)
-    world.gather_json(None, CPU)  # all have connected
+    world.gather_json(None)  # all have connected
     said = "gone"
     if context.rank != 5:
         try:
-            tree.gather_json(None, CPU)
+            tree.gather_json(None)
             said = "no error"
         except RuntimeError as error:
             said = type(error).__name__

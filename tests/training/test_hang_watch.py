@@ -38,7 +38,6 @@ def begin(
         ParallelConfig(hang_timeout_minutes=minutes),
         launch=launch,
         world=world,
-        device=CPU,
         run_dir=None,
         log=(said if said is not None else []).append,
         say=(warned if warned is not None else []).append,

@@ -23,8 +23,7 @@ def tokens(tmp_path: Path) -> Path:
 def prepared(context: RankContext, prefix: str, folders: list[str]) -> dict:
     """Two nodes of two ranks; each rank has its cache folder. Ranks 0, 2 and 3 open the data."""
     world = context.topology(dp=RANKS).world
-    device = context.topology(dp=RANKS).device
-    leads = is_first_on_node(world, device, node=f"node{context.rank // PER_NODE}")
+    leads = is_first_on_node(world, node=f"node{context.rank // PER_NODE}")
     notes: list[str] = []
     source, needs, built, samples = None, [], [], []
     if context.rank != 1:
@@ -40,7 +39,7 @@ def prepared(context: RankContext, prefix: str, folders: list[str]) -> dict:
         assert isinstance(source, GPTDataset) and source.cache is not None
         needs = [(source, 0, SAMPLES)]
     try:
-        lines = prepare_indices(needs, notes, world=world, device=device, leads=leads)
+        lines = prepare_indices(needs, notes, world=world, leads=leads)
     except ConfigError as error:
         return {"error": str(error)}
     if isinstance(source, GPTDataset) and source.cache is not None:

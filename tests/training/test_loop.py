@@ -119,12 +119,12 @@ def meets_bad_token(context: RankContext, layout: dict[str, int], prefix: str, s
         sample = run.loaders.train.dataset.sample(9)
         (place,) = (at for at in range(0, 3980, 16) if (tokens[at : at + 17] == sample).all())
         world = run.replica.topology.world
-        world.gather_json(None, run.replica.topology.device)
+        world.gather_json(None)
         if context.rank == 0:
             with Path(f"{prefix}.bin").open("r+b") as file:
                 file.seek(2 * (place + 8))
                 file.write((60000).to_bytes(2, "little"))
-        world.gather_json(None, run.replica.topology.device)
+        world.gather_json(None)
 
     run = ReplicaTrainer(build(context, config), on_open=spoil)
     with pytest.raises(ConfigError) as error:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megalite.config.describe import replace
 from megalite.config.exit_codes import NO_PROGRESS
@@ -98,7 +97,7 @@ def refused(context: RankContext, folder: str) -> str:
     here = guard(Path(folder)) if context.rank == 0 else None
     with pytest.raises(RestartLoopError) as caught:
         world = context.topology(dp=2).world
-        require_progress(here, 0, None, world=world, device=torch.device("cpu"))
+        require_progress(here, 0, None, world=world)
     return str(caught.value)
 
 

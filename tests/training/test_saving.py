@@ -40,7 +40,7 @@ def verified(context: RankContext, folder: Path, step: int) -> dict[str, torch.T
     """All tensors of a checkpoint that must be sound; for one rank."""
     group = context.topology_of(tiny_config()).world
     cpu = torch.device("cpu")
-    checkpoint = find_checkpoint(folder, step=step, world=group, device=cpu, log=pytest.fail)
+    checkpoint = find_checkpoint(folder, step=step, world=group, log=pytest.fail)
     return {key: checkpoint.read(key, device=cpu) for key in checkpoint.manifest.tensors}
 
 
@@ -141,7 +141,7 @@ def broken_folder(context: RankContext, folder: str, how: str) -> str:
     runner.step()
     saver.begin(runner.progress)
     runner.step()
-    context.topology_of(runner.replica.config).world.agree(None, torch.device("cpu"))
+    context.topology_of(runner.replica.config).world.agree(None)
     with pytest.MonkeyPatch.context() as patch:
         if how == "removed" and context.rank == 0:
             shutil.rmtree(folder)

@@ -23,7 +23,7 @@ from megalite.data.stores import StoreObject
 from megalite.topology.group import Group
 from megalite.training.upload import Destination
 from tests.checkpoint.inspecting import flip_last_bit
-from tests.checkpoint.samples import CPU, assert_holds, find, on_threads, save_as
+from tests.checkpoint.samples import assert_holds, find, on_threads, save_as
 from tests.support.s3 import S3Server, running
 
 pytest.importorskip("fsspec")
@@ -68,7 +68,7 @@ def save(
     def of_rank(group: Group) -> str:
         there = to(group)
         path = save_as(there.folder, group, step=step, seed=step if seed is None else seed, host=there.host)
-        return there.upload(path, world=group, device=CPU, log=log)
+        return there.upload(path, world=group, log=log)
 
     return on_threads(2, of_rank)
 
