@@ -6,8 +6,9 @@ import platform
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,14 +41,20 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 
 
-def agree(error: CheckpointError | None, *, world: Group) -> None:
-    """Return on every rank if no rank has an error, else raise one with the same message on every rank.
+@contextmanager
+def errors_as_one(world: Group) -> Iterator[None]:
+    """Inside, ranks work each for themselves; if any raises a CheckpointError, all raise one with the same message.
 
-    `Group.agree` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
+    `Group.errors_on_all_ranks` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
 
     Collectives: one `gather_json`.
     """
-    reports = world.gather_json(None if error is None else str(error))
+    found: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        found = error
+    reports = world.gather_json(None if found is None else str(found))
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
@@ -55,7 +62,7 @@ def agree(error: CheckpointError | None, *, world: Group) -> None:
     if world.size > 1:
         others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         message = f"{message} (rank {failed[0]}{others} of {world.size})"
-    raise CheckpointError(message) from error
+    raise CheckpointError(message) from found
 
 
 def code_version() -> dict[str, Any]:
@@ -145,47 +152,17 @@ class SavedTensor:
         return 0 not in self.spec.shape
 
 
-def save_checkpoint(
-    folder: Path,
-    *,
+def preamble(
     step: int,
-    plan: Sequence[SavedTensor],
-    tensors: Iterable[torch.Tensor],
+    *,
     counters: Mapping[str, Any],
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
     tokenizer: str | None,
     kernels: Mapping[str, str],
-    world: Group,
-    make_folder: bool = True,
-    host: str | None = None,
-    log: Callable[[str], None] = lambda line: None,
-) -> Path:
-    """Write the checkpoint of `step` into `folder`; when it returns, on any rank, the whole of it is on the disk.
-
-    The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
-    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
-    If any rank fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
-
-    Args:
-        folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
-        plan: what this rank writes, several slices of a tensor if need be. Over all ranks the slices must cover every
-            tensor exactly once.
-        tensors: the data, in the plan's order, on any device. Iterating may perform collectives: every rank iterates
-            its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
-            the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
-        counters, config, layout, tokenizer: see `Manifest`; those of rank 0 are written.
-        world: a separate group if this runs on a thread: no other may use it meanwhile.
-        make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
-            that they are on.
-        host: the name of this rank's machine, where machines do not share the folder: in each then are the files of its ranks
-            and the whole manifest.
-        log: called on rank 0 with what goes wrong once the checkpoint is there.
-
-    Collectives: a few `gather_json` over `world`, and what `tensors` does.
-    """
-    staging = folder / staging_name(step)
-    preamble = Manifest(
+) -> Manifest:
+    """The manifest of a checkpoint before it has files."""
+    return Manifest(
         step=step,
         files={},
         tensors={},
@@ -197,11 +174,48 @@ def save_checkpoint(
         tokenizer=tokenizer,
     )
 
+
+def save_checkpoint(
+    folder: Path,
+    about: Manifest,
+    *,
+    plan: Sequence[SavedTensor],
+    tensors: Iterable[torch.Tensor],
+    world: Group,
+    make_folder: bool = True,
+    host: str | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write a checkpoint into `folder`; when it returns, on any rank, the whole of it is on the disk.
+
+    The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
+    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
+    If any rank fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
+
+    Args:
+        folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
+        about: its `preamble`; that of rank 0 is written.
+        plan: what this rank writes, several slices of a tensor if need be. Over all ranks the slices must cover every
+            tensor exactly once.
+        tensors: the data, in the plan's order, on any device. Iterating may perform collectives: every rank iterates
+            its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
+            the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
+        world: a separate group if this runs on a thread: no other may use it meanwhile.
+        make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
+            that they are on.
+        host: the name of this rank's machine, where machines do not share the folder: in each then are the files of its ranks
+            and the whole manifest.
+        log: called on rank 0 with what goes wrong once the checkpoint is there.
+
+    Collectives: a few `gather_json` over `world`, and what `tensors` does.
+    """
+    staging = folder / staging_name(about.step)
+
     def begin(needed: int) -> None:
-        Manifest.from_json(preamble.to_json())
+        Manifest.from_json(about.to_json())
         if not make_folder and not folder.is_dir():
             raise CheckpointError("the folder is not there any more; it was when the run started")
-        prepare_staging(folder, step)
+        prepare_staging(folder, about.step)
         if free_bytes(folder) < needed:  # rather than fill the disk for minutes and fail then
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -212,10 +226,10 @@ def save_checkpoint(
         begin=begin,
         # Where a store may hold the step already, its files stay what they are until the new manifest is there.
         write=lambda: _write_shards(staging, world, plan, tensors, "" if host is None else f"-{secrets.token_hex(4)}"),
-        publish=lambda: publish(staging, preamble, world.size, log),
+        publish=lambda: publish(staging, about, world.size, log),
         world=world,
     )
-    return folder / step_name(step)
+    return folder / step_name(about.step)
 
 
 def save_together(
@@ -305,38 +319,32 @@ def _write_shards(
 ) -> Exception | None:
     """Write this rank's files, `tag` in their names, and their list. No collectives but those of `tensors`, which is iterated to its end
     whatever happens: other ranks' collectives wait for this one's."""
-    rank, beat = world.rank, world.heartbeat.beat
     failure: Exception | None = None
     writers: dict[str, SafetensorsWriter] = {}
-    taken = 0
-    try:
+    taken, rank = 0, world.rank
+    with ExitStack() as files:
         try:
             for group, records in _records_by_kind(plan).items():
-                writers[group] = SafetensorsWriter(staging / _file_name(group, rank, tag), records, progress=beat)
+                path = staging / _file_name(group, rank, tag)
+                writers[group] = SafetensorsWriter(path, records, progress=world.heartbeat.beat)
+                files.callback(writers[group].close)
         except Exception as error:
             failure = error
         for tensor in tensors:
             taken += 1
-            if failure is None and taken <= len(plan):
-                try:
-                    if plan[taken - 1].is_stored:
-                        writers[plan[taken - 1].key_group].write(tensor)
-                except Exception as error:
-                    failure = error
+            if failure is None and taken <= len(plan) and plan[taken - 1].is_stored:
+                failure = _failure_of(partial(writers[plan[taken - 1].key_group].write, tensor))
             del tensor  # or it would stay alive while the next one is gathered
         if failure is not None:
             return failure
         if taken != len(plan):
             return CheckpointError(f"rank {rank} planned {len(plan)} tensors and gave {taken}")
-        try:
-            files = {group: writer.finish() for group, writer in writers.items()}
-            write_rank_part(staging, rank, _rank_part(plan, files, rank, tag))
-        except Exception as error:
-            return error
-        return None
-    finally:
-        for writer in writers.values():
-            writer.close()
+
+        def finish() -> None:
+            entries = {group: writer.finish() for group, writer in writers.items()}
+            write_rank_part(staging, rank, _rank_part(plan, entries, rank, tag))
+
+        return _failure_of(finish)
 
 
 def _rank_part(plan: Sequence[SavedTensor], files: Mapping[str, FileEntry], rank: int, tag: str) -> RankPart:
@@ -357,9 +365,10 @@ def _file_name(group: str, rank: int, tag: str = "") -> str:
 def _raise_on_all_or_abandon(
     failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group
 ) -> None:
-    problem = None if failure is None else _as_checkpoint_error(failure, staging.parent, needed)
     try:
-        agree(problem, world=world)
+        with errors_as_one(world):
+            if failure is not None:
+                raise _as_checkpoint_error(failure, staging.parent, needed)
     except CheckpointError:
         # Only now: every rank has stopped writing.
         if leads:
@@ -412,16 +421,15 @@ def prune(
     """
     path = folder / step_name(newest)
     plan: dict[str, Any] = {}
-    failure: CheckpointError | None = None
-    if world.rank == 0:
+    with errors_as_one(world):
         try:
-            steps = [found.step for found in candidates(folder)]
-            old = superfluous(steps, newest, keep_latest=keep_latest, keep_every=keep_every, held=held)
-            listed = listed_files(read_text(path / MANIFEST_NAME)) if old else {}
-            plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
+            if world.rank == 0:
+                steps = [found.step for found in candidates(folder)]
+                old = superfluous(steps, newest, keep_latest=keep_latest, keep_every=keep_every, held=held)
+                listed = listed_files(read_text(path / MANIFEST_NAME)) if old else {}
+                plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
         except CheckpointError as error:
-            failure = CheckpointError(f"{path} was written but then not found to be there: {error}")
-    agree(failure, world=world)
+            raise CheckpointError(f"{path} was written but then not found to be there: {error}") from None
     plan = world.broadcast_json(plan)
     if not plan["steps"]:
         return

@@ -12,7 +12,15 @@ import torch
 from megalite.checkpoint.files import free_bytes
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.checkpoint.save import BackgroundSave, SavedTensor, agree, planned_bytes, prune, save_checkpoint
+from megalite.checkpoint.save import (
+    BackgroundSave,
+    SavedTensor,
+    errors_as_one,
+    planned_bytes,
+    preamble,
+    prune,
+    save_checkpoint,
+)
 from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError
@@ -121,8 +129,9 @@ def _writer(
     more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
     if replica.noise is not None:
         more["gradient_noise"] = replica.noise.state()
-    settings: dict[str, Any] = {
-        "counters": {
+    about = preamble(
+        step,
+        counters={
             "step": step,
             "consumed_samples": progress.samples,
             "optimizer_updates": replica.optimizer.updates,
@@ -130,21 +139,19 @@ def _writer(
             **{name: counters for name, counters in more.items() if counters},
         },
         # The sizes of the network are what its tensors have: a checkpoint says them.
-        "config": {
+        config={
             **asdict(replica.written),
             "model": asdict(replica.config.model),
             "data": asdict(_found_from_elsewhere(replica.written.data, folder)),
         },
-        "layout": asdict(replica.topology.layout),
-        "tokenizer": tokenizer,
-        "kernels": replica.kernels.summary(),
-        "make_folder": make_folder,
-        "host": destination and destination.host,
-        "log": log,
-    }
+        layout=asdict(replica.topology.layout),
+        tokenizer=tokenizer,
+        kernels=replica.kernels.summary(),
+    )
+    place: dict[str, Any] = {"make_folder": make_folder, "host": destination and destination.host, "log": log}
 
     def write(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor], world: Group) -> Path | str:
-        path = save_checkpoint(folder, step=step, plan=plan, tensors=tensors, world=world, **settings)
+        path = save_checkpoint(folder, about, plan=plan, tensors=tensors, world=world, **place)
         if destination is not None:
             return destination.upload(path, world=world, log=log)
         if c.keep_latest is not None:
@@ -245,24 +252,24 @@ class Saver:
         """Each machine has room for the files of its ranks until they are uploaded."""
         sizes = self._world.gather_json([destination.host, planned])
         here, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
-        failure = None
-        if free < here and self._config.on_save_error == "stop":
-            failure = CheckpointError(
-                f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
-                "there: make room, or give --data-cache-path a folder on another disk"
-            )
-        agree(failure, world=self._world)
+        with errors_as_one(self._world):
+            if free < here and self._config.on_save_error == "stop":
+                raise CheckpointError(
+                    f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
+                    "there: make room, or give --data-cache-path a folder on another disk"
+                )
         total = format_bytes(sum(size for _, size in sizes))
         self._log(f"a checkpoint takes {total} and waits in {self.folder} for its upload to {self.name}")
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        failure = None
-        try:
-            self._memory.reserve(tensors)
-        except RuntimeError as error:
-            size = format_bytes(sum(tensor.nbytes for tensor in tensors))
-            failure = CheckpointError(f"async_save needs {size} of host memory on a rank: {error}; leave it out")
-        agree(failure, world=self._world)
+        with errors_as_one(self._world):
+            try:
+                self._memory.reserve(tensors)
+            except RuntimeError as error:
+                size = format_bytes(sum(tensor.nbytes for tensor in tensors))
+                raise CheckpointError(
+                    f"async_save needs {size} of host memory on a rank: {error}; leave it out"
+                ) from None
 
     def begin(self, progress: Progress) -> None:
         """Save the state of now, unless it is saved already. A save under way is waited for first."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
-from megalite.checkpoint.save import agree, superfluous
+from megalite.checkpoint.save import errors_as_one, superfluous
 from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
 from megalite.data.remote import is_fetched, waiting_folder
@@ -148,13 +148,13 @@ class Destination:
                 log(f"warning: {self.name}/{path.name} is saved, but {error}")
 
         for work, takes_part in ((send, True), (commit, world.rank == 0)):
-            failure = None
-            try:
-                if takes_part:
-                    work()
-            except ConfigError as error:
-                failure = CheckpointError(f"cannot save a checkpoint in {self.name}: {error}; it is kept in {path}")
-            agree(failure, world=world)
+            with errors_as_one(world):
+                try:
+                    if takes_part:
+                        work()
+                except ConfigError as error:
+                    message = f"cannot save a checkpoint in {self.name}: {error}; it is kept in {path}"
+                    raise CheckpointError(message) from None
         with contextlib.suppress(OSError):  # other ranks of the machine remove the same
             for one in list(self.folder.iterdir()):
                 if step_of(one.name) is not None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from megalite.cli.inspect import main as inspect_main
+from megalite.cli.model_commands import INSPECT as inspect_main
 from megalite.config.errors import CheckpointError
 from tests.checkpoint.evil_contents import HEADERS, MANIFESTS
 from tests.checkpoint.evil_files import FILES

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.save import save_checkpoint
-from megalite.cli.inspect import BAD_INPUT, main
+from megalite.checkpoint.save import preamble, save_checkpoint
+from megalite.cli.inspect import BAD_INPUT
+from megalite.cli.model_commands import INSPECT as main
 from megalite.parity.pool import RankContext
 from megalite.training.saving import save
 from tests.checkpoint.samples import Scheme, on_threads, plan_of, rows
@@ -37,7 +38,7 @@ def save_tensors(folder: Path, tensors: Tensors, *, ranks: int = 1, scheme: Sche
 
     def write(group: Any) -> None:
         plan, data = plan_of(tensors, scheme, group.rank, group.size)
-        save_checkpoint(folder, plan=plan, tensors=data, world=group, **{**settings, **changes})
+        save_checkpoint(folder, preamble(**{**settings, **changes}), plan=plan, tensors=data, world=group)
 
     assert on_threads(ranks, write) == [None] * ranks
     return folder / "step-0000001"

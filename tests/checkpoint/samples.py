@@ -11,7 +11,7 @@ import torch
 
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import MANIFEST_NAME, seal
-from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.checkpoint.save import SavedTensor, preamble, save_checkpoint
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec, Slice
 
@@ -168,19 +168,15 @@ def save_as(
     host: str | None = None,
 ) -> Path:
     plan, data = plan_of(sample_tensors(seed), scheme, group.rank, group.size)
-    return save_checkpoint(
-        folder,
-        step=step,
-        plan=plan,
-        tensors=stream(data),
+    about = preamble(
+        step,
         counters={"consumed_samples": step * 8} if counters is None else counters,
         config={"model": {"hidden_size": 8}},
         layout={"tp": group.size},
         tokenizer="0" * 64,
         kernels={},
-        world=group,
-        host=host,
     )
+    return save_checkpoint(folder, about, plan=plan, tensors=stream(data), world=group, host=host)
 
 
 def find(folder: Path, step: int | None = None, log: Callable[[str], None] = print) -> Checkpoint:

@@ -64,7 +64,7 @@ def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_listing_needs_no_torch(real: Path) -> None:
-    code = f"import sys; sys.modules['torch'] = None\nfrom megalite.cli.inspect import main; sys.exit(main(['{real}']))"
+    code = f"import sys; sys.modules['torch'] = None\nfrom megalite.cli.model_commands import INSPECT as main; sys.exit(main(['{real}']))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "sha256 OK" in done.stdout and done.stderr == ""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.cli.inspect import DAMAGED
-from megalite.cli.inspect import main as inspect_main
+from megalite.cli.model_commands import INSPECT as inspect_main
 from megalite.config.errors import CheckpointError
 from megalite.optimizers.schedules import Progress
 from megalite.parity.pool import RankContext

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import find_checkpoint
-from megalite.checkpoint.save import SavedTensor, save_checkpoint
+from megalite.checkpoint.save import SavedTensor, preamble, save_checkpoint
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
@@ -117,18 +117,9 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
 
     def save(step: int, dtype: torch.dtype) -> None:
         specs = [ShardSpec.whole(f"w{turn}", (2, 3)) for turn in range(6) if turn % 3 == world.rank]
-        save_checkpoint(
-            Path(folder),
-            step=step,
-            plan=[SavedTensor(key_group="weight", spec=spec, dtype=dtype) for spec in specs],
-            tensors=gathered(),
-            counters={},
-            config={},
-            layout={},
-            tokenizer=None,
-            kernels={},
-            world=world,
-        )
+        about = preamble(step, counters={}, config={}, layout={}, tokenizer=None, kernels={})
+        plan = [SavedTensor(key_group="weight", spec=spec, dtype=dtype) for spec in specs]
+        save_checkpoint(Path(folder), about, plan=plan, tensors=gathered(), world=world)
 
     save(1, torch.float32)
     try:

@@ -20,7 +20,7 @@ import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
-from megalite.checkpoint.save import SavedTensor, git_revision, save_checkpoint, superfluous
+from megalite.checkpoint.save import SavedTensor, git_revision, preamble, save_checkpoint, superfluous
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
@@ -50,19 +50,9 @@ def save_plan(
     counters: Any = None,
     log: Callable[[str], None] = pytest.fail,
 ) -> Path:
-    return save_checkpoint(
-        folder,
-        step=2,
-        plan=plan,
-        tensors=tensors,
-        counters=counters or {},
-        config={},
-        layout={},
-        tokenizer=tokenizer,
-        kernels={"rmsnorm": "torch"},
-        world=group,
-        log=log,
-    )
+    kernels = {"rmsnorm": "torch"}
+    about = preamble(2, counters=counters or {}, config={}, layout={}, tokenizer=tokenizer, kernels=kernels)
+    return save_checkpoint(folder, about, plan=plan, tensors=tensors, world=group, log=log)
 
 
 def weight(name: str, shape: tuple[int, ...], rows: tuple[int, int], dtype: torch.dtype = torch.float32) -> SavedTensor:
