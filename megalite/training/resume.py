@@ -22,9 +22,9 @@ from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
 from megalite.config.validate import validate
 from megalite.data.token_files import require_recorded_tokenizer
-from megalite.data_parallel.buckets import Placed
+from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.shards import OptimizerShard, placed_in
+from megalite.data_parallel.shards import OptimizerShard
 from megalite.data_parallel.strategy import FlatState
 from megalite.optimizers.schedules import Progress
 from megalite.tokenizers.base import Tokenizer
@@ -33,10 +33,10 @@ from megalite.training.replica import Replica
 from megalite.training.saving import newest_saved
 from megalite.training.state_tensors import (
     boxes_in,
-    flat_states,
     load_matrix,
     load_tensor,
     matrix_states,
+    optimizer_states,
     tensor_states,
 )
 
@@ -346,8 +346,7 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
         return
     notes: dict[str, None] = {}
     _load_parameters(replica, checkpoint)
-    of_optimizer = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
-    states = [state for state in of_optimizer if state.name != "main_param"] + replica.strategy.states()
+    states = [state for state in optimizer_states(replica) if state.name != "main_param"] + replica.strategy.states()
     with ThreadPoolExecutor(THREADS) as pool:
         for found in pool.map(lambda state: _load_flat(replica, state, checkpoint), states):
             notes |= found
@@ -363,10 +362,9 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
 def load_weights(replica: Replica, source: Source) -> None:
     """Weights, main parameters, and what a strategy or an optimizer begins with the parameters."""
     _load_parameters(replica, source)
-    of_optimizer = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
-    for state in (*replica.strategy.states(), *of_optimizer):
-        for placed in _overlapping(state) if state.default == "parameter" else ():
-            _read_range(source, main_key(placed, source), placed, state.start, state.values)
+    for state in (*replica.strategy.states(), *optimizer_states(replica)):
+        if state.default == "parameter":
+            _read_parameters(source, state.bucket, state.start, state.values)
 
 
 def _load_parameters(replica: Replica, source: Source) -> None:
@@ -378,34 +376,31 @@ def _load_parameters(replica: Replica, source: Source) -> None:
 
 
 def _load_shard(replica: Replica, shard: OptimizerShard, source: Source) -> None:
-    _load_weights(replica, shard, source)
-    for placed in placed_in(shard) if shard.is_copy else ():
-        _read_range(source, main_key(placed, source), placed, shard.start, shard.main)
-
-
-def _load_weights(replica: Replica, shard: OptimizerShard, checkpoint: Source) -> None:
     state = replica.strategy.weights(shard)
-    for placed in _overlapping(state):
+    for placed, _, _ in state.bucket.within(state.start, state.stop):
         spec = placed.parameter.info.spec
-        entry = checkpoint.entry(weight_key(spec.name))
+        key = weight_key(spec.name)
+        entry = source.entry(key)
         if tuple(entry.global_shape) != tuple(spec.global_shape):
-            raise CheckpointError(
-                f"{checkpoint.path}: {weight_key(spec.name)} is {list(entry.global_shape)} there, "
-                f"{list(spec.global_shape)} here"
-            )
-        same = TORCH_DTYPES[entry.dtype] == state.values.dtype
-        key = weight_key(spec.name) if same else main_key(placed, checkpoint)
-        _read_range(checkpoint, key, placed, state.start, state.values)
+            there, here = list(entry.global_shape), list(spec.global_shape)
+            raise CheckpointError(f"{source.path}: {key} is {there} there, {here} here")
+        if TORCH_DTYPES[entry.dtype] != state.values.dtype:
+            key = main_key(placed, source)
+        _read_range(source, key, placed, state.start, state.values)
+    if shard.is_copy:
+        _read_parameters(source, shard.bucket, shard.start, shard.main)
 
 
-def _overlapping(state: FlatState) -> list[Placed]:
-    return [placed for placed in state.bucket.placed if placed.start < state.stop and placed.stop > state.start]
+def _read_parameters(source: Source, bucket: Bucket, first: int, target: torch.Tensor) -> None:
+    """The most precise values of the parameters in `target`, which holds the bucket's elements from `first` on."""
+    for placed, _, _ in bucket.within(first, first + target.numel()):
+        _read_range(source, main_key(placed, source), placed, first, target)
 
 
 def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> dict[str, None]:
     """Returns lines for the log."""
     notes: dict[str, None] = {}
-    for placed in _overlapping(state):
+    for placed, first, last in state.bucket.within(state.start, state.stop):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
         if checkpoint.has(key):
             _load_stored(replica, state, checkpoint, key, placed, notes)
@@ -413,7 +408,7 @@ def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> di
             _read_range(checkpoint, main_key(placed, checkpoint), placed, state.start, state.values)
             notes[f"has no {state.name} for this run: it starts from the parameters"] = None
         elif state.default == "zeros":
-            _range_in(state, placed).zero_()
+            state.values[first - state.start : last - state.start].zero_()
             notes[f"has no {state.name} for this run: it starts from 0"] = None
         else:
             _require(replica, checkpoint, state.name, key)
@@ -428,12 +423,6 @@ def _require(replica: Replica, checkpoint: Checkpoint, state: str, key: str) -> 
             f"use --optimizer {wrote}, or --finetune to start over from the weights"
         )
     checkpoint.entry(key)  # says that it is missing, and what is there instead
-
-
-def _range_in(state: FlatState, placed: Placed) -> torch.Tensor:
-    """The part of the state's values that belongs to one parameter."""
-    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
-    return state.values[first - state.start : last - state.start]
 
 
 def _load_stored(
@@ -459,11 +448,12 @@ def _load_stored(
         return
     has = f"this run has {group.size if private else 'one for all'}"
     notes[f"has {state.name} of {stored[0]} replicas, {has}: it takes their mean"] = None
-    target = _range_in(state, placed)
+    first, last = max(placed.start, state.start), min(placed.stop, state.stop)
+    target = state.values[first - state.start : last - state.start]
     total = torch.zeros(target.shape, dtype=torch.float64, device=target.device)
     one = torch.empty_like(target)
     for index in range(stored[0]):
-        _read_range(checkpoint, key, placed, max(placed.start, state.start), one, replica=index)
+        _read_range(checkpoint, key, placed, first, one, replica=index)
         total += one
     target.copy_(total / stored[0])
 

@@ -21,7 +21,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.optimizer import OPTIMIZERS
-from megalite.config.registry import Registry
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.run import writers as wanted_writers
 from megalite.config.training import TrainingConfig
@@ -40,18 +40,6 @@ from megalite.training.stopping import reserve_ending
 
 _EPOCHS = 2
 """Epochs with indices before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
-
-_WHEN_NAMED: Registry[Callable[..., Any]] = Registry(
-    "part",
-    {
-        "tokenizer": "megalite.tokenizers.build:build_tokenizer",
-        "writers": "megalite.training.writers:open_writers",
-        "fetch": "megalite.data.remote:fetch_all",
-        "places": "megalite.data.remote:with_places",
-        "fits": "megalite.training.resume:check_settings",
-    },
-)
-"""Imported where a config names them."""
 
 _MEETING_SECONDS = 5.0
 """How often ranks that wait for others' files meet."""
@@ -159,7 +147,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
     data = config.data
     if not any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
         return None
-    tokenizer: Tokenizer = _WHEN_NAMED.get("tokenizer")(data, config.model.vocab_size)
+    tokenizer: Tokenizer = imported("megalite.tokenizers.build:build_tokenizer")(data, config.model.vocab_size)
     return tokenizer
 
 
@@ -193,13 +181,16 @@ def fetch_remote_files(
     if not any(word is not None and is_address(word) for word in named):
         return config
     leads = is_first_on_node(world)
-    check = None if explicit is None else partial(_WHEN_NAMED.get("fits"), explicit=explicit, tokenizer_of=_tokenizer)
-    fits = {} if check is None else {"accept": check}
+    fits: dict[str, Any] = {}
+    if explicit is not None:
+        check = imported("megalite.training.resume:check_settings")
+        fits["accept"] = partial(check, explicit=explicit, tokenizer_of=_tokenizer)
+    fetch_all = imported("megalite.data.remote:fetch_all")
     places: dict[str, str] = {}
     for turn in (world.rank == 0, leads and world.rank != 0):
-        work = partial(_WHEN_NAMED.get("fetch"), config, say=log, **fits) if turn else lambda stopped: None
+        work = partial(fetch_all, config, say=log, **fits) if turn else lambda stopped: None
         places |= _Task(work).run(world) or {}
-    here: RunConfig = _WHEN_NAMED.get("places")(config, world.broadcast_json(places))
+    here: RunConfig = imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
     return here
 
 
@@ -373,7 +364,7 @@ def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> l
             replace_durably(folder / "config.yaml", files.dump(replica.written).encode())
             sinks[f"{folder / 'metrics.jsonl'}"] = JsonLines(folder / "metrics.jsonl", step=step)
         if run_dir is not None or config.logging.tensorboard_dir is not None or wanted_writers(config):
-            more, without = _WHEN_NAMED.get("writers")(config, step=step)
+            more, without = imported("megalite.training.writers:open_writers")(config, step=step)
             sinks |= more
             if without:
                 log("tensorboard is not installed: metrics go to metrics.jsonl alone; pip install tensorboard")

@@ -47,13 +47,17 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     ]
 
 
+def optimizer_states(replica: Replica) -> list[FlatState]:
+    """`flat_states` of all shards of this rank."""
+    return [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
+
+
 def replicated_states(replica: Replica) -> list[FlatState]:
     """The flat states that another data-parallel rank has too, and the same, after each update."""
     instances = replica.strategy.groups.instances
-    found = [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
     return [
         state
-        for state in found
+        for state in optimizer_states(replica)
         if state.placement is Placement.REPLICATED
         or (state.placement is Placement.SHARDED and instances(state.bucket.kind).size > 1)
     ]
@@ -116,9 +120,9 @@ def state_tensors(replica: Replica) -> list[Saved]:
 
 def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimizer"]) -> Iterator[Saved]:
     name = "" if group == "weight" else state.name
+    if not replica.strategy.groups.first_copy(state.bucket.kind):
+        return
     for index, placed in enumerate(state.bucket.placed):
-        if not _is_first_copy(replica, placed):
-            continue
         parts: list[tuple[ShardSpec, torch.Tensor]] = []
         if state.placement is Placement.SHARDED:
             # Each of the ranks with the same shard, in other instances, writes a part of it.
@@ -182,25 +186,14 @@ def load_matrix(state: MatrixState, checkpoint: Checkpoint, notes: dict[str, Non
 
 def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool:
     """Of the ranks that have the same, this one writes it."""
-    placed = state.placed
-    if not _is_first_copy(replica, placed):
+    groups, kind, placed = replica.strategy.groups, state.bucket.kind, state.placed
+    if not groups.first_copy(kind) or groups.instances(kind).rank > 0:
         return False
     if not state.per_slice and any(start for start, _ in placed.parameter.info.spec.slice):
-        return False
-    groups, kind = replica.strategy.groups, state.bucket.kind
-    if groups.instances(kind).rank > 0:
         return False
     if replica.strategy.shards_over_dp:
         return shard.start <= placed.start < shard.stop
     return groups.replicas(kind).rank == 0
-
-
-def _is_first_copy(replica: Replica, placed: Placed) -> bool:
-    """Of what tensor-parallel ranks or the two ends of a pipeline hold alike, this rank has the copy that counts."""
-    info, topology = placed.parameter.info, replica.topology
-    if info.shard_dim is None and (topology.expert_tp if info.expert else topology.tp).rank != 0:
-        return False
-    return not (info.tied and topology.embedding is not None and topology.embedding.rank != 0)
 
 
 def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
