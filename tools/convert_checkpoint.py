@@ -2,7 +2,7 @@
 
 import sys
 
-from megalite.cli.convert import main
+from megalite.cli.model_commands import CONVERT as main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 
 import sys
 
-from megalite.cli.generate import main
+from megalite.cli.model_commands import GENERATE as main
 
 if __name__ == "__main__":
     sys.exit(main())

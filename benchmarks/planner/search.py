@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks import common
 from megalite.cli import plan
+from megalite.cli.tool_commands import PLAN
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.search import config_of, find, survey
@@ -51,7 +52,7 @@ def regret(request: Request, cluster: Cluster, stack: SoftwareStack, refined: in
 
 
 def measured(name: str, refined: int) -> dict[str, Any]:
-    request, cluster, stack = plan.asked(plan.main.parse(CASES[name].split()))
+    request, cluster, stack = plan.asked(PLAN.parse(CASES[name].split()))
     space = len(survey(request, cluster, stack).space)
     surveyed = seconds_of(lambda: survey(request, cluster, stack))
     planned = seconds_of(lambda: find(request, cluster, stack))
@@ -63,7 +64,7 @@ def measured(name: str, refined: int) -> dict[str, Any]:
 def process_seconds() -> float:
     """CPU seconds of the whole command, interpreter and all."""
     program = (
-        "import resource, sys; from megalite.cli.plan import main; main(sys.argv[1:]); "
+        "import resource, sys; from megalite.cli.tool_commands import PLAN as main; main(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.stderr)"
     )
     words = common.python("-c", program, *CASES["175B x 512"].split())

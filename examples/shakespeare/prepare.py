@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from megalite.cli import preprocess
+from megalite.cli.model_commands import PREPROCESS
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         file = flags.output / f"{name}.txt"
         file.write_bytes(part.encode("utf-8"))
         words = ["--input", file, "--output-prefix", flags.output / name, "--tokenizer-model", tokenizer, "--restart"]
-        status = preprocess.main([str(word) for word in words])
+        status = PREPROCESS([str(word) for word in words])
         if status:
             return status
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from megalite.cli.sweep import main as sweep
+from megalite.cli.tool_commands import SWEEP as sweep
 from megalite.sweep.results import OK, RESULTS, RUNS, TABLE, Result, read_results
 from megalite.training.sinks import read_records
 

@@ -7,12 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megalite.cli.command import Command
 from megalite.cli.main import COMMANDS
 from megalite.cli.output import show
-from megalite.cli.tool_commands import COMPLETION
 from megalite.config.describe import settings
 from megalite.config.files import preset_names
 from megalite.config.flags import RUN_OPTIONS
-
-main = COMPLETION
 
 Words = Mapping[str, Sequence[str]]  # flag -> its values, where they are few
 

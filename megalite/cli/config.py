@@ -6,15 +6,12 @@ from typing import Any
 from megalite.cli.display import table
 from megalite.cli.dry_run import world_size_of
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import CONFIG
 from megalite.config.describe import sectioned, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump, preset_names
 from megalite.config.flags import Invocation
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-
-main = CONFIG
 
 
 def run(flags: Namespace) -> int:

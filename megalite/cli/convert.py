@@ -1,6 +1,7 @@
 """`megalite convert`: weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
 
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megalite.checkpoint.files import free_bytes
 from megalite.cli.command import fetched
 from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.cli.failures import INTERRUPTED
-from megalite.cli.model_commands import CONVERT, VERIFIED_BELOW
+from megalite.cli.model_commands import VERIFIED_BELOW
 from megalite.cli.output import show, tell
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.families import family_named
@@ -52,9 +53,6 @@ _ONLY_FOR = {
 }
 
 
-main = CONVERT
-
-
 def run(flags: Namespace) -> int:
     """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
     try:
@@ -85,11 +83,8 @@ def _convert(flags: Namespace) -> int:
     _show_tokenizer(source, weights, flags)
     total = _bytes(weights, flags, dtype)
     _need_room(flags.target, total)
-    progress = ByteProgress(total)
-    try:
+    with closing(ByteProgress(total)) as progress:
         path = _write(weights, flags, dtype, progress)
-    finally:
-        progress.end()
     files = [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     seconds = progress.seconds

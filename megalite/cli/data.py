@@ -4,7 +4,7 @@ import dataclasses
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import yaml
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.dry_run import world_size_of
 from megalite.cli.failures import BAD_INPUT, explained, first_signal_raises
-from megalite.cli.model_commands import DATA
 from megalite.cli.output import json_text, show, tell, visible
 from megalite.cli.preprocess import tokenizer_config
 from megalite.config.data import SPLITS
@@ -47,8 +46,6 @@ from megalite.tokenizers.build import build_tokenizer
 
 OK, DAMAGED = 0, 1
 _BAR = 30
-
-main = DATA
 
 
 def verify_datasets(flags: Namespace) -> int:
@@ -180,12 +177,8 @@ def split_one(flags: Namespace) -> int:
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[int], None]]:
     """Progress of `total` bytes, which Ctrl-C ends cleanly."""
-    progress = ByteProgress(total)
-    with first_signal_raises():
-        try:
-            yield progress.advance
-        finally:
-            progress.end()
+    with first_signal_raises(), closing(ByteProgress(total)) as progress:
+        yield progress.advance
 
 
 def _tokenizer(flags: Namespace) -> Tokenizer | None:

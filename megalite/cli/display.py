@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -117,7 +117,7 @@ class Redrawn:
             self._live.start()
         self._live.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -126,12 +126,9 @@ class Redrawn:
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Says on a terminal what takes its time, until it is done; yields what says something else."""
-    line = Redrawn(stays=False)
-    line.show(f"{text} ...")
-    try:
+    with closing(Redrawn(stays=False)) as line:
+        line.show(f"{text} ...")
         yield line.show
-    finally:
-        line.end()
 
 
 class ProgressLine:
@@ -183,7 +180,7 @@ class ProgressLine:
         self._bar.update(self._bar.task_ids[0], completed=done, total=total, description=text)
         self._bar.refresh()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Leave the line, before something else is printed."""
         if self._bar is not None:
             self._bar.stop()

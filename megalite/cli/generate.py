@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.cli.model_commands import GENERATE
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, RankError
@@ -102,9 +101,6 @@ def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], 
     finally:
         stop_distributed(agreed=agreed)
     return 0
-
-
-main = GENERATE
 
 
 def run(flags: Namespace) -> int:

@@ -18,7 +18,6 @@ from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, notic
 from megalite.cli.command import fetched
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.failures import BAD_INPUT
-from megalite.cli.model_commands import INSPECT
 from megalite.cli.output import json_text, show, tell, visible
 from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
@@ -32,8 +31,6 @@ OWN = {
 }
 """Section -> settings that say where a run lives and what it starts from: another run that took them over would write
 into the same folders, and remove checkpoints there."""
-
-main = INSPECT
 
 
 def run(flags: Namespace) -> int:

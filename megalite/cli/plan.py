@@ -17,7 +17,6 @@ import yaml
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import PLAN, PLAN_FIT
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
@@ -49,8 +48,6 @@ from megalite.sweep.spec import ignored
 
 _WIDTH = 160  # of a timeline where there is no terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-main, plan_fit = PLAN, PLAN_FIT
 
 
 def run(flags: Namespace) -> int:

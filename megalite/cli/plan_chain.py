@@ -8,7 +8,6 @@ from typing import Any
 
 from megalite.cli.display import table
 from megalite.cli.output import show
-from megalite.cli.tool_commands import PLAN_CHAIN
 from megalite.config.byte_size import format_bytes
 from megalite.config.reading import write_text
 from megalite.pipeline.ir.render import render_grid
@@ -20,8 +19,6 @@ from megalite.planner.chain.plan import run as run_plan
 from megalite.planner.chain.planning import Planned, plan_chain
 
 _WIDTH = 160
-
-main = PLAN_CHAIN
 
 
 def run(flags: Namespace) -> int:

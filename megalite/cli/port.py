@@ -139,23 +139,26 @@ def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
     """The numbers of nodes and tasks that Slurm and MPI are given."""
     named = {"N": "nodes", "n": "ntasks", "np": "ntasks"}
     named |= {name: name for name in ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres")}
-    for at, word in enumerate(words if words[0] in _STARTERS else ()):
+    if words[0] in _STARTERS:
+        scheduled |= {named[name]: value for name, value in _options(words) if name in named}
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, str]]:
+    """The options among the words, each with the word after it, or after its `=`."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and name in named:
-            scheduled[named[name]] = value if equals else next(iter(words[at + 1 : at + 2]), "")
+        if word.startswith("-"):
+            yield name, value if equals else following
 
 
 def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], source: str) -> Launch:
     """From the launcher's words and those of training."""
     start = next((i for i, word in enumerate(before) if word in _LAUNCHERS), None)
-    numbers = {}
     launcher: list[str] = []
     if start is not None:
         flags = (re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in before[start + 1 :])
         launcher = ["torchrun", *(word for word in flags if word != "--no-python")]
-        for at, word in enumerate(launcher):
-            name, equals, value = word.partition("=")
-            numbers[name.lstrip("-")] = value if equals else next(iter(launcher[at + 1 : at + 2]), "")
+        numbers = dict(_options(launcher))
         nodes, each = numbers.get("nnodes", "1"), numbers.get("nproc-per-node", "1")
     else:
         gpus = re.search(r"(\d+)$", scheduled.get("gres", ""))

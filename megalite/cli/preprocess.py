@@ -3,12 +3,13 @@
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from megalite.cli.display import ByteProgress, ProgressLine, decimal_bytes
 from megalite.cli.failures import Stopped, first_signal_raises
-from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, PREPROCESS, SENTENCEPIECE, TRAIN_TOKENIZER
+from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, SENTENCEPIECE
 from megalite.cli.output import occupy_closed_streams, show, tell
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
@@ -29,14 +30,11 @@ MIB = 1 << 20
 _MAX_DOCUMENT_MB = 1 << 20
 _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
-main, train_tokenizer = PREPROCESS, TRAIN_TOKENIZER
-
 
 def run(flags: Namespace) -> int:
     """Run the command: 0 if all went well, bad lines or not; 130 or 143 after Ctrl-C or SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
     occupy_closed_streams()
-    line = JobProgress()
     try:
         with first_signal_raises():
             job = job_of(flags)
@@ -45,18 +43,14 @@ def run(flags: Namespace) -> int:
             if flags.dry_run:
                 _show_plan(job)
                 return 0
-            result = preprocess(job, line.take)
-            line.notice(result)
-            line.end()
-            if not result.outputs:  # of a shard without input
-                return 0
-            _report(result, line.seconds)
+            with closing(JobProgress()) as line:
+                result = preprocess(job, line.take)
+                line.notice(result)
+            if result.outputs:  # a shard without input has none
+                _report(result, line.seconds)
     except Stopped as stopped:
-        line.end()
         tell("; ".join([stopped.how, *getattr(stopped, "__notes__", [])]))
         return stopped.status
-    finally:
-        line.end()
     return 0
 
 
@@ -84,11 +78,8 @@ def job_of(flags: Namespace) -> PreprocessJob:
 
 def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
     """`preprocess.text_data.tokenize_text` with its progress on stderr."""
-    line = JobProgress(tells_notice=False)
-    try:
+    with closing(JobProgress(tells_notice=False)) as line:
         return text_data.tokenize_text(*args, **more, on_progress=line.take)
-    finally:
-        line.end()
 
 
 def report_texts(config: RunConfig) -> None:
@@ -225,15 +216,12 @@ def _train(flags: Namespace) -> tuple[TrainingText, Path]:
     inputs = find_inputs(flags.input)
     most = int(flags.max_megabytes * 1e6)
     # On the disk a corpus may be longer than its text, or shorter where it is compressed.
-    progress = ByteProgress(min(most, sum(item.size or most for item in inputs)))
-    text = TrainingText(inputs, flags.json_keys, most, progress.advance)
-    wanted = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
-    try:
+    with closing(ByteProgress(min(most, sum(item.size or most for item in inputs)))) as progress:
+        text = TrainingText(inputs, flags.json_keys, most, progress.advance)
+        wanted = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
         if flags.type == BYTE_LEVEL:
             return text, train_byte_level(text, words=flags.pattern or "gpt2", **wanted)
         return text, train_sentencepiece(text, model_type=SENTENCEPIECE[flags.type], **wanted)
-    finally:
-        progress.end()
 
 
 def _report_training(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:

@@ -11,21 +11,18 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megalite.cli.display import table
 from megalite.cli.output import json_text, show
-from megalite.cli.tool_commands import RUNS
 from megalite.config.errors import ConfigError
 from megalite.config.reading import read_text, write_text
+from megalite.config.registry import optional
 from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page, style_of, thinned
 from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
 from megalite.training.sinks import read_records
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS = "metrics.jsonl"
 _NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
@@ -34,8 +31,6 @@ _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tok
 _NUMBERS = range(3, 10)  # columns of numbers
 
 Curve = Sequence[tuple[float, float]]
-
-main = RUNS
 
 
 def run(flags: Namespace) -> int:
@@ -172,7 +167,9 @@ def _total_steps(path: Path) -> int | None:
 def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[int] = ()) -> None:
     """Losses, training and validation, and speed over steps, by matplotlib; the ending of the file gives the format.
     `marked`: steps with a vertical line."""
-    drawn = _new_figure()
+    remedy = "pip install 'megalite[plot]', or use megalite runs --html"
+    figures = optional("matplotlib.figure", f"drawing needs matplotlib; {remedy}")
+    drawn = figures.Figure(layout="constrained", figsize=(9, 8))
     drawn.suptitle(title)
     losses, speeds = drawn.subplots(2, 1, height_ratios=(2, 1))
     for number, run in enumerate(runs):
@@ -195,16 +192,6 @@ def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[
         raise ConfigError(f"cannot write {path}: {error.strerror}; give a file in a folder that exists") from None
     except ValueError as error:
         raise ConfigError(f"cannot write {path}: {error}; use .png, .svg or .pdf") from None
-
-
-def _new_figure() -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib; pip install 'megalite[plot]', or use megalite runs --html"
-        ) from None
-    return Figure(layout="constrained", figsize=(9, 8))
 
 
 def _columns(points: Curve) -> tuple[list[float], list[float]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megalite.cli.display import table, working
 from megalite.cli.output import show, stdout_is_terminal
-from megalite.cli.tool_commands import AUTO, NAMES, SCHEDULE
+from megalite.cli.tool_commands import AUTO, NAMES
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
@@ -35,9 +35,6 @@ from megalite.planner.page import Row, Section, Table, page
 
 _WIDTH = 240  # of the grid where there is no terminal
 _SECONDS_OF_NO_UNIT = 1e-3  # in a trace, a unit that has no name is a millisecond
-
-
-main = SCHEDULE
 
 
 MOST_CELLS = 1_000_000

@@ -6,12 +6,12 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TextIO
 
 from megalite.cli.display import ProgressLine, Redrawn, duration, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import show, tell
-from megalite.cli.tool_commands import SWEEP
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.reading import gc_paused
@@ -34,8 +34,6 @@ _LAUNCHERS = {
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
 _WIDEST = 60  # characters of a label and a status
 _ABOVE_BELOW = 4  # lines of a terminal that the table leaves free
-
-main = SWEEP
 
 
 def run(flags: Namespace) -> int:
@@ -95,16 +93,13 @@ def _sweep(flags: Namespace) -> int:
 
 
 def _checked(expansion: Expansion, spec: SweepSpec, machine: Machine | None) -> tuple[Run, ...]:
-    line, count = ProgressLine(), len(expansion.candidates)
+    count = len(expansion.candidates)
 
     def observe(done: int) -> None:
         line.update(done, count, (), lambda _: f"{done} of {count} configurations checked")
 
-    try:
-        with gc_paused():
-            return check_all(expansion, memory_limit=spec.memory_limit, machine=machine, observe=observe)
-    finally:
-        line.end()
+    with gc_paused(), closing(ProgressLine()) as line:
+        return check_all(expansion, memory_limit=spec.memory_limit, machine=machine, observe=observe)
 
 
 def _launcher(name: str, spec: SweepSpec) -> Launcher:
@@ -140,7 +135,7 @@ def _execute(flags: Namespace, spec: SweepSpec, runs: Sequence[Run], store: Stor
             _write(spec, runs, store)
             raise
         finally:
-            live.end()
+            live.close()
 
 
 def _write(spec: SweepSpec, runs: Sequence[Run], store: Store) -> None:
@@ -202,7 +197,7 @@ class LiveTable:
     def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs, self._results, self._steps, self._out = runs, results, steps, out
         self._number = {run.key: number for number, run in enumerate(runs, 1)}
-        self._screen, self.end = (screen := Redrawn(out)), screen.end
+        self._screen, self.close = (screen := Redrawn(out)), screen.close
         self._shown: list[str] = []
 
     def update(self, progress: Sequence[Progress], result: Result | None) -> None:

@@ -26,6 +26,14 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def optional(module: str, remedy: str) -> Any:
+    """A module of a package that need not be installed. Raises ConfigError, with the remedy: it is not."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(remedy) from None
+
+
 @dataclass
 class _Entry:
     facts: Any

@@ -20,6 +20,7 @@ from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manif
 from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text
 from megalite.config.describe import redact_text, replace, value_of
 from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.registry import optional
 from megalite.config.run import RunConfig
 from megalite.data.stores import Broken, Missing, State, StoreObject, open_store, shown, with_suffix
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
@@ -202,10 +203,7 @@ class _Cache:
         unknown = asked.keys() - {"split", "name", "revision"}
         if unknown:
             raise ConfigError(f"{address}: there is no {min(unknown)}; split, name and revision can be given")
-        try:
-            import datasets
-        except ImportError:
-            raise ConfigError(f"{address} needs the package datasets: pip install datasets") from None
+        datasets = optional("datasets", f"{address} needs the package datasets: pip install datasets")
         try:
             rows = datasets.load_dataset(name, **asked)
         except Exception as error:  # of many kinds: the hub's, the file system's, the data's

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from megalite.config import reading
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.base import missing_package
+from megalite.tokenizers.base import needed_package
 
 if TYPE_CHECKING:
     import pyarrow
@@ -250,10 +250,7 @@ def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop
 
 
 def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
-    try:
-        import zstandard
-    except ImportError:
-        raise missing_package(path, "zstandard", "data") from None
+    zstandard = needed_package(path, "zstandard", "data")
     decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame: Any = None
     try:
@@ -328,13 +325,10 @@ def cut_parquet(
 
     Raises ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
     installed. Stopped: `stop` is set."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_package(path, "pyarrow", "data") from None
+    parquet = needed_package(path, "pyarrow.parquet", "data")
     try:
         # pyarrow compares the checksums of pages (where the writer left some) only on request.
-        with pyarrow.parquet.ParquetFile(
+        with parquet.ParquetFile(
             path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as file:
             _check_columns(path, file.schema_arrow, keys)

@@ -16,7 +16,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, Place, cut
-from megalite.tokenizers.base import missing_package, refusing
+from megalite.tokenizers.base import needed_package, refusing
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
@@ -177,20 +177,17 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
     `train_sentencepiece`, or the package `tokenizers` is not installed. OSError: the file cannot be written."""
     path = _output(output_prefix, ".json")
     _check_size(vocab_size, 257, "256 bytes and the end of document")
-    try:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise missing_package("byte-level BPE", "tokenizers", "tokenizers") from None
-    pattern = WORD_PATTERNS[words]
-    tokenizer = Tokenizer(models.BPE())
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    library = needed_package("byte-level BPE", "tokenizers", "tokenizers")
+    pattern, cutters = WORD_PATTERNS[words], library.pre_tokenizers
+    tokenizer = library.Tokenizer(library.models.BPE())
+    as_bytes = cutters.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    splits = [] if pattern is None else [cutters.Split(library.Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = cutters.Sequence([*splits, as_bytes])
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[GPT2_END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(cutters.ByteLevel.alphabet()),
         show_progress=False,
     )
     source = _CountedTexts(texts)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megalite.config.errors import ConfigError
+from megalite.config.registry import optional
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, ask, asked, nodes_of, training_command
@@ -143,12 +144,7 @@ class RayLauncher(NodesLauncher):
 
     def __init__(self, spec: RaySpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         super().__init__(spec, environment=environment, program=program)
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError(
-                "--launcher ray needs the ray package; pip install ray, or use --launcher local"
-            ) from None
+        ray = optional("ray", "--launcher ray needs the ray package; pip install ray, or use --launcher local")
         self._ray = ray
         if not ray.is_initialized():
             try:

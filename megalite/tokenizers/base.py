@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.reading import open_regular
+from megalite.config.registry import optional
 
 MAX_TOKENIZER_BYTES = 1 << 30  # a corpus given in its place is not read into memory
 
@@ -144,8 +145,10 @@ def require_characters(texts: Sequence[str]) -> None:
             utf8(text)
 
 
-def missing_package(what: object, package: str, extra: str) -> ConfigError:
-    return ConfigError(f"{what} needs the package {package}, which is not installed: pip install 'megalite[{extra}]'")
+def needed_package(what: object, module: str, extra: str) -> Any:
+    package = module.partition(".")[0]
+    needs = f"{what} needs the package {package}, which is not installed: pip install 'megalite[{extra}]'"
+    return optional(module, needs)
 
 
 @contextmanager

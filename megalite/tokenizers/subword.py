@@ -10,7 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    missing_package,
+    needed_package,
     parse_json,
     read_tokenizer_file,
     refusing,
@@ -87,7 +87,9 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         content = read_tokenizer_file(tokenizer_file)
         self._path = tokenizer_file
         with refusing(f"{tokenizer_file} is not a Hugging Face tokenizer.json"):
-            self._tokenizer = _library(tokenizer_file).Tokenizer.from_str(content.decode("utf-8"))
+            self._tokenizer = needed_package(tokenizer_file, "tokenizers", "tokenizers").Tokenizer.from_str(
+                content.decode("utf-8")
+            )
         # A file may store truncation and padding: settings of an inference server, not of a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -141,7 +143,7 @@ class GPT2BPETokenizer(_TokenizersLibrary):
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
-        library = _library(vocab_file)
+        library = needed_package(vocab_file, "tokenizers", "tokenizers")
         self._path, self._fingerprint = vocab_file, digest(vocab_bytes, merge_bytes)
         vocabulary = _parse_vocabulary(vocab_bytes, vocab_file)
         if GPT2_END not in vocabulary:
@@ -153,15 +155,6 @@ class GPT2BPETokenizer(_TokenizersLibrary):
         self._tokenizer = library.Tokenizer(_bpe(library, vocabulary, merge_bytes, merge_file, vocab_file))
         self._tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = library.decoders.ByteLevel()
-
-
-def _library(path: str | Path) -> Any:
-    """The package `tokenizers`, which reads the file `path`."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise missing_package(path, "tokenizers", "tokenizers") from None
-    return tokenizers
 
 
 def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:

@@ -18,7 +18,7 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    missing_package,
+    needed_package,
     parse_json,
     read_tokenizer_file,
     refusing,
@@ -67,11 +67,7 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, model_file: str | Path, pattern: str | None = None, vocab_size: int | None = None) -> None:
         content = read_tokenizer_file(model_file)
-        try:
-            import tiktoken
-        except ImportError:
-            raise missing_package(model_file, "tiktoken", "tokenizers") from None
-        self._make_encoding = tiktoken.Encoding
+        self._make_encoding = needed_package(model_file, "tiktoken", "tokenizers").Encoding
         self._path = model_file
         is_list = content.lstrip()[:1] == b"["
         if is_list:

@@ -16,6 +16,7 @@ from typing import Any
 from megalite.checkpoint.files import replace_durably
 from megalite.config.describe import redact_text, redacted, sectioned
 from megalite.config.errors import ConfigError
+from megalite.config.registry import optional
 from megalite.config.run import RunConfig
 from megalite.config.run import writers as wanted
 from megalite.config.training import WRITERS
@@ -201,11 +202,7 @@ class MLflow:
     variables. The config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
-        try:
-            import mlflow
-        except ImportError:
-            raise _missing("mlflow") from None
-        self._mlflow, (folder, known) = mlflow, _known_run("mlflow", config)
+        self._mlflow, (folder, known) = _package("mlflow"), _known_run("mlflow", config)
         run = self._mlflow.start_run(run_id=known, run_name=None if folder is None else redact_text(folder.name))
         if known is None:
             self._mlflow.log_params(_parameters(config))
@@ -226,11 +223,7 @@ class Comet:
     credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
-        try:
-            import comet_ml
-        except ImportError:
-            raise _missing("comet", "comet_ml") from None
-        folder, known = _known_run("comet", config)
+        comet_ml, (folder, known) = _package("comet", "comet_ml"), _known_run("comet", config)
         settings: dict[str, Any] = dict.fromkeys(_COMET_SENDS, False)
         if folder is not None:
             settings |= {"name": redact_text(folder.name), "offline_directory": str(folder / "comet")}
@@ -261,11 +254,7 @@ class Wandb:
     the command line, the console or git is sent, and the config goes without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb") from None
-        folder, known = _known_run("wandb", config)
+        wandb, (folder, known) = _package("wandb"), _known_run("wandb", config)
         logging, run_id = config.logging, known or uuid.uuid4().hex[:12]
         self._run = wandb.init(
             project=logging.wandb_project,
@@ -289,11 +278,10 @@ class Wandb:
         self._run.finish()
 
 
-def _missing(name: str, package: str | None = None) -> ConfigError:
+def _package(name: str, package: str = "") -> Any:
     package = package or name
-    return ConfigError(
-        f"metrics has {name} in it but the {package} package is not installed; pip install {package}, or leave {name} out"
-    )
+    remedy = f"pip install {package}, or leave {name} out"
+    return optional(package, f"metrics has {name} in it but the {package} package is not installed; {remedy}")
 
 
 def _parameters(config: RunConfig) -> dict[str, str]:
@@ -316,17 +304,15 @@ def _keep_id(name: str, folder: Path | None, run_id: str) -> None:
         (folder / f"{name}-run-id").write_text(f"{run_id}\n")
 
 
+_FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
+
+
 def csv_writer(config: RunConfig, *, step: int) -> MetricSink:
-    assert config.logging.run_dir is not None, "validate() asks for one"
-    return CSVFile(Path(config.logging.run_dir) / "metrics.csv", step=step)
+    return CSVFile(Path(config.logging.run_dir or "") / _FILES["csv"], step=step)
 
 
 def prometheus_writer(config: RunConfig, *, step: int) -> MetricSink:
-    assert config.logging.run_dir is not None, "validate() asks for one"
-    return Prometheus(Path(config.logging.run_dir))
-
-
-_FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
+    return Prometheus(Path(config.logging.run_dir or ""))
 
 
 _REMEDIES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.data import main
 from megalite.cli.display import ByteProgress
+from megalite.cli.model_commands import DATA as main
 from megalite.tokenizers.base import NullTokenizer
 from tests.preprocess.layout import MIXED, both, pack, write, write_with_side_file
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.generate import DTYPES, main
+from megalite.cli.generate import DTYPES
+from megalite.cli.model_commands import GENERATE as main
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.huggingface.weights import write_huggingface
 from megalite.conversion.native import write_native

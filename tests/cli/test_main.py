@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megalite.cli.command import Command
-from megalite.cli.config import main as config_main
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
+from megalite.cli.tool_commands import CONFIG as config_main
 from megalite.config.files import preset_names
 from megalite.config.help import full_help
 from megalite.data.indexed_dataset import TOKEN_DTYPES

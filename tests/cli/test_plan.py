@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.plan import main
+from megalite.cli.tool_commands import PLAN as main
 from megalite.config.describe import values_of
 from megalite.sweep.candidates import check_all, expand, read_machine
 from megalite.sweep.spec import read_spec

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.plan_chain import main
+from megalite.cli.tool_commands import PLAN_CHAIN as main
 
 Captured = pytest.CaptureFixture[str]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.runs import METRICS, find_runs, main, read_run, status_of
+from megalite.cli.runs import METRICS, find_runs, read_run, status_of
+from megalite.cli.tool_commands import RUNS as main
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.preprocess import train_tokenizer as main
+from megalite.cli.model_commands import TRAIN_TOKENIZER as main
 from megalite.config.data import DataConfig
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.cli import convert
+from megalite.cli.model_commands import CONVERT
 from megalite.config.data import DataConfig
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
@@ -139,7 +139,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def run(*words: str | Path) -> int:
     """`megalite convert`."""
-    return convert.main([str(word) for word in words])
+    return CONVERT([str(word) for word in words])
 
 
 def ignore(count: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli import generate
+from megalite.cli.model_commands import GENERATE
 from megalite.config.data import DataConfig
 from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.tokenizer_files import (
@@ -36,7 +36,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def continued(*words: str | Path) -> int:
     fixed = ["--prompt", "def", "--max-new-tokens", "3", "--temperature", "0", "--device", "cpu"]
-    return generate.main([*fixed, *map(str, words)])
+    return GENERATE([*fixed, *map(str, words)])
 
 
 def checkpoint(folder: Path, files: list[Path], **hints: Any) -> Path:

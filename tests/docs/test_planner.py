@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import plan, plan_chain
+from megalite.cli.tool_commands import PLAN, PLAN_CHAIN
 from megalite.planner.hardware import Accelerator, Cluster, Efficiency, Network, Node, SoftwareStack, cluster_names
 from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY
@@ -33,7 +33,7 @@ def test_plan(
     words = [*command.words[2:], *([] if "--top" in command.words else ["--top", "1"])]
     at = words.index("--gpus") + 1
     words[at] = str(max(8, int(words[at]) // 4))
-    assert plan.main(words) == 0
+    assert PLAN(words) == 0
     assert capsys.readouterr().err == ""
     if "--output" in words:
         assert (tmp_path / "plan.yaml").is_file() and (tmp_path / "plan-alternatives.yaml").is_file()
@@ -42,7 +42,7 @@ def test_plan(
 @pytest.mark.parametrize("command", CHAINS, ids=lambda command: f"{command.source}: {command.line}"[:70])
 def test_plan_chain(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(REPOSITORY)
-    status = plan_chain.main(command.words[2:])
+    status = PLAN_CHAIN(command.words[2:])
     said = capsys.readouterr()
     assert status == 0, said.err
     if command.source == "docs/planner_chain.md":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.schedule import main
+from megalite.cli.tool_commands import SCHEDULE as main
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY

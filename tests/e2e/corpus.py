@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli import preprocess
+from megalite.cli.model_commands import PREPROCESS, TRAIN_TOKENIZER
 from tests.docs.execution import in_process, run_script
 from tests.e2e.programs import REPOSITORY, Corpus
 
@@ -15,8 +15,8 @@ def build_corpus(folder: Path, *, megabytes: float) -> Corpus:
     words = ("--input", text, "--output-prefix", prefix, "--tokenizer-model", tokenizer, "--append-eod")
     for program, arguments in (
         (run_script, (builder, "--output", text, "--max-megabytes", megabytes)),
-        (preprocess.train_tokenizer, learn),
-        (preprocess.main, words),
+        (TRAIN_TOKENIZER, learn),
+        (PREPROCESS, words),
     ):
         said = in_process(program, [str(word) for word in arguments])
         assert said.status == 0, said.out + said.err

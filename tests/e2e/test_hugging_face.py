@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli import convert
+from megalite.cli.model_commands import CONVERT
 from megalite.cli.train import main
 from megalite.config.exit_codes import BAD_INPUT, DONE, NOT_SAVED, REQUEUE
 from megalite.conversion.huggingface import weights
@@ -47,7 +47,7 @@ def flags(corpus: Corpus, llama: Path, folder: Path) -> list[str]:
 
 def convert_of(folder: Path, step: int, target: Path) -> dict[str, bytes]:
     words = [str(folder / "checkpoints"), str(target), "--to", "huggingface", "--step", str(step), "--no-verify"]
-    assert convert.main(words) == 0
+    assert CONVERT(words) == 0
     return contents(target)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import generate
+from megalite.cli.model_commands import GENERATE
 from megalite.config import files
 from megalite.config.data import DataConfig
 from megalite.data.indexed_dataset import IndexedDataset
@@ -52,5 +52,5 @@ def test_a_few_steps_of_the_page(
 
     assert say[:2] == ["megalite", "generate"]
     capfd.readouterr()
-    assert generate.main([*say[2:], "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    assert GENERATE([*say[2:], "--max-new-tokens", "8", "--device", "cpu"]) == 0
     assert capfd.readouterr().out

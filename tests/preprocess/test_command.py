@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import preprocess as command
 from megalite.cli.model_commands import KINDS
-from megalite.cli.preprocess import JobProgress, job_of, main, summary, tokenizer_kind
+from megalite.cli.model_commands import PREPROCESS as main
+from megalite.cli.preprocess import JobProgress, job_of, summary, tokenizer_kind
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import Progress
 from megalite.preprocess.resume import State
@@ -198,7 +198,7 @@ class TestProgress:
                     notice="continuing",
                 )
             )
-        line.end()
+        line.close()
 
     @pytest.mark.parametrize("columns", [150, 40])
     def test_a_bar_is_rewritten_on_a_terminal(
@@ -239,4 +239,3 @@ def test_the_tool_runs_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPa
         runpy.run_path(str(ROOT / "tools" / "preprocess_data.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert stop.value.code == 0 and "--append-eod" in out and "--partitions" not in out
-    assert command.main is main

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.preprocess import main as preprocess_main
+from megalite.cli.model_commands import PREPROCESS as preprocess_main
 from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset, indexed_writer
 from megalite.data.dataset import split_documents

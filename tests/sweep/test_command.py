@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.sweep import main
+from megalite.cli.tool_commands import SWEEP as main
 from megalite.sweep.results import OK, Store
 from tests.support.patience import wait_until
 from tests.sweep.sweeps import measured, read_runs, write_sweep

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.cli.sweep import main
+from megalite.cli.tool_commands import SWEEP as main
 from megalite.config import files
 from megalite.config.validate import require_startable, validate
 from megalite.sweep import results

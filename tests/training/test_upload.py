@@ -14,7 +14,7 @@ import pytest
 import megalite.data.stores as stores
 import megalite.training.upload as upload
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.cli import inspect
+from megalite.cli.model_commands import INSPECT
 from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
@@ -324,10 +324,10 @@ def test_inspect_takes_an_address(address: str, tmp_path: Path, capsys: pytest.C
     there = destination(address, tmp_path)
     for step in (1, 2):
         save(lambda group: there, step)
-    assert inspect.main([address]) == 0
+    assert INSPECT([address]) == 0
     assert "sha256 OK" in capsys.readouterr().out
-    assert inspect.main(["--diff", address, str(fetched(address)), "--step", "2"]) == 0
-    assert inspect.main([f"{address}/none"]) == 2
+    assert INSPECT(["--diff", address, str(fetched(address)), "--step", "2"]) == 0
+    assert INSPECT([f"{address}/none"]) == 2
     assert "no complete checkpoint at " in capsys.readouterr().err
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megalite.cli import preprocess
 from megalite.cli.main import main as megalite
+from megalite.cli.model_commands import PREPROCESS
 from megalite.config.run import RunConfig
 from megalite.data.sources import build_datasets, megatron_lengths
 from tests.conversion.samples import byte_tokenizer
@@ -53,7 +53,7 @@ def inputs(folder: Path) -> tuple[Path, Path]:
     text.write_bytes((HERE.parents[2] / "LICENSE").read_bytes())
     flags = f"--input {text} --text-documents paragraph --append-eod --workers 1"
     command = [*flags.split(), "--tokenizer-model", str(home), "--output-prefix", str(folder / "license")]
-    assert preprocess.main(command) == 0
+    assert PREPROCESS(command) == 0
     return folder / "license_text_document", home
 
 

@@ -4,6 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megalite.cli import plan
+from megalite.cli.tool_commands import PLAN
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.space import Layout, Request, enumerate_space
 
@@ -22,7 +23,7 @@ class Asked(NamedTuple):
 
 def asked(flags: str) -> Asked:
     """What `megalite plan` makes of these flags."""
-    return Asked(*plan.asked(plan.main.parse(flags.split())))
+    return Asked(*plan.asked(PLAN.parse(flags.split())))
 
 
 def layouts_of(request: Request) -> list[Layout]:
