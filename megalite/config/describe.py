@@ -2,18 +2,17 @@
 
 import ast
 import dataclasses
-import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megalite.config.option import Bounds
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, once_per_object
 
 HIDDEN = "***"
 
@@ -156,15 +155,10 @@ def settings() -> Mapping[str, Setting]:
     return table
 
 
-def values_of(config: RunConfig) -> dict[str, Any]:
+@once_per_object(maxsize=4)
+def values_of(config: RunConfig) -> Mapping[str, Any]:
     """Every setting of a config, flat."""
-    return dict(zip(settings(), _all_of()(config), strict=True))
-
-
-@cache
-def _all_of() -> Callable[[RunConfig], tuple[Any, ...]]:
-    """Gets every setting at once: a sweep asks for them several times for each of its configurations."""
-    return operator.attrgetter(*(f"{setting.section}.{name}" for name, setting in settings().items()))
+    return {name: value for part in vars(config).values() for name, value in vars(part).items()}
 
 
 def value_of(config: RunConfig, name: str) -> Any:

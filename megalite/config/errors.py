@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -165,19 +165,19 @@ class Problems:
         except Reported:
             self.wrong.update(wrong)
 
-    def extend(self, findings: Findings, *wrong: str) -> None:
-        """Record what a rule finds, and that the settings are wrong if it finds anything."""
+    def extend(self, findings: Findings, *wrong: str, say: Callable[[str], str] = str) -> None:
+        """Record what a rule finds, as `say` words it, and that the settings are wrong if it finds anything."""
         before = len(self.found)
         try:  # as `collecting` does, in less time: there are hundreds of rules
             for found in findings:
                 if isinstance(found, Idle):
                     self.unused.add(found.setting)
                     if found:
-                        self.idle[found.setting] = str(found)
+                        self.idle[found.setting] = say(found)
                 elif isinstance(found, str):
-                    self.add(found)
+                    self.add(say(found))
                 else:
-                    self.extend(found)
+                    self.extend(found, say=say)
         except (ConfigError, Reported) as error:
             for text in getattr(error, "problems", ()):
                 self.add(text)

@@ -137,11 +137,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
 class Itself(Generic[T]):
     """A value as a key: the object, whatever is in it, which may be lists."""
 
-    value: T
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Itself) and self.value is other.value
@@ -207,7 +209,12 @@ def _can_be_shared(config: RunConfig) -> bool:
 
 
 def _values(config: RunConfig, names: tuple[str, ...]) -> tuple[Hashable, ...]:
-    return tuple([tuple(value) if type(value) is list else value for value in _getter(names)(config)])
+    values = _getter(names)(config)
+    try:
+        hash(values)
+    except TypeError:
+        return tuple([tuple(value) if type(value) is list else value for value in values])
+    return values
 
 
 @cache
@@ -220,25 +227,33 @@ def _recording(part: Any, prefix: str, was_read: dict[str, None]) -> Any:
     all others were read."""
     kind, slot = _recording_type(next(each for each in type(part).__mro__ if "_record" not in vars(each)))
     copy: Any = object.__new__(kind)
-    object.__getattribute__(copy, "__dict__").update(object.__getattribute__(part, "__dict__"))
-    slot.__set__(copy, (prefix, was_read))
+    slot.__set__(copy, (part, prefix, was_read))
     return copy
+
+
+class _Recorded:
+    """A setting of a recording section: its first reading is recorded, and leaves the value in the section itself, where
+    further ones find it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, section: Any, kind: type) -> Any:
+        part, prefix, was_read = section._record
+        was_read[prefix + self.name] = None
+        value = getattr(part, self.name)
+        object.__setattr__(section, self.name, value)
+        return value
 
 
 @cache
 def _recording_type(section: type) -> tuple[type, Any]:
-    names = frozenset(each.name for each in fields(section))
+    settings = {each.name: _Recorded(each.name) for each in fields(section)}
 
-    def read(self: Any, name: str) -> Any:
-        if name in names or name == "__dict__":
-            try:
-                prefix, was_read = slot.__get__(self)
-            except AttributeError:
-                return object.__getattribute__(self, name)
-            for each in (name,) if name in names else names:
-                was_read[prefix + each] = None
-        return object.__getattribute__(self, name)
+    def everything(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in settings}
 
-    kind = type(section.__name__, (section,), {"__slots__": ("_record",), "__getattribute__": read})
+    names = {"__slots__": ("_record",), "__dict__": property(everything), **settings}
+    kind = type(section.__name__, (section,), names)
     slot: Any = vars(kind)["_record"]
     return kind, slot

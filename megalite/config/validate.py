@@ -6,6 +6,7 @@ tell (which numbers of microbatches a schedule takes) is asked of it by the dry 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_
 from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
-from megalite.config.rules.rule import Check, Settings, rules, said, see
+from megalite.config.rules.rule import Check, Settings, rules, say, see
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
 from megalite.config.training import parse_batch_schedule
@@ -83,8 +84,9 @@ def validate(
 
         def check(*checks: Check, wrong: tuple[str, ...] = ()) -> None:
             seen = see(config, explicit, found.wrong)
+            word = partial(say, seen)
             for each in checks:
-                found.extend(said(seen, each(seen)), *wrong)
+                found.extend(each(seen), *wrong, say=word)
 
         _check_values(config, found)
         check(check_rampup_form, wrong=("rampup_batch_size",))
@@ -110,7 +112,7 @@ def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> 
     """What some rules find by themselves."""
     problems, seen = Problems(), see(config, explicit)
     for check in checks:
-        problems.extend(said(seen, check(seen)))
+        problems.extend(check(seen), say=partial(say, seen))
     return problems
 
 
@@ -159,8 +161,8 @@ _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
 
 def _resolve(config: RunConfig, problems: Problems) -> RunConfig:
     """Fill in what is derived; what is derived from something wrong is wrong too."""
-    seen = see(config, wrong=problems.wrong)
+    seen, found = see(config, wrong=problems.wrong), {}
     for name, derive in _DERIVED.items():
         with problems.collecting({name}):
-            config = replace(config, **{name: derive(seen)})
-    return config
+            found[name] = derive(seen)
+    return replace(config, **found)

@@ -332,22 +332,18 @@ def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callabl
     return [known[key] for key in kinds]
 
 
-def layer_kind(model: ModelConfig, layer_index: int) -> Hashable:
-    """Layers of one kind differ in nothing but their number."""
-    return _layer_kinds(model)[layer_index]
-
-
 @once_per_object()
-def _layer_kinds(model: ModelConfig) -> list[Hashable]:
+def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
+    """Of each layer: those of one kind differ in nothing but their number."""
     indices = range(model.further_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
-        return list(indices)
-    return [(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices]
+        return tuple(indices)
+    return tuple([(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices])
 
 
 def of_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:
     """`of` each of these layers; of those of one kind it is asked once."""
-    return once_per_kind(layers, lambda index: layer_kind(model, index), of)
+    return once_per_kind(layers, layer_kinds(model).__getitem__, of)
 
 
 def layers_forward_flops(

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from megalite.config.run import RunConfig, once_per_reading, stage_layers
-from megalite.models.shapes import ParameterShape, end_forward_flops, layer_kind, layers_forward_flops, stage_shapes
+from megalite.models.shapes import ParameterShape, end_forward_flops, layer_kinds, layers_forward_flops, stage_shapes
 from megalite.pipeline.ir.partition import partition_layers
 
 
@@ -105,5 +105,4 @@ def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
 
 def kind_of_stage(config: RunConfig, plan: StagePlan) -> Hashable:
     """Stages of one kind differ in nothing but their place, and the names of their layers."""
-    layers = tuple(layer_kind(config.model, index) for index in range(plan.first_layer, plan.last_layer))
-    return plan.has_embedding, plan.has_head, layers
+    return plan.has_embedding, plan.has_head, layer_kinds(config.model)[plan.first_layer : plan.last_layer]

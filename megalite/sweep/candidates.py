@@ -192,6 +192,7 @@ def check_all(
     vocabularies: dict[str, int | ConfigError] = {}
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
+    names = sorted((*settings(), RANKS))
     for done, candidate in enumerate(expansion.candidates):
         observe(done)
         config, refused, predicted = candidate.config, None, None
@@ -204,7 +205,8 @@ def check_all(
             predicted = _predicted(config, memory_limit, machine)
         except ConfigError as error:
             refused = "; ".join(error.problems)
-        known = json.dumps({**values_of(config), RANKS: candidate.ranks}, sort_keys=True, default=str)
+        values = {**values_of(config), RANKS: candidate.ranks}
+        known = json.dumps({name: values[name] for name in names}, default=str)
         key = hashlib.sha256(known.encode()).hexdigest()[:_KEY_LENGTH]
         run = Run(
             key=key,

@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.config import run
-from megalite.config.describe import replace
+from megalite.config.describe import replace, values_of
 from megalite.config.run import RunConfig, once_per_reading
 
 asked: list[tuple[int, int]] = []
@@ -70,3 +70,14 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         assert [size(replace(RunConfig(), hidden_size=number)) for number in range(1, 6)] == [1, 2, 3, 4, 5]
     assert len(asked) > 5
+
+
+def test_whoever_looks_at_all_of_a_section_has_read_all_of_it() -> None:
+    @once_per_reading
+    def total(config: RunConfig) -> int:
+        asked.append((0, 0))
+        return int(vars(config.model)["num_layers"]) + len(values_of(config)["pipeline_layers"] or [])
+
+    base = replace(RunConfig(), num_layers=4, pipeline_layers=[1, 3])
+    assert [total(base), total(replace(base, num_layers=5)), total(replace(base, pipeline_layers=None))] == [6, 7, 4]
+    assert len(asked) == 3

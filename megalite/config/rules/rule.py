@@ -94,6 +94,8 @@ def _value(c: Settings, name: str) -> str:
 
 def say(c: Settings, text: str) -> str:
     """A text with its settings: `recompute_modules mlp moe`, `ep 2`, and for a switch its name alone."""
+    if isinstance(text, Plain):
+        return text
 
     def shown(found: re.Match[str]) -> str:
         if not hasattr(c, found[2]):
@@ -102,17 +104,6 @@ def say(c: Settings, text: str) -> str:
         return value if found[1] else found[2] if value == "True" else f"{found[2]} {value}"
 
     return _NAMED.sub(shown, text)
-
-
-def said(c: Settings, findings: Findings) -> Findings:
-    """What a rule finds, with the settings in its texts."""
-    for found in findings:
-        if isinstance(found, Idle):
-            yield Idle(say(c, found), found.setting)
-        elif isinstance(found, str):
-            yield found if isinstance(found, Plain) else say(c, found)
-        else:
-            yield said(c, found)
 
 
 def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
@@ -124,10 +115,10 @@ def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
 
 
 def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -> Check:
-    idle = "has no effect" in text
+    idle, default = "has no effect" in text, settings()[name].default if mark else None
 
     def check(c: Settings) -> Findings:
-        differs = bool(mark) and getattr(c, name) != settings()[name].default
+        differs = bool(mark) and getattr(c, name) != default
         given = c.gives(name) if mark == "!" else differs or not mark
         if (given or (differs and idle and c.uses(name))) and when(c):
             if not given:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import add
 from typing import NamedTuple
 
@@ -135,7 +135,8 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     starts = np.array(execution.starts)
     actions = compress(chain.from_iterable(table.rows), table.computes.tolist())
     ends = (starts + durations)[computes].tolist()
-    events = tuple(map(Event, table.rank[computes].tolist(), actions, starts[computes].tolist(), ends))
+    columns = zip(table.rank[computes].tolist(), actions, starts[computes].tolist(), ends)
+    events = tuple(map(tuple.__new__, repeat(Event), columns))
     return Timeline(
         schedule=schedule,
         events=events,

@@ -105,12 +105,13 @@ class Pricing:
         hidden: what moves the bytes there is what computes. `entering`: channels that the first products read, if not
         those of the hidden state."""
         gather, reduce = self.enter(entering), self.leave(entering)
-        backward = gather + self.enter() + reduce
+        enter, leave = (gather, reduce) if entering is None else (self.enter(), self.leave())
+        backward = gather + enter + reduce
         if self.cluster.accelerator.asynchronous:
             hidden = np.minimum(gather.tensor, products.gemm) * self.stack.overlap_gathers
             hidden = hidden + np.minimum(reduce.tensor, products.gemm) * self.stack.overlap_tensor_gradients
             backward = replace(backward, tensor=backward.tensor - hidden)
-        return Piece(gather + self.leave(), backward, Parts())
+        return Piece(gather + leave, backward, Parts())
 
 
 def norm(price: Pricing, width: Number) -> Piece:

@@ -203,7 +203,7 @@ def with_copies(seconds: Number, volume: Number, config: RunConfig, cluster: Clu
 
 def members_within(accelerators: float, size: Number, stride: Number) -> Number:
     """Ranks of a group that share a node, or a pod, of so many accelerators, if its neighbours are `stride` global ranks apart."""
-    return np.clip(np.floor(accelerators / stride), 1.0, size)
+    return np.minimum(np.maximum(np.floor(accelerators / stride), 1.0), size)
 
 
 def link_rate(members: Number, cluster: Cluster) -> Number:
@@ -212,7 +212,7 @@ def link_rate(members: Number, cluster: Cluster) -> Number:
     factor of it."""
     rate = cluster.node.link_bandwidth * cluster.efficiency.link
     doublings = max(np.log2(cluster.node.accelerators / 2.0), 1.0)
-    left = np.clip(np.log2(cluster.node.accelerators / np.maximum(members, 2.0)), 0.0, None) / doublings
+    left = np.maximum(np.log2(cluster.node.accelerators / np.maximum(members, 2.0)), 0.0) / doublings
     return rate * cluster.efficiency.small_groups**left
 
 
@@ -325,14 +325,16 @@ def links_of(config: RunConfig, cluster: Cluster) -> dict[tuple[int, int], Link]
     placement, work = placement_of(config), workload_of(config)
     stride = int(pipeline_stride(work))
     links: dict[tuple[int, int], Link] = {}
+    known: dict[float, Link] = {}
     for source, destination in itertools.pairwise(placement):
         if source == destination or (source, destination) in links:
             continue
         crosses = float(are_apart(stride, source, destination, cluster.node.accelerators))
         if are_apart(stride, source, destination, cluster.pod):
             crosses = float(spine_crosses(stride, config.parallel.pp, cluster))
-        link = Link(*map(float, activation_message_seconds(work, crosses, cluster)))
-        links[source, destination] = links[destination, source] = link
+        if crosses not in known:
+            known[crosses] = Link(*map(float, activation_message_seconds(work, crosses, cluster)))
+        links[source, destination] = links[destination, source] = known[crosses]
     return links
 
 
