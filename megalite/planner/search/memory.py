@@ -85,9 +85,10 @@ class Sizer:
         return found
 
     def on_rank(self, of: Floats, pp: int) -> Floats:
-        """On a pipeline rank that has the embedding, of what a layer of either kind has and the embedding."""
+        """On the pipeline rank with the larger end, or both, of what a layer of either kind has, embedding, head and copy."""
         dense, moe = self.layers
-        return np.asarray((of[0] * dense + of[1] * moe) / pp + of[2])
+        ends = of[2] + of[3] if pp == 1 else np.maximum(of[2], of[3] + of[4])
+        return np.asarray((of[0] * dense + of[1] * moe) / pp + ends)
 
     def states(self, shares: Shares, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
         """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,

@@ -57,6 +57,15 @@ def test_near_the_simulator_with_whole_matrices(optimizer: str) -> None:
     assert_near(f"{GPT} {PLAIN} --fix schedule=1f1b --fix pp=1,4 --optimizer {optimizer}", 0.01)
 
 
+@pytest.mark.parametrize("pp", ["1", "4"])
+def test_near_the_simulator_with_an_output_layer_of_its_own(pp: str) -> None:
+    """Of 563 million parameters 131 million are the embedding's and as many the output layer's: on one rank, or at the ends."""
+    model = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 128256"
+    flags = f"{model} --untie-embeddings-and-output-weights --cluster dgx-a100 --gpus 32 --global-batch-size 64"
+    fixed = "--fix strategy=all-reduce,distributed-optimizer --fix recompute=none --fix cp=1 --fix mbs=1 --fix sp=false"
+    assert_near(f"{flags} --max-memory 10TB {fixed} --fix tp=1,4 --fix schedule=1f1b --fix pp={pp}", 0.04)
+
+
 @pytest.mark.parametrize("latency", [2e-6, 1e-2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
