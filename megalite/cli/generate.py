@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError, RankError
+from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.conversion.inference import InferenceModel, load_model
@@ -25,7 +25,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.chat import require_chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.topology.topology import Launch, Topology, joined
 
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
@@ -87,19 +87,11 @@ def taken_here(
 
 def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], *, data_parallel: bool) -> int:
     """Join the other ranks and work; returns the exit status. `data_parallel`: see `layout_of`."""
-    agreed = False
-    try:
-        launch = Launch.from_environment()
-        layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
-        device = launch.device(flags.device)
-        start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
+    launch = Launch.from_environment()
+    layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
+    device = launch.device(flags.device)
+    with joined(launch, device):
         work(flags, Topology.create(layout, rank=launch.rank, device=device))
-        agreed = True
-    except ConfigError as error:
-        agreed = not isinstance(error, RankError)
-        raise
-    finally:
-        stop_distributed(agreed=agreed)
     return 0
 
 

@@ -34,7 +34,7 @@ from megalite.profiling.run import (
 from megalite.profiling.timing import Timer, Timing
 from megalite.topology.group import Group, ProcessGroups
 from megalite.topology.layout import ParallelLayout
-from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
+from megalite.topology.topology import Launch, Topology, joined
 
 LEAST_SECONDS = 1.0
 
@@ -44,47 +44,41 @@ _BASE_STACK = "fused"  # what megalite itself runs: flash attention, gradients s
 main = PROFILE
 
 
-def run(flags: Namespace, *, launch: Launch | None = None, made: ProcessGroups | None = None) -> int:
-    """Measure and write. Every rank calls it at the same time; rank 0 prints and writes. `launch`: of a job that has
-    been joined already; default: what torchrun says. `made`: process groups to re-use, as for `Topology.create`."""
-    joined = launch is not None
-    launch = launch or Launch.from_environment()
+def run(flags: Namespace) -> int:
+    """Measure and write. Every rank calls it at the same time."""
+    launch = Launch.from_environment()
     device = launch.device(flags.device)
     dtypes = _dtypes(flags, device)
-    agreed = False
-    try:
-        if not joined:
-            start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
-        layout = ParallelLayout(dp=launch.world_size)
-        world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
-        machine, base, nominal, stack = _prepare(flags, world, dtypes)
-        timer = Timer(device, world, crowded=machine.crowded)
-
-        def say(line: str) -> None:
-            if launch.rank == 0:
-                show(line)
-
-        say(f"measuring {describe(machine)}; about {flags.seconds:g} s")
-        started = time.monotonic()
-        measured = measure(
-            machine,
-            timer,
-            dtypes=dtypes,
-            seconds=flags.seconds,
-            made=made,
-            progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
-        )
-        with world.errors_on_all_ranks():
-            if launch.rank == 0:
-                _write(flags, measured, base, nominal=nominal, stack=stack)
-        agreed = True
-    except ConfigError:
-        agreed = True
-        raise
-    finally:
-        if not joined:
-            stop_distributed(agreed=agreed)
+    with joined(launch, device):
+        profile(flags, launch, device, dtypes)
     return 0
+
+
+def profile(
+    flags: Namespace, launch: Launch, device: torch.device, dtypes: Sequence[str], *, made: ProcessGroups | None = None
+) -> None:
+    """What ranks that have joined do; rank 0 prints and writes. `made`: as for `Topology.create`."""
+    layout = ParallelLayout(dp=launch.world_size)
+    world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
+    machine, base, nominal, stack = _prepare(flags, world, dtypes)
+
+    def say(line: str) -> None:
+        if launch.rank == 0:
+            show(line)
+
+    say(f"measuring {describe(machine)}; about {flags.seconds:g} s")
+    started = time.monotonic()
+    measured = measure(
+        machine,
+        Timer(device, world, crowded=machine.crowded),
+        dtypes=dtypes,
+        seconds=flags.seconds,
+        made=made,
+        progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
+    )
+    with world.errors_on_all_ranks():
+        if launch.rank == 0:
+            _write(flags, measured, base, nominal=nominal, stack=stack)
 
 
 def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:

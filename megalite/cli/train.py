@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import megalite
 from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
@@ -15,11 +15,14 @@ from megalite.cli.output import show, stdout_is_terminal, tell
 from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.flags import parse_arguments
+from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.training.stopping import RunFolder, StopRequests, StopRun
 from megalite.watchdog.processes import started_at
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
 
 _IMPORTED = time.time()  # stands for the start of the process where the system does not say it; torch is imported later
 
@@ -47,34 +50,31 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             if config.data.texts:  # the workers inherit it: they are the parallelism
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             with _stopped_at_start(config, end), _training(stops, end):
-                # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
-                from megalite.training.trainer import Trainer
-
-                end.status = (
-                    Trainer(
-                        config,
-                        explicit=invocation.explicit,
-                        fixed=frozenset(
-                            name for name, source in invocation.provenance.items() if source.startswith("flag ")
-                        ),
-                        log=RunLog(),
-                        stops=stops,
-                        watched=True,
-                        started=started_at(os.getpid()) or _IMPORTED,
-                        take_layout=imported("megalite.planner.elastic:take_layout")
-                        if config.parallel.elastic
-                        else None,
-                        tokenize=imported("megalite.cli.preprocess:tokenize_text") if config.data.texts else None,
-                    )
-                    .fit()
-                    .exit_code
-                )
+                end.status = _trainer(invocation, stops).fit().exit_code
             # An error that a frame of its traceback still names is a cycle, and keeps every process group alive;
             # gloo aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
             gc.collect()
             if end.status == INTERRUPTED and is_first_rank():
                 tell("interrupted")
     return end.status or 0
+
+
+def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
+    # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
+    from megalite.training.trainer import Trainer
+
+    config, sources = invocation.config, invocation.provenance.items()
+    return Trainer(
+        config,
+        explicit=invocation.explicit,
+        fixed=frozenset(name for name, source in sources if source.startswith("flag ")),
+        log=RunLog(),
+        stops=stops,
+        watched=True,
+        started=started_at(os.getpid()) or _IMPORTED,
+        take_layout=imported("megalite.planner.elastic:take_layout") if config.parallel.elastic else None,
+        tokenize=imported("megalite.cli.preprocess:tokenize_text") if config.data.texts else None,
+    )
 
 
 def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ torch's DeviceMesh is not underneath: it cannot express the embedding groups or 
 lists of `ParallelLayout` are the single source instead.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -11,7 +12,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,18 @@ def stop_distributed(*, agreed: bool = True) -> None:
     never join; NCCL would wait for them, and the error that led here would not be printed before the timeout."""
     if dist.is_initialized() and (agreed or dist.get_backend() != "nccl"):
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, device: torch.device) -> Iterator[None]:
+    """Inside, the ranks of the launch are one job of a tool. An error that all of them raise lets them leave in order."""
+    agreed = False
+    try:
+        start_distributed(launch, device, backend="auto", timeout_minutes=10.0)
+        yield
+        agreed = True
+    except ConfigError as error:
+        agreed = not isinstance(error, RankError)
+        raise
+    finally:
+        stop_distributed(agreed=agreed)

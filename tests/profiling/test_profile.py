@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megalite.cli.display import rate
-from megalite.cli.profile import _dtypes, format_profile, main
-from megalite.cli.profile import run as profile
+from megalite.cli.profile import _dtypes, format_profile, main, profile
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_channels
@@ -30,8 +29,8 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            arguments = main.parse(words)
-            assert profile(arguments, launch=launch, made=context.made) == 0
+            arguments, device = main.parse(words), torch.device("cpu")
+            profile(arguments, launch, device, _dtypes(arguments, device), made=context.made)
     except ConfigError as error:
         return said.getvalue(), str(error)
     return said.getvalue(), ""
