@@ -68,17 +68,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_cent
 
     zero_centered: the factor is 1 + weight, never rounded to a half type.
     """
-    if not zero_centered:
+    if not zero_centered and (x.dtype == weight.dtype or x.is_cpu):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    offset = float(zero_centered)
     if x.dtype not in HALVES:
-        return F.layer_norm(x, weight.shape, weight + 1.0, bias, eps)
-    # With parameters of another type than x torch rounds the result alone.
-    return F.layer_norm(x.float(), weight.shape, weight.float() + 1.0, bias.float(), eps).to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight + offset, bias, eps)
+    # In one type, as CUDA's kernel asks for; only the result is rounded.
+    return F.layer_norm(x.float(), weight.shape, weight.float() + offset, bias.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, or · (1 + weight) where `zero_centered`."""
-    if x.is_cuda and not zero_centered:
+    if x.is_cuda and x.dtype == weight.dtype and not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
     # On CPU torch composes it of operations that keep two fp32 copies of x; and 1 + weight must not be rounded to bf16.
     return _RMSNorm.apply(x, weight, eps, 1.0 if zero_centered else 0.0)
