@@ -41,12 +41,10 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        exact = x.float() if x.dtype in HALVES else x
-        inverse = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps)
-        inverse.rsqrt_()
+        normed, inverse = _normalized(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        return (exact * inverse).mul_(_factor(weight, exact.dtype, offset)).to(x.dtype)
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -57,6 +55,13 @@ class _RMSNorm(Function):
         mean = (grad_normed * normed).mean(dim=-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(mean)).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    exact = x.float() if x.dtype in HALVES else x
+    inverse = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps)
+    inverse.rsqrt_()
+    return (exact * inverse).mul_(_factor(weight, exact.dtype, offset)).to(x.dtype), inverse
 
 
 def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
@@ -82,7 +87,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     if x.is_cuda and x.dtype == weight.dtype and not zero_centered:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
     # On CPU torch composes it of operations that keep two fp32 copies of x; and 1 + weight must not be rounded to bf16.
-    return _RMSNorm.apply(x, weight, eps, 1.0 if zero_centered else 0.0)
+    offset = 1.0 if zero_centered else 0.0
+    if not torch.is_grad_enabled():  # past autograd, which takes longer than a norm of few rows
+        return _normalized(x, weight, eps, offset)[0]
+    return _RMSNorm.apply(x, weight, eps, offset)
 
 
 def add_norm(

@@ -34,6 +34,7 @@ class Products:
 
     measures = False
     """`measure` and `weight_grad` give something."""
+    _blocks = False  # the kernel is torch's, for which a weight may be multiplied block by block
     output: Callable[..., Tensor]
     """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; where it `measures` a fourth argument is what it says of x."""
     input_grad: Callable[..., Tensor]
@@ -44,6 +45,22 @@ class Products:
         self.output, self.input_grad = self._flat_output, self._flat_input_grad
         if kernel is matmul and not stacked:  # torch's own, without a frame between
             self.output, self.input_grad = F.linear, torch.matmul
+        self._blocks = kernel is matmul
+
+    def output_alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`output` outside autograd.
+
+        MKL copies a weight into another order before it multiplies 4 rows or more by it, which a batch of small products
+        spares it: of 8 rows they take 0.5 to 0.65 of the time on a Xeon."""
+        width = x.shape[-1]
+        rows = x.numel() // width
+        few = self._blocks and 4 <= rows <= 16 and x.is_cpu and x.dtype == torch.float32
+        if not few or weight.numel() % (BLOCK * width):
+            return self.output(x, weight, bias)
+        parts = weight.reshape(-1, BLOCK, width).mT
+        spread = x.reshape(1, rows, width).expand(len(parts), rows, width)
+        y = torch.bmm(spread, parts) if bias is None else torch.baddbmm(bias.view(-1, 1, BLOCK), spread, parts)
+        return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
     def measure(self, x: Tensor) -> Tensor | None:
         """What the products of a factor want to know of it, once for all of them; None: nothing."""
@@ -60,6 +77,7 @@ class Products:
         return None
 
 
+BLOCK = 16  # outputs of one of the small products
 PLAIN = Products(matmul)  # by torch's kernel
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.kernels import matmul, registry, self_check
-from megalite.kernels.matmul import LEAST_ROWS, onednn_accumulate_weight_grad, onednn_matmul
+from megalite.kernels.matmul import LEAST_ROWS, Products, onednn_accumulate_weight_grad, onednn_matmul
 from megalite.kernels.probes import cpu_kinds, why_not_onednn
 from megalite.kernels.registry import Kernels, KernelUse, why_not
 
@@ -45,6 +45,26 @@ def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int
         out = torch.full_like(exact, 9.0, dtype=torch.float32)
         assert onednn_matmul(a, b, bias, out=out) is out
         assert_right(out, exact + bias.double())
+
+
+@pytest.mark.parametrize(
+    "outputs, rows, blocks", [(48, 3, False), (48, 4, True), (48, 16, True), (48, 17, False), (50, 8, False)]
+)
+def test_few_rows_are_multiplied_by_blocks_of_a_weight(
+    outputs: int, rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside autograd, by torch's kernel: MKL would copy the weight first."""
+    x, weight, bias = drawn(1, 1, rows, 40), drawn(2, outputs, 40), drawn(3, outputs)
+    exact = x.double() @ weight.double().t()
+    for stacked in (False, True):
+        products = Products(matmul.matmul, stacked=stacked)
+        if blocks:
+            monkeypatch.setattr(products, "output", None)
+        assert_right(products.output_alone(x, weight.view(2, -1, 40) if stacked else weight, None), exact)
+        assert_right(products.output_alone(x, weight, bias), exact + bias.double())
+    onednn = Products(onednn_matmul)
+    monkeypatch.setattr(onednn, "output", lambda *given: given)
+    assert onednn.output_alone(x, weight, bias) == (x, weight, bias)
 
 
 def test_parts_of_larger_tensors() -> None:
