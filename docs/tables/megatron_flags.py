@@ -94,6 +94,10 @@ DERIVED_MEANING = {
     "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
     "--moe-router-load-balancing-type": "`aux_loss` is `moe_aux_loss_sequences` of a microbatch, `seq_aux_loss` of 1; `none` is "
     "`moe_aux_loss_coeff: 0`",
+    "--rope-type": "with rope, `--rotary-scaling-factor` sets nothing",
+    "--use-rope-scaling": "`rope_scaling: llama3`, without `multi_latent_attention`",
+    "--rotary-scaling-factor": "with `multi_latent_attention`: `rope_scaling: yarn`, `rope_scaling_factor`, "
+    "`rope_original_max_positions: 4096`",
 }
 
 VALUE_MEANING = {
@@ -102,9 +106,8 @@ VALUE_MEANING = {
     "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
     "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
     "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
-    "--rotary-scaling-factor": (
-        "`rope_scaling: yarn` with `rope_scaling_factor` and `rope_original_max_positions: 4096`"
-    ),
+    "--padded-vocab-size": "`vocab_size`, and `make_vocab_size_divisible_by: 1`",
+    "--pad-vocab-size-to": "`vocab_size`, and `make_vocab_size_divisible_by: 1`",
 }
 
 

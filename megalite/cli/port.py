@@ -1,5 +1,6 @@
 """`megalite port`: a launch script or YAML of Megatron-LM as a command line and a config of megalite."""
 
+import dataclasses
 import re
 import shlex
 from argparse import Namespace
@@ -11,21 +12,22 @@ from typing import Any
 import yaml
 
 from megalite.cli.output import show
-from megalite.cli.shell import OUTPUT, Shell, is_unknown
+from megalite.cli.shell import OUTPUT, WORD, Shell, is_unknown, quoted
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, parse_arguments
-from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE
+from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE, Note
 from megalite.config.reading import load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 
 _SCRIPT = re.compile(r"(?:pretrain|train|finetune)\w*\.py")
-_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher")
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ft_launcher", "deepspeed")
 _STARTERS = ("srun", "sbatch", "salloc", "mpirun", "mpiexec")
 _YAML_KEY = "MODEL_ARGS"
 _SLURM = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "nodes")
-_SLURM |= {"SLURM_NTASKS": "ntasks", "SLURM_NTASKS_PER_NODE": "ntasks-per-node", "SLURM_GPUS_ON_NODE": "gpus-per-node"}
+_SLURM |= {"SLURM_NTASKS": "ntasks", "SLURM_NTASKS_PER_NODE": "ntasks-per-node"}
+_SLURM |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "gpus-per-node")
 """Variable of a job -> the option of sbatch that it repeats."""
 
 THEIR_DEFAULTS: Mapping[str, Any] = {
@@ -48,9 +50,12 @@ class Launch:
 
     words: list[str]  # the flags of training
     ranks: int | None = None  # where launcher or scheduler say it
+    per_node: int = 8  # of them, at most
     launcher: list[str] = field(default_factory=list)  # `torchrun` with its flags; empty if it is none
     source: str = ""  # the script or the YAML section
     remarks: tuple[str, ...] = ()  # what reading it has to say
+    decided_by: Mapping[str, str] = field(default_factory=dict)
+    """Variable -> the unknown word by which the script chooses its value."""
 
 
 @dataclass
@@ -119,14 +124,15 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
     def command(shell: Shell, words: list[str]) -> None:
         at = next((i for i, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
         _note_ranks(words, scheduled)
-        string = next((words[i + 1] for i in range(len(words) - 1) if words[i] in ("-c", "-lc", "-xc") and i), None)
+        string = next((words[i + 1] for i in range(len(words) - 1) if words[i] in ("-c", "-lc", "-xc") and i), "")
         other = next((path.parent / Path(word).name for word in words if word.endswith(".sh")), None)
-        if string is not None and "pretrain" in string:
+        if _SCRIPT.search(" ".join(shell.expand(quoted(string)))):
             shell.run(string, str(path))
         elif words[0] == "eval":
             shell.run(" ".join(words[1:]), str(path))
         elif at is not None and words[0] not in ("echo", "ls", "cat", "printf", "cp", "test"):
             found.append(_launch(words[:at], words[at + 1 :], scheduled, str(path)))
+            found[-1].decided_by = shell.passed_over
         elif other is not None and other.is_file() and other not in nested and words[0] not in ("echo", "chmod"):
             nested.add(other)
             shell.run(read_input(other, "script"), str(other))
@@ -160,16 +166,21 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
         launcher = ["torchrun", *(word for word in flags if word != "--no-python")]
         numbers = dict(_options(launcher))
         nodes, each = numbers.get("nnodes", "1"), numbers.get("nproc-per-node", "1")
+        if before[start] == "deepspeed":
+            launcher, nodes, each = [], numbers.get("num-nodes", "1"), numbers.get("num-gpus", "")
     else:
         gpus = re.search(r"(\d+)$", scheduled.get("gres", ""))
         nodes = scheduled.get("nodes", "1")
         each = scheduled.get("ntasks-per-node") or (gpus[1] if gpus else "")
         if scheduled.get("ntasks", "").isdecimal():
             nodes, each = "1", scheduled["ntasks"]
-    ranks = int(nodes) * int(each) if nodes.isdecimal() and each.isdecimal() else None
-    # Without quotes within quotes, which bash would hand on.
+    is_known = nodes.isdecimal() and each.isdecimal()
+    # Without quotes within quotes, which bash would hand on; all flags in one word are for a script that splits them.
     words = [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
-    return Launch(words, ranks, launcher, source)
+    words = [part for word in words for part in (WORD.findall(word) if re.match(r"\s*--[\w-]+\s", word) else [word])]
+    if not is_known:
+        return Launch(words, launcher=launcher, source=source)
+    return Launch(words, int(nodes) * int(each), int(each) if int(nodes) > 1 else 8, launcher, source)
 
 
 def _from_yaml(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
@@ -208,8 +219,10 @@ def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
 def port(launch: Launch, *, world_size: int | None = None) -> Ported:
     """The launch in megalite's words; nothing is raised, problems are in the answer."""
     problems = Problems()
-    unknown = [word for word in launch.words if is_unknown(word) and not word.startswith("--")]
-    invocation = parse_arguments([*launch.words, "--dry-run"], problems=problems)
+    words, dropped = _without_effect(launch.words)
+    unknown = [word for word in words if is_unknown(word) and not word.startswith("--")]
+    invocation = parse_arguments([*words, "--dry-run"], problems=problems)
+    invocation = dataclasses.replace(invocation, notes=(*invocation.notes, *dropped))
     config = invocation.config
     named = {name for name, source in invocation.provenance.items() if source != "default"}
     defaults = {
@@ -230,12 +243,35 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
             validate(asked, least, explicit, problems=problems)
     launch.ranks = world_size or launch.ranks
     hints = [
-        f"{word} has no value; "
-        + ("write into the script what it gives" if re.search(r"`|\$\((?!\()", word) else "give it by --set NAME=VALUE")
+        f"{word} has no value; " + _remedy(word, launch)
         for word in unknown
         if any(word in text and "refused" not in text for text in problems.found)
     ]
     return Ported(launch, invocation, [*problems.found, *dict.fromkeys(hints)], defaults)
+
+
+def _remedy(word: str, launch: Launch) -> str:
+    if re.search(r"`|\$\((?!\()", word):
+        return "write into the script what it gives"
+    name = word.strip("${}")
+    decides = launch.decided_by.get(name, "").strip("${}")
+    by = f"--set {decides}=VALUE, by which the script chooses it, or " if decides not in ("", "@", name) else ""
+    return f"give it by {by}--set NAME=VALUE"
+
+
+def _without_effect(words: list[str]) -> tuple[list[str], list[Note]]:
+    """Without flags that say nothing in a script, and a note of each."""
+    kept: list[str] = []
+    notes, flag = [], ""
+    without = dict.fromkeys(("--rank", "--world-size"), "ranks come from the launcher")
+    if not any(re.match("--(save|run.dir)(=|$)", word) for word in words):
+        without["--save-interval"] = "nothing is saved: there is no --save"
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("_", "-")
+            notes += [Note(flag, NO_EFFECT_HERE, without[flag])] if flag in without else []
+        kept += [] if flag in without else [word]
+    return kept, notes
 
 
 def _says_balancing(invocation: Invocation) -> bool:
@@ -268,9 +304,10 @@ def command_line(ported: Ported, config_file: str | None = None) -> str:
     """What starts it: with a file for the settings, or with all of them as flags."""
     launcher = ported.launch.launcher
     if not launcher and ported.launch.ranks:
-        launcher = ["torchrun", "--nproc-per-node", str(min(ported.launch.ranks, 8))]
-        if ported.launch.ranks > 8:
-            launcher += ["--nnodes", str(-(-ported.launch.ranks // 8)), "--rdzv-backend", "c10d"]
+        ranks, each = ported.launch.ranks, ported.launch.per_node
+        launcher = ["torchrun", "--nproc-per-node", str(min(ranks, each))]
+        if ranks > each:
+            launcher += ["--nnodes", str(-(-ranks // each)), "--rdzv-backend", "c10d"]
             launcher += ["--rdzv-endpoint", "HOST:29500"]
     parts = [" ".join(_quoted(word) for word in launcher), "pretrain_gpt.py"] if launcher else ["megalite train"]
     if config_file is not None:
@@ -325,6 +362,8 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     model = ported.config.model
     if model.num_experts is not None and model.add_bias_linear and not model.moe_add_bias_linear:
         differs.append("experts have no biases; Megatron-LM gives them biases where --disable-bias-linear is not given")
+    if model.moe_expert_capacity_factor is not None:
+        differs.append("experts have room by each sequence; Megatron-LM's by what a rank has of a microbatch")
     if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
         differs.append("initial weights are drawn otherwise: continue from a converted checkpoint to compare")
     if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):
@@ -332,7 +371,7 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     yield "differs", list(dict.fromkeys(differs))
     yield (
         "has no value yet (--set NAME=VALUE)",
-        list(dict.fromkeys(word for word in ported.launch.words if is_unknown(word))),
+        list(dict.fromkeys(word for word in _without_effect(ported.launch.words)[0] if is_unknown(word))),
     )
 
 

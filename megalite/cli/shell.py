@@ -16,7 +16,7 @@ import jinja2
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megalite.cli.shell_syntax import Case, Command, For, Function, If, Lexer, Script, Token, parse
+from megalite.cli.shell_syntax import Case, Command, For, Function, If, Lexer, Script, Token, While, parse
 from megalite.config.errors import ConfigError
 
 _MOST_COMMANDS, _MOST_TURNS, _DEEPEST = 100_000, 100, 20
@@ -24,7 +24,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]]+\])?)(\+?)=(.*)", re.DOTALL)
 _ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
 OUTPUT = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 """A regular expression: of a command, where only its name is known."""
-_WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # the output of a command is not known, and taken for one
+WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # the output of a command is not known, and taken for one
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _TEXT = re.compile(r"\$\(\s*cat\s*<<-?\s*(['\"\\]?)(\w+)['\"]?[ \t]*\n(.*)\n\s*\2\s*\)", re.DOTALL)  # what is below it
 _ECHO = re.compile(r"(?:`|\$\()(?!\().*\becho\b", re.DOTALL)
@@ -47,6 +47,10 @@ class Shell:
     depth: int = 0
     done: int = 0
     last: list[str] = field(default_factory=list)  # the words of the command before
+    in_doubt: str = ""  # an unknown word in a condition around what is followed
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Variable that commands which do not run would set -> the unknown word that decides, or else itself, unless it takes
+    flags alone: it is empty then."""
 
     def run(self, text: str, where: str) -> None:
         """Follow a script, or a string that a shell would run."""
@@ -63,35 +67,71 @@ class Shell:
 
     def follow(self, script: Script) -> bool:
         """Follow commands; whether the last one has succeeded. A test has its result, all others succeed."""
-        holds = True
+        holds, in_doubt = True, self.in_doubt
         for joint, negated, command in script:
+            if not joint:
+                self.in_doubt = in_doubt
             if not joint or holds == (joint == "&&"):
                 holds = self._run(command) != negated
+            else:
+                self._pass_over(command)
         return holds
 
     def _run(self, command: Command) -> bool:
+        in_doubt = self.in_doubt
         match command:
             case If(branches):
                 # What a condition starts is not looked at.
-                tests = dataclasses.replace(self, command=lambda shell, words: None)
-                self.follow(next((body for condition, body in branches if tests.follow(condition)), ()))
+                tests, taken = dataclasses.replace(self, command=lambda shell, words: None), False
+                for condition, body in branches:
+                    holds = not taken and tests.follow(condition)
+                    taken, self.in_doubt = taken or holds, tests.in_doubt
+                    (self.follow if holds else self._pass_over)(body)
+            case While(body):
+                self.in_doubt = in_doubt or "$@"
+                self._pass_over(body)
             case For(name, values, body):
                 for value in [value for raw in values for value in self.expand(raw)][:_MOST_TURNS]:
                     self.assign(name, [value])
                     self.follow(body)
             case Case(word, choices):
-                text = self._text(word)
-                fitting = (body for patterns, body in choices if any(_fits(text, self._text(one)) for one in patterns))
-                self.follow(next(fitting, ()))
+                text, taken = self._text(word), False
+                self.in_doubt = in_doubt or (text if is_unknown(text) else "")
+                for patterns, body in choices:
+                    holds = not taken and any(_fits(text, self._text(one)) for one in patterns)
+                    taken = taken or holds
+                    (self.follow if holds else self._pass_over)(body)
             case Function(name, body):
                 self.functions[name] = body
             case [Token(document=str(document), text=quote)]:
-                self._document(document if quote else "".join(self.expand(_quoted(document))))
+                self._document(document if quote else "".join(self.expand(quoted(document))))
             case list(line):
                 return self._simple(line)
             case _:
                 return self.follow(command)
+        self.in_doubt = in_doubt
         return True
+
+    def _pass_over(self, command: Command) -> None:
+        """Note what would be set if this ran."""
+        match command:
+            case If(branches) | Case(_, branches):
+                for _, body in branches:
+                    self._pass_over(body)
+            case For(_, _, body) | While(body):
+                self._pass_over(body)
+            case Function():
+                pass
+            case list(line):
+                for token in line:
+                    if match := _ASSIGNMENT.fullmatch(token.text):
+                        name, _, raw = match.groups()
+                        text = raw.strip("\"' \t\n") if token.array is None else "".join(token.array[:1])
+                        alone = "" if not text or "--" in text else f"${{{name}}}"
+                        self.passed_over[name] = self.passed_over.get(name) or self.in_doubt or alone
+            case _:
+                for step in command:
+                    self._pass_over(step.command)
 
     def _text(self, raw: str) -> str:
         return " ".join(self.expand(raw, split=False))
@@ -150,17 +190,18 @@ class Shell:
         for token in (*line[1:], Token("&&", is_operator=True)):
             if token.is_operator and token.text in ("&&", "||"):
                 if holds == (joint == "&&"):
-                    negated = words[:1] == ["!"]
-                    holds = _holds(words[negated:]) != negated
+                    known, negated = ["" if is_unknown(word) else word for word in words], words[:1] == ["!"]
+                    holds = _holds(known[negated:]) != negated
+                    if not {"-z", "-n"} & {*words}:  # unknown is not set there; what a comparison would say is open
+                        self.in_doubt = self.in_doubt or next(filter(is_unknown, words), "")
                 joint, words = token.text, []
             elif token.text not in ("]", "]]"):
-                word = self._text(token.text)
-                words.append("" if is_unknown(word) else word)
+                words.append(self._text(token.text))
         return holds
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
-        if not array and not add and values and is_unknown(values[0]) and re.fullmatch(r"\$\{?\w+\}?", values[0]):
-            # `CHECKPOINT=$1`: its own name says more than the place.
+        if not array and not add and values and re.fullmatch(r"\$\{?\w+\}?|<[A-Za-z][^<>]*>", values[0]):
+            # `CHECKPOINT=$1`: its own name says more than the place, or than `<path to it>`.
             values = [self.given.get(name, f"${{{name}}}")]
         elif name in self.given and not array:
             values = [self.given[name]]
@@ -185,7 +226,9 @@ class Shell:
             return list(self.arguments or [])
         if name in self.variables:
             return self.variables[name]
-        return [self.given[name]] if name in self.given else None
+        if name in self.given:
+            return [self.given[name]]
+        return [""] if self.passed_over.get(name) == "" else None
 
     def expand(self, raw: str, *, split: bool = True) -> list[str]:
         """The words that a raw word becomes. Inside double quotes nothing is split, but an array's `[@]` is one word each."""
@@ -203,7 +246,7 @@ class Shell:
                 at, words = self._reference(raw, at)
                 blank = "".join(words) if split and not quoted else ""
                 if split and not quoted:
-                    words = [word for value in words for word in _WORD.findall(value)]
+                    words = [word for value in words for word in WORD.findall(value)]
                 elif "[*]" in raw[start:at] and quoted:
                     words = [" ".join(words)]
                 if words and blank[:1].isspace() and fields[-1]:
@@ -233,7 +276,7 @@ class Shell:
             number = self.arithmetic(text[3:-2])
             return end, [text if number is None else str(number)]
         if document := _TEXT.fullmatch(text):
-            return end, [document[3] if document[1] else "".join(self.expand(_quoted(document[3])))]
+            return end, [document[3] if document[1] else "".join(self.expand(quoted(document[3])))]
         if _ECHO.match(text):
             said = self._said(text[1 if text[0] == "`" else 2 : -1])
             return end, [text if said is None else said]
@@ -270,6 +313,8 @@ class Shell:
         if length:
             several = index in ("[@]", "[*]")
             return [str(len(values) if several else len("".join(values[:1])))] if known and values is not None else None
+        if values is None and index == "[@]" and not self.passed_over.get(name):
+            return []  # no array comes from the environment
         if index and values is not None:
             place = "".join(self.expand(index[1:-1], split=False))
             at = self.variables.get(
@@ -311,7 +356,7 @@ class Shell:
             return None
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Of a document, in which quotes mean nothing."""
     return '"' + text.replace('"', '\\"') + '"'
 

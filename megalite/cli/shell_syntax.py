@@ -10,6 +10,8 @@ from megalite.config.errors import ConfigError
 _OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", "|&", ";", "|", "&", "(", ")", "<", ">", "\n")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>|>\||>|<)(?![<(])(&[\d-])?[ \t]*")
 _ARITHMETIC = re.compile(r"\(\([^\n]*?\)\)(?=[\s;&|]|$)")
+_BLANK = re.compile(r"<([A-Za-z][^<>\n$]*(?<=[\w.]))>")
+"""What the reader is to fill in, `<path to the data>`: a variable without a value here."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Lexer:
             elif inside and char == ")":
                 self._at += 1
                 return
+            elif _BLANK.match(text, self._at):
+                yield Token(self._word())
             elif redirection := _REDIRECTION.match(text, self._at):
                 self._at = redirection.end()
                 if redirection[1] is None:
@@ -85,13 +89,14 @@ class Lexer:
 
     def _word(self) -> str:
         """A raw word: up to white space or an operator outside quotes."""
-        start, text = self._at, self._text
+        text, word = self._text, ""
         while self._at < len(text):
-            char = text[self._at]
-            if char in " \t\n;|&()<>":
+            start, blank = self._at, _BLANK.match(text, self._at)
+            if text[start] in " \t\n;|&()<>" and blank is None:
                 break
-            self._at = self.skip(self._at)
-        return text[start : self._at]
+            self._at = blank.end() if blank else self.skip(start)
+            word += "${" + re.sub(r"\W+", "_", blank[1]) + "}" if blank else text[start : self._at]
+        return word
 
     def skip(self, at: int) -> int:
         """Behind the character, the quoted text or the expansion that begins here."""
@@ -127,6 +132,12 @@ class For(NamedTuple):
     body: "Script"
 
 
+class While(NamedTuple):
+    """A loop over what is not known here."""
+
+    body: "Script"
+
+
 class Case(NamedTuple):
     word: str
     branches: "list[tuple[list[str], Script]]"  # patterns with what follows them
@@ -146,7 +157,7 @@ class Step(NamedTuple):
 
 
 Script = tuple[Step, ...]
-Command = list[Token] | If | For | Case | Function | Script  # a list: its words, or the text below `<<`
+Command = list[Token] | If | For | While | Case | Function | Script  # a list: its words, or the text below `<<`
 _PASSED_OVER = ("}", "do", "then", "time", "done", "fi", "esac", "else")
 _JOINTS = ("&&", "||")
 
@@ -198,10 +209,9 @@ class _Parser:
             case "for":
                 name, *values = self._line()
                 return For(name, values[1:], self.until("done")[0])  # without `in`
-            case "while" | "until" | "select":  # over what is not known here: passed over
+            case "while" | "until" | "select":
                 self.until("do")
-                self.until("done")
-                return ()
+                return While(self.until("done")[0])
             case "function":
                 return self._function(self._next().text)
             case "{":

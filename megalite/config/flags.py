@@ -14,7 +14,17 @@ from typing import Any
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest
 from megalite.config.files import imports_of, read_level, read_preset
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
+from megalite.config.megatron import (
+    DERIVED,
+    FORMER,
+    FROM_VALUE,
+    REFUSED_VALUES,
+    SEVERAL,
+    STANDS_FOR,
+    VALUES,
+    WORDS,
+    layer_list,
+)
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, Merged, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
@@ -232,7 +242,8 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
     if flag in _setting_flags() and not (flag in DERIVED and "[" in "".join(words)):
         setting = _setting_flags()[flag]
         several = SEVERAL.get(setting.name, {}).get(" ".join(words))
-        for name, value in (several or {setting.name: _value_of(setting, flag, words)}).items():
+        given = {setting.name: _value_of(setting, flag, words)} if several is None else several
+        for name, value in given.items():
             level.add(name, value, f"flag {flag}")
     elif flag in STANDS_FOR:
         if (
@@ -254,6 +265,7 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
 def _setting_flags() -> Mapping[str, Setting]:
     """Every spelling on the command line -> its setting."""
     table = {flag: setting for setting in settings().values() for flag in setting.flags}
+    table |= {flag: settings()[name] for flag, name in FORMER.items()}
     return table | {_negative(flag): setting for flag, setting in table.items() if setting.type is bool}
 
 

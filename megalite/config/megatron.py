@@ -1,7 +1,8 @@
 """Megatron-LM's flags that set something of another name here, so that launch scripts port.
 
 Flags that set a setting to a fixed value, by a word, or from their value; values that have another name here, or none;
-and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing."""
+and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing. Both have the usual
+flags of earlier versions and of repositories that come from it, such as Megatron-DeepSpeed and Pai-Megatron-Patch."""
 
 import ast
 import re
@@ -26,13 +27,13 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--disable-bias-linear": {"add_bias_linear": False},
         "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
         "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
-        "--use-rope-scaling": {"rope_scaling": "llama3"},
         "--no-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
         "--disable-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
         "--use-torch-fsdp2": {"dp_strategy": "fully-sharded"},
         "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
         "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
         "--recompute-activations": {"recompute_granularity": "selective"},
+        "--checkpoint-activations": {"recompute_granularity": "full"},
         "--disable-fp8-wgrad": {"fp8_wgrad": False},
         "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
         "--no-load-optim": {"load_optimizer": False},
@@ -52,9 +53,31 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
         "--fp8-format": {"hybrid": {"fp8": True}, "e4m3": {"fp8": True, "fp8_recipe": "blockwise"}},
+        "--activations-checkpoint-method": {
+            name: {"recompute_granularity": "full", "recompute_method": name} for name in ("uniform", "block")
+        },
+        "--zero-stage": {
+            "0": {"dp_strategy": "all-reduce"},
+            "1": {"dp_strategy": "distributed-optimizer"},
+            "2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+            "3": {"dp_strategy": "fully-sharded"},
+        },
     }
 )
 """Flag with a word -> the word -> the settings it stands for."""
+
+FORMER: Mapping[str, str] = MappingProxyType(
+    {
+        "--add-qkv-bias-linear": "add_qkv_bias",
+        "--checkpoint-num-layers": "recompute_num_layers",
+        "--activations-checkpoint-num-layers": "recompute_num_layers",
+        "--num-key-value-heads": "num_query_groups",
+        "--qk-nope-head-dim": "qk_head_dim",
+        "--qk-rope-head-dim": "qk_pos_emb_head_dim",
+        "--tokenizer-name-or-path": "tokenizer_model",
+    }
+)
+"""Flag under another name -> the setting."""
 
 VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -64,18 +87,25 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cp_comm_type": {"all_gather": "allgather"},
         "fp8_recipe": {"delayed": "tensorwise"},
         "timing_log_level": {"2": "1"},
+        "eval_iters": {"-1": "0"},
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
         "tokenizer_type": {
             "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
             "Llama2Tokenizer": "SentencePieceTokenizer",
+            "HFTokenizer": "HuggingFaceTokenizer",
+            "PretrainedFromHF": "HuggingFaceTokenizer",
         },
     }
 )
 """Setting -> Megatron's word for one of its values on the command line -> ours."""
 
 SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {"optimizer": {"dist_muon": {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}}}
+    {
+        "optimizer": {"dist_muon": {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}},
+        "dataset": {"MMAP": {}, "LLama-Pretrain-Idxmap": {}},
+    }
 )
-"""Setting -> Megatron's word for one of its values and another setting's -> both."""
+"""Setting -> Megatron's word for one of its values -> that and another setting's; none: of what token files are anyway."""
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}}
@@ -90,6 +120,7 @@ SAID: Mapping[str, str] = MappingProxyType(
 )
 """Flag of those above -> the difference that is said each time."""
 
+_SCALING = ("rope_scaling", "rope_scaling_factor")
 DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
     {
         "--num-layers-per-virtual-pipeline-stage": (int, ("vpp",)),
@@ -103,6 +134,9 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
         "--eval-global-batch-size": (int, ()),
         "--moe-layer-freq": (str, ("moe_first_dense_layers", "moe_layer_freq")),
         "--moe-router-load-balancing-type": (str, ("moe_aux_loss_coeff", "moe_aux_loss_sequences")),
+        "--rope-type": (str, ()),
+        "--use-rope-scaling": (None, ("rope_scaling",)),
+        "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),
     }
 )
 """Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one, and the
@@ -137,7 +171,12 @@ def _interpolated(text: str, where: str) -> dict[str, Any]:
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": float(factor)}
 
 
-def _stretched(text: str, where: str) -> dict[str, Any]:
+def _padded(text: str, where: str) -> dict[str, Any]:
+    """`--padded-vocab-size N`: the size that the embedding has."""
+    return {"vocab_size": _whole(text, where), "make_vocab_size_divisible_by": 1}
+
+
+def stretched(text: str, where: str) -> dict[str, Any]:
     """`--rotary-scaling-factor N`: Megatron's rope of multi-latent attention, YaRN beyond 4096 positions; 1: not at all."""
     try:
         factor = float(text)
@@ -189,14 +228,14 @@ def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:
     return (first, every) if found == list(pattern) else None
 
 
-_SCALING = ("rope_scaling", "rope_scaling_factor")
 FROM_VALUE: Mapping[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] = MappingProxyType(
     {
         **{flag: (read, PATH_SETTINGS) for flag, read in DATA_FILES.items()},
         "--save-retain-interval": (_kept_checkpoints, ("keep_latest", "keep_every")),
         "--window-size": (_window, ("sliding_window",)),
         "--rotary-seq-len-interpolation-factor": (_interpolated, _SCALING),
-        "--rotary-scaling-factor": (_stretched, (*_SCALING, "rope_original_max_positions")),
+        "--padded-vocab-size": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
+        "--pad-vocab-size-to": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
     }
 )
 """Flag -> (its value, the flag) -> the settings that follow; and their names."""

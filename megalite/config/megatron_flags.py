@@ -6,8 +6,8 @@ Ours are the flags of settings (`describe.settings`) and those of `megatron.STAN
 - no effect here: a switch of speed, memory or logging of a part that there is not. Accepted, and named in that line.
 - refused: it changes the numbers or the result, and cannot be had. An error with the reason and what works.
 
-Nothing that changes numbers is accepted without a word. The list is that of `pretrain_gpt.py` of August 2026, with a few
-flags of earlier versions. A row is `why | flags`. In it `--flag` takes no value, `--flag=` takes one, `--flag=*` any number of them, and
+Nothing that changes numbers is accepted without a word. The list is that of `pretrain_gpt.py` of August 2026, with
+flags of earlier versions and of repositories that come from it. A row is `why | flags`. In it `--flag` takes no value, `--flag=` takes one, `--flag=*` any number of them, and
 `--flag=a|b` is of its class with these values (a regular expression) and refused with others.
 """
 
@@ -26,7 +26,7 @@ attention's softmax is computed in fp32 (fp64 in fp64 runs), where the factor of
     --attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling
 there is one implementation of the model, with the kernels that its device has |
     --use-mcore-models --use-legacy-models --transformer-impl=local|transformer_engine|inference_optimized
-    --use-flash-attn --use-te-activation-func
+    --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-te-activation-func
 gradients are accumulated in fp32, and reduced in it unless --wire-dtype bf16 is given |
     --accumulate-allreduce-grads-in-fp32 --main-grads-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32|auto
     --ddp-reduce-scatter-with-fp32-accumulation --gtp-remat-reduce-scatter-with-fp32-accumulation
@@ -55,7 +55,8 @@ randomness has no state, and initial weights depend on no device or layout |
 a signal leads to a checkpoint: see --exit-signals |
     --exit-signal-handler --exit-signal-handler-for-training --exit-signal-handler-for-dataloader
 spikes of the loss are reported: see --loss-spike-threshold | --check-for-spiky-loss
-learning rate and weight decay follow from the present settings | --override-opt-param-scheduler
+learning rate and weight decay follow from the present settings |
+    --override-opt-param-scheduler --override-lr-scheduler
 each rank loads the slices that it needs, and a checkpoint that does not verify is not loaded |
     --auto-detect-ckpt-format --dist-ckpt-strictness= --verify-integrity --no-use-tokenizer-model-from-checkpoint-args
     --disable-use-tokenizer-model-from-checkpoint-args
@@ -64,8 +65,8 @@ it is always logged |
     --log-throughput --log-memory-to-tensorboard --log-world-size-to-tensorboard --log-batch-size-to-tensorboard
     --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
     --log-timers-to-tensorboard --log-device-memory-used --log-straggler --moe-per-layer-logging
-ranks come from torchrun's environment | --local-rank= --lazy-mpu-init
-rope is stretched where --rotary-scaling-factor or --use-rope-scaling says so | --rope-type=rope|yarn
+ranks come from torchrun's environment | --local-rank= --lazy-mpu-init --dist-url=
+pretraining is what there is | --train-mode=pretrain
 routing is computed in fp32 (fp64 in fp64 runs) | --moe-router-dtype=fp32|fp64
 tokens are exchanged by an all-to-all over --ep, which other dispatchers give the same numbers as |
     --moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq
@@ -99,7 +100,8 @@ kernels and fusions: the fastest kernel for the device is picked |
     --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias --flash-attention-version=
     --mlp-chunks-for-training= --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
     --moe-shared-expert-glu-interleave-size= --moe-mlp-glu-interleave-size= --muon-use-syrk
-    --no-gradient-reduce-div-fusion --onnx-safe= --no-scaled-masked-softmax-fusion
+    --no-gradient-reduce-div-fusion --onnx-safe= --no-scaled-masked-softmax-fusion --no-torch-compile
+    --abort-on-unmet-fused-kernel-constraints
 CUDA graphs |
     --cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=*
     --cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope=
@@ -130,6 +132,10 @@ how Megatron's optimizers and FSDP lay out and shard states |
     --no-use-layer-wise-param-layout --keep-fp8-transpose-cache --torch-fsdp2-no-reshard-after-forward
     --init-model-with-meta-device --no-initialization --dump-param-to-param-group-map=
     --reuse-grad-buf-for-mxfp8-param-ag --fp4-param-gather
+DeepSpeed is not used: --dp-strategy shards, --pp cuts and --recompute-granularity recomputes |
+    --deepspeed --no-pipeline-parallel --pp-partition-method= --deepspeed-activation-checkpointing
+    --partition-activations --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer --profile-backward
+    --sync-tp-duplicated-parameters
 memory and garbage collection: --dry-run says what each rank holds |
     --use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params
     --cpu-offloading-retain-pinned-cpu-buffers --min-offloaded-tensor-size= --delay-offload-until-cuda-graph
@@ -141,7 +147,7 @@ memory and garbage collection: --dry-run says what each rank holds |
 how data are read: from memory-mapped files, by --num-workers threads |
     --no-mmap-bin-files --num-dataset-builder-threads= --dataloader-fast-cache-load
     --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= --object-storage-cache-path= --no-data-sharding
-    --null-tokenizer-pad-id= --eval-micro-batch-size=
+    --null-tokenizer-pad-id= --eval-micro-batch-size= --valid-num-workers= --max-padding-length=
 how checkpoints are written: in one format, which megalite convert takes to Megatron's |
     --ckpt-format= --use-dist-ckpt --dist-ckpt-format= --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save
     --ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects
@@ -172,7 +178,7 @@ restarts, watchers and reruns: the watchdog names a hanging rank, torchrun resta
 how it is logged and profiled: see docs/visibility.md |
     --tensorboard-log-interval= --tensorboard-queue-size= --no-log-loss-scale-to-tensorboard
     --disable-log-loss-scale-to-tensorboard --log-memory-interval= --log-max-attention-logit --log-progress
-    --no-barrier-with-level-1-timing --logging-level= --log-energy --moe-routing-trace-path=
+    --log-optimizer-states-to-tensorboard --no-barrier-with-level-1-timing --logging-level= --log-energy --moe-routing-trace-path=
     --moe-routing-trace-max-training-iters= --moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states
     --moe-routing-trace-dump-weights --timing-log-option= --wandb-save-dir= --config-logger-dir=
     --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra
@@ -257,7 +263,8 @@ this kind of attention is not supported; use attention with --num-query-groups |
     --experimental-attention-variant= --attention-output-gate --use-kitchen-attention --qk-l2-norm --export-qk-l2-norm
 layers of other kinds are not supported; all layers are attention and an MLP |
     --spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
-    --heterogeneous-layers-config-encoded-json= --enable-mhc-connections
+    --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=
+    --embed-layernorm
 that is a preset; use --preset gpt-oss-20b or gpt-oss-120b | --enable-gpt-oss
 the residual stream is in the format of --precision, and comes from before the norm |
     --fp32-residual-connection --apply-residual-connection-post-layernorm
@@ -268,7 +275,6 @@ this is not supported: leave it out for the router that there is |
     --moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing --moe-router-force-biased=
     --moe-apply-probs-on-input --export-moe-apply-probs-on-input --moe-latent-size= --moe-expert-rank-capacity-factor=
 use --recompute-granularity selective --recompute-modules moe | --moe-layer-recompute
-use --recompute-granularity full | --checkpoint-activations
 norms and biases are not decayed | --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=
 all weights are trained | --freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads
 each further token has another layer, on the last stage | --mtp-use-repeated-layer --mtp-hsm --mtp-standalone
@@ -286,6 +292,15 @@ no step is left out; see --on-non-finite | --iterations-to-skip=* --decrease-bat
 all evaluations take --eval-iters batches of the global batch size; megalite evaluate takes a whole split |
     --full-validation --multiple-validation-sets --start-eval-at-iter=
 use megalite evaluate | --skip-train
+use --exit-file | --kill-switch-path= --trigger-path=
+use --train-samples, --lr-decay-samples and --lr-warmup-samples: tokens divided by --seq-length |
+    --train-tokens= --lr-decay-tokens= --lr-warmup-tokens=
+use --train-data-path, --valid-data-path and --test-data-path |
+    --train-weighted-split-paths=* --valid-weighted-split-paths=* --test-weighted-split-paths=*
+    --train-weighted-split-paths-path= --valid-weighted-split-paths-path= --test-weighted-split-paths-path=
+the checkpoint's tokenizer is not looked for; use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER |
+    --patch-tokenizer-type=
+use --vocab-size, the tokenizer's own and this, and --no-pad-vocab-size | --extra-vocab-size=
 the checkpoint alone does not say this; give --load FOLDER --finetune, and the layout by --tp and --pp |
     --pretrained-checkpoint= --use-mp-args-from-checkpoint-args --load-main-params-from-ckpt --override-ckpt-iteration=
 use megalite convert | --ckpt-convert-format= --ckpt-convert-save=
@@ -296,7 +311,7 @@ distillation and quantization are not supported |
     --logits-load-dir= --export-kd-cfg= --export-kd-teacher-load= --export-quant-cfg= --export-real-quant-cfg=
     --export-kv-cache-quant --export-legacy-megatron --export-offline-model --finetune-hf-dataset=
 the tokenizer's own size and special tokens count; use --vocab-size and --make-vocab-size-divisible-by |
-    --padded-vocab-size= --tokenizer-special-tokens=* --tiktoken-num-special-tokens= --tokenizer-sentencepiece-legacy
+    --tokenizer-special-tokens=* --tiktoken-num-special-tokens= --tokenizer-sentencepiece-legacy
     --null-tokenizer-eod-id=
 no faults are injected |
     --fault-injector-ranks= --fault-injector-num-ranks= --fault-injector-fault-types=
@@ -309,7 +324,10 @@ use --config FILE | --yaml-cfg=
 """
 
 FP8 = "fp8 here scales by what is multiplied itself, without a history; first and last layer, experts and head are in bf16"
-_DIFFERS = f"{FP8} | --fp8-amax-history-len= --fp8-amax-compute-algo="
+_DIFFERS = f"""
+{FP8} | --fp8-amax-history-len= --fp8-amax-compute-algo=
+DeepSpeed's file is not read: precision, loss scale, clipping and batch sizes are those of the flags | --deepspeed-config=
+"""
 
 
 @dataclass(frozen=True)

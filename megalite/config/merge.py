@@ -7,8 +7,17 @@ from typing import Any
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
-from megalite.config.megatron import DERIVED, FROM_VALUE, SAID, SHORTHANDS, expert_layers, layer_list, settings_of_word
-from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, Note
+from megalite.config.megatron import (
+    DERIVED,
+    FROM_VALUE,
+    SAID,
+    SHORTHANDS,
+    expert_layers,
+    layer_list,
+    settings_of_word,
+    stretched,
+)
+from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE, Note
 from megalite.config.parallel import PIPELINE_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.strategies import ALIASES, STRATEGIES
@@ -176,6 +185,11 @@ def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) 
 def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None:
     """Megatron-LM's aux_loss is over the sequences of a microbatch."""
     kind, has_one = str(given.value), bool(_value(levels, "moe_aux_loss_coeff"))
+    if kind == "sinkhorn":
+        raise ConfigError(
+            f"{given.source} {kind} is refused: it evens out over the tokens that a rank has of a microbatch, so the numbers would "
+            "depend on the layout; use aux_loss, seq_aux_loss or none"
+        )
     if kind == "none":
         level.add("moe_aux_loss_coeff", 0.0, given.source)
     elif kind not in ("aux_loss", "seq_aux_loss") and (has_one or kind != "global_aux_loss"):
@@ -198,6 +212,37 @@ def _expert_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
             f"ones, such as ([0]*1+[1]*{layers - 1})"
         )
     for name, value in zip(DERIVED["--moe-layer-freq"][1], found, strict=True):
+        level.add(name, value, given.source)
+
+
+def _rope_type(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM's multi-latent attention alone has YaRN by it."""
+    latent = _value(levels, "multi_latent_attention")
+    if given.value not in ("rope", "yarn") or (given.value == "yarn" and not latent):
+        raise ConfigError(f"{given.source} cannot be {given.value} here; use rope, or --rope-scaling yarn")
+    level.notes.append(
+        Note("--rope-type", ALREADY_SO, "--rope-scaling and --rotary-scaling-factor say how rope is stretched")
+    )
+
+
+def _llama3_scaling(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM's multi-latent attention has another rope, which does not read it."""
+    if _value(levels, "multi_latent_attention"):
+        level.notes.append(
+            Note("--use-rope-scaling", NO_EFFECT_HERE, "multi-latent attention is stretched by YaRN alone")
+        )
+    else:
+        level.add("rope_scaling", "llama3", given.source)
+
+
+def _yarn_scaling(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM reads it in multi-latent attention alone, and there with rope type yarn, the default."""
+    found, kind = stretched(str(given.value), given.source), level.derived.get("--rope-type")
+    if found and not (_value(levels, "multi_latent_attention") and (kind is None or kind.value == "yarn")):
+        why = "it is of multi-latent attention with rope type yarn; else use --rope-scaling yarn"
+        level.notes.append(Note("--rotary-scaling-factor", NO_EFFECT_HERE, why))
+        return
+    for name, value in found.items():
         level.add(name, value, given.source)
 
 
@@ -228,6 +273,9 @@ _RESOLVED: Mapping[str, Callable[[Level, Given, Sequence[Level]], None]] = {
     "--moe-router-load-balancing-type": _load_balancing,
     "--use-distributed-optimizer": _sharded_states,
     "--eval-global-batch-size": _eval_batch,
+    "--rope-type": _rope_type,
+    "--use-rope-scaling": _llama3_scaling,
+    "--rotary-scaling-factor": _yarn_scaling,
 }
 _ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """Embedding and loss take the place of a layer of the first and of the last stage."""

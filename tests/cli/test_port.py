@@ -65,6 +65,10 @@ def commands(script: str, **given: str) -> list[list[str]]:
             ["read", "-r", "-d", "", "A"], ["run", "--n", "3", "--q", "\"x\"", "--b", "$N", "--c", "3"]]),
         ("T=2; run $([ $T -gt 1 ] && echo --s -p) `[ $T -gt 2 ] && echo --no` $(if $X; then echo \"a $T\"; fi) $(echo a | cut) $((100 * 10**9)) ${Q:-$(echo q)}", [
             ["run", "--s", "-p", "a", "2", "$(echo a | cut)", "100000000000", "q"]]),
+        ("M=7b; if [ $M = 1b ]; then O=' --x'; N=3; A=(--y); fi; [ $U = a ] && P=--z; run $O ${A[@]} ${B[@]} $N $P", [
+            ["run", "$N", "$P"]]),
+        ("D=<path to data>_text; S=\"<where to>\"; run --d $D --s $S --t <TO X> < in > out", [
+            ["run", "--d", "${path_to_data}_text", "--s", "${S}", "--t", "${TO_X}"]]),
         ("D=\"$( cd \"$( dirname \"$0\" )\" && pwd )\"; run $D/x ${T:?set T} ${U?}", [
             ["run", '$( cd "$( dirname "$0" )" && pwd )/x', "${T}", "${U}"]]),
     ],
@@ -88,6 +92,9 @@ LAUNCHES = {
     "eval": ('run="torchrun --nproc_per_node 8 pretrain_gpt.py --tp 2 --bf16"\neval $run', 8),
     "document": ("F='--tp 2 --bf16'\nsbatch --nodes=2 <<EOF\nsrun --ntasks-per-node=4 python pretrain_gpt.py $F\nEOF", 8),
     "variables": ("#SBATCH -A me -N 4 --gpus-per-node=8 # nodes -n\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node ${SLURM_GPUS_ON_NODE} pretrain_gpt.py --tp 2 --bf16", 32),
+    "expanded": ("L='torchrun --nproc_per_node 4'; C='pretrain_gpt.py --tp 2 --bf16'\nsrun bash -c '$L --node_rank $R $C'", 4),
+    "deepspeed": ("deepspeed --num_nodes 2 --num_gpus 4 --hostfile h pretrain_gpt.py --tp 2 --bf16", 8),
+    "word": ("mpirun -np 2 bash start pretrain_gpt.py ' --tp 2 --bf16'", 2),
     "mpirun": ("mpirun -np 16 -x PATH python pretrain_gpt.py --tp 2 --bf16", 16),
     "alone": ("python pretrain_gpt.py --tp 2 --bf16", None),
 }  # fmt: skip
@@ -210,6 +217,45 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     assert main(["train", "--config", str(ported), "--dry-run"]) == 0
     config = parse_arguments(["--config", str(ported)]).config
     assert (config.parallel.vpp, config.model.sliding_window, config.optimizer.decoupled_lr) == (3, 128, 0.0002)
+
+
+def test_nodes_have_the_ranks_that_the_script_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("#SBATCH --nodes=3 --ntasks-per-node=4\nsrun python pretrain_gpt.py --tp 2\n")
+    (launch,) = read_launches(tmp_path / "run.sh", {})
+    assert command_line(port(launch), "run.yaml").startswith("torchrun --nproc-per-node 4 --nnodes 3 ")
+
+
+def test_what_a_missing_value_depends_on_is_said(capsys: Captured, tmp_path: Path) -> None:
+    script = "MODEL=$1\ncase $MODEL in 7b) L=32;; 70b) L=80; O=--bf16;; esac\npretrain_gpt.py --num-layers $L $O --mock-data\n"
+    (tmp_path / "run.sh").write_text(script)
+    assert main(["port", str(tmp_path / "run.sh")]) == 2
+    said = "$L has no value; give it by --set MODEL=VALUE, by which the script chooses it, or --set NAME=VALUE"
+    assert said in capsys.readouterr().err
+    (launch,) = read_launches(tmp_path / "run.sh", {"1": "7b"})
+    assert launch.words == ["--num-layers", "32", "--mock-data"]
+
+
+def test_flags_of_repositories_that_come_from_theirs() -> None:
+    """DeepSpeed's, and what a launcher hands on."""
+    words = (
+        "--mock-data --vocab-size 64 --normalization rmsnorm --num-key-value-heads 2 --zero-stage 1 --deepspeed "
+        "--deepspeed_config ds.json --activations-checkpoint-method uniform --eval-interval 5 --eval-iters -1 "
+        "--save_interval 5 --rank ${RANK} --world-size=8 --num-experts 4 --moe-expert-capacity-factor 1"
+    )
+    found = port(Launch(words.split()))
+    assert found.problems == []
+    training, model = found.config.training, found.config.model
+    assert (training.recompute_granularity, training.recompute_method, training.eval_iters) == ("full", "uniform", 0)
+    assert (model.normalization, model.num_query_groups) == ("RMSNorm", 2)
+    assert (found.config.parallel.dp_strategy, found.config.checkpoint.save_interval) == ("distributed-optimizer", None)
+    said = dict(remarks(found))
+    dropped = "\n".join(said["dropped, no effect here"])
+    assert (
+        "--save-interval: nothing is saved" in dropped
+        and "--rank --world-size: ranks come from the launcher" in dropped
+    )
+    assert any("DeepSpeed's file is not read" in line for line in said["differs"])
+    assert any("experts have room by each sequence" in line for line in said["differs"])
 
 
 def test_lists_in_their_files(tmp_path: Path) -> None:

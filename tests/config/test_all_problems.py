@@ -109,7 +109,7 @@ def test_one_is_one_line_and_very_many_are_cut() -> None:
     [
         ("--learning-rate", "--lr"),
         ("--gradient_accumulation_steps", "--global-batch-size"),
-        ("--zero-stage", "--dp-strategy"),
+        ("--activation-checkpointing", "--recompute-granularity"),
         ("--model-name-or-path", "--load or --preset"),
     ],
 )

@@ -132,7 +132,7 @@ NETWORK: tuple[Check, ...] = (
             "{!rope_mscale|rope_mscale_all_dim} has an effect only beside the other of the two; give both or none": (
                 lambda c: (c.rope_mscale is None) != (c.rope_mscale_all_dim is None)
             ),
-            "{!rope_mscale} has no effect with {rope_attention_factor}, which says the growth itself; remove one of them": lambda c: (
+            "{!rope_mscale} does not go with {rope_attention_factor}, which says the growth itself; remove one of them": lambda c: (
                 c.rope_attention_factor is not None
             ),
             "{rope_low_freq_factor} is not below {rope_high_freq_factor}; use less than {=rope_high_freq_factor}": (
