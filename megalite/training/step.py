@@ -16,11 +16,12 @@ import torch
 
 from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
-from megalite.models.context import AuxiliaryLosses, FurtherInputs
+from megalite.models.context import AuxiliaryLosses, ForwardContext, FurtherInputs
+from megalite.models.gpt import GPTStage
 from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.stages import message_parts
-from megalite.pipeline.executor import Executor, ForwardStep, Tracer
+from megalite.pipeline.executor import Executor, Tracer
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
 from megalite.training.replica import Replica
@@ -96,6 +97,83 @@ class StepResult:
     """Why it was skipped, for the log, where that is no fp16 overflow."""
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """A global batch, as one rank has it."""
+
+    microbatches: Sequence[Microbatch]
+    """Those of this rank; empty where it reads no data."""
+    first_sample: int
+    size: int
+    length: int
+    """Of each sequence."""
+
+
+class _Forward:
+    """What the executor calls: a microbatch of the batch through a stage. `denominators`: where the head is here."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        batch: _Batch,
+        denominators: torch.Tensor | None,
+        *,
+        scale: float,
+        auxiliary: AuxiliaryLosses | None,
+    ) -> None:
+        self._replica, self._batch, self._denominators = replica, batch, denominators
+        self._scale, self._auxiliary = scale, auxiliary
+        self._row_counts: dict[tuple[int, int], dict[int, Any]] = {}
+        """Of passes that an R will run again."""
+
+    def __call__(self, stage: int, index: int, x: torch.Tensor | None) -> torch.Tensor:
+        module, device = self._replica.stages[stage], self._replica.topology.device
+        context = self._context(stage, index)
+        if module.embedding is not None:
+            x = self._batch.microbatches[index].tokens.to(device, non_blocking=True)
+        assert x is not None
+        if module.head is None:
+            return module(x, context)
+        microbatch = self._batch.microbatches[index]
+        losses = module(x, context, labels=microbatch.labels.to(device, non_blocking=True))
+        assert self._denominators is not None
+        loss = masked_loss(losses, microbatch.loss_mask.to(device, non_blocking=True), self._denominators[0])
+        return loss if self._scale == 1.0 else loss * self._scale
+
+    def _context(self, stage: int, index: int) -> ForwardContext:
+        replica, batch = self._replica, self._batch
+        module, topology, training = replica.stages[stage], replica.topology, replica.config.training
+        counts = self._row_counts.pop((stage, index), {})
+        if training.recompute_ahead and not counts:
+            self._row_counts[stage, index] = counts
+        ids = sample_ids(
+            batch.first_sample,
+            index,
+            dp_rank=topology.dp.rank,
+            dp_size=topology.dp.size,
+            micro_batch_size=training.micro_batch_size,
+        )
+        documents = batch.microbatches[index] if replica.finds_documents else None
+        starts = documents.document_starts if documents else None
+        return module.context(
+            ids,
+            seq_length=batch.length,
+            spans=documents.spans if documents else None,
+            attention_documents=starts if replica.hides_documents else None,
+            position_documents=starts if replica.restarts_positions else None,
+            auxiliary=self._auxiliary,
+            ahead=self._ahead(module, index),
+            row_counts=None if training.recompute_granularity == "none" else counts,
+        )
+
+    def _ahead(self, module: GPTStage, index: int) -> FurtherInputs | None:
+        """The tokens after the next, where a head learns to predict them."""
+        if self._denominators is None or self._auxiliary is None or module.head is None or module.head.further is None:
+            return None
+        factor, device = self._replica.config.model.mtp_loss_scaling_factor, self._replica.topology.device
+        return further_tokens(self._batch.microbatches[index], self._denominators, factor=factor, device=device)
+
+
 class Stepper:
     """Runs steps of a replica. `tracer` sees every computation of training steps; `phase` is entered, by name, around what is
     none: `reduce` and `optimizer`."""
@@ -110,7 +188,7 @@ class Stepper:
     ) -> None:
         self._replica, self._schedules, self._tracer, self._phase = replica, schedules, tracer, phase
         self._executors: dict[tuple[int, int, bool], Executor] = {}
-        self._forward: ForwardStep
+        self._forward: _Forward
         """Of the batch that is under way."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Groups of ranks that each step by their own share of the batch; 1: all step by the whole."""
@@ -139,9 +217,9 @@ class Stepper:
         self._set_mode(training=True)
         scale = replica.scaler.scale
         strategy.begin_step(after.step, loss_scale=scale)
-        length = sequence_length(replica.config, before.step)
-        auxiliary = self._auxiliary_losses(batch_size, length, scale)
-        losses = self._run(microbatches, before.samples, batch_size, length, scale=scale, auxiliary=auxiliary)
+        batch = _Batch(microbatches, before.samples, batch_size, sequence_length(replica.config, before.step))
+        auxiliary = self._auxiliary_losses(batch.size, batch.length, scale)
+        losses = self._run(batch, scale=scale, auxiliary=auxiliary)
         replica.topology.world.heartbeat.phase("update")
         with self._phase("reduce"):
             strategy.finish_grad_sync()
@@ -171,7 +249,7 @@ class Stepper:
         if overflow and checks:
             self._judge_overflow(shown)
         elif not finite and checks:
-            fault = self._fault(shown, microbatches, losses, before=before, batch_size=batch_size)
+            fault = self._fault(shown, batch, losses, before.step)
         skipped = overflow or fault is not None
         if replica.noise is not None and finite:
             replica.noise.update(norm**2, squared, batch_size)
@@ -253,15 +331,7 @@ class Stepper:
                 "before them. Lower --lr, or raise --lr-warmup-iters, or use bf16 in place of fp16"
             )
 
-    def _fault(
-        self,
-        shown: str,
-        microbatches: Sequence[Microbatch],
-        losses: list[torch.Tensor],
-        *,
-        before: Progress,
-        batch_size: int,
-    ) -> str:
+    def _fault(self, shown: str, batch: _Batch, losses: list[torch.Tensor], done: int) -> str:
         """Find out where a step went wrong; returns what the log says of it if it is to be skipped.
 
         Collectives: where all ranks take steps together those of a second forward; a gather over the scope.
@@ -271,15 +341,14 @@ class Stepper:
         if watch is not None:
             with watch.watching():
                 # Weights, batch and dropout masks are those of the step: nothing else could make another result.
-                length = sequence_length(self._replica.config, before.step)
-                self._run(microbatches, before.samples, batch_size, length, scale=1.0, auxiliary=None)
-        where, in_weights = locate(self._replica, losses, microbatches, watch)
-        found = f"{shown} (samples {before.samples} to {before.samples + batch_size - 1}), {where}"
+                self._run(batch, scale=1.0, auxiliary=None)
+        where, in_weights = locate(self._replica, losses, batch.microbatches, watch)
+        found = f"{shown} (samples {batch.first_sample} to {batch.first_sample + batch.size - 1}), {where}"
         before_it = self._replica.scaler.faults_in_a_row
         if training.on_non_finite == "stop" or in_weights:
             raise NonFiniteError(
                 f"{found}: stopped before the update, so the parameters are those of the step before. "
-                f"{remedy(self._replica.config, before.step, in_weights=in_weights)}"
+                f"{remedy(self._replica.config, done, in_weights=in_weights)}"
             )
         if before_it >= training.max_consecutive_skips:
             raise NonFiniteError(
@@ -291,8 +360,8 @@ class Stepper:
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
         """The objective on one global batch, without gradients and without dropout; the same on every rank."""
         self._set_mode(training=False)
-        length = self._replica.config.training.seq_length
-        losses = self._run(microbatches, first_sample, batch_size, length, scale=1.0, auxiliary=None)
+        batch = _Batch(microbatches, first_sample, batch_size, self._replica.config.training.seq_length)
+        losses = self._run(batch, scale=1.0, auxiliary=None)
         return self._totals(self._replica.topology.world, losses)[0]
 
     def _set_mode(self, *, training: bool) -> None:
@@ -300,84 +369,28 @@ class Stepper:
             if stage.training != training:  # it visits every module
                 stage.train(training)
 
-    def _run(
-        self,
-        microbatches: Sequence[Microbatch],
-        first_sample: int,
-        batch_size: int,
-        length: int,
-        *,
-        scale: float,
-        auxiliary: AuxiliaryLosses | None,
-    ) -> list[torch.Tensor]:
-        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation. `length`: of their
-        sequences."""
-        replica = self._replica
-        topology, config = replica.topology, replica.config.training
-        device = topology.device
-        denominators, model = None, replica.config.model
-        if self._head_here:
-            alone = auxiliary is not None and self._shares > 1
-            dp = Group.solo("dp") if alone else topology.dp_cp_scalars
-            denominators = token_denominators(microbatches, further=model.mtp_num_layers, dp=dp, device=device)
-            if alone:
-                # A share is a batch by itself, and one of several parts of the step.
-                denominators *= self._shares
-        hides, restarts, finds = replica.hides_documents, replica.restarts_positions, replica.finds_documents
-        passed: dict[tuple[int, int], dict[int, Any]] = {}  # row counts of passes that an R will run again
-
-        def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-            module = replica.stages[stage]
-            ids = sample_ids(
-                first_sample,
-                microbatch,
-                dp_rank=topology.dp.rank,
-                dp_size=topology.dp.size,
-                micro_batch_size=config.micro_batch_size,
-            )
-            starts = microbatches[microbatch].document_starts if finds else None
-            ahead = None
-            if (
-                module.head is not None
-                and module.head.further is not None
-                and auxiliary is not None
-                and denominators is not None
-            ):
-                factor = model.mtp_loss_scaling_factor
-                ahead = further_tokens(microbatches[microbatch], denominators, factor=factor, device=device)
-            counts = passed.pop((stage, microbatch), {})
-            if config.recompute_ahead and not counts:
-                passed[stage, microbatch] = counts
-            context = module.context(
-                ids,
-                seq_length=length,
-                spans=microbatches[microbatch].spans if finds else None,
-                attention_documents=starts if hides else None,
-                position_documents=starts if restarts else None,
-                auxiliary=auxiliary,
-                ahead=ahead,
-                row_counts=None if config.recompute_granularity == "none" else counts,
-            )
-            if module.embedding is not None:
-                x = microbatches[microbatch].tokens.to(device, non_blocking=True)
-            assert x is not None
-            if module.head is None:
-                return module(x, context)
-            batch = microbatches[microbatch]
-            losses = module(x, context, labels=batch.labels.to(device, non_blocking=True))
-            assert denominators is not None
-            loss = masked_loss(losses, batch.loss_mask.to(device, non_blocking=True), denominators[0])
-            return loss if scale == 1.0 else loss * scale
-
-        count = batch_size // (config.micro_batch_size * topology.dp.size)
-        self._forward = forward
+    def _run(self, batch: _Batch, *, scale: float, auxiliary: AuxiliaryLosses | None) -> list[torch.Tensor]:
+        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation."""
+        replica, evaluation = self._replica, auxiliary is None
+        denominators = self._denominators(batch, evaluation=evaluation) if self._head_here else None
+        self._forward = _Forward(replica, batch, denominators, scale=scale, auxiliary=auxiliary)
+        count = batch.size // (replica.config.training.micro_batch_size * replica.topology.dp.size)
         try:
             with ExitStack() as constant:
                 for stage in replica.stages.values():
-                    constant.enter_context(nullcontext() if stage.fp8 is None else stage.fp8.keeping())
-                return self._executor(count, length, evaluation=auxiliary is None).run()
+                    if stage.fp8 is not None:
+                        constant.enter_context(stage.fp8.keeping())
+                return self._executor(count, batch.length, evaluation=evaluation).run()
         finally:
             del self._forward  # and with it the batch
+
+    def _denominators(self, batch: _Batch, *, evaluation: bool) -> torch.Tensor:
+        topology, further = self._replica.topology, self._replica.config.model.mtp_num_layers
+        alone = not evaluation and self._shares > 1
+        dp = Group.solo("dp") if alone else topology.dp_cp_scalars
+        denominators = token_denominators(batch.microbatches, further=further, dp=dp, device=topology.device)
+        # A share is a batch by itself, and one of several parts of the step.
+        return denominators * self._shares if alone else denominators
 
     def _executor(self, microbatches: int, length: int, *, evaluation: bool) -> Executor:
         key = (microbatches, length, evaluation)

@@ -50,11 +50,11 @@ def test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it(who
             if tensor.is_meta:
                 raise Reached
 
-    def group(name: str, size: int) -> Group:
-        return Agreement(name, ranks=tuple(range(size)), rank=0, process_group=None)
+    def group(name: str, size: int, device: str = "meta") -> Group:
+        return Agreement(name, ranks=tuple(range(size)), rank=0, process_group=None, device=torch.device(device))
 
     scope = group("scope", 4 if whole else 2)
-    topology = replace(Topology.solo(torch.device("meta")), world=group("world", 4), host=group("host", 4))
+    topology = replace(Topology.solo(torch.device("meta")), world=group("world", 4), host=group("host", 4, "cpu"))
     with nullcontext() if whole else pytest.raises(Reached):
         assert read_batches(None, 0, 4, topology=topology, scope=scope) == ([], 0.0)
     assert asked == [("host", "cpu") if whole else ("scope", "meta")]
