@@ -23,7 +23,7 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     words = ["--load", str(tmp_path / "model"), "--prompts", str(prompts), "--device", "cpu"]
     words += ["--dtype", "fp64", "--max-new-tokens", "12"]
     layout = ("--tp", "2", "--output", tmp_path / "two.jsonl")
-    two = train_forked(2, *words, *layout, command="megalite.cli.generate:main").require_success()
+    two = train_forked(2, *words, *layout, command="megalite.cli.model_commands:GENERATE").require_success()
     assert main(["generate", *words, "--output", str(tmp_path / "one.jsonl")]) == 0
     made = (tmp_path / "two.jsonl").read_text()
     assert made == (tmp_path / "one.jsonl").read_text()

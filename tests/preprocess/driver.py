@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megalite.cli import preprocess as command
+from megalite.cli.model_commands import PREPROCESS
 from megalite.preprocess import run
 from megalite.preprocess.job import PreprocessJob, Progress
 
@@ -22,7 +23,7 @@ def main(words: list[str]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(words[1]), resource.RLIM_INFINITY))
         words = words[2:]
     command.preprocess = preprocess
-    return command.main(words)
+    return PREPROCESS(words)
 
 
 if __name__ == "__main__":
