@@ -88,11 +88,10 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "fp8_recipe": {"delayed": "tensorwise"},
         "timing_log_level": {"2": "1"},
         "eval_iters": {"-1": "0"},
-        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+        "normalization": {"rmsnorm": "RMSNorm"},
         "tokenizer_type": {
             "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
             "Llama2Tokenizer": "SentencePieceTokenizer",
-            "HFTokenizer": "HuggingFaceTokenizer",
             "PretrainedFromHF": "HuggingFaceTokenizer",
         },
     }

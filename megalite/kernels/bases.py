@@ -32,6 +32,18 @@ class Module(torch.nn.Module):
 
     __call__ = torch.nn.Module._call_impl
 
+    def compile(self, *args: Any, **settings: Any) -> None:
+        """Raises TypeError: it cannot be, as a whole."""
+        raise TypeError(
+            "torch.compile cannot take a model of megalite as a whole: its layers write their backward themselves; use "
+            "compile=True of configure (--compile), which compiles what is between matrix products"
+        )
+
+    @property
+    def _initialize_hook(self) -> None:
+        """What torch.compile(module) asks for when it is called."""
+        self.compile()
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # what to_empty() and to() call
         former = dict(self._parameters)
         super()._apply(fn, recurse)

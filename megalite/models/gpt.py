@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.registry import imported
 from megalite.context_parallel.tiles import Visibility
@@ -49,7 +50,10 @@ class Embedding(Module):
         self.word = VocabParallelEmbedding("embedding.word", shape, std=std, factory=factory, tied=tied, uses=uses)
         self.position: ShardedParameter | None = None
         if config.position_embedding_type == "learned_absolute":
-            assert config.max_position_embeddings is not None
+            if config.max_position_embeddings is None:
+                raise ConfigError(
+                    "max_position_embeddings of the model is open; give validate(config, world_size).model"
+                )
             shape = (config.max_position_embeddings, h)
             self.position = factory.parameter("embedding.position.weight", shape, std=std)
 

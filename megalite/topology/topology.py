@@ -384,7 +384,9 @@ def check_backend(backend: str, device: torch.device) -> None:
         raise ConfigError(f"distributed_backend is {backend} but the run is on {device.type}; use {fits} or auto")
 
 
-def start_distributed(launch: Launch, device: torch.device, *, backend: str, timeout_minutes: float) -> None:
+def start_distributed(
+    launch: Launch, device: torch.device, *, backend: str = "auto", timeout_minutes: float = 10.0
+) -> None:
     """Join the job that torchrun started; nothing to do for one process. Ranks on CPUs are scheduled as batch jobs."""
     if launch.world_size == 1:
         return

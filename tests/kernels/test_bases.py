@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize, prune
 
+from megalite.config.errors import ConfigError
 from megalite.config.model import ModelConfig
 from megalite.data_parallel.buckets import make_buckets, parameters_of
 from megalite.kernels.layer_ops import rms_norm
@@ -186,3 +187,22 @@ def test_a_weight_that_changes_between_forward_and_backward_is_noticed() -> None
                 losses.sum().backward()
             seen.add(name.split(".")[-2])
         assert seen >= set(kinds), seen
+
+
+def test_a_whole_model_is_not_for_torch_compile() -> None:
+    """Refused when it is asked for, of the model and of a layer, by what works."""
+    stage = build(LLAMA)
+    for ask in (lambda: torch.compile(stage), lambda: torch.compile(stage.layers["0"].mlp.up), stage.compile):
+        with pytest.raises(TypeError, match="use compile=True of configure"):
+            ask()
+    with pytest.raises(ConfigError, match="give validate"):
+        GPTStage(
+            ModelConfig(vocab_size=64),
+            first_layer=0,
+            last_layer=1,
+            has_embedding=True,
+            has_head=True,
+            factory=stage.factory,
+            seq_length=8,
+        )
+    assert copy.deepcopy(stage).layers.keys() == stage.layers.keys()
