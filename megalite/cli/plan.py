@@ -21,6 +21,7 @@ from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
 from megalite.config.reading import write_text
+from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.cost.calibrate import TIMES, Calibration, Machine, Row, fit, read_rows
 from megalite.planner.cost.step import predict
@@ -35,14 +36,7 @@ from megalite.planner.report import (
     write_files,
 )
 from megalite.planner.search.search import Plan, find, find_cheapest
-from megalite.planner.search.space import (
-    USUAL_MEMORY,
-    Request,
-    fixed_settings,
-    parse_constraint,
-    refuse_not_searched,
-    request_for,
-)
+from megalite.planner.search.space import Request, fixed_settings, parse_constraint, refuse_not_searched, request_for
 from megalite.planner.whole_run import WholeRun
 from megalite.sweep.spec import ignored
 

@@ -16,9 +16,10 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.reading import gc_paused
 from megalite.config.registry import imported
+from megalite.partition.memory import is_built_without_limit
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import refuse_taken
-from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine
+from megalite.sweep.candidates import Expansion, Run, check_all, device_room, expand, read_machine
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
@@ -64,6 +65,9 @@ def _sweep(flags: Namespace) -> int:
         words.append(f"{expansion.left_out} left out by exclude and only")
     if expansion.ignored:
         words.append(f"the runs do not go by {', '.join(expansion.ignored)} of the base")
+    room = device_room(spec.memory_limit, machine)
+    if room is not None and any(is_built_without_limit(each.config) for each in expansion.candidates):
+        words.append(f"auto builds schedules within {format_bytes(room)} of a rank's memory")
     show("; ".join(words))
     impossible = [f"{run.label}: {run.refused}" for run in runs if run.refused is not None]
     if flags.strict and impossible:

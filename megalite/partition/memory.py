@@ -8,6 +8,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megalite.config.batch import microbatch_counts
+from megalite.config.byte_size import format_bytes
+from megalite.config.describe import replace
+from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, once_per_object, once_per_reading
 from megalite.models.shapes import ParameterShape, once_per_kind
 from megalite.partition.activations import (
@@ -29,7 +32,8 @@ from megalite.partition.buckets import (
 )
 from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
-from megalite.partition.stages import StagePlan, kind_of_stage, shapes_of, shares_embedding
+from megalite.partition.stages import StagePlan, cut_stages, kind_of_stage, shapes_of, shares_embedding
+from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec
@@ -132,6 +136,36 @@ def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[
             strict=True,
         )
     ]
+
+
+USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
+
+
+def is_built_without_limit(config: RunConfig) -> bool:
+    """`auto` is asked for, and no limit is."""
+    return config.parallel.pipeline_schedule == "auto" and config.parallel.pipeline_memory_limit is None
+
+
+def within_memory(config: RunConfig, limit: float) -> RunConfig:
+    """A validated config, in which a schedule that is built without a limit gets one: what `limit` bytes of a device leave to
+    activations on the rank that holds most beside them. A ConfigError if that is nothing."""
+    if not is_built_without_limit(config):
+        return config
+    p = config.parallel
+    most = 0.0
+    for placement in (loop_placement(p.pp, p.vpp), *([v_placement(p.pp)] if p.vpp == 2 else [])):
+        stages = cut_stages(config, placement)
+        for rank in range(p.pp):
+            mine = tuple(plan for plan in stages if plan.rank == rank)
+            held, whole = _held_and_whole(config, mine, stages)
+            workspace = max(recompute_workspace_bytes(config, plan) for plan in mine)
+            most = max(most, held.parameter + held.gradient + held.optimizer + whole + workspace)
+    if most >= limit:
+        raise ConfigError(
+            f"needs {format_bytes(most)} per rank beside activations, over {format_bytes(limit)}: no schedule that auto "
+            f"builds fits; use more ranks, or shard more, e.g. --dp-strategy fully-sharded"
+        )
+    return replace(config, pipeline_memory_limit=f"{math.floor(limit - most) or 1}B")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from megalite.config.describe import replace, settings, value_of
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
+from megalite.partition.memory import USUAL_MEMORY
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
 from megalite.planner.search.search import Candidate, counted, describe, find, survey
@@ -28,7 +29,6 @@ from megalite.planner.search.space import (
     AS_GIVEN,
     HOST,
     SEARCHED,
-    USUAL_MEMORY,
     Request,
     enumerate_space,
     fixed_settings,

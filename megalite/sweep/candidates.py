@@ -23,7 +23,7 @@ from megalite.config.merge import Level, merge
 from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.partition.memory import planned_memory
+from megalite.partition.memory import USUAL_MEMORY, planned_memory, within_memory
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
@@ -41,6 +41,12 @@ class Predicted:
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
     return None if cluster is None else Machine(load_cluster(cluster), load_stack(stack))
+
+
+def device_room(memory_limit: float | None, machine: Machine | None) -> float | None:
+    """Bytes of a device that a schedule which is built may fill, if that is known."""
+    known = None if machine is None else USUAL_MEMORY * machine.cluster.accelerator.memory_bytes
+    return memory_limit or known
 
 
 def predicted_memory(config: RunConfig) -> Predicted:
@@ -187,9 +193,11 @@ def check_all(
     observe: Callable[[int], None] = lambda done: None,
 ) -> tuple[Run, ...]:
     """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
-    predicted to need more than `memory_limit` bytes per rank is refused; `machine` predicts times; `observe` gets how
+    predicted to need more than `memory_limit` bytes per rank is refused; without one, what `auto` builds has the
+    usual part of the machine's memory; `machine` predicts times; `observe` gets how
     many are checked."""
     vocabularies: dict[str, int | ConfigError] = {}
+    room = device_room(memory_limit, machine)
     apart, changed = _names(expansion)
     runs: dict[str, Run] = {}
     names = sorted((*settings(), RANKS))
@@ -202,6 +210,7 @@ def check_all(
             if config.model.vocab_size is None:
                 size = _vocabulary(config.data, vocabularies)
                 config = validate(replace(config, vocab_size=size), candidate.ranks)
+            config = config if room is None else within_memory(config, room)
             predicted = _predicted(config, memory_limit, machine)
         except ConfigError as error:
             refused = "; ".join(error.problems)

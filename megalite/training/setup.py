@@ -15,6 +15,7 @@ import torch
 
 from megalite.checkpoint.files import replace_durably
 from megalite.config import files
+from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.compute import kernels_in_words
 from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
 from megalite.config.describe import replace
@@ -31,6 +32,7 @@ from megalite.data.loader import BatchLoader
 from megalite.data.sources import Datasets, open_run_datasets, samples_to_read
 from megalite.data.token_files import read_side_file, side_digests
 from megalite.optimizers.schedules import Progress
+from megalite.partition.memory import USUAL_MEMORY, is_built_without_limit, within_memory
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.training.instruments import Instruments
@@ -141,6 +143,20 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
         )
     config = validate(config, world_size, explicit)
     return replace(config, save=save_folder(config)), tokenizer
+
+
+def within_device(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
+    """With the limit that a schedule which is built without one has by the memory of the smallest GPU, on all ranks alike."""
+    if world.device.type != "cuda" or not is_built_without_limit(config):
+        return config
+    total = min(world.gather_json(torch.cuda.get_device_properties(world.device).total_memory))
+    config = within_memory(config, USUAL_MEMORY * total)
+    limit = parse_byte_size(config.parallel.pipeline_memory_limit or "") or 0.0
+    log(
+        f"pipeline_schedule auto: activations within {format_bytes(limit)} per rank, of GPUs with {format_bytes(total)}; "
+        f"--pipeline-memory-limit sets another limit"
+    )
+    return config
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

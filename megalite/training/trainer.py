@@ -37,6 +37,7 @@ from megalite.training.setup import (
     resolve,
     tokenize_texts,
     with_parts,
+    within_device,
 )
 from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
@@ -202,6 +203,7 @@ class Trainer:
             if config.checkpoint.export_hf is not None:
                 imported("megalite.training.export:check_export")(config)
         config = tokenize_texts(config, self._tokenize, world=world, log=self.log)
+        config = within_device(config, world=world, log=self.log)
         with world.errors_on_all_ranks(Exception):
             programs, layout = Programs(config), layout_of(config)
         group_type = (

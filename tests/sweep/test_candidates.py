@@ -1,5 +1,6 @@
 """From a sweep to configurations: grid, list, plan, conditions, what the sweep decides itself, and checks before it runs."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,27 @@ def test_memory_limit(tmp_path: Path) -> None:
     _, (large, fits) = read_runs(path, memory_limit=limit)
     assert "per rank, over memory_limit" in str(large.refused)
     assert fits.refused is None
+
+
+def test_a_schedule_is_built_for_the_memory_that_is_known(tmp_path: Path) -> None:
+    changes = {"pipeline_schedule": "auto", "global_batch_size": 16, "micro_batch_size": 1, "pp": 2, "dp": 1}
+    path = write_sweep(tmp_path, settings=MODEL | changes, grid={"vpp": [1, 2]})
+    _, free = read_runs(path)
+    machine = read_machine("dgx-h100", "fused")
+    assert machine is not None
+    for run in free:
+        assert run.predicted is not None
+        limit = 0.95 * run.predicted.memory_bytes
+        node = dataclasses.replace(machine.cluster.accelerator, memory_bytes=limit / 0.9)
+        smaller = machine._replace(cluster=dataclasses.replace(machine.cluster, accelerator=node))
+        for given in ({"memory_limit": limit}, {"machine": smaller}):
+            found = {each.label: each for each in read_runs(path, **given)[1]}[run.label]
+            assert found.refused is None
+            assert found.predicted is not None
+            assert found.predicted.memory_bytes <= limit
+            assert found.config.parallel.pipeline_memory_limit is not None
+    for least, why in ((5e5, "nothing fits the memory limit"), (4e4, "per rank beside activations, over 39.06 KiB")):
+        assert all(why in str(run.refused) for run in read_runs(path, memory_limit=least)[1])
 
 
 def test_times_are_those_of_predict(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
 """Which splits a run reads, on which ranks, and what it says about them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import megalite.training.setup as setup
+from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.validate import validate
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset
 from megalite.data.token_files import encode_side_file
 from megalite.tokenizers.build import build_tokenizer
-from megalite.training.setup import Loaders, open_data
+from megalite.topology.group import Group
+from megalite.training.setup import Loaders, open_data, within_device
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import build, tiny_config
@@ -149,3 +154,26 @@ def refusal(context: RankContext, settings: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         open_data(build(context, config), build_tokenizer(config.data, 93))
     return str(error.value)
+
+
+def test_what_auto_builds_fits_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unequal(Group):
+        def gather_json(self, value: Any) -> list[Any]:
+            return [value, 2**20]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    said: list[str] = []
+
+    def limited(device: str = "cuda", **settings: Any) -> str | None:
+        config = validate(tiny_config(2, pp=2, **settings), 2)
+        world = Unequal("world", (0,), 0, device=torch.device(device))
+        found = within_device(config, world=world, log=said.append)
+        return found.parallel.pipeline_memory_limit
+
+    assert limited() is limited("cpu", pipeline_schedule="auto") is None
+    assert limited(pipeline_schedule="auto", pipeline_memory_limit="1GiB") == "1GiB"
+    assert not said
+    room = parse_byte_size(limited(pipeline_schedule="auto") or "")
+    assert room is not None
+    assert 0 < room < 0.9 * 2**20
+    assert said[0].endswith("of GPUs with 1.00 MiB; --pipeline-memory-limit sets another limit")

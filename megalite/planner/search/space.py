@@ -31,6 +31,7 @@ from megalite.config.rules.rule import divisor_list, whole_shares
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
+from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.hardware import Cluster
 
@@ -113,7 +114,6 @@ def _value(name: str, word: str, text: str) -> Any:
     raise ConfigError(f"--fix {text}: {name} takes {takes}, got {word}")
 
 
-USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
 _NOT_SEARCHED = {
     "pipeline_schedule_file": "is for one schedule",
     "pipeline_costs": "belongs to schedule auto, which is built by predicted costs",

@@ -272,7 +272,7 @@ def _no_room(leanest: _Judged, limits: tuple[float, ...]) -> ConfigError:
     rank = max(range(len(limits)), key=lambda rank: leanest.peaks[rank] - limits[rank])
     need, most = readable_bytes(leanest.peaks[rank]), readable_bytes(limits[rank])
     return ConfigError(
-        f"schedule auto: no schedule of {leanest.schedule.num_ranks} ranks and {leanest.schedule.num_microbatches} "
-        f"microbatches fits the memory limit: rank {rank} needs {need} at least, its limit is {most}. A limit of "
-        f"{sufficient(max(leanest.peaks))} works; so may smaller microbatches, recomputation or more ranks"
+        f"schedule auto: nothing fits the memory limit: rank {rank} needs {need} at least, its limit is {most}. A "
+        f"limit of {sufficient(max(leanest.peaks))} works for {leanest.schedule.num_ranks} ranks and "
+        f"{leanest.schedule.num_microbatches} microbatches; so may smaller microbatches, recomputation or more ranks"
     )
