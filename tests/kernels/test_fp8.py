@@ -295,4 +295,5 @@ def test_products_on_cuda() -> None:
         assert relative(found, blocks.input_grad(grad, weight)) <= 1e-2
         multiply = blocks.weight_grad(None, None)
         assert multiply is not None
-        assert relative(multiply(on[1], on[0]).cpu(), multiply(grad.flatten(0, 1), x.flatten(0, 1))) <= 1e-5
+        # Tensor cores of compute capability 9 add products of fp8 in some 14 bits (arXiv 2412.19437, 3.3.2).
+        assert relative(multiply(on[1], on[0]).cpu(), multiply(grad.flatten(0, 1), x.flatten(0, 1))) <= 1e-2
