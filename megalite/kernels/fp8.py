@@ -65,8 +65,8 @@ def cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
     """
     bounded = largest.clamp(min=_SMALLEST)
     _, exponent = torch.frexp(torch.finfo(dtype).max / bounded)
-    # The difference is 0, or NaN where it is of infinities.
-    scale = torch.ldexp(torch.ones_like(bounded), exponent - 1) + (bounded - bounded)
+    # 2^k by its bits: as a power, which ldexp takes, a GPU may be an ulp off. The difference is 0, or NaN of infinities.
+    scale = ((exponent + 126) << 23).view(torch.float32) + (bounded - bounded)
     rounded = (x * scale.to(x.dtype)).to(dtype, memory_format=torch.contiguous_format)
     return Rounded(rounded, scale.reciprocal())
 
