@@ -185,13 +185,15 @@ def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callab
                 return known[key]
         was_read: dict[str, None] = {}
         sections = {name: _recording(part, f"{name}.", was_read) for name, part in vars(config).items()}
-        answer = function(RunConfig(**sections), *given, **named)
+        try:
+            answer = function(RunConfig(**sections), *given, **named)
+        finally:  # it has read them for a function that gave its own config, too
+            names = tuple(was_read)
+            key = _values(config, names)
+        by_names.setdefault(names, {})[key] = answer
         if (left := left - 1) < 0:
             answers.clear()
             left = _MOST_ANSWERS
-        else:
-            names = tuple(was_read)
-            by_names.setdefault(names, {})[_values(config, names)] = answer
         return answer
 
     return ask

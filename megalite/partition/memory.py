@@ -123,9 +123,7 @@ def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[
     of_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(config.parallel.pp)]
 
     def kind(mine: list[StagePlan]) -> Hashable:
-        # Multipliers name layers, which then have separate buckets.
-        places = [mine[0].rank] if config.optimizer.lr_multipliers else []
-        return (*(kind_of_stage(config, plan) for plan in mine), *places)
+        return tuple(kind_of_stage(config, plan) for plan in mine)
 
     return [
         dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host)

@@ -104,5 +104,9 @@ def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
 
 
 def kind_of_stage(config: RunConfig, plan: StagePlan) -> Hashable:
-    """Stages of one kind differ in nothing but their place, and the names of their layers."""
-    return plan.has_embedding, plan.has_head, layer_kinds(config.model)[plan.first_layer : plan.last_layer]
+    """Stages of one kind differ in nothing but their place, and the names of their layers; two settings look at these."""
+    layers, last = range(plan.first_layer, plan.last_layer), config.model.num_layers - 1
+    ends = [index for index in (0, last) if index in layers] if config.compute.fp8 else []
+    places = [*ends, plan.first_layer] if config.optimizer.lr_multipliers else ends
+    kinds = layer_kinds(config.model)[plan.first_layer : plan.last_layer]
+    return plan.has_embedding, plan.has_head, kinds, tuple(places)

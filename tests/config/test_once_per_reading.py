@@ -1,5 +1,7 @@
 """Answers that configs share which agree in what was read for them."""
 
+import contextlib
+
 import pytest
 
 from megalite.config import run
@@ -46,7 +48,7 @@ def test_another_way_reads_other_settings() -> None:
     assert len(asked) == 2
 
 
-def test_what_a_file_holds_is_asked_again() -> None:
+def test_what_a_file_holds_or_a_notebook_may_define_again_is_asked_again() -> None:
     @once_per_reading
     def path(config: RunConfig) -> str | None:
         asked.append((0, 0))
@@ -56,7 +58,25 @@ def test_what_a_file_holds_is_asked_again() -> None:
     assert [path(each) for each in (RunConfig(), replace(RunConfig(), tp=2))] == [None, None]
     assert len(asked) == 1
     assert [path(config), path(replace(config, tp=2))] == ["a.csv", "a.csv"]
-    assert len(asked) == 3
+    own = replace(RunConfig(), pipeline_schedule="defined in a notebook")
+    assert [path(own), path(replace(own, tp=2))] == [None, None]
+    assert len(asked) == 5
+
+
+def test_what_is_read_for_another_function_counts_though_it_keeps_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of room, or as it refuses."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_MOST_ANSWERS", 0)
+        size = once_per_reading(lambda config: config.model.hidden_size)
+    refused = once_per_reading(lambda config: 1 // (config.training.seq_length - 8))
+
+    def ask(config: RunConfig) -> int:
+        with contextlib.suppress(ZeroDivisionError):
+            return refused(config)
+        return size(config)
+
+    given = [replace(RunConfig(), hidden_size=width, seq_length=length) for width, length in ((8, 8), (16, 8), (8, 9))]
+    assert list(map(once_per_reading(ask), given)) == [8, 16, 1]
 
 
 def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +85,8 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
     @once_per_reading
     def size(config: RunConfig) -> int:
         asked.append((0, 0))
-        return config.model.hidden_size
+        hidden: int = vars(config.model)["hidden_size"]  # for which all of the section counts as read
+        return hidden
 
     for _ in range(2):
         assert [size(replace(RunConfig(), hidden_size=number)) for number in range(1, 6)] == [1, 2, 3, 4, 5]

@@ -5,6 +5,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
+from megalite.partition import memory
 from megalite.partition.activations import stage_sizes
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import _recompute_flops, costs_of, lowered, plan_stages, schedule_of
@@ -13,6 +14,8 @@ from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 from megalite.planner import clock
+from megalite.planner.cost import step
+from tests.planner.cost.machines import BASE, STACK
 from tests.planner.cost.machines import from_flags as config_of
 
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
@@ -152,14 +155,29 @@ def test_microbatches_that_the_schedule_refuses() -> None:
         schedule_of(even(4, 2, "dualpipe-v"), 5)
 
 
+@pytest.mark.parametrize("more", ["--fp8 --fp8-param-gather", "--lr-multipliers layers.6.*=2.0"])
+def test_stages_of_one_kind_are_alike(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the inner ones of two layers one has the model's last, for which these settings mean something else."""
+    layout = "--num-layers 7 --pp 5 --dp 2 --pipeline-layout Et|tt|tt|tt|L --dp-strategy distributed-optimizer"
+    config = config_of(f"{GPT} {layout} --no-overlap-param-gather --precision bf16 {more}", 10)
+
+    def planned() -> tuple[list[memory.RankMemory], float]:
+        return memory.planned_memory(config), step.predict(config, BASE, STACK).parts["parameters"]
+
+    together = planned()
+    for module in (memory, step):
+        monkeypatch.setattr(module, "kind_of_stage", lambda config, plan: plan)
+    assert planned() == together
+
+
 def held(config: RunConfig, count: int) -> list[float]:
     """Bytes per rank: what is kept from step to step, and the peak of a step's activations and messages."""
     stages = plan_stages(config)
     peaks = memory_peaks(lowered(config, schedule_of(config, count)), stage_sizes(config, stages))
     return [
-        peak.size + memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+        peak.size + of_rank.parameter_bytes + of_rank.gradient_bytes + of_rank.optimizer_bytes
         for plan, peak in zip(stages, peaks, strict=True)
-        for memory in [rank_memory(config, [plan], 0)]
+        for of_rank in [rank_memory(config, [plan], 0)]
     ]
 
 

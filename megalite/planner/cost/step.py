@@ -5,7 +5,7 @@ data parallelism, the optimizer and constants come on top."""
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import bytes_of_class, held_elements, matrices_of_ranks, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
-from megalite.partition.stages import StagePlan
+from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes, matrix_volumes
 from megalite.planner.cost import rates
-from megalite.planner.cost.stage import StageCost, StageKind, simulator_costs, stage_costs, stage_kind
+from megalite.planner.cost.stage import StageCost, simulator_costs, stage_costs
 from megalite.planner.hardware import Cluster, SoftwareStack
 
 
@@ -64,11 +64,11 @@ class _Beside:
         """Of each pipeline rank; ranks with the same kinds of stages are priced once."""
         config, run = self.config, self.run
         found: list[Rank] = []
-        exchanges: dict[StageKind, Exchange] = {}
-        updates: dict[tuple[StageKind, ...], float] = {}
+        exchanges: dict[Hashable, Exchange] = {}
+        updates: dict[tuple[Hashable, ...], float] = {}
         for rank, course in enumerate(_courses(run.timeline)):
             plans = [plan for plan in self.stages if plan.rank == rank]
-            kinds = tuple(stage_kind(config, plan) for plan in plans)
+            kinds = tuple(kind_of_stage(config, plan) for plan in plans)
             for kind, plan in zip(kinds, plans):
                 if kind not in exchanges:
                     exchanges[kind] = self._exchange(plan)
