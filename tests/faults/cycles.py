@@ -63,7 +63,7 @@ class Cycles:
         life = live(layout.ranks, self.laboratory.command(layout, SAVING, run_dir), run_dir, log, blow)
         self.slowest = max(self.slowest, life.seconds)
         try:
-            end = self._check_end(life, blow, run_dir, before)
+            end = self._check_end(life, blow, log, run_dir, before)
         except AssertionError as error:
             logs = "\n".join(printed(log, rank) for rank in range(layout.ranks))
             raise AssertionError(f"{layout.name}, {blow}: {life.statuses}: {error}\n{logs}") from None
@@ -89,11 +89,12 @@ class Cycles:
             return Blow(everybody, after_seconds=self.random.uniform(0.05, 0.8 * seconds), number=number)
         return None
 
-    def _check_end(self, life: Life, blow: Blow | None, run_dir: Path, before: int) -> str:
+    def _check_end(self, life: Life, blow: Blow | None, log: Path, run_dir: Path, before: int) -> str:
         assert not life.hung, f"ranks {life.hung} were still there"
         told = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
-        if blow is not None and -blow.number in life.statuses:
+        begun = len(list(log.glob("*.out"))) == len(life.statuses)  # else SIGINT ends a fork with 1, and without a word
+        if blow is not None and (-blow.number in life.statuses or not begun):
             # Before it listened, or after it had said how it ended.
             assert told is None or told["step"] in (None, saved), told
             return "finished" if told is not None and told["status"] == "finished" else "before it listened"

@@ -13,6 +13,7 @@ from megalite.models.shapes import (
     head_shapes,
     layer_forward_flops,
     layer_shapes,
+    of_layers,
     parameter_count,
     stage_shapes,
 )
@@ -54,6 +55,9 @@ def test_every_other_layer_with_a_window_costs_less() -> None:
     assert costs[1] - costs[0] == 4 * (s - 10) * 16 and costs[:2] == costs[2:]
     turned = dataclasses.replace(model, position_embedding_type="rope", no_rope_freq=[3])
     assert [turned.has_rope(index) for index in range(4)] == [True, True, False, True]
+    experts = dataclasses.replace(model, num_experts=2, moe_layer_freq=3)
+    for kind in (mixed.has_window, turned.has_rope, experts.is_moe_layer):  # what is asked once for layers of one kind
+        assert of_layers(kind.__self__, range(4), kind) == list(map(kind, range(4)))
 
 
 def test_ends() -> None:

@@ -113,10 +113,12 @@ def test_slower_devices_and_a_narrower_spine_are_never_faster(name: str) -> None
 
 
 def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
-    for name in ("zero-3", "1f1b"):
-        config, cluster = _config(name), cluster_with(device_deviation=0.05)
+    many = {**LAYOUTS["1f1b"], "global_batch_size": 4_000}  # a step that is not simulated whole
+    for name, config in {"zero-3": _config("zero-3"), "many": config_of(16, **many)}.items():
+        cluster = cluster_with(device_deviation=0.05)
         found = predict(config, cluster, STACK)
-        busy = max(found.timeline.busy)
+        scale = microbatch_counts(config)[-1] / found.timeline.schedule.num_microbatches
+        busy = scale * max(found.timeline.busy)
         assert found.parts["stragglers"] == pytest.approx(slowest_share(16, cluster) * busy)
         assert found.step_seconds == pytest.approx(
             predict(config, BASE, STACK).step_seconds + found.parts["stragglers"]
