@@ -93,13 +93,13 @@ class Cycles:
         assert not life.hung, f"ranks {life.hung} were still there"
         told = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
-        begun = len(list(log.glob("*.out"))) == len(life.statuses)  # else SIGINT ends a fork with 1, and without a word
-        if blow is not None and (-blow.number in life.statuses or not begun):
-            # Before it listened, or after it had said how it ended.
+        mute = {status for rank, status in enumerate(life.statuses) if not printed(log, rank, ("err",))}
+        # Before it listened, or after it had said how it ended; there SIGINT ends a fork with 1, and without a word.
+        if blow is not None and (-blow.number in life.statuses or (blow.number == signal.SIGINT and 1 in mute)):
             assert told is None or told["step"] in (None, saved), told
             return "finished" if told is not None and told["status"] == "finished" else "before it listened"
-        (status,) = set(life.statuses)
-        assert status in (DONE, SIGNALS.get(blow.number) if blow else DONE), "not as documented"
+        status, *others = set(life.statuses)
+        assert not others and status in (DONE, SIGNALS.get(blow.number) if blow else DONE), "not as documented"
         assert told is not None, "there is no exit.json"
         early = status != DONE and saved == before and told["step"] is None  # before it had looked
         assert told["exit_code"] == status and saved >= before, told

@@ -106,9 +106,9 @@ def live(size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow
     return life
 
 
-def printed(log: Path, rank: int) -> str:
+def printed(log: Path, rank: int, streams: Sequence[str] = STREAMS) -> str:
     """All that the rank has said."""
-    files = [log / f"{rank}.{stream}" for stream in STREAMS]
+    files = [log / f"{rank}.{stream}" for stream in streams]
     return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
