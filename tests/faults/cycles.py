@@ -100,6 +100,8 @@ class Cycles:
             return "finished" if told is not None and told["status"] == "finished" else "before it listened"
         status, *others = set(life.statuses)
         assert not others and status in (DONE, SIGNALS.get(blow.number) if blow else DONE), "not as documented"
+        if told is None and status != DONE and not run_dir.exists():
+            return "at the start"  # before the run had made its folder, where it would have left a word
         assert told is not None, "there is no exit.json"
         early = status != DONE and saved == before and told["step"] is None  # before it had looked
         assert told["exit_code"] == status and saved >= before, told
