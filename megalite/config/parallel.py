@@ -91,8 +91,7 @@ class ParallelConfig:
     pipeline_costs: str | None = option(None)
     """auto: JSON file with the times of each stage, as for megalite schedule --costs; default: their FLOPs."""
     pipeline_memory_limit: str | None = option(None)
-    """Bytes of activations per rank, e.g. 12GiB; auto keeps within, others are refused. Default of auto: what is left of 90 % of a
-    GPU's memory, or of the cluster's in a sweep."""
+    """Bytes of activations per rank, e.g. 12GiB; auto keeps within (default: what the GPU leaves), others are refused."""
     pipeline_recv_prefetch: int = option(1, at_least=0)
     """Actions between the posting of a receive and its reader: more hides more latency and holds more buffers."""
     pipeline_send_window: int = option(1, at_least=1)

@@ -145,9 +145,9 @@ def is_built_without_limit(config: RunConfig) -> bool:
 
 
 def within_memory(config: RunConfig, limit: float) -> RunConfig:
-    """A validated config, in which a schedule that is built without a limit gets one: what `limit` bytes of a device leave to
-    activations on the rank that holds most beside them. A ConfigError if that is nothing."""
-    if not is_built_without_limit(config):
+    """A validated config, in which a schedule that is built without a limit gets one where it needs more than `limit` bytes of
+    a device: what they leave to activations on the rank that holds most beside them. A ConfigError if that is nothing."""
+    if not is_built_without_limit(config) or max(rank.total_bytes for rank in planned_memory(config)) <= limit:
         return config
     p = config.parallel
     most = 0.0

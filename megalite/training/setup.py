@@ -146,16 +146,16 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
 
 
 def within_device(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
-    """With the limit that a schedule which is built without one has by the memory of the smallest GPU, on all ranks alike."""
+    """With a limit where a schedule that is built without one does not fit the smallest GPU; on all ranks alike."""
     if world.device.type != "cuda" or not is_built_without_limit(config):
         return config
     total = min(world.gather_json(torch.cuda.get_device_properties(world.device).total_memory))
     config = within_memory(config, USUAL_MEMORY * total)
-    limit = parse_byte_size(config.parallel.pipeline_memory_limit or "") or 0.0
-    log(
-        f"pipeline_schedule auto: activations within {format_bytes(limit)} per rank, of GPUs with {format_bytes(total)}; "
-        f"--pipeline-memory-limit sets another limit"
-    )
+    if (limit := config.parallel.pipeline_memory_limit) is not None:
+        log(
+            f"pipeline_schedule auto: activations within {format_bytes(parse_byte_size(limit) or 0.0)} per rank, of GPUs with "
+            f"{format_bytes(total)}; --pipeline-memory-limit sets another limit"
+        )
     return config
 
 
