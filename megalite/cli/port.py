@@ -363,7 +363,7 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     if model.num_experts is not None and model.add_bias_linear and not model.moe_add_bias_linear:
         differs.append("experts have no biases; Megatron-LM gives them biases where --disable-bias-linear is not given")
     if model.moe_expert_capacity_factor is not None:
-        differs.append("experts have room by each sequence; Megatron-LM's by what a rank has of a microbatch")
+        differs.append("experts have room by each sequence; Megatron-LM's by the part of a microbatch on each rank")
     if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
         differs.append("initial weights are drawn otherwise: continue from a converted checkpoint to compare")
     if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):

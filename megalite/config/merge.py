@@ -187,7 +187,7 @@ def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None
     kind, has_one = str(given.value), bool(_value(levels, "moe_aux_loss_coeff"))
     if kind == "sinkhorn":
         raise ConfigError(
-            f"{given.source} {kind} is refused: it evens out over the tokens that a rank has of a microbatch, so the numbers would "
+            f"{given.source} {kind} is refused: it evens out over the tokens of a microbatch on each rank, so the numbers would "
             "depend on the layout; use aux_loss, seq_aux_loss or none"
         )
     if kind == "none":

@@ -146,7 +146,7 @@ def is_built_without_limit(config: RunConfig) -> bool:
 
 def within_memory(config: RunConfig, limit: float) -> RunConfig:
     """A validated config, in which a schedule that is built without a limit gets one where it needs more than `limit` bytes of
-    a device: what they leave to activations on the rank that holds most beside them. A ConfigError if that is nothing."""
+    a device: what they leave to activations on the rank that holds most without them. A ConfigError if that is nothing."""
     if not is_built_without_limit(config) or max(rank.total_bytes for rank in planned_memory(config)) <= limit:
         return config
     p = config.parallel
@@ -160,7 +160,7 @@ def within_memory(config: RunConfig, limit: float) -> RunConfig:
             most = max(most, held.parameter + held.gradient + held.optimizer + whole + workspace)
     if most >= limit:
         raise ConfigError(
-            f"needs {format_bytes(most)} per rank beside activations, over {format_bytes(limit)}: no schedule that auto "
+            f"needs {format_bytes(most)} per rank without activations, over {format_bytes(limit)}: no schedule that auto "
             f"builds fits; use more ranks, or shard more, e.g. --dp-strategy fully-sharded"
         )
     return replace(config, pipeline_memory_limit=f"{math.floor(limit - most) or 1}B")

@@ -91,23 +91,23 @@ class Cycles:
 
     def _check_end(self, life: Life, blow: Blow | None, log: Path, run_dir: Path, before: int) -> str:
         assert not life.hung, f"ranks {life.hung} were still there"
-        told = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
+        ending = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
         mute = {status for rank, status in enumerate(life.statuses) if not printed(log, rank, ("err",))}
         # Before it listened, or after it had said how it ended; there SIGINT ends a fork with 1, and without a word.
         if blow is not None and (-blow.number in life.statuses or (blow.number == signal.SIGINT and 1 in mute)):
-            assert told is None or told["step"] in (None, saved), told
-            return "finished" if told is not None and told["status"] == "finished" else "before it listened"
+            assert ending is None or ending["step"] in (None, saved), ending
+            return "finished" if ending is not None and ending["status"] == "finished" else "before it listened"
         status, *others = set(life.statuses)
         assert not others and status in (DONE, SIGNALS.get(blow.number) if blow else DONE), "not as documented"
-        if told is None and status != DONE and not run_dir.exists():
+        if ending is None and status != DONE and not run_dir.exists():
             return "at the start"  # before the run had made its folder, where it would have left a word
-        assert told is not None, "there is no exit.json"
-        early = status != DONE and saved == before and told["step"] is None  # before it had looked
-        assert told["exit_code"] == status and saved >= before, told
-        assert told["step"] == saved or early, told
+        assert ending is not None, "there is no exit.json"
+        early = status != DONE and saved == before and ending["step"] is None  # before it had looked
+        assert ending["exit_code"] == status and saved >= before, ending
+        assert ending["step"] == saved or early, ending
         if status == DONE:
-            assert told["status"] == "finished" and saved == STEPS, told
+            assert ending["status"] == "finished" and saved == STEPS, ending
             return "finished"
         return "at the start" if saved == before else "saved"
 

@@ -182,7 +182,7 @@ def test_a_schedule_is_built_for_the_memory_that_is_known(tmp_path: Path) -> Non
             assert found.predicted is not None
             assert found.predicted.memory_bytes <= limit
             assert found.config.parallel.pipeline_memory_limit is not None
-    for least, why in ((5e5, "nothing fits the memory limit"), (4e4, "per rank beside activations, over 39.06 KiB")):
+    for least, why in ((5e5, "nothing fits the memory limit"), (4e4, "per rank without activations, over 39.06 KiB")):
         assert all(why in str(run.refused) for run in read_runs(path, memory_limit=least)[1])
 
 
