@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import convert, generate, train
+from megalite.cli import train
 from megalite.cli.convert import DTYPES
-from megalite.conversion.native import NativeWeights
+from megalite.cli.main import main
+from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.weights import FORMATS
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 from tests.e2e.commands import commands_in
@@ -22,13 +23,13 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     weights = MadeUp(tmp_path, {**GPT, "seq_length": 128}, tokenizer_files=byte_tokenizer(tmp_path / "data"))
-    convert.write_native(weights, Path("runs/1/checkpoints"))
+    write_native(weights, Path("runs/1/checkpoints"))
     found = [command.words for command in commands_in(PAGE.read_text(), str(PAGE))]
     assert [words[1] for words in found] == ["convert"] * 4 + ["generate", "--nproc-per-node"]
     training = found.pop()
-    for _, name, *words in found:
-        more = ["--device", "cpu", "--temperature", "0"] if name == "generate" else []
-        assert {"convert": convert, "generate": generate}[name].main([*words, *more]) == 0, words
+    for _, *words in found:
+        more = ["--device", "cpu", "--temperature", "0"] if words[0] == "generate" else []
+        assert main([*words, *more]) == 0, words
     assert rehearsed(training) == 0
     last = NativeWeights(Path("back"))
     for name in ("embedding.word.weight", "layers.1.mlp.up.bias"):
