@@ -132,7 +132,7 @@ Next:
   a real model, sized for 1,024 ranks on this machine:
     megalite train --preset gpt3-175b --tp 8 --pp 16 --micro-batch-size 1 --global-batch-size 1536 --dry-run --world-size 1024
   more text: tools/generate_text.py --load {checkpoint} --prompt "class "
-The commands are in .venv/bin; README.md tells the rest."""
+The commands are in .venv/bin; README.md has the rest."""
 
 
 def check(records: list[dict[str, float]]) -> None:
