@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import train
 from megalite.cli.convert import DTYPES
 from megalite.cli.main import main
 from megalite.conversion.native import NativeWeights, write_native
@@ -41,7 +40,7 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 def rehearsed(words: list[str]) -> int:
     """The dry run of the command that trains; the folder's model has 128 positions."""
     flags = ["128" if word == "2048" else word for word in words[4:]]
-    return train.main([*flags, "--dry-run", "--world-size", words[2]])
+    return main(["train", *flags, "--dry-run", "--world-size", words[2]])
 
 
 def test_every_format_is_on_the_page() -> None:
