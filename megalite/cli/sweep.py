@@ -67,7 +67,7 @@ def _sweep(flags: Namespace) -> int:
         words.append(f"the runs do not go by {', '.join(expansion.ignored)} of the base")
     room = device_room(spec.memory_limit, machine)
     if room is not None and any(is_built_without_limit(each.config) for each in expansion.candidates):
-        words.append(f"auto builds schedules within {format_bytes(room)} of a rank's memory")
+        words.append(f"auto builds schedules within {format_bytes(room)} per rank")
     show("; ".join(words))
     impossible = [f"{run.label}: {run.refused}" for run in runs if run.refused is not None]
     if flags.strict and impossible:

@@ -203,7 +203,7 @@ class DataConfig:
         ),
     )
     """Kind of tokenizer; default: inferred from the files given."""
-    tokenizer_model: str | None = option(None, basic=True)
+    tokenizer_model: str | None = option(None, flags=("--tokenizer-name-or-path",), basic=True)
     """SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder that holds one."""
     vocab_file: str | None = option(None)
     """GPT-2 BPE vocab.json."""

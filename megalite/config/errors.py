@@ -12,16 +12,14 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
 _MOST = 30  # problems that are shown
 _ELSEWHERE = {
-    "all_reduce": "ddp data_parallel none",
-    "bf16": "dtype mixed_precision torch_dtype",
     "clip_grad": "max_grad_norm gradient_clipping grad_clip",
     "cp": "context_parallel_degree cp_size",
     "data_path": "dataset dataset_name dataset_path train_file",
-    "distributed_optimizer": "zero1 zero_1 zero2 zero_2 1 2",
+    "distributed_optimizer": "zero_1 zero_2 1 2",
     "dp_strategy": "zero zero_optimization fsdp fsdp2 deepspeed deepspeed_config sharding_strategy",
     "ep": "expert_parallel_degree ep_size",
     "ffn_hidden_size": "intermediate_size",
-    "fully_sharded": "zero3 zero_3 3 fsdp fsdp2 full_shard",
+    "fully_sharded": "zero_3 3 fsdp2 full_shard",
     "global_batch_size": "gradient_accumulation_steps gradient_accumulation train_batch_size",
     "hidden_size": "n_embd d_model dim",
     "load": "model_name_or_path pretrained_model",
@@ -34,7 +32,7 @@ _ELSEWHERE = {
     "num_attention_heads": "n_head n_heads",
     "num_experts": "num_local_experts n_routed_experts",
     "num_layers": "num_hidden_layers n_layer n_layers",
-    "num_query_groups": "num_key_value_heads n_kv_heads",
+    "num_query_groups": "n_kv_heads",
     "pp": "pipeline_parallel_degree pp_size",
     "precision": "dtype mixed_precision torch_dtype",
     "preset": "model model_name_or_path flavor",

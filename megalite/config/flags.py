@@ -14,17 +14,7 @@ from typing import Any
 from megalite.config.describe import Setting, settings
 from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest
 from megalite.config.files import imports_of, read_level, read_preset
-from megalite.config.megatron import (
-    DERIVED,
-    FORMER,
-    FROM_VALUE,
-    REFUSED_VALUES,
-    SEVERAL,
-    STANDS_FOR,
-    VALUES,
-    WORDS,
-    layer_list,
-)
+from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, Merged, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
@@ -265,7 +255,6 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
 def _setting_flags() -> Mapping[str, Setting]:
     """Every spelling on the command line -> its setting."""
     table = {flag: setting for setting in settings().values() for flag in setting.flags}
-    table |= {flag: settings()[name] for flag, name in FORMER.items()}
     return table | {_negative(flag): setting for flag, setting in table.items() if setting.type is bool}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.megatron_flags import FP8
+from megalite.config.strategies import ALIASES
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -43,41 +44,21 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Flag without a value -> the settings it stands for."""
 
+_ZERO_STAGES = [ALIASES[name] for name in ("ddp", "zero1", "zero2", "zero3")]
 WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "--data-parallel-sharding-strategy": {
-            "no_shard": {"dp_strategy": "all-reduce"},
-            "optim": {"dp_strategy": "distributed-optimizer"},
-            "optim_grads": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
-            "optim_grads_params": {"dp_strategy": "fully-sharded"},
-        },
+        "--data-parallel-sharding-strategy": dict(
+            zip(("no_shard", "optim", "optim_grads", "optim_grads_params"), _ZERO_STAGES, strict=True)
+        ),
         "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
         "--fp8-format": {"hybrid": {"fp8": True}, "e4m3": {"fp8": True, "fp8_recipe": "blockwise"}},
         "--activations-checkpoint-method": {
             name: {"recompute_granularity": "full", "recompute_method": name} for name in ("uniform", "block")
         },
-        "--zero-stage": {
-            "0": {"dp_strategy": "all-reduce"},
-            "1": {"dp_strategy": "distributed-optimizer"},
-            "2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
-            "3": {"dp_strategy": "fully-sharded"},
-        },
+        "--zero-stage": {str(stage): given for stage, given in enumerate(_ZERO_STAGES)},
     }
 )
 """Flag with a word -> the word -> the settings it stands for."""
-
-FORMER: Mapping[str, str] = MappingProxyType(
-    {
-        "--add-qkv-bias-linear": "add_qkv_bias",
-        "--checkpoint-num-layers": "recompute_num_layers",
-        "--activations-checkpoint-num-layers": "recompute_num_layers",
-        "--num-key-value-heads": "num_query_groups",
-        "--qk-nope-head-dim": "qk_head_dim",
-        "--qk-rope-head-dim": "qk_pos_emb_head_dim",
-        "--tokenizer-name-or-path": "tokenizer_model",
-    }
-)
-"""Flag under another name -> the setting."""
 
 VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

@@ -72,7 +72,7 @@ class ModelConfig:
     """Width h of the residual stream."""
     num_attention_heads: int = option(4, at_least=1, below=2**24, basic=True)
     """Attention (query) heads."""
-    num_query_groups: int | None = option(None, at_least=1, below=2**24)
+    num_query_groups: int | None = option(None, flags=("--num-key-value-heads",), at_least=1, below=2**24)
     """Key/value heads of grouped-query attention; default: num_attention_heads."""
     kv_channels: int | None = option(None, at_least=1, below=2**24)
     """Size of one head; default hidden_size / num_attention_heads."""
@@ -141,9 +141,9 @@ class ModelConfig:
     """Channels of the queries' latent; default: none."""
     kv_lora_rank: int = option(32, at_least=1, below=2**24)
     """Channels of the latent of keys and values."""
-    qk_head_dim: int = option(128, at_least=1, below=2**24)
+    qk_head_dim: int = option(128, flags=("--qk-nope-head-dim",), at_least=1, below=2**24)
     """Channels without rope of each head's query and key."""
-    qk_pos_emb_head_dim: int = option(64, at_least=2, below=2**24)
+    qk_pos_emb_head_dim: int = option(64, flags=("--qk-rope-head-dim",), at_least=2, below=2**24)
     """Channels with rope of each head's query, and of the key that all heads share."""
     v_head_dim: int = option(128, at_least=1, below=2**24)
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
@@ -169,7 +169,7 @@ class ModelConfig:
     """With a gate: added to the up projection."""
     add_bias_linear: bool = option(True)
     """Biases in the linear layers of attention and MLP; experts: moe_add_bias_linear."""
-    add_qkv_bias: bool = option(False)
+    add_qkv_bias: bool = option(False, flags=("--add-qkv-bias-linear",))
     """Bias of queries, keys and values where add_bias_linear is off."""
     scale_embeddings: bool = option(False)
     """Multiply word embeddings by sqrt(hidden_size)."""

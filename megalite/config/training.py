@@ -73,7 +73,9 @@ class TrainingConfig:
     """selective: core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
     recompute_method: str = option("uniform", choices=("uniform", "block"))
     """full: units of recompute_num_layers layers (uniform), or that many layers of each stage, one by one (block)."""
-    recompute_num_layers: int = option(1, at_least=1, below=MOST_LAYERS)
+    recompute_num_layers: int = option(
+        1, flags=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"), at_least=1, below=MOST_LAYERS
+    )
     """See recompute_method."""
     recompute_ahead: bool = option(False)
     """Full recompute before the wait for the gradient: shorter bubble, one more microbatch of activations."""

@@ -84,16 +84,20 @@ def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Sched
 
 
 def rank_memory(
-    config: RunConfig, stages: Sequence[StagePlan], activation_bytes: int, host_activation_bytes: int = 0
+    config: RunConfig,
+    stages: Sequence[StagePlan],
+    activation_bytes: int,
+    host_activation_bytes: int = 0,
+    *,
+    everywhere: tuple[StagePlan, ...] | None = None,
 ) -> RankMemory:
     """Memory of a rank that holds `stages`.
 
     With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
     several instances by the ranks of one), which gives the usual 6 + 12/dp bytes per parameter in bf16. With a
     parameter server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those
-    in host memory (`host_peaks`)."""
-    everywhere = plan_stages(config)
-    held, whole = _held_and_whole(config, tuple(stages), everywhere)
+    in host memory (`host_peaks`). `everywhere`: the stages of all ranks; default: as the schedule places them."""
+    held, whole = _held_and_whole(config, tuple(stages), everywhere or plan_stages(config))
     return RankMemory(
         parameters=held.parameters,
         parameter_bytes=math.ceil(held.parameter),
@@ -149,15 +153,12 @@ def within_memory(config: RunConfig, limit: float) -> RunConfig:
     a device: what they leave to activations on the rank that holds most without them. A ConfigError if that is nothing."""
     if not is_built_without_limit(config) or max(rank.total_bytes for rank in planned_memory(config)) <= limit:
         return config
-    p = config.parallel
-    most = 0.0
+    p, most = config.parallel, 0
     for placement in (loop_placement(p.pp, p.vpp), *([v_placement(p.pp)] if p.vpp == 2 else [])):
         stages = cut_stages(config, placement)
         for rank in range(p.pp):
-            mine = tuple(plan for plan in stages if plan.rank == rank)
-            held, whole = _held_and_whole(config, mine, stages)
-            workspace = max(recompute_workspace_bytes(config, plan) for plan in mine)
-            most = max(most, held.parameter + held.gradient + held.optimizer + whole + workspace)
+            mine = [plan for plan in stages if plan.rank == rank]
+            most = max(most, rank_memory(config, mine, 0, everywhere=stages).total_bytes)
     if most >= limit:
         raise ConfigError(
             f"needs {format_bytes(most)} per rank without activations, over {format_bytes(limit)}: no schedule that auto "

@@ -268,7 +268,7 @@ class Saver:
             except RuntimeError as error:
                 size = format_bytes(sum(tensor.nbytes for tensor in tensors))
                 raise CheckpointError(
-                    f"async_save needs {size} of host memory on a rank: {error}; leave it out"
+                    f"async_save needs {size} of host memory per rank: {error}; leave it out"
                 ) from None
 
     def begin(self, progress: Progress) -> None:
