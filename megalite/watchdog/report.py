@@ -248,9 +248,11 @@ class Report:
             "stacks": {str(rank): stack for rank, stack in self.stacks.items()},
         }
 
-    def error_of(self, rank: int) -> dict[str, Any]:
-        """What torchrun reads of a rank that has failed: it takes the earliest for the root cause."""
-        now = time.time()
+    def error_of(self, rank: int, now: float) -> dict[str, Any]:
+        """What torchrun reads of a rank that has failed: it takes the earliest for the root cause, in whole seconds.
+
+        `now`: seconds since the epoch, read once for all ranks, since a second may begin between two readings.
+        """
         state = next(state for state in self.states if state.rank == rank)
         if rank in self.verdict.culprits:
             message = f"rank {rank} stood still: {self.verdict.reasons[rank]}; {state.doing()}"

@@ -326,10 +326,11 @@ class _Watch:
             self._say(report.text())
 
     def _write_errors(self, report: Report) -> None:
+        now = time.time()
         for rank in self._plan.ranks:
             if rank.error_file is not None and rank.rank not in self._left:
                 with contextlib.suppress(OSError):
-                    Path(rank.error_file).write_text(json.dumps(report.error_of(rank.rank)))
+                    Path(rank.error_file).write_text(json.dumps(report.error_of(rank.rank, now)))
 
     def _end(self, alive: Sequence[RankState], culprits: Sequence[int]) -> None:
         # Those who wait go first: else they would still find that a connection has closed, and call that the error.

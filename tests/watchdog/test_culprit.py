@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalite.watchdog.heartbeat import LaneState, Operation, RankState
-from megalite.watchdog.report import find_culprits
+from megalite.watchdog.report import Report, Verdict, find_culprits
 
 
 def lane(
@@ -144,3 +144,21 @@ def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
     reasons = find_culprits(states).reasons
     assert reasons[0] == "waits for its device, where all_reduce 42 of tp [0, 1] is queued, which rank 1 has not begun"
     assert reasons[2] == "waits for its device, and all that can be seen have begun what is queued there"
+
+
+@pytest.mark.parametrize("now", [900.0, 900.001, 900.999])
+def test_torchrun_finds_the_culprit_to_be_the_first(now: float) -> None:
+    """It compares whole seconds; a rank that is silent for less than one still comes first."""
+    report = Report(
+        silent=0.4,
+        limit=0.3,
+        verdict=Verdict((1,), {1: "it waits for no other rank"}),
+        states=[rank(0, WAITS, silent=0.4), rank(1, silent=0.4)],
+        stacks={},
+        flight={},
+        kernel={},
+        unheard=[],
+        world_size=2,
+    )
+    first, second = (int(report.error_of(number, now)["message"]["extraInfo"]["timestamp"]) for number in (0, 1))
+    assert first == 900 and second < 900
