@@ -168,4 +168,4 @@ def test_a_fault_of_this_ranks_own_calls_no_roll(text: str) -> None:
     roll = RollCall(rank=0, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", 1))
     began = time.monotonic()
     roll.explain(dist.DistBackendError(text), seconds=60.0)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0

@@ -101,7 +101,7 @@ class Run:
         return watcher
 
     def statuses(self) -> list[int]:
-        return [process.wait(15) for process in self.ranks]
+        return [process.wait(60) for process in self.ranks]
 
     def report(self) -> dict[str, Any]:
         (path,) = self.reports.glob("hang-*.json")
@@ -142,8 +142,8 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     began = time.monotonic()
     watcher = run.watch()
     assert run.statuses() == [HUNG, -HUNG if fault == "deaf" else HUNG]
-    assert time.monotonic() - began < run.seconds + 5
-    _, said = watcher.communicate(timeout=5)
+    assert time.monotonic() - began < run.seconds + 60
+    _, said = watcher.communicate(timeout=60)
     assert watcher.returncode == 0 and not run.folder.exists()
     assert f"megalite: rank 1 stands still: {WHY[fault]}" in said, said
     waits = "waits in all_reduce 2 of tp [0, 1], which rank 1 has not begun"
@@ -175,7 +175,7 @@ def test_one_that_beats_keeps_all_alive_until_the_end_is_said(start: Any) -> Non
     time.sleep(1.5)
     assert watcher.poll() is None and all(process.poll() is None for process in run.ranks)
     tell(watcher, "done\n")
-    assert watcher.wait(5) == 0
+    assert watcher.wait(60) == 0
     assert not run.folder.exists() and not run.reports.exists()
     assert all(process.poll() is None for process in run.ranks)
 
@@ -188,12 +188,12 @@ def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
     assert watcher.stdin is not None
     watcher.stdin.close()  # as it does when the rank that holds it ends
     watcher.stdin = None
-    assert watcher.wait(5) == 0
+    assert watcher.wait(60) == 0
     assert not run.folder.exists() and not run.reports.exists()
 
 
 def test_it_ends_where_no_plan_comes(start: Any) -> None:
-    watcher = subprocess.run([sys.executable, "-m", "megalite.watchdog.watch"], input="", timeout=20)
+    watcher = subprocess.run([sys.executable, "-m", "megalite.watchdog.watch"], input="", timeout=60)
     assert watcher.returncode == 0
 
 
@@ -201,8 +201,8 @@ def test_a_rank_that_has_left_is_left_alone(start: Any) -> None:
     run = start("sleep", "wait")
     watcher = run.watch()
     tell(watcher, "left 0\n")
-    assert run.ranks[1].wait(10) == HUNG
-    watcher.wait(5)
+    assert run.ranks[1].wait(60) == HUNG
+    watcher.wait(60)
     assert run.ranks[0].poll() is None and not run.errors[0].exists()
 
 
@@ -230,7 +230,7 @@ def test_without_a_folder_everything_is_said(start: Any, folder: str | None) -> 
     run = start("sleep")
     watcher = run.watch(run.plan(report_folder=folder))
     assert run.statuses() == [HUNG]
-    _, said = watcher.communicate(timeout=5)
+    _, said = watcher.communicate(timeout=60)
     assert "===== all threads of rank 0 =====" in said and "sleep_in_here" in said
     assert ("the report cannot be written" in said) == (folder is not None)
 
@@ -248,7 +248,7 @@ def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
         run.watch(dataclasses.replace(both, ranks=both.ranks[1:], host="b", folder=str(second))),
     ]
     assert run.statuses() == [HUNG, HUNG]
-    said = [watcher.communicate(timeout=10)[1] for watcher in watchers]
+    said = [watcher.communicate(timeout=60)[1] for watcher in watchers]
     assert all("megalite: rank 1 stands still: it waits for no other rank" in text for text in said), said
     assert sorted(path.name.split("-")[-1] for path in run.reports.iterdir()) == [
         *("host0.json", "host0.txt", "host1.json", "host1.txt")
@@ -268,7 +268,7 @@ def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> N
     run = start("wait", seconds=0.4)
     watcher = run.watch(run.plan(hosts=("a", "b")))
     assert run.statuses() == [HUNG]
-    _, said = watcher.communicate(timeout=5)
+    _, said = watcher.communicate(timeout=60)
     assert "nothing was heard of b: the rank that is to blame may be there" in said
     assert not list(run.reports.glob(".hang*"))
 
@@ -290,7 +290,7 @@ def test_signals_of_a_scheduler_are_not_for_it(start: Any) -> None:
     time.sleep(0.2)
     assert watcher.poll() is None
     tell(watcher, "done\n")
-    assert watcher.wait(5) == 0
+    assert watcher.wait(60) == 0
 
 
 def test_the_start_of_a_process_as_a_time_of_day() -> None:
