@@ -299,7 +299,7 @@ class ModelConfig:
         return self.softmax_scale
 
     @property
-    def further_layers(self) -> range:
+    def mtp_layers(self) -> range:
         """Numbers of the layers behind the last, on the last stage, that predict further tokens."""
         return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 

@@ -34,9 +34,9 @@ class Microbatch:
     """Global number of each sample: the same in every layout, so dropout streams are keyed by it."""
     document_starts: tuple[tuple[int, ...], ...] | None = None
     """Of each sample the positions in the whole sequence at which a document starts, 0 first; None: not looked for."""
-    further_labels: torch.Tensor | None = None
+    mtp_labels: torch.Tensor | None = None
     """The label k positions on, for each number k of further tokens that are predicted, int64 `[k, b, s]`; 0 behind the end."""
-    further_mask: torch.Tensor | None = None  # 1 where those count, float32 `[k, b, s]`
+    mtp_mask: torch.Tensor | None = None  # 1 where those count, float32 `[k, b, s]`
     spans: tuple[Spans, ...] | None = None
     """What each context-parallel rank holds of the sequences, where that depends on their documents."""
 
@@ -88,7 +88,7 @@ class BatchLoader:
     """What each of those holds; None: `sequence_spans`, whatever the documents are."""
     find_documents: bool = False  # find where documents start; a document ends with eod_token
     packed: bool = False  # the dataset's samples are packed
-    further: int = 0  # further tokens that each position predicts
+    mtp_num_layers: int = 0  # further tokens that each position predicts
     pin: bool = False  # pin the tensors' memory, for asynchronous copies to a GPU
     num_workers: int = 1  # threads that read ahead, each a microbatch; 0: the caller of `load` reads
 
@@ -189,7 +189,7 @@ class BatchLoader:
         if length < self.seq_length:
             inputs, labels, mask = inputs[:, :length], labels[:, :length], mask[:, :length]
             starts = starts and tuple(tuple(start for start in each if start < length) for each in starts)
-        arrays: list[NDArray] = [inputs, labels, mask, *self._further(labels, mask, starts)]
+        arrays: list[NDArray] = [inputs, labels, mask, *self._mtp_targets(labels, mask, starts)]
         held = None
         if self.balance is None:
             spans = sequence_spans(length, cp_rank=self.cp_rank, cp_size=self.cp_size)
@@ -198,19 +198,19 @@ class BatchLoader:
             held = self.balance(length, starts)
             spans = held[self.cp_rank]
         parts = [_local(array, spans) for array in arrays]
-        tokens, local_labels, loss_mask, *further = (part.pin_memory() if self.pin else part for part in parts)
-        further_labels, further_mask = further or (None, None)
-        return Microbatch(tokens, local_labels, loss_mask, ids, starts, further_labels, further_mask, held)
+        tokens, local_labels, loss_mask, *mtp = (part.pin_memory() if self.pin else part for part in parts)
+        mtp_labels, mtp_mask = mtp or (None, None)
+        return Microbatch(tokens, local_labels, loss_mask, ids, starts, mtp_labels, mtp_mask, held)
 
-    def _further(
+    def _mtp_targets(
         self, labels: NDArray[np.int64], mask: NDArray[np.float32], starts: tuple[tuple[int, ...], ...] | None
     ) -> tuple[NDArray, ...]:
         """Labels and mask [k, b, s] of further tokens: what counts k positions on, within one document where these are looked
         for."""
-        if not self.further:
+        if not self.mtp_num_layers:
             return ()
-        moved, counts = (np.zeros((self.further, *array.shape), dtype=array.dtype) for array in (labels, mask))
-        for k in range(1, self.further + 1):
+        moved, counts = (np.zeros((self.mtp_num_layers, *array.shape), dtype=array.dtype) for array in (labels, mask))
+        for k in range(1, self.mtp_num_layers + 1):
             moved[k - 1, :, :-k], counts[k - 1, :, :-k] = labels[:, k:], mask[:, k:]
             for row, places in zip(counts[k - 1], starts or (), strict=False):
                 for start in places[1:]:

@@ -15,8 +15,8 @@ from megalite.topology.layout import Spans
 
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
-FURTHER_LOSS = "mtp_loss"
-NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, FURTHER_LOSS)  # every term there is, in the order in which they are reported
+MTP_LOSS = "mtp_loss"
+NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, MTP_LOSS)  # every term there is, in the order in which they are reported
 
 
 class AuxiliaryLosses:
@@ -103,7 +103,7 @@ class _Attach(Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FurtherInputs:
+class MTPInputs:
     """What the layers that predict further tokens read, by depth, each [b, s/cp]."""
 
     tokens: tuple[Tensor, ...]
@@ -206,7 +206,7 @@ class ForwardContext:
     stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
     visibility: Visibility = CAUSAL
-    ahead: FurtherInputs | None = None  # for the last stage of a model that predicts further tokens
+    mtp: MTPInputs | None = None  # for the last stage of a model that predicts further tokens
     auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
     generating: bool = False
     next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds

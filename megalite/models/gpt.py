@@ -22,8 +22,8 @@ from megalite.models.block import Block, run_layers
 from megalite.models.context import (
     AuxiliaryLosses,
     ForwardContext,
-    FurtherInputs,
     KeyValueCache,
+    MTPInputs,
     NextTokens,
     document_position_ids,
 )
@@ -75,7 +75,7 @@ class Embedding(Module):
 class Head(Module):
     """Final norm and the projection to the vocabulary, by its own weight or the word embedding's.
 
-    `further`: the layers that predict further tokens from what the norm gives, by the same projection.
+    `mtp`: the layers of multi-token prediction; they take the output of the norm and share the projection.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Head(Module):
         *,
         factory: ParameterFactory,
         weight: ShardedParameter,
-        further: torch.nn.Module | None = None,
+        mtp: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
@@ -92,7 +92,7 @@ class Head(Module):
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
         self.narrower = 1 / config.width_multiplier
         self.weight = weight
-        self.further = further
+        self.mtp = mtp
         self.norm = Norm("final_norm", config, factory=factory)
         self._products = Products(factory.kernel("matmul", config.hidden_size))
         self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
@@ -100,8 +100,8 @@ class Head(Module):
     def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the cross-entropy of each token [b, s]."""
         x = self.norm(x)
-        if self.further is not None and context.ahead is not None:
-            x = self.further(x, context, self._losses)
+        if self.mtp is not None and context.mtp is not None:
+            x = self.mtp(x, context, self._losses)
         return self._logits(x) if labels is None else self._losses(x, labels)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class GPTStage(Module):
             saves = ActivationOffload(factory.device, self.recompute.offload_modules)
             self.recompute = replace(self.recompute, saves=saves)
         self.embedding: Embedding | None = None
-        further = config.mtp_num_layers
+        mtp_layers = config.mtp_num_layers
         if has_embedding:
-            # A lookup; and here those of further tokens, and the logits of all of them.
-            uses = 1 + has_head * (further + config.tie_embeddings * (1 + further))
-            tied = (config.tie_embeddings or further > 0) and not has_head
+            # One lookup; with the head in this stage also the lookups of the MTP layers and all logits.
+            uses = 1 + has_head * (mtp_layers + config.tie_embeddings * (1 + mtp_layers))
+            tied = (config.tie_embeddings or mtp_layers > 0) and not has_head
             self.embedding = Embedding(config, factory=factory, tied=tied, uses=uses)
         self.fp8: Fp8Products | None = None
         """Keeps the weights of layers here in fp8 while they do not change."""
@@ -168,22 +168,22 @@ class GPTStage(Module):
         if has_head:
             if self.embedding is not None:
                 word = self.embedding.word.weight
-            if word is None and (config.tie_embeddings or further):
-                uses = further + config.tie_embeddings * (1 + further)
+            if word is None and (config.tie_embeddings or mtp_layers):
+                uses = mtp_layers + config.tie_embeddings * (1 + mtp_layers)
                 word = self._table("embedding.word", tied=True, uses=uses)
-            depths: torch.nn.Module | None = None
-            if further:
+            mtp: torch.nn.Module | None = None
+            if mtp_layers:
                 assert word is not None
-                depths = imported("megalite.models.further:FurtherTokens")(
+                mtp = imported("megalite.models.mtp:MTPBlock")(
                     config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type
                 )
-            head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + further)
+            head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + mtp_layers)
             assert head is not None
-            self.head = Head(config, factory=factory, weight=head, further=depths)
+            self.head = Head(config, factory=factory, weight=head, mtp=mtp)
         self._rows: dict[int, tuple[tuple[Spans, ...], Tensor]] = {}
         """By length what each cp rank holds of a sequence, and this rank's positions."""
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
-        layers = (*range(first_layer, last_layer), *(config.further_layers if has_head else ()))
+        layers = (*range(first_layer, last_layer), *(config.mtp_layers if has_head else ()))
         windows = {config.has_window(index) for index in layers}
         self._windowed = True in windows
         self._mixed = len(windows) > 1
@@ -214,7 +214,7 @@ class GPTStage(Module):
         attention_documents: tuple[tuple[int, ...], ...] | None = None,
         position_documents: tuple[tuple[int, ...], ...] | None = None,
         auxiliary: AuxiliaryLosses | None = None,
-        ahead: FurtherInputs | None = None,
+        mtp: MTPInputs | None = None,
         row_counts: dict[int, Any] | None = None,
     ) -> ForwardContext:
         """The context of a microbatch of training or evaluation.
@@ -225,7 +225,7 @@ class GPTStage(Module):
             spans: what each cp rank holds of the sequences; None: as of any sequence.
             attention_documents: per sample the first positions of its documents, if tokens see their own alone.
             position_documents: the same, if positions count from there.
-            ahead: what the layers read that predict further tokens; None: they have no part in the pass.
+            mtp: what the layers read that predict further tokens; None: they have no part in the pass.
             row_counts: filled by MoE layers, and read by them when the pass runs again.
         """
         length = seq_length or self.seq_length
@@ -245,7 +245,7 @@ class GPTStage(Module):
             stream=DropoutStream(self.factory.seed, sample_ids, self._draw) if self.training else None,
             visibility=Visibility(window=self._window(length), document_starts=attention_documents),
             auxiliary=auxiliary,
-            ahead=ahead,
+            mtp=mtp,
             row_counts=row_counts,
         )
 

@@ -210,7 +210,7 @@ def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list
     """What is saved with the weights and has no gradient: the biases of routers, fp32."""
     if not model.moe_router_enable_expert_bias:
         return []
-    indices = [*range(first_layer, last_layer), *(model.further_layers if last_layer == model.num_layers else ())]
+    indices = [*range(first_layer, last_layer), *(model.mtp_layers if last_layer == model.num_layers else ())]
     names = [f"layers.{index}.moe.router" for index in indices if model.is_moe_layer(index)]
     return [_bias(f"{name}.bias", (model.num_experts or 0,), None) for name in names]
 
@@ -256,11 +256,11 @@ def head_shapes(model: ModelConfig) -> list[ParameterShape]:
     """Layers that predict further tokens, final norm and, unless it is the word embedding's own weight, the output matrix
     [V, h]."""
     head = [] if model.tie_embeddings else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
-    further = [shape for index in model.further_layers for shape in _further_shapes(model, index)]
-    return [*further, *_norm(model, "final_norm"), *head]
+    mtp = [shape for index in model.mtp_layers for shape in _mtp_shapes(model, index)]
+    return [*mtp, *_norm(model, "final_norm"), *head]
 
 
-def _further_shapes(model: ModelConfig, index: int) -> list[ParameterShape]:
+def _mtp_shapes(model: ModelConfig, index: int) -> list[ParameterShape]:
     name, h = f"layers.{index}", model.hidden_size
     return [
         *_norm(model, f"{name}.embedding_norm"),
@@ -335,7 +335,7 @@ def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callabl
 @once_per_object()
 def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
     """Of each layer: those of one kind differ in nothing but their number."""
-    indices = range(model.further_layers.stop)
+    indices = range(model.mtp_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
         return tuple(indices)
     return tuple([(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices])
@@ -361,9 +361,9 @@ def head_forward_flops(model: ModelConfig) -> int:
 def end_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
     """FLOPs of all behind the last layer for one token: the head, and for each further token it predicts a projection of
     4·h², a layer and the head again."""
-    further = sum(layers_forward_flops(model, model.further_layers, seq_length, convention))
-    further += len(model.further_layers) * 4 * model.hidden_size**2
-    return further + (1 + len(model.further_layers)) * head_forward_flops(model)
+    mtp = sum(layers_forward_flops(model, model.mtp_layers, seq_length, convention))
+    mtp += len(model.mtp_layers) * 4 * model.hidden_size**2
+    return mtp + (1 + len(model.mtp_layers)) * head_forward_flops(model)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:

@@ -269,7 +269,7 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
         total += _tokens(config) * model.hidden_size // whole
     if plan.has_head:
         total += _tokens(config) * round(_head(config))
-        total += sum(_further_bytes(config, index) for index in model.further_layers)
+        total += sum(_mtp_bytes(config, index) for index in model.mtp_layers)
     return total
 
 
@@ -286,7 +286,7 @@ def _head(config: RunConfig) -> float:
     return 2 * e * model.hidden_size / whole + capped * e * model.padded_vocab_size / config.parallel.tp
 
 
-def _further_bytes(config: RunConfig, index: int) -> int:
+def _mtp_bytes(config: RunConfig, index: int) -> int:
     """Of a layer that predicts a further token: itself, its own part of the head, and unless it is recomputed the embedding
     and both norms' outputs beside each other. The hidden state before it is the head's input already."""
     e, _, whole = _sizes(config)
@@ -314,7 +314,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
     """
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
-    further = config.model.further_layers if plan.has_head else range(0)
+    mtp = config.model.mtp_layers if plan.has_head else range(0)
     if training.recompute_ahead:
         return recompute_workspace_bytes(with_graphs(config), plan)  # what an R brings back counts as activations
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
@@ -322,7 +322,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         units = (sum(_layer_bytes(config, unit, "none")) for unit in recompute_units(config, plan))
         again = [unit - _unit_input_bytes(config) for unit in units]
         # Both norms' outputs come back too, the layer's own input among what it keeps.
-        again += [2 * _unit_input_bytes(config) + layer for layer in _layer_bytes(config, further, "none")]
+        again += [2 * _unit_input_bytes(config) + layer for layer in _layer_bytes(config, mtp, "none")]
         return max(again, default=0) + restored
     if training.recompute_granularity == "none":
         return restored
@@ -332,7 +332,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         freed = (sum(each.bytes for each in kept if name in each.freed_by) for name in training.recompute_modules)
         return max(freed, default=0.0)
 
-    return round(_tokens(config) * max(of_layers(config.model, (*layers, *further), most), default=0.0)) + restored
+    return round(_tokens(config) * max(of_layers(config.model, (*layers, *mtp), most), default=0.0)) + restored
 
 
 def with_graphs(config: RunConfig) -> RunConfig:
@@ -373,7 +373,7 @@ def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
         p, model = config.parallel, config.model
         h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
         elements += h / whole + model.padded_vocab_size / p.tp
-        for index in model.further_layers:  # lookup, projection, layer, head
+        for index in model.mtp_layers:  # lookup, projection, layer, head
             elements += sum(_deferred_of_layer(config, index))
             elements += h + 3 * h / whole + h / whole + model.padded_vocab_size / p.tp
     return round(_tokens(config) * elements * ELEMENT_BYTES[config.training.precision])

@@ -41,7 +41,7 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
     weights; products of activations (the attention core) have both their gradients in the input half."""
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
     model, s = config.model, config.training.seq_length
-    each = of_layers(model, range(model.further_layers.stop), lambda i: attention_core_flops(model, i, s))
+    each = of_layers(model, range(model.mtp_layers.stop), lambda i: attention_core_flops(model, i, s))
     cores = (sum(each[plan.first_layer : None if plan.has_head else plan.last_layer]) for plan in stages)
     return Costs(
         forward=forward,

@@ -213,9 +213,9 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
     terms += model.mtp_num_layers > 0
     if model.moe_router_enable_expert_bias:  # how often each expert was chosen
-        terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.further_layers.stop)))
+        terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.mtp_layers.stop)))
     if config.optimizer.qk_clip:  # the largest logits
-        terms += model.further_layers.stop * model.num_attention_heads
+        terms += model.mtp_layers.stop * model.num_attention_heads
     terms += config.logging.log_num_zeros_in_grad + config.logging.log_gradient_noise_scale
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
     if any(plan.has_head for plan in mine):
@@ -293,7 +293,7 @@ class _Microbatch:
         yield from self._recomputed(layers)
         if plan.has_head:
             yield from self._head()
-            for index in self._config.model.further_layers:
+            for index in self._config.model.mtp_layers:
                 yield from (*self._leave, *self._enter)  # a lookup
                 yield from (*self._layer(index), *self._head())
                 yield from self._recomputed(range(index, index + 1), single=True)

@@ -153,15 +153,15 @@ def _batch(config: RunConfig, replica: Replica) -> Sequence[Microbatch]:
     tokens = torch.zeros(b, s, dtype=torch.int64)
     starts = tuple((0,) for _ in range(b)) if replica.finds_documents else None
     spans = None if replica.balance is None or starts is None else replica.balance(training.seq_length, starts)
-    further = tokens.expand(config.model.mtp_num_layers, b, s)
+    mtp = tokens.expand(config.model.mtp_num_layers, b, s)
     one = Microbatch(
         tokens,
         tokens,
         torch.ones(b, s),
         tuple(range(b)),
         starts,
-        further_labels=further,
-        further_mask=torch.ones(further.shape),
+        mtp_labels=mtp,
+        mtp_mask=torch.ones(mtp.shape),
         spans=spans,
     )
     return [one] * (training.global_batch_size // (b * parallel.dp))

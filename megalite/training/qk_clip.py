@@ -18,7 +18,7 @@ def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> l
 
     Collectives: one max all-reduce of layers·heads numbers over the world.
     """
-    layers = model.further_layers.stop
+    layers = model.mtp_layers.stop
     table = torch.full((layers, model.num_attention_heads), -torch.inf, dtype=torch.float64, device=world.device)
     for layer, logits in seen.logits.items():
         table[layer] = logits

@@ -335,7 +335,7 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         balance=replica.balance,
         find_documents=replica.finds_documents,
         packed=replica.packs_documents,
-        further=replica.config.model.mtp_num_layers,
+        mtp_num_layers=replica.config.model.mtp_num_layers,
         pin=topology.device.type == "cuda",
         num_workers=config.data.num_workers,
     )

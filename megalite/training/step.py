@@ -16,7 +16,7 @@ import torch
 
 from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
-from megalite.models.context import AuxiliaryLosses, ForwardContext, FurtherInputs
+from megalite.models.context import AuxiliaryLosses, ForwardContext, MTPInputs
 from megalite.models.gpt import GPTStage
 from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
@@ -28,35 +28,33 @@ from megalite.training.replica import Replica
 
 
 def token_denominators(
-    microbatches: Sequence[Microbatch], *, further: int, dp: Group, device: torch.device
+    microbatches: Sequence[Microbatch], *, mtp_num_layers: int, dp: Group, device: torch.device
 ) -> torch.Tensor:
     """Unmasked tokens of the global batch, fp64 and at least 1, and of those after the next that each position predicts,
-    [1 + further]: the sum over this rank's microbatches and over dp.
+    [1 + mtp_num_layers]: the sum over this rank's microbatches and over dp.
 
     Collectives: one all-reduce of these numbers over dp.
     """
     # Counted on the host, where the masks are, and filled in: a copy from there would make the host wait.
-    total = torch.empty(1 + further, dtype=torch.float64, device=device)
+    total = torch.empty(1 + mtp_num_layers, dtype=torch.float64, device=device)
     for index, number in enumerate(total):
-        masks = (each.loss_mask if index == 0 else _further(each)[1][index - 1] for each in microbatches)
+        masks = (each.loss_mask if index == 0 else _mtp_targets(each)[1][index - 1] for each in microbatches)
         number.fill_(sum(float(mask.sum(dtype=torch.float64)) for mask in masks))
     dp.all_reduce(total)
     return total.clamp_(min=1.0)
 
 
-def _further(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-    assert microbatch.further_labels is not None and microbatch.further_mask is not None
-    return microbatch.further_labels, microbatch.further_mask
+def _mtp_targets(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert microbatch.mtp_labels is not None and microbatch.mtp_mask is not None
+    return microbatch.mtp_labels, microbatch.mtp_mask
 
 
-def further_tokens(
-    microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device
-) -> FurtherInputs:
+def mtp_inputs(microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device) -> MTPInputs:
     """Of one microbatch: each depth's loss is a mean over its tokens of the global batch, and `factor` is the weight of the
     mean over the depths."""
-    labels, mask = (each.to(device, non_blocking=True) for each in _further(microbatch))
+    labels, mask = (each.to(device, non_blocking=True) for each in _mtp_targets(microbatch))
     each = factor / len(labels) / denominators[1:]
-    return FurtherInputs(
+    return MTPInputs(
         tokens=(microbatch.labels.to(device, non_blocking=True), *labels[:-1]),
         labels=tuple(labels),
         weights=tuple(mask * weight for mask, weight in zip(mask.double(), each, strict=True)),
@@ -162,16 +160,16 @@ class _Forward:
             attention_documents=starts if replica.hides_documents else None,
             position_documents=starts if replica.restarts_positions else None,
             auxiliary=self._auxiliary,
-            ahead=self._ahead(module, index),
+            mtp=self._mtp_inputs(module, index),
             row_counts=None if training.recompute_granularity == "none" else counts,
         )
 
-    def _ahead(self, module: GPTStage, index: int) -> FurtherInputs | None:
+    def _mtp_inputs(self, module: GPTStage, index: int) -> MTPInputs | None:
         """The tokens after the next, where a head learns to predict them."""
-        if self._denominators is None or self._auxiliary is None or module.head is None or module.head.further is None:
+        if self._denominators is None or self._auxiliary is None or module.head is None or module.head.mtp is None:
             return None
         factor, device = self._replica.config.model.mtp_loss_scaling_factor, self._replica.topology.device
-        return further_tokens(self._batch.microbatches[index], self._denominators, factor=factor, device=device)
+        return mtp_inputs(self._batch.microbatches[index], self._denominators, factor=factor, device=device)
 
 
 class Stepper:
@@ -195,7 +193,7 @@ class Stepper:
         self._head_here = any(stage.head is not None for stage in replica.stages.values())
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
-        biased = [index for index in range(model.further_layers.stop) if model.is_moe_layer(index)]
+        biased = [index for index in range(model.mtp_layers.stop) if model.is_moe_layer(index)]
         self._biased = biased if model.moe_router_enable_expert_bias else []
         """Layers with routers that have a bias, of all stages."""
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
@@ -385,10 +383,12 @@ class Stepper:
             del self._forward  # and with it the batch
 
     def _denominators(self, batch: _Batch, *, evaluation: bool) -> torch.Tensor:
-        topology, further = self._replica.topology, self._replica.config.model.mtp_num_layers
+        topology, mtp_num_layers = self._replica.topology, self._replica.config.model.mtp_num_layers
         alone = not evaluation and self._shares > 1
         dp = Group.solo("dp") if alone else topology.dp_cp_scalars
-        denominators = token_denominators(batch.microbatches, further=further, dp=dp, device=topology.device)
+        denominators = token_denominators(
+            batch.microbatches, mtp_num_layers=mtp_num_layers, dp=dp, device=topology.device
+        )
         # A share is a batch by itself, and one of several parts of the step.
         return denominators * self._shares if alone else denominators
 

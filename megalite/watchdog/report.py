@@ -4,7 +4,6 @@ Heartbeats know what a host has queued; torch's flight recorder, at the end here
 
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -134,14 +134,14 @@ def test_packed_samples_say_where_documents_are_and_what_counts() -> None:
 
 
 def test_a_shorter_sequence_is_the_beginning_of_the_sample() -> None:
-    short = loader(Counting(), further=1)
+    short = loader(Counting(), mtp_num_layers=1)
     short.prefetch(3, 2, 4)
     (batch,) = short.load(3, 2, 4)
     assert batch.tokens.tolist() == [[300, 301, 302, 303], [400, 401, 402, 403]]
     assert batch.labels.tolist() == [[301, 302, 303, 304], [401, 402, 403, 404]]
-    assert batch.further_labels is not None and batch.further_mask is not None
-    assert batch.further_labels[0].tolist() == [[302, 303, 304, 0], [402, 403, 404, 0]]
-    assert batch.further_mask[0].tolist() == [[1, 1, 1, 0]] * 2
+    assert batch.mtp_labels is not None and batch.mtp_mask is not None
+    assert batch.mtp_labels[0].tolist() == [[302, 303, 304, 0], [402, 403, 404, 0]]
+    assert batch.mtp_mask[0].tolist() == [[1, 1, 1, 0]] * 2
     (whole,) = short.load(3, 2)
     assert whole.tokens.shape == (2, 6)
     short.close()

@@ -85,5 +85,5 @@ def microbatch(mask: list[list[float]]) -> Microbatch:
 
 def test_a_batch_without_a_token_has_the_loss_zero() -> None:
     batch = microbatch([[0, 0, 0]])
-    total = token_denominators([batch], further=0, dp=Group.solo("dp"), device=CPU)
+    total = token_denominators([batch], mtp_num_layers=0, dp=Group.solo("dp"), device=CPU)
     assert masked_loss(torch.full((1, 3), 5.0), batch.loss_mask, total[0]).item() == 0.0

@@ -219,7 +219,7 @@ _ALL = (
             sigmoid=True,
             dense="first_k_dense_replace",
         ),
-        further=True,
+        mtp=True,
     ),
     DeepSeek(
         *("deepseek_v2", "DeepseekV2ForCausalLM"),
@@ -253,7 +253,7 @@ _ALL = (
             first_dense=3,
             dense="first_k_dense_replace",
         ),
-        further=True,
+        mtp=True,
     ),
     Gemma("gemma2", "Gemma2ForCausalLM", max_positions=8192, caps=(50.0, 30.0), full_every=2, **_GEMMA),
     Gemma(

@@ -41,7 +41,7 @@ class Family:
     architecture: str
     _: KW_ONLY
     whole_heads: bool = False  # num_attention_heads must divide hidden_size
-    further: bool = False  # layers that predict further tokens may come behind the others
+    mtp: bool = False  # layers that predict further tokens may come behind the others
     buffers: ClassVar[re.Pattern[str]]  # tensors of old files that are no weights: masks, frequencies
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
@@ -221,10 +221,10 @@ class LlamaLike(Family):
         if model.tie_embeddings and present is not None and word not in present and head in present:
             word = head  # of the two names of one tensor the writer kept this one
         yield Piece(word, "embedding.word.weight", rows, vocabulary)
-        for i in range(model.further_layers.stop if self.further else model.num_layers):
+        for i in range(model.mtp_layers.stop if self.mtp else model.num_layers):
             there, here = f"model.layers.{i}", f"layers.{i}"
-            if i in model.further_layers:
-                yield from _further_pieces(model, there, here, write=present is None)
+            if i in model.mtp_layers:
+                yield from _mtp_pieces(model, there, here, write=present is None)
             if model.pre_norms:
                 yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
             yield from self.attention_pieces(model, f"{there}.self_attn", f"{here}.attention")
@@ -280,7 +280,7 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
 
 
-def _further_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
+def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
     """What such a layer has beside a layer; embedding and head are there once more, and read from where they belong."""
     assert model.vocab_size is not None
     h = model.hidden_size

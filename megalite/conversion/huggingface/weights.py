@@ -148,7 +148,7 @@ class HuggingFaceWeights(Weights):
         self.token_ids = {name: token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
-        if self.family.further and values.get("num_nextn_predict_layers") != 0:
+        if self.family.mtp and values.get("num_nextn_predict_layers") != 0:
             said, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
             # transformers says how many there may be, and leaves them out of what it saves.
             held = (f"model.layers.{first + k}.eh_proj.weight" in self._shards.records for k in range(said))
@@ -221,7 +221,7 @@ class HuggingFaceWeights(Weights):
             used.add(piece.theirs)
             if (kind := self._quantized.get(records[piece.theirs].dtype)) is not None:
                 used.add(kind.scales_of(piece.theirs))
-        used |= {f"model.layers.{i}.{name}.weight" for i in self.model.further_layers for name in _COPIES}
+        used |= {f"model.layers.{i}.{name}.weight" for i in self.model.mtp_layers for name in _COPIES}
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
         if HEAD in unknown and self.model.tie_embeddings:
             self._check_tied(found["embedding.word.weight"][0].theirs)
@@ -304,7 +304,7 @@ def write_huggingface(
             token_ids["eos_token_id"] = _end_of_document(weights, log)
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
-    if weights.model.mtp_num_layers and not chosen.further:
+    if weights.model.mtp_num_layers and not chosen.mtp:
         log(f"{chosen.name} has no layers that predict further tokens: {weights.model.mtp_num_layers} left out")
     targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)

@@ -314,7 +314,7 @@ def embedding(price: Pricing) -> Piece:
     return moved + Piece(price.leave(), price.enter(), Parts())
 
 
-def further_inputs(price: Pricing) -> Piece:
+def mtp_inputs(price: Pricing) -> Piece:
     """Of a layer that predicts a further token: the lookup, two norms beside each other, and their projection."""
     work = price.work
     rows = work.tokens / work.split

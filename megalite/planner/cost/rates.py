@@ -65,7 +65,7 @@ class Workload:
     qk_norm_all_heads: Number = _of(lambda c: c.model.qk_norm_all_heads)
     # Of attention scores, which no fused kernel takes.
     softcap: Number = _of(lambda c: c.model.attn_logit_softcapping is not None)
-    further: Number = _of(lambda c: c.model.mtp_num_layers)  # layers behind the last that predict further tokens
+    mtp_layers: Number = _of(lambda c: c.model.mtp_num_layers)  # layers behind the last that predict further tokens
     hidden_dropout: Number = _of(lambda c: c.model.hidden_dropout > 0)
     attention_dropout: Number = _of(lambda c: c.model.attention_dropout > 0)
     experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer

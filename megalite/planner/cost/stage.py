@@ -133,11 +133,11 @@ def stage_cost(
             total = total + piece * number
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
             again = again + recomputed * (number * share)
-    further, end = price.work.further * has_head, operations.head(price) * has_head
-    if np.any(np.asarray(further) > 0):  # of the kind of the last layer
+    mtp, end = price.work.mtp_layers * has_head, operations.head(price) * has_head
+    if np.any(np.asarray(mtp) > 0):  # of the kind of the last layer
         piece, recomputed = layer_parts(price, moe=bool(np.any(np.asarray(price.work.experts) > 0)))
-        total = total + (piece + operations.further_inputs(price)) * further
-        again, end = again + recomputed * further, end + operations.head(price) * further
+        total = total + (piece + operations.mtp_inputs(price)) * mtp
+        again, end = again + recomputed * mtp, end + operations.head(price) * mtp
     # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
     end = _seconds(price, end, Parts())
     cost = _seconds(price, total, again) + end

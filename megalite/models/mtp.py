@@ -8,7 +8,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.kernels.bases import Module
 from megalite.models.block import Block
-from megalite.models.context import FURTHER_LOSS, ForwardContext
+from megalite.models.context import MTP_LOSS, ForwardContext
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ReplicatedLinear, vocab_parallel_lookup
@@ -18,7 +18,7 @@ TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """Hidden states behind a final norm, labels [b, s/cp] -> cross-entropy of each token [b, s/cp]."""
 
 
-class FurtherLayer(Module):
+class MTPLayer(Module):
     """Depth k predicts token i + k + 1 at position i: norm(embedding of token i + k) and norm(hidden state of the depth
     before), projected to one hidden state, go through a block and a final norm.
 
@@ -50,7 +50,7 @@ class FurtherLayer(Module):
         return self.block(self.projection(both), context)
 
 
-class FurtherTokens(Module):
+class MTPBlock(Module):
     """The `mtp_num_layers` depths of a model, on its last stage, with the model's own embedding and head.
 
     `word` is the embedding, or the last stage's copy of it.
@@ -70,16 +70,18 @@ class FurtherTokens(Module):
         self.scale = config.embedding_scale
         self.word = word
         self.depths = torch.nn.ModuleList(
-            FurtherLayer(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
-            for index in config.further_layers
+            MTPLayer(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
+            for index in config.mtp_layers
         )
 
     def forward(self, x: Tensor, context: ForwardContext, losses: TokenLosses) -> Tensor:
         """x [s/cp, b, h], the hidden states behind the final norm, with the depths' losses attached to it."""
-        ahead, auxiliary = context.ahead, context.auxiliary
-        assert ahead is not None and auxiliary is not None
+        inputs, auxiliary = context.mtp, context.auxiliary
+        assert inputs is not None and auxiliary is not None
         hidden, total = x, None
-        for depth, labels, tokens, weights in zip(self.depths, ahead.labels, ahead.tokens, ahead.weights, strict=True):
+        for depth, labels, tokens, weights in zip(
+            self.depths, inputs.labels, inputs.tokens, inputs.weights, strict=True
+        ):
             embedded = vocab_parallel_lookup(tokens, self.word, tp=self.tp, sequence_parallel=self.sequence_parallel)
             if self.scale != 1.0:
                 embedded = embedded * self.scale
@@ -89,4 +91,4 @@ class FurtherTokens(Module):
             total = term if total is None else total + term
         assert total is not None
         # Every tp rank has the whole loss: one of them counts it.
-        return auxiliary.attach(x, FURTHER_LOSS, total, counts=self.tp.rank == 0)
+        return auxiliary.attach(x, MTP_LOSS, total, counts=self.tp.rank == 0)

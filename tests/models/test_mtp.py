@@ -12,7 +12,7 @@ from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
 from megalite.models.shapes import end_forward_flops, head_forward_flops, layer_forward_flops
 from megalite.topology.group import Group
-from megalite.training.step import further_tokens, token_denominators
+from megalite.training.step import mtp_inputs, token_denominators
 from tests.models.stages import LLAMA, B, S, build, varied
 
 CPU = torch.device("cpu")
@@ -36,25 +36,25 @@ def microbatch(*, find: bool = False) -> Microbatch:
         dp_size=1,
         micro_batch_size=B,
         find_documents=find,
-        further=2,
+        mtp_num_layers=2,
     )
     return loader.load(0, B)[0]
 
 
 def test_what_the_depths_read() -> None:
     batch = microbatch()
-    assert batch.further_labels is not None and batch.further_mask is not None
+    assert batch.mtp_labels is not None and batch.mtp_mask is not None
     for k in (1, 2):
-        assert torch.equal(batch.further_labels[k - 1, :, :-k], batch.labels[:, k:])
-        assert torch.equal(batch.further_mask[k - 1, :, :-k], batch.loss_mask[:, k:])
-        assert not batch.further_labels[k - 1, :, -k:].any() and not batch.further_mask[k - 1, :, -k:].any()
+        assert torch.equal(batch.mtp_labels[k - 1, :, :-k], batch.labels[:, k:])
+        assert torch.equal(batch.mtp_mask[k - 1, :, :-k], batch.loss_mask[:, k:])
+        assert not batch.mtp_labels[k - 1, :, -k:].any() and not batch.mtp_mask[k - 1, :, -k:].any()
     # Sample 0 has its document's end at position 7: position 7 - k would predict beyond it, and is out anyway.
-    assert batch.further_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1, 0]
+    assert batch.mtp_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1, 0]
     apart = microbatch(find=True)
-    assert apart.further_mask is not None
+    assert apart.mtp_mask is not None
     # Where documents are apart position 7, the end itself, predicts nothing of the next one either.
-    assert apart.further_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 0]
-    assert apart.further_mask[1, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert apart.mtp_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 0]
+    assert apart.mtp_mask[1, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -62,19 +62,19 @@ def test_loss_and_gradients_are_those_of_the_formula(tied: bool) -> None:
     changes = {"mtp_num_layers": 2, "tie_embeddings": tied, "scale_embeddings": True}
     stage = build(varied(LLAMA, **changes)).train()
     batch = microbatch()
-    counts = token_denominators([batch], further=2, dp=Group.solo("dp"), device=CPU)
-    assert batch.further_mask is not None
-    assert counts.tolist() == [batch.loss_mask.sum().item(), *(mask.sum().item() for mask in batch.further_mask)]
+    counts = token_denominators([batch], mtp_num_layers=2, dp=Group.solo("dp"), device=CPU)
+    assert batch.mtp_mask is not None
+    assert counts.tolist() == [batch.loss_mask.sum().item(), *(mask.sum().item() for mask in batch.mtp_mask)]
     losses = AuxiliaryLosses(1.0, 1.0, 1.0, CPU)
-    ahead = further_tokens(batch, counts, factor=FACTOR, device=CPU)
-    each = stage(batch.tokens, stage.context((0, 1), auxiliary=losses, ahead=ahead), labels=batch.labels)
+    inputs = mtp_inputs(batch, counts, factor=FACTOR, device=CPU)
+    each = stage(batch.tokens, stage.context((0, 1), auxiliary=losses, mtp=inputs), labels=batch.labels)
     (each * batch.loss_mask.double()).sum().div(counts[0]).backward()
     ours = {name: parameter.grad for name, parameter in stage.named_parameters()}
     assert all(grad is not None for grad in ours.values())
     stage.zero_grad()
-    main, further = written_out(stage, batch)
-    (main + further).backward()
-    assert losses.totals["mtp_loss"].item() == pytest.approx(further.item(), rel=1e-12)
+    main, mtp_loss = written_out(stage, batch)
+    (main + mtp_loss).backward()
+    assert losses.totals["mtp_loss"].item() == pytest.approx(mtp_loss.item(), rel=1e-12)
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_formula(tied: bool) -> None:
 
 def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Both terms for whole sequences, token by token."""
-    assert stage.embedding is not None and stage.head is not None and isinstance(stage.head.further, torch.nn.Module)
+    assert stage.embedding is not None and stage.head is not None and isinstance(stage.head.mtp, torch.nn.Module)
     context, mask = dataclasses.replace(stage.context((0, 1))), batch.loss_mask.double()
     table, head, size = stage.embedding.word.weight, stage.head.weight, 37
 
@@ -101,7 +101,7 @@ def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch
         x = block(x, context)
     hidden = stage.head.norm(x)
     main, terms = loss(hidden, batch.labels, mask), []
-    for k, depth in enumerate(stage.head.further.depths, start=1):
+    for k, depth in enumerate(stage.head.mtp.depths, start=1):
         shifted = torch.zeros_like(batch.tokens)
         shifted[:, : S - k + 1] = batch.labels[:, k - 1 :]
         both = torch.cat((depth.embedding_norm(embedded(shifted)), depth.hidden_norm(hidden)), dim=-1)
