@@ -1,10 +1,10 @@
-"""What travels between stages in fewer bytes, by `pipeline_compression`.
+"""Lossy compression of the activations and gradients that pipeline stages exchange (`pipeline_compression`).
 
-The receiver computes with what has arrived, and the sender's backward gets the compressed gradient of that: of
-activations and of gradients something is lost, and nothing makes up for it later (no error feedback: the next message is
-of other samples). Source: dynamic communication thresholding for model parallelism, arXiv 2010.08899. A message's largest
-elements are chosen by a threshold for this message alone, so it always adapts, its size is fixed, and there is no state. A
-message is a function of the tensor alone: tensor-parallel ranks that send the same send the same bits.
+The receiver computes with the decompressed activation, and the sender's backward gets the compressed gradient. The loss
+is not made up for later: there is no error feedback, because the next message belongs to other samples. Source: dynamic
+communication thresholding for model parallelism, arXiv 2010.08899. Unlike there, the largest elements are chosen per
+message, so the size is fixed and there is no state. A message depends on the tensor alone: tensor-parallel ranks with
+equal tensors send equal bits.
 """
 
 import math
@@ -17,7 +17,7 @@ from megalite.kernels.integers import Integers
 
 
 class MessageCodec(ABC):
-    """Turns tensors of `count` elements into uint8 [nbytes] and back. NaN and infinities stay what no finite number is."""
+    """Converts tensors of `count` elements to uint8 [nbytes] and back. NaN and infinity never become finite numbers."""
 
     def __init__(self, compression: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.dtype, self.device = count, dtype, device
@@ -26,11 +26,11 @@ class MessageCodec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The message for `values` [count], which stay as they are."""
+        """Return the message for `values` [count], without changing them."""
 
     @abstractmethod
     def decode(self, message: torch.Tensor) -> torch.Tensor:
-        """[count], of the codec's type."""
+        """Return the values [count] of a message, in the codec's dtype."""
 
 
 class _Rounded(MessageCodec):
@@ -42,7 +42,7 @@ class _Rounded(MessageCodec):
 
 
 class _Integers(MessageCodec):
-    """Scales are fp32 at least: one in 16 bits could be too small for the largest of its block."""
+    """Scales are at least fp32: a 16-bit scale could be too small for the largest element of its block."""
 
     def __init__(self, compression: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(compression, count, dtype, device)
@@ -60,25 +60,24 @@ class _Integers(MessageCodec):
 
 
 class _Largest(MessageCodec):
-    """Places and values of the elements that are largest in magnitude; the others arrive as 0."""
+    """Sends indices and values of the elements with the largest magnitude; the others arrive as 0."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        assert values.numel() < 1 << 31, "places are 32-bit integers"
-        places = torch.topk(values.abs(), math.ceil(self.share * self.count), sorted=False).indices
-        return torch.cat([places.to(torch.int32).view(torch.uint8), values[places].view(torch.uint8)])
+        assert values.numel() < 1 << 31, "indices are 32-bit integers"
+        indices = torch.topk(values.abs(), math.ceil(self.share * self.count), sorted=False).indices
+        return torch.cat([indices.to(torch.int32).view(torch.uint8), values[indices].view(torch.uint8)])
 
     def decode(self, message: torch.Tensor) -> torch.Tensor:
         split = self.nbytes // (4 + self.dtype.itemsize) * 4
-        # Values are copied, as they need not start where their type may.
-        places, values = message[:split].view(torch.int32), message[split:].clone().view(self.dtype)
-        whole = torch.zeros(self.count, dtype=self.dtype, device=self.device)
-        return whole.index_copy_(0, places.long(), values)
+        # The copy aligns the values: their offset need not be a multiple of the element size.
+        indices, values = message[:split].view(torch.int32), message[split:].clone().view(self.dtype)
+        result = torch.zeros(self.count, dtype=self.dtype, device=self.device)
+        return result.index_copy_(0, indices.long(), values)
 
 
 _CODECS: dict[str, type[MessageCodec]] = {"bf16": _Rounded, "uint8": _Integers, "topk": _Largest}
 
 
 def make_codec(compression: str, count: int, dtype: torch.dtype, device: torch.device) -> MessageCodec:
-    """Of tensors of `count` elements; `compression` as `pipeline_compression` says it, but not none. Raises
-    ConfigError: the text is no compression."""
+    """Build the codec of a `pipeline_compression` value other than "none". Raise ConfigError if it is unknown."""
     return _CODECS[parse_pipeline_compression(compression)[0]](compression, count, dtype, device)

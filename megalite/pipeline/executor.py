@@ -1,4 +1,4 @@
-"""The executor: does what a lowered program says, action by action, and knows no schedule by name."""
+"""Execute one pipeline rank's actions of a lowered program, in order, for any schedule."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
 from megalite.topology.group import Group, Work
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
-if TYPE_CHECKING:  # loaded when it is named
+if TYPE_CHECKING:  # imported at run time only if a config selects compression
     from megalite.pipeline.compression import MessageCodec
 
 
@@ -30,8 +30,12 @@ class _Pending(NamedTuple):
 
 
 class Channels:
-    """Sends and receives of one pipeline rank. `edges`: (sender, receiver) in pipeline ranks -> the pair's group,
-    sender first. `send_window`: sends that may be pending on one edge before the oldest is waited for."""
+    """Sends and receives of one pipeline rank.
+
+    Args:
+        edges: (sender, receiver) as pipeline ranks -> the pair's group, sender first.
+        send_window: Sends that may be pending on one edge; the next send waits for the oldest.
+    """
 
     def __init__(self, edges: dict[tuple[int, int], Group], *, rank: int, send_window: int) -> None:
         self._edges = edges
@@ -40,7 +44,7 @@ class Channels:
         self._pending: dict[int, deque[_Pending]] = {}
 
     def send(self, tensor: torch.Tensor, *, to: int, sent: Callable[[], None] | None = None) -> None:
-        """Start a send to pipeline rank `to`; `sent` runs once it is complete. The tensor is kept until then."""
+        """Start a send to pipeline rank `to`, keep the tensor until it is complete, then call `sent`."""
         pending = self._pending.setdefault(to, deque())
         while len(pending) >= self._window:
             self._finish(pending)
@@ -52,7 +56,7 @@ class Channels:
         return self._edges[source, self._rank].receive_async(tensor, source=0)
 
     def drain(self) -> None:
-        """Wait for every send."""
+        """Wait for all pending sends."""
         for pending in self._pending.values():
             while pending:
                 self._finish(pending)
@@ -72,80 +76,81 @@ _FORWARDS = (Kind.F, Kind.R)
 
 @dataclass
 class StepState:
-    """What is alive, by (stage, microbatch)."""
+    """Live tensors of a step, by (stage, microbatch)."""
 
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Received or handed over, until the backward has their gradient."""
+    """Stage inputs, received or passed on within the rank; kept until the backward has computed their gradient."""
     kept_inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
-    """The same where the forward keeps nothing else and runs again; None on the first stage, which has none."""
+    """Stage inputs of forwards that will run again (R) and keep nothing else; None on the first stage."""
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Roots of the graphs that are alive; their own memory may be gone."""
+    """Roots of the live autograd graphs; their storage may already be freed."""
     leaving: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Outputs without a graph that are to be sent."""
+    """Outputs without a graph that have not been sent yet."""
     output_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     input_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     receiving: dict[Action, tuple[Work, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def take_input(self, key: Key) -> torch.Tensor | None:
-        """The stage's input for its backward, no longer held here; None on the first stage."""
+        """Remove and return the stage's input for its backward; None on the first stage."""
         if key in self.kept_inputs:
             return self.kept_inputs.pop(key)
         return self.inputs.pop(key, None)
 
 
 def free_output(output: torch.Tensor) -> None:
-    """Give back the memory of a graph's root. The graph stays: the engine does not look at the root's data."""
+    """Free the storage of a graph's root. Its backward still works: the engine does not read the root's data."""
     assert output._base is None, "a stage's output must not be a view: its memory is freed while its graph lives on"
     output.data = output.data.new_empty(1)
 
 
 ForwardStep = Callable[[int, int, torch.Tensor | None], torch.Tensor]
-"""(stage, microbatch, input or None on the first stage) -> output; on the last stage the microbatch's scalar loss."""
+"""(stage, microbatch, input or None on the first stage) -> output, or the microbatch's scalar loss on the last
+stage."""
 
 
 class GradientReducer(Protocol):
-    """Calls of the executor into data parallelism; stages are global."""
+    """Callbacks of the executor into data parallelism. Stages are numbered globally."""
 
     def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        """The action that comes next is the last of this stage: buckets may be reduced as they fill.
+        """Allow buckets of this stage to be reduced as they fill, right before the stage's last action of the step.
 
-        It is a whole backward; or with `pending` a W, which gives exactly the gradients of these parameters, one for
-        each time that they are listed. All others are final.
+        That action is a full backward. With `pending` it is a W, which produces one gradient for each entry of
+        `pending`; all other gradients of the stage are final.
         """
 
     def collect_grads(self, stage: int) -> None:
-        """A backward of this stage is over."""
+        """Collect the gradients after a backward of this stage."""
 
     def start_grad_sync(self, stage: int) -> None:
-        """The stage's gradients are final: start reducing what has not been started."""
+        """Start all reductions of the stage that have not started; its gradients are final."""
 
     def announce(self, stage: int | None, *, backward: bool) -> None:
-        """The weights of this stage are used next but one: in the computation after the one that comes now, a forward or
-        a backward. None: there is no further in this step."""
+        """Prepare the weights of this stage for the computation after the coming one, a forward or a backward. None:
+        the coming computation is the last of the step that reads weights."""
 
 
 class WeightGradients(Protocol):
-    """The weight gradients that a stage's I leaves to its W."""
+    """Weight gradients of one stage that its I defers to its W."""
 
     @property
     def pending(self) -> int:
-        """Microbatches between their I and their W."""
+        """Number of microbatches that have run their I but not their W."""
 
     def deferring(self, microbatch: int) -> AbstractContextManager[None]:
-        """A backward inside gives the input gradient alone."""
+        """Make a backward in this context compute only the input gradient."""
 
     def parameters(self, microbatch: int) -> Sequence[torch.nn.Parameter]:
-        """The parameters that `run` will report."""
+        """Return the parameters that get a gradient from `run`."""
 
     def run(self, microbatch: int) -> None: ...
 
     def clear(self) -> None:
-        """Drop what an earlier step, that failed, has left."""
+        """Drop what an earlier, failed step has left."""
 
 
 class Tracer(Protocol):
-    """Notified when computations run: after their inputs have come, so that waiting lies between them."""
+    """Records the start and end of each computation. The wait for its inputs comes before the start."""
 
     def start(self, action: Action) -> None: ...
 
@@ -156,18 +161,17 @@ class Executor:
     """Runs one rank's part of a program.
 
     Args:
-        program: a lowered and validated program; every rank of the pipeline runs its own row of the same one.
-        edges: the process group of each directed neighbour pair.
-        forward: computes one stage on one microbatch; where the program has an R it is called twice, first without
+        program: A lowered and validated program, the same on every rank; each rank runs its own row.
+        edges: The process group of each directed neighbour pair.
+        forward: Computes one stage on one microbatch. It is called twice if the program has an R, first without
             gradients.
-        activation_shape: shape of the tensors that travel between stages.
-        shared: ranks with the same tensors, each of which sends its part of them and gathers what comes (Narayanan et al.
-            2021, section 4.1); None: each rank sends whole tensors.
-        compression: as `pipeline_compression` says.
-        reducer: None in forward-only programs.
-        deferred: of each stage here with a split backward.
-        check_memory: after each action compare what is held with the replay of the program, and raise AssertionError
-            where they differ.
+        activation_shape: Shape of the tensors sent between stages.
+        shared: Ranks with equal tensors. Each sends its part of a tensor and all-gathers the parts received (Narayanan
+            et al. 2021, section 4.1). None: each rank sends whole tensors.
+        compression: A value of `pipeline_compression`. reducer: None in forward-only programs. deferred: For each stage
+        of this rank with a split backward. check_memory: Compare the live tensors with the replay of the program after
+        each action, and raise
+            AssertionError if they differ.
     """
 
     def __init__(
@@ -205,9 +209,9 @@ class Executor:
             self._codec = make(compression, count // self._shared.size, dtype, device)
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
-        """Of each stage the action after which its gradients are final."""
+        """Per stage, the action after which its gradients are final."""
         self._messages = {one: one._replace(kind=_MESSAGE_OF[one.kind]) for one in row if one.kind in _MESSAGE_OF}
-        """What each computation may have to wait for."""
+        """The receive that each computation waits for, if its input comes from another rank."""
         self._following = _following(row)
         self._expected: list[LiveUnits] | None = None
         if check_memory:
@@ -226,7 +230,7 @@ class Executor:
         }
 
     def run(self) -> list[torch.Tensor]:
-        """One step. Returns the microbatch losses if the last stage is here, else nothing; detached."""
+        """Run one step. Return the microbatches' detached losses on the rank of the last stage, else an empty list."""
         step = StepState()
         for deferred in self._deferred.values():
             deferred.clear()
@@ -250,8 +254,8 @@ class Executor:
         if message in step.receiving:
             work, part = step.receiving.pop(message)
             work.wait()
-            held = step.inputs if action.kind is Kind.F else step.output_grads
-            held[action.stage, action.microbatch] = self._gathered(part)
+            received = step.inputs if action.kind is Kind.F else step.output_grads
+            received[action.stage, action.microbatch] = self._gathered(part)
         if self._reducer is not None and action in self._following:
             following = self._following[action]
             self._reducer.announce(
@@ -280,14 +284,14 @@ class Executor:
         elif self._placement[stage + 1] == self._rank:
             step.inputs[stage + 1, microbatch] = output.detach()
             if has_graph:
-                free_output(output)  # the next stage's input has the memory, and frees it with its own backward
+                free_output(output)  # the next stage's input shares the memory and is freed by its own backward
         elif not has_graph:
             step.leaving[key] = output
 
     def _run_forward_again(self, action: Action, step: StepState) -> None:
         key = action.stage, action.microbatch
         step.outputs[key] = output = self._forward_on(key, step.kept_inputs[key], True)
-        if action.stage < self._last_stage:  # the first run's output is the one that was sent
+        if action.stage < self._last_stage:  # the output of the first run was sent
             free_output(output)
 
     def _forward_on(self, key: Key, x: torch.Tensor | None, has_graph: bool) -> torch.Tensor:
@@ -297,7 +301,7 @@ class Executor:
             return self._forward(*key, x)
 
     def _run_backward(self, action: Action, step: StepState) -> None:
-        """B, or its half I."""
+        """Run a B or an I."""
         stage, microbatch = key = action.stage, action.microbatch
         output = step.outputs.pop(key)
         grad = step.output_grads.pop(key) if stage < self._last_stage else None
@@ -348,7 +352,7 @@ class Executor:
         step.receiving[action] = work, part
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank sends of a tensor: elements in a row, the same number on each, or the message for them."""
+        """Return this rank's contiguous share of a tensor, compressed if configured."""
         part = tensor if self._shared.size == 1 else tensor.view(self._shared.size, -1)[self._shared.rank]
         return part if self._codec is None else self._codec.encode(part.view(-1))
 
@@ -357,9 +361,9 @@ class Executor:
             part = self._codec.decode(part)
         if self._shared.size == 1:
             return part.view(self._shape)
-        whole = self._empty(self._shape)
-        self._shared.all_gather(whole.view(-1), part)
-        return whole
+        tensor = self._empty(self._shape)
+        self._shared.all_gather(tensor.view(-1), part)
+        return tensor
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -371,28 +375,28 @@ class Executor:
     def _check_memory(self, expected: LiveUnits, action: Action, step: StepState) -> None:
         pending = sum(deferred.pending for deferred in self._deferred.values())
         found = LiveUnits(len(step.outputs), len(step.kept_inputs), pending)
-        assert found == expected, f"after {action} rank {self._rank} holds {found}; the program says {expected}"
+        assert found == expected, f"after {action} rank {self._rank} holds {found}; the program predicts {expected}"
 
 
 def _following(row: Sequence[Action]) -> dict[Action, Action | None]:
-    """After each computation that reads weights, the next that does; a W reads none."""
+    """Map each computation that reads weights (all but W) to the next one that does."""
     readers = [action for action in row if action.kind in COMPUTE and action.kind is not Kind.W]
     return dict(itertools.zip_longest(readers, readers[1:]))
 
 
-def _deferred_for(program: Program, rank: int, given: Mapping[int, WeightGradients]) -> dict[int, WeightGradients]:
-    """Those of the stages on a rank that have a split backward."""
+def _deferred_for(program: Program, rank: int, deferred: Mapping[int, WeightGradients]) -> dict[int, WeightGradients]:
+    """Select the stages of a rank that have a split backward."""
     split = sorted({action.stage for action in program.actions[rank] if action.kind is Kind.I})
-    if not given.keys() >= set(split):
+    if not deferred.keys() >= set(split):
         raise ConfigError(
             f"schedule {program.schedule.name} splits the backward of stages {split} on pipeline rank {rank}, but deferred "
-            f"has {sorted(given) or 'none'}: give weight gradients for them, or use a schedule without I, such as 1f1b"
+            f"has {sorted(deferred) or 'none'}: pass weight gradients for them, or use a schedule without I, such as 1f1b"
         )
-    return {stage: given[stage] for stage in split}
+    return {stage: deferred[stage] for stage in split}
 
 
 def _engine_backward(output: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """`output.backward(grad)` without the shape check that a freed output would fail."""
+    """Run `output.backward(grad)` without its shape check, which a freed output would fail."""
     if grad is None:
         grad = torch.ones_like(output)
     keep_graph = create_graph = False

@@ -1,4 +1,4 @@
-"""What the executor asks for, checks and tells, on one rank: deferred, memory, traces, errors."""
+"""The executor's checks, traces and errors on one rank."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def test_a_split_program_needs_deferred_weight_gradients() -> None:
     for deferred, given in ((None, "none"), ({0: DeferredWeightGradients()}, r"\[0\]")):
         with pytest.raises(
             ConfigError,
-            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: give weight gradients",
+            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: pass weight",
         ):
             Rank(program, 0, {}, deferred=deferred)
     Rank(program, 0, {}, deferred={1: DeferredWeightGradients()})
@@ -45,7 +45,7 @@ def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> 
     me = Rank(program, 0, {}, deferred={0: Leaky()})
     with pytest.raises(
         AssertionError,
-        match=r"after 0W0 rank 0 holds LiveUnits\(activations=0, inputs=0, deferred=1\); the program says LiveUnits\(activations=0, inputs=0, deferred=0\)",
+        match=r"after 0W0 rank 0 holds LiveUnits\(activations=0, inputs=0, deferred=1\); the program predicts LiveUnits\(activations=0, inputs=0, deferred=0\)",
     ):
         me.executor.run()
     Rank(program, 0, {}, deferred={0: Leaky()}, check_memory=False).executor.run()

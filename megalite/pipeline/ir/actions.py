@@ -1,4 +1,4 @@
-"""The atoms of every schedule: what one pipeline rank can do, and the error of a schedule that cannot run."""
+"""Actions, the elements of every schedule, and the error of a schedule that cannot run."""
 
 import re
 from enum import StrEnum
@@ -8,30 +8,30 @@ from megalite.config.errors import ConfigError
 
 
 class ScheduleError(ConfigError):
-    """A schedule that cannot run; the first line of the message names the rank, the position and the action."""
+    """Raised for a schedule that cannot run. The message's first line names the rank, the position and the action."""
 
 
 class Kind(StrEnum):
-    """What an action does. F, B, I, W and R compute; the rest is added by `lower`."""
+    """What an action does. F, B, I, W and R compute; `lower` adds the others."""
 
-    # A string enum, because actions are dictionary keys by the ten thousand: a plain Enum hashes in Python code.
+    # A string enum, because tens of thousands of actions are dictionary keys, and a plain Enum hashes in Python code.
 
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
     """Full backward of one microbatch through one stage: input and weight gradients."""
     I = "I"  # noqa: E741
-    """The half of a backward that others wait for: the gradient of the stage's input."""
+    """The half of a backward that other stages wait for: the gradient of the stage's input."""
     W = "W"
-    """The other half: the gradients of the stage's weight matrices. Nothing waits for it but REDUCE_GRAD."""
+    """The other half: the gradients of the stage's weight matrices. Only REDUCE_GRAD waits for it."""
     R = "R"
-    """Forward once more, with its activations kept: the backward then need not recompute, and the R can run early."""
+    """Activation recomputation as a separate action, which can run before the backward's gradient arrives."""
     SEND_F = "SEND_F"
     """Send the stage's output to the rank of the next stage."""
     RECV_F = "RECV_F"
-    """Receive the stage's input from the rank of the stage before."""
+    """Receive the stage's input from the rank of the previous stage."""
     SEND_B = "SEND_B"
-    """Send the gradient of the stage's input to the rank of the stage before."""
+    """Send the gradient of the stage's input to the rank of the previous stage."""
     RECV_B = "RECV_B"
     """Receive the gradient of the stage's output from the rank of the next stage."""
     REDUCE_GRAD = "REDUCE_GRAD"
@@ -45,10 +45,10 @@ MEANINGS = {
     Kind.W: "weight gradient",
     Kind.R: "forward again",
 }
-"""What computes, in words."""
+"""The kinds that compute, in words."""
 COMPUTE = frozenset(MEANINGS)
 GRADIENTS = frozenset({Kind.B, Kind.I})
-"""Each gives the gradient of a stage's input."""
+"""The kinds that produce the gradient of a stage's input."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 
@@ -59,7 +59,7 @@ _TEXT = re.compile(rf"(\d{{1,18}})({'|'.join(sorted(Kind, key=len, reverse=True)
 
 
 class Action(NamedTuple):
-    """One step of one rank. `stage` is the global virtual stage. Text form: stage, kind, microbatch, e.g. `2F0`."""
+    """One action of one rank. `stage` is the global virtual stage. Text form: stage, kind, microbatch, e.g. `2F0`."""
 
     kind: Kind
     stage: int
@@ -70,7 +70,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action of this text form, or a ScheduleError."""
+        """Parse the text form. Raise ScheduleError if the text is malformed."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or (match[2] == Kind.REDUCE_GRAD) != (match[3] == ""):
             raise ScheduleError(

@@ -1,4 +1,4 @@
-"""costs.json: what the stages of a pipeline cost and hold, as measured or estimated.
+"""Read costs.json: times and memory of pipeline stages, measured or estimated.
 
 ```json
 {"unit": "ms", "forward": 18.5, "input_grad": 18.1, "weight_grad": 9.3, "p2p": 0.6,
@@ -21,11 +21,11 @@ from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.simulate import Costs, Link
 
 PerStage = float | tuple[float, ...]
-"""A number: of each rank's whole share of the model, divided evenly over its stages. A tuple: one number per rank (its
-whole share, divided likewise), or one a virtual stage."""
+"""Either one number per rank or one per virtual stage; a single number applies to every rank. The number of a rank is
+divided evenly over its stages."""
 
 UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-"""Seconds in each unit that a file may name."""
+"""Allowed units and their length in seconds."""
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad", "recompute")
 _AMOUNT = {"least": 0.0, "most": 1e15}
@@ -47,8 +47,8 @@ def _links(value: Any, where: str) -> dict[tuple[int, int], Link]:
             raise ConfigError(f'{where} has {shortened(name)}; a link is named by two ranks, such as "0->1"')
         pair = int(ends[1]), int(ends[2])
         if pair[0] == pair[1] or pair in links:
-            wrong = "joins the same rank twice" if pair[0] == pair[1] else "is given twice"
-            raise ConfigError(f"{where}: {name} {wrong}; give each pair of two ranks once")
+            wrong = "joins the same rank twice" if pair[0] == pair[1] else "is listed twice"
+            raise ConfigError(f"{where}: {name} {wrong}; list each pair of two ranks once")
         links[pair] = Link(**vars(build(_Link, link, f"{where}: {name}")))
     return links
 
@@ -58,7 +58,7 @@ _STAGES = {"read": _per_stage, "example": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class _Link:
-    """As `Link`."""
+    """A `Link` as a file spells it."""
 
     latency: float = field(metadata=_AMOUNT)
     seconds_per_message: float = field(default=0.0, metadata=_AMOUNT)
@@ -66,7 +66,7 @@ class _Link:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTable:
-    """Bytes of one microbatch; see `Sizes` for what is alive when."""
+    """Bytes of one microbatch; `Sizes` defines when each is alive."""
 
     activation: PerStage = field(metadata=_STAGES)
     deferred: PerStage = field(default=0.0, metadata=_STAGES)
@@ -75,8 +75,8 @@ class MemoryTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """What a file says."""
+class _CostsFile:
+    """The contents of a file."""
 
     forward: PerStage = field(metadata=_STAGES)
     input_grad: PerStage | None = field(default=None, metadata=_STAGES)  # None: the rest of `backward`
@@ -91,19 +91,19 @@ class _Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostTable(_Given):
-    """Costs before it is known the number of stages per rank: the same table serves schedules with one and with several.
+class CostTable(_CostsFile):
+    """Costs that do not depend on the number of stages per rank, so that one table serves several schedules.
 
-    Without a file: forward, input gradient and weight gradient of a rank's share cost 1 each.
+    Default without a file: forward, input gradient and weight gradient of a rank's share cost 1 each.
     """
 
     forward: PerStage = 1.0
     input_grad: PerStage | None = 1.0
     weight_grad: PerStage | None = 1.0
-    source: str = "default costs"  # where it comes from, for messages
+    source: str = "default costs"  # the file, for error messages
 
     def costs(self, placement: tuple[int, ...], *, ahead: bool = False) -> Costs:
-        """The costs of each stage of a pipeline; `placement`: the rank of each, `ahead`: the schedule has R actions."""
+        """Return the costs of each stage. `placement`: rank of each stage; `ahead`: the schedule has R actions."""
         spread = {
             key: self._spread(key, getattr(self, key), placement) for key in _TIMES if getattr(self, key) is not None
         }
@@ -129,7 +129,7 @@ class CostTable(_Given):
         )
 
     def sizes(self, placement: tuple[int, ...]) -> Sizes | None:
-        """The bytes of each stage of a pipeline; None if the table has no memory."""
+        """Return the bytes of each stage of a pipeline, or None if the table has no memory."""
         if self.memory is None:
             return None
         return Sizes(
@@ -159,28 +159,28 @@ class CostTable(_Given):
 
 
 def read_costs(path: Path) -> CostTable:
-    """The table of a file, or a ConfigError that names it."""
+    """Read the table of a file. Raise ConfigError, which names the file, if it is invalid."""
     example = '{"forward": 1, "input_grad": 1, "weight_grad": 1}'
     return parse_costs(read_json(path, "costs file", example), source=str(path))
 
 
 def parse_costs(data: Any, *, source: str = "costs") -> CostTable:
-    """The table that parsed JSON spells, or a ConfigError.
+    """Convert parsed JSON to a table. Raise ConfigError if it is invalid.
 
-    Keys: `forward`; `input_grad` and `weight_grad`, or `backward` (alone half of it is the weight gradient; neither:
-    two forwards); `recompute`, `p2p`, `links`, `memory`, `unit`."""
-    given = vars(build(_Given, data, source))
-    forward, backward, inner, weight = (given[key] for key in ("forward", "backward", "input_grad", "weight_grad"))
+    Keys: `forward`; `input_grad` and `weight_grad`, or `backward` (half of it is then the weight gradient; default: two
+    forwards); `recompute`, `p2p`, `links`, `memory`, `unit`."""
+    values = vars(build(_CostsFile, data, source))
+    forward, backward, inner, weight = (values[key] for key in ("forward", "backward", "input_grad", "weight_grad"))
     if backward is not None and inner is not None:
         raise ConfigError(
-            f"{source}: backward {backward} and input_grad {inner} are both given, but backward is input_grad + "
+            f"{source}: backward {backward} and input_grad {inner} are both set, but backward is input_grad + "
             "weight_grad; keep input_grad and weight_grad, or backward"
         )
     if backward is None and (inner is None) != (weight is None):
-        there, missing = ("input_grad", "weight_grad") if weight is None else ("weight_grad", "input_grad")
-        raise ConfigError(f"{source}: {there} is given without {missing}; add it, or give backward, their sum")
+        present, missing = ("input_grad", "weight_grad") if weight is None else ("weight_grad", "input_grad")
+        raise ConfigError(f"{source}: {present} is set without {missing}; add it, or set backward, their sum")
     if backward is None and inner is None:
-        given["backward"] = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
-    if given["unit"] not in (None, *UNITS):
-        raise ConfigError(f"{source}: unit is {given['unit']}; use one of {', '.join(UNITS)}, or leave it out")
-    return CostTable(**given, source=source)
+        values["backward"] = tuple(2 * part for part in forward) if isinstance(forward, tuple) else 2 * forward
+    if values["unit"] not in (None, *UNITS):
+        raise ConfigError(f"{source}: unit is {values['unit']}; use one of {', '.join(UNITS)}, or leave it out")
+    return CostTable(**values, source=source)

@@ -1,4 +1,4 @@
-"""Who waits for whom when no rank can continue: the shortest circle of waits, in words."""
+"""Run the action lists of all ranks, and explain a deadlock by its shortest cycle of waits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,11 @@ from megalite.pipeline.ir.wiring import Wiring
 
 @dataclass(frozen=True)
 class Execution:
-    """What happened."""
+    """The outcome of `execute`."""
 
     starts: list[float]
-    """By index, when each action starts. Waiting is not part of an action, but lies before its start. 0 for those
-    never reached."""
-    reached: list[int]  # per rank, the index of the action at which it waits forever, or one beyond its last
-    finished: bool  # every rank came to its end
+    """By index, the start time of each action, after any wait for a message. 0 for actions never reached."""
+    finished: bool  # every rank ran its whole list
 
 
 def execute(
@@ -29,23 +27,23 @@ def execute(
     links: Sequence[tuple[float, float]] | None = None,
     rendezvous: bool = True,
 ) -> Execution:
-    """Runs the lists to the end or until no rank can continue, in time linear in the number of actions.
+    """Run the lists to the end or until no rank can continue, in time linear in the number of actions.
 
-    A message is there once both its send and its receive have been posted, those before it on its channel have left
-    the link, and then the link's occupancy and latency have passed. A computation starts when its rank is free and its
-    message is there. A send that finds the window full waits for the oldest pending send of its channel: with
-    `rendezvous` until that message is there (gloo; NCCL with large messages), else not at all, sends completing at once.
+    A message occupies its link once its send and its receive have been posted and earlier messages of the channel have
+    left the link; it arrives after the link's occupancy and latency. A computation starts when its rank is free and its
+    message has arrived. With `rendezvous` a send waits, if the window is full, until the oldest pending message of its
+    channel has arrived (gloo; NCCL with large messages); without, sends complete at once.
 
-    `durations`: by index, 0 of all but computations. `links`: per channel of the wiring, (latency, occupancy).
+    `durations`: by index, 0 for communication. `links`: per channel of the wiring, (latency, occupancy).
     """
     table = wiring.table
     waits, posts = wiring.awaited(rendezvous=rendezvous).tolist(), wiring.posted().tolist()
     channel = wiring.channel.tolist()
     speeds = links or [(0.0, 0.0)] * len(wiring.channels)
-    left = [0.0] * len(wiring.channels)  # when the last message so far left the channel's link
-    half_posted = [-1.0] * len(channel)  # when the first of a message's ends was posted; negative: not yet
+    left = [0.0] * len(wiring.channels)  # when the latest message left the channel's link
+    half_posted = [-1.0] * len(channel)  # when the send or receive of a message was first posted; negative: not yet
     arrivals = [-1.0] * len(channel)
-    sleepers = [-1] * len(channel)  # the rank that waits for a message: posting the other end wakes it
+    sleepers = [-1] * len(channel)  # the rank that waits for a message, until the other rank posts its end
     starts = [0.0] * len(waits)
     cursors, clocks = list(table.first[:-1]), [0.0] * (len(table.first) - 1)
     ready = list(range(len(cursors)))
@@ -69,7 +67,7 @@ def execute(
             elif half_posted[message] < 0.0:
                 half_posted[message] = now
             else:
-                # The messages before this one have both ends posted too: their order is the same at both.
+                # Both ends post messages in the same order, so all earlier messages of the channel are posted too.
                 edge = channel[message]
                 latency, occupancy = speeds[edge]
                 left[edge] = max(left[edge], half_posted[message], now) + occupancy
@@ -78,11 +76,11 @@ def execute(
                     ready.append(sleepers[message])
             index += 1
         cursors[rank], clocks[rank] = index, now
-    return Execution(starts, cursors, cursors == list(table.first[1:]))
+    return Execution(starts, cursors == list(table.first[1:]))
 
 
 class Wait(NamedTuple):
-    """An action that needs another, on another rank."""
+    """An action that waits for an action of another rank."""
 
     rank: int
     position: int
@@ -95,80 +93,81 @@ class Wait(NamedTuple):
 
 
 def prove_no_deadlock(wiring: Wiring) -> None:
-    """Runs the program, with sends that complete only once their receive is posted; a Fault if it gets stuck.
+    """Run the program with sends that complete only once their receive is posted; raise Fault if it gets stuck.
 
-    Such a run waits for all that one with eager sends waits for and more, so its end proves both."""
+    Such a run waits for everything that a run with eager sends waits for, so its success covers both."""
     if not execute(wiring, [0.0] * len(wiring.table.kind)).finished:
         raise deadlock(wiring)
 
 
 def deadlock(wiring: Wiring) -> Fault:
-    """The fault of a program that gets stuck: its shortest circle of waits, without full send windows if there is one."""
+    """Return the Fault of a program that gets stuck: its shortest cycle of waits. Waits for a full send window are
+    considered only if the program finishes with eager sends."""
     eager = execute(wiring, [0.0] * len(wiring.table.kind), rendezvous=False)
-    circle = _shortest_cycle(wiring, rendezvous=eager.finished)
+    cycle = _shortest_cycle(wiring, rendezvous=eager.finished)
     when = (
         f"when a send completes only once its receive is posted (send window {wiring.program.send_window})"
         if eager.finished
         else "whenever its sends complete"
     )
     return Fault(
-        f"schedule {wiring.program.schedule.name} deadlocks {when}: {'; '.join(map(str, circle))} (-> waits for; what is "
-        f"awaited comes no earlier on its rank than the wait named next, and the last closes the circle)",
-        {wait.rank: wait.position for wait in circle},
+        f"schedule {wiring.program.schedule.name} deadlocks {when}: {'; '.join(map(str, cycle))} (-> waits for; each "
+        f"awaited action comes on its rank after the next wait or is that wait, and the last one closes the cycle)",
+        {wait.rank: wait.position for wait in cycle},
     )
 
 
 def _shortest_cycle(wiring: Wiring, *, rendezvous: bool) -> tuple[Wait, ...]:
-    """The fewest waits between ranks that close a circle, of all waits in the program whether a run gets to them or not.
+    """Find the shortest cycle among all waits of the program, including those that no run reaches.
 
-    A wait at position i of rank q for position j of rank q' is followed by any wait of q' at j or before. Ties go to
-    the lowest rank, then to the earliest position. Empty if there is no circle.
+    A wait at position i of rank q for position j of rank q' can be followed by any wait of q' at j or before. Ties go
+    to the lowest rank, then to the earliest position. Empty if no cycle exists.
     """
     reach = _furthest(wiring, rendezvous)
     best: tuple[Wait, ...] = ()
     for rank in range(wiring.program.schedule.num_ranks):
-        # A shortest circle meets a rank once, so that it is never longer than there are ranks.
+        # A shortest cycle visits each rank at most once.
         longest = len(best) - 1 if best else wiring.program.schedule.num_ranks
         best = _cycle_through(wiring, reach, rank, longest) or best
     return best
 
 
 def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArray]:
-    """(rank, other rank) -> by position, the furthest position of the other that this one needs to get past its own.
+    """Return (rank, other rank) -> by position, the furthest position of the other rank that this rank depends on.
 
-    At every position what it or any before it waits for; NOWHERE before the first wait."""
+    The furthest over the waits at this position and all before it; NOWHERE before the first wait."""
     table = wiring.table
     position = np.arange(len(table.kind)) - np.array(table.first)[table.rank]
     awaited = wiring.awaited(rendezvous=rendezvous)
     waiting = np.flatnonzero(awaited != NOWHERE)
     message = awaited[waiting]
-    # A reader waits for the send on the other rank, a send for the receive there.
-    there = np.where(table.computes[waiting], wiring.send[message], wiring.receive[message])
-    pairs = table.rank[waiting] * len(table.rows) + table.rank[there]
+    # A reader waits for the send on the other rank, a send waits for the receive.
+    remote = np.where(table.computes[waiting], wiring.send[message], wiring.receive[message])
+    pairs = table.rank[waiting] * len(table.rows) + table.rank[remote]
     reach = {}
     for pair in np.unique(pairs):
         rank, other = divmod(int(pair), len(table.rows))
         chosen = pairs == pair
         furthest = np.full(len(table.rows[rank]), NOWHERE)
-        furthest[position[waiting[chosen]]] = position[there[chosen]]
+        furthest[position[waiting[chosen]]] = position[remote[chosen]]
         reach[rank, other] = np.maximum.accumulate(furthest)
     return reach
 
 
 def _cycle_through(wiring: Wiring, reach: dict[tuple[int, int], IntArray], rank: int, longest: int) -> tuple[Wait, ...]:
-    """The shortest circle of at most that many waits that starts on a rank."""
+    """Return the shortest cycle of at most `longest` waits that starts on a rank; empty if there is none."""
     size = len(wiring.table.rows[rank])
-    # After k waits: other rank -> by starting position here, the furthest position there that is held up.
+    # levels[k]: other rank -> by starting position on `rank`, the furthest position there that k waits lead to.
     levels = [{rank: np.arange(size)}]
     for _ in range(longest):
-        held: dict[int, IntArray] = {}
+        level: dict[int, IntArray] = {}
         for (source, target), furthest in reach.items():
             if source in levels[-1]:
                 at = levels[-1][source]
                 found = np.where(at == NOWHERE, NOWHERE, furthest[at])
-                held[target] = np.maximum(held[target], found) if target in held else found
-        levels.append(held)
-        closed = held.get(rank, np.full(size, NOWHERE)) >= np.arange(size)
+                level[target] = np.maximum(level[target], found) if target in level else found
+        levels.append(level)
+        closed = level.get(rank, np.full(size, NOWHERE)) >= np.arange(size)
         if closed.any():
             return _traced(wiring, reach, levels, rank, int(np.argmax(closed)))
     return ()
@@ -177,9 +176,9 @@ def _cycle_through(wiring: Wiring, reach: dict[tuple[int, int], IntArray], rank:
 def _traced(
     wiring: Wiring, reach: dict[tuple[int, int], IntArray], levels: list[dict[int, IntArray]], start: int, position: int
 ) -> tuple[Wait, ...]:
-    """The circle's waits, found backwards from where it closes."""
+    """Return the cycle's waits, traced backwards from its end."""
     rows = wiring.table.rows
-    circle: list[Wait] = []
+    cycle: list[Wait] = []
     target, needed = start, position
     for level in reversed(levels[:-1]):
         for (source, other), furthest in reach.items():
@@ -188,10 +187,10 @@ def _traced(
             latest = int(level[source][position])
             if latest == NOWHERE or furthest[latest] < needed:
                 continue
-            # The first wait that is for the needed position or one beyond it.
+            # The first wait for the needed position or a later one.
             at = int(np.searchsorted(furthest, needed))
             awaited = rows[target][int(furthest[at])]
-            circle.append(Wait(source, at, rows[source][at], awaited, target))
+            cycle.append(Wait(source, at, rows[source][at], awaited, target))
             target, needed = source, at
             break
-    return tuple(reversed(circle))
+    return tuple(reversed(cycle))

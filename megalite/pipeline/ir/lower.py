@@ -1,4 +1,4 @@
-"""Lowering: from forwards and backwards to a program that also sends, receives and reduces."""
+"""Lower a schedule of forwards and backwards to a program that also sends, receives and reduces."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,11 +12,11 @@ from megalite.pipeline.ir.schedule import ActionLists, Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
 
 NEVER = -1
-"""The slot of an action that can never start: the schedule deadlocks or misses something that it needs."""
+"""The slot of an action that can never start, because the schedule deadlocks or lacks a dependency."""
 
 
 def unit_starts(table: Table, *, backward: int = 1) -> list[int]:
-    """`earliest_starts` where a B takes `backward` slots, and all others take one."""
+    """Return `earliest_starts` for a B of `backward` slots and all other actions of one."""
     return earliest_starts(table, np.where(table.is_kind(Kind.B), backward, 1).tolist(), 0)
 
 
@@ -24,12 +24,12 @@ Time = TypeVar("Time", int, float)
 
 
 def earliest_starts(table: Table, lengths: Sequence[Time], zero: Time) -> list[Time]:
-    """By index in the table of a schedule, the earliest time that order and dependencies allow, or NEVER.
+    """Return, by index in the table, the earliest start that order and dependencies allow, or NEVER.
 
     Messages take no time. Linear in the number of actions."""
     own, remote = table.producers
     starts: list[Time] = [NEVER for _ in lengths]
-    # Two more cells: what is not there never ends, and no need is met from the start.
+    # Two more cells: a missing producer never ends, and an action without a producer may start at once.
     ends: list[Time] = list(starts)
     ends.extend((NEVER, zero))
     cursors = list(table.first[:-1])
@@ -60,26 +60,26 @@ def earliest_starts(table: Table, lengths: Sequence[Time], zero: Time) -> list[T
 
 
 def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -> Program:
-    """Adds the communication that the dependencies call for.
+    """Add the communication that the dependencies require.
 
-    A send follows its producer at once. A receive is posted `recv_prefetch` actions before its consumer, but no later
-    than its message is sent in a run with unit costs (or with whole backwards of two units), and on each channel in the
-    order of the sends, since NCCL matches by order alone. REDUCE_GRAD follows the last B or W of its stage (and that
-    B's send, which others wait for).
+    A send follows its producer immediately. A receive is posted `recv_prefetch` actions before its consumer, but no
+    later than its message is sent in a run with unit costs (or with full backwards of two units), and on each channel
+    in the order of the sends, since NCCL matches by order alone. REDUCE_GRAD follows the last B or W of its stage (and
+    that B's send, which another rank waits for).
 
-    Any schedule without a deadlock among its computations gives a program without one, whatever its placement and
-    however its backwards are split or recomputed, for every send window and however late a send completes. Proof: give
-    each event its time in the run in which each computation takes one unit and messages none; all times are whole. The
-    producers of a channel's messages are on one rank, so no two messages of a channel are sent at the same time. A receive
-    is posted no later than its message is sent: all computations before it in its list start earlier than that, so they
-    have ended by then. A send at time t waits at most for the receive of an earlier message of its channel, sent at t-1
-    or before and posted no later than that. So each wait is for an earlier time, or, of a computation for its inputs,
-    for the same time but an earlier phase (ends, then sends, then receives, then starts): no circle closes. Receives
-    wait for nothing; the limits besides unit time only move them forward, all of a channel in order.
+    If the computations of a schedule alone do not deadlock, neither does the program, for any placement, split or
+    recomputed backwards, any send window and any delay of a send's completion. Proof: consider the run in which each
+    computation takes one unit and messages take none; all times are integers. The producers of a channel's messages are
+    on one rank, so no two messages of a channel are sent at the same time. A receive is posted no later than its
+    message is sent: all computations before it in its list start earlier than the send, so they have ended by then. A
+    send at time t waits at most for the receive of an earlier message of its channel, sent at t-1 or before and posted
+    no later than that. So each wait is for an earlier time, or, if a computation waits for its inputs, for the same
+    time but an earlier phase (ends, then sends, then receives, then starts): no cycle exists. Receives wait for
+    nothing; the other limits only move them forward, and keep the order of each channel.
 
-    A schedule that is incomplete or deadlocks is lowered as far as it goes, for `validate` to name its fault.
-    `recv_prefetch`, the actions between the posting of a receive and its consumer, hides latency and holds buffers;
-    `send_window` is how many sends may be pending on one channel."""
+    An incomplete or deadlocking schedule is lowered as far as possible, so that `validate` can report its fault.
+    A larger `recv_prefetch` (actions between the posting of a receive and its consumer) hides latency but holds buffers
+    for longer. `send_window` limits the pending sends per channel."""
     if recv_prefetch < 0:
         raise ConfigError(f"recv_prefetch is {recv_prefetch}; it counts actions: 0 or more (1 is the default)")
     if send_window < 1:
@@ -92,7 +92,7 @@ def lower(schedule: Schedule, *, recv_prefetch: int = 1, send_window: int = 1) -
 
 
 class _Messages(NamedTuple):
-    """By message, in the order of the channels (source rank * ranks + destination) and on each in that of the sends."""
+    """Messages, ordered by channel (source rank * ranks + destination), then by their send."""
 
     channel: IntArray
     producer: IntArray
@@ -107,8 +107,8 @@ def _messages(table: Table) -> _Messages:
     for crossing in table.crossings:
         consumers = table.place[CODES[crossing.reader]][crossing.stages]
         producers = table.needed(crossing.need)[crossing.stages]
-        there = (consumers != NOWHERE) & (producers != NOWHERE)
-        row, microbatch = np.nonzero(there)
+        exists = (consumers != NOWHERE) & (producers != NOWHERE)
+        row, microbatch = np.nonzero(exists)
         stage = crossing.stages[row]
         source = stage + crossing.need.offset
         channel = placement[source] * table.schedule.num_ranks + placement[stage]
@@ -116,11 +116,11 @@ def _messages(table: Table) -> _Messages:
         receive = np.full_like(row, CODES[crossing.receive])
         parts.append(
             np.stack(
-                (channel, producers[there], consumers[there], send, source, microbatch, receive, stage, microbatch)
+                (channel, producers[exists], consumers[exists], send, source, microbatch, receive, stage, microbatch)
             )
         )
     every = np.concatenate(parts, axis=1)
-    # A schedule with a fault may name two consumers of one result; it is sent once all the same.
+    # A faulty schedule may have two consumers of one result, which is still sent once.
     _, once = np.unique(every[1], return_index=True)
     every = every[:, once]
     every = every[:, np.lexsort((every[1], every[0]))]
@@ -128,10 +128,10 @@ def _messages(table: Table) -> _Messages:
 
 
 def _receive_places(table: Table, messages: _Messages, recv_prefetch: int) -> IntArray:
-    """By message, the index of the action before which its receive is posted."""
+    """Return, by message, the index of the action before which its receive is posted."""
     first, num_ranks = np.array(table.first), table.schedule.num_ranks
     clocks = [_clock(table, 1)]
-    # Equal lengths are what the proof needs; backwards of two slots, near to real ones, keep senders from waiting.
+    # The proof needs equal lengths. Backwards of two slots are closer to real ones and keep senders from waiting.
     if table.is_kind(Kind.B).any():
         clocks.append(_clock(table, 2))
     places = np.zeros_like(messages.channel)
@@ -139,12 +139,12 @@ def _receive_places(table: Table, messages: _Messages, recv_prefetch: int) -> In
         on_it = messages.channel == channel
         destination = int(channel) % num_ranks
         here = slice(first[destination], first[destination + 1])
-        # Backwards, because a receive must precede the consumers of all later messages of its channel too: they
-        # may be consumed in another order than they are sent.
+        # Accumulated from the end: a receive must also precede the consumers of all later messages of its channel,
+        # because messages may be consumed in another order than they are sent.
         latest = np.minimum.accumulate(messages.consumer[on_it][::-1])[::-1] - here.start
         place = np.maximum(latest - recv_prefetch, 0)
         for starts, ends in clocks:
-            # The first action there that starts when the producer has ended, or later.
+            # The first action on the destination that starts at the end of the producer or later.
             sent = np.searchsorted(starts[here], ends[messages.producer[on_it]])
             place = np.minimum(place, sent)
         places[on_it] = place + here.start
@@ -152,7 +152,7 @@ def _receive_places(table: Table, messages: _Messages, recv_prefetch: int) -> In
 
 
 def _clock(table: Table, backward: int) -> tuple[IntArray, IntArray]:
-    """By index, the slots in which the actions start and end; beyond all others if never."""
+    """Return, by index, the slots in which actions start and end; actions that never start come after all others."""
     starts = np.array(unit_starts(table, backward=backward), dtype=np.int64)
     length = np.where(table.is_kind(Kind.B), backward, 1)
     last = (1 + backward) * (len(starts) + 1)
@@ -161,12 +161,12 @@ def _clock(table: Table, backward: int) -> tuple[IntArray, IntArray]:
 
 
 def _assembled(table: Table, messages: _Messages, before: IntArray) -> ActionLists:
-    """Per rank, the computations with what belongs before and after each."""
+    """Return, per rank, the computations with the communication before and after each."""
     last = table.place[[CODES[Kind.B], CODES[Kind.W]]].max(axis=(0, 2))
     reduced = np.flatnonzero(last != NOWHERE)
     reductions = [Action(Kind.REDUCE_GRAD, stage, NO_MICROBATCH) for stage in reduced.tolist()]
     num_actions = len(table.kind)
-    # What goes before an action, it, what goes after it: a stable sort by these keys keeps each channel's order.
+    # Keys sort receives before an action, sends and reductions after it; the stable sort keeps each channel's order.
     keys = np.concatenate(
         (4 * before, 4 * np.arange(num_actions) + 1, 4 * messages.producer + 2, 4 * last[reduced] + 3)
     )

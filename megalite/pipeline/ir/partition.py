@@ -1,4 +1,4 @@
-"""How many layers each virtual stage gets."""
+"""Distribute layers over virtual stages."""
 
 import math
 from bisect import bisect_left
@@ -17,27 +17,27 @@ def partition_layers(
     first_cost: float = 0.0,
     last_cost: float = 0.0,
 ) -> tuple[int, ...]:
-    """Layers per virtual stage, in order; stage s is on rank `placement[s]` and has at least one layer.
+    """Return the number of layers of each virtual stage; stage s is on rank `placement[s]`.
 
-    Only the last may have none, if it has a cost itself: a heavy head is then a stage by itself.
+    Each stage gets at least one layer, except that the last may get none if `last_cost` is not 0 (a heavy head).
 
     The cost of a stage is the sum over its layers of `layer_cost` (one number, or one for each layer), plus
     `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on the last. Minimised, in this order: the largest
-    total of a rank, which sets the pace of the steady state; the largest stage, which sets the ramp; the sum of
-    squared stage costs, the even cut; and equals lean to early stages.
+    total of a rank, which limits the steady state; the largest stage, which limits the ramp; and the sum of squared
+    stage costs, which favours an even cut. Ties give earlier stages more layers.
 
-    With layers alike the result is exact: only the counts matter. The bound on ranks is found by bisection over the
-    values that it can take. Inside it each layer goes to the cheapest stage on a rank with room: over such nested
-    capacities this greedy rule minimises every sum of one convex function of the stages' costs at once, hence both
-    their largest and their squares. With layers that differ and one stage per rank it is exact too (`cut_unequal`);
-    with more it is exact for small models and close to it for large ones.
+    With equal layers the result is exact, since only the counts matter. The bound on ranks is found by bisection over
+    its possible values. Within it each layer goes to the cheapest stage on a rank with room: for nested capacities this
+    greedy rule minimises every sum of one convex function of the stages' costs, hence both their largest and their
+    squares. With unequal layers and one stage per rank it is exact too (`cut_unequal`); with several it is exact for
+    small models and approximate for large ones.
     """
     num_stages, num_ranks = len(placement), max(placement) + 1
     assert num_layers >= num_stages, "the rules refuse stages without a layer"
     costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
     assert len(costs) == num_layers, (len(costs), num_layers)
     assert min(costs) > 0 and first_cost >= 0 and last_cost >= 0, (min(costs), first_cost, last_cost)
-    # In units of a layer; through the decimal form, so that costs that are equal on paper tie exactly.
+    # In units of a layer, converted from the decimal form, so that costs with equal decimals tie exactly.
     unit = Fraction(repr(float(costs[0])))
     extra = [Fraction(0)] * num_stages
     extra[0] += Fraction(repr(float(first_cost))) / unit
@@ -48,7 +48,7 @@ def partition_layers(
     if len(set(costs)) > 1:
         units = [Fraction(repr(float(cost))) / unit for cost in costs]
         return cut_unequal(units, extra, placement, least)
-    # As whole numbers, of which so many are a layer: they are compared thousands of times.
+    # As integers, because they are compared thousands of times; a layer costs `each`.
     each = math.lcm(*(cost.denominator for cost in extra))
     whole = [int(cost * each) for cost in extra]
     rank_extra, floors = [0] * num_ranks, [0] * num_ranks
@@ -61,8 +61,8 @@ def partition_layers(
 
 
 def _smallest_room(num_layers: int, each: int, extra: list[int], floors: list[int]) -> list[int]:
-    """Layers that fit on each rank, beside its extra cost, under the smallest bound on ranks' costs with which each
-    rank gets its floor and all layers have a place; a layer costs `each`."""
+    """Return how many layers fit on each rank, beside its extra cost, under the smallest feasible bound on ranks'
+    costs. A bound is feasible if each rank gets its floor and all layers fit. A layer costs `each`."""
 
     def room(bound: int) -> list[int]:
         return [(bound - cost) // each for cost in extra]
@@ -71,7 +71,7 @@ def _smallest_room(num_layers: int, each: int, extra: list[int], floors: list[in
         rooms = room(bound)
         return all(map(ge, rooms, floors)) and sum(rooms) >= num_layers
 
-    # The values that the largest cost can take. Feasibility is monotone in them and holds for the last.
+    # All possible values of the largest cost. Feasibility is monotone in them and holds for the last.
     bounds = sorted({cost + each * layers for cost in set(extra) for layers in range(num_layers + 1)})
     return room(bounds[bisect_left(bounds, True, key=feasible)])
 
@@ -79,14 +79,14 @@ def _smallest_room(num_layers: int, each: int, extra: list[int], floors: list[in
 def _fill(
     num_layers: int, each: int, extra: list[int], placement: Sequence[int], rank_left: list[int], least: list[int]
 ) -> tuple[int, ...]:
-    """The least each, then each further layer to the cheapest stage on a rank with room, the earliest of equals."""
+    """Give each stage its minimum, then each further layer to the cheapest, then earliest stage on a rank with room."""
     layers = list(least)
     heap = [(cost + each * layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)
     left = num_layers - sum(least)
     while left:
         cost, stage = heappop(heap)
-        # A full rank never has room again: its stages are dropped for good.
+        # A full rank never has room again, so its stages are not pushed back.
         if rank_left[placement[stage]] > 0:
             layers[stage] += 1
             rank_left[placement[stage]] -= 1
@@ -95,20 +95,20 @@ def _fill(
     return tuple(layers)
 
 
-TRIED_CUTS = 5_000  # with no more cuts than this all of them are tried (about 0.1 s)
+TRIED_CUTS = 5_000  # up to this number all cuts are tried (about 0.1 s)
 
 
 def cut_unequal(
     costs: Sequence[Fraction], extra: Sequence[Fraction], placement: Sequence[int], least: Sequence[int]
 ) -> tuple[int, ...]:
-    """Layers per stage, in order, for `costs` of each layer and `extra` of each stage.
+    """Return the number of layers of each stage, for `costs` of each layer and `extra` of each stage.
 
-    Stage s is on rank `placement[s]` and has at least `least[s]` layers. Minimised as `partition_layers` says. With
-    one stage per rank the answer is the cut with the smallest largest stage and, of those, the smallest sum of squares.
-    With more, a small problem is solved by trying all cuts; a large one starts from that same cut and moves layers one
-    by one from any stage to another, those in between handing one on each, as long as that makes it better.
+    Stage s is on rank `placement[s]` and has at least `least[s]` layers. The objective is that of `partition_layers`.
+    With one stage per rank the result minimises the largest stage, then the sum of squares. With several, a small
+    problem is solved by trying all cuts; a large one starts from the result for one stage per rank and repeatedly moves
+    one layer's worth from one stage to another (shifting the layers of the stages between) while that improves it.
     """
-    # Whole numbers of a common unit: exact, and much faster than fractions.
+    # Integers in a common unit: exact, and much faster than fractions.
     unit = math.lcm(*(value.denominator for value in (*costs, *extra)))
     layers, extras = [int(cost * unit) for cost in costs], [int(cost * unit) for cost in extra]
     sums = [0, *accumulate(layers)]
@@ -123,16 +123,16 @@ def cut_unequal(
 
 
 def _cut_at(bars: tuple[int, ...], spare: int, least: Sequence[int]) -> tuple[int, ...]:
-    """Layers of each stage where `bars` stand between the spare ones of neighbouring stages."""
+    """Return the layers of each stage; `bars` separate the spare layers of neighbouring stages (stars and bars)."""
     ends = (-1, *bars, spare + len(bars))
     return tuple(low + b - a - 1 for low, (a, b) in zip(least, pairwise(ends), strict=True))
 
 
 def _even_cut(sums: list[int], extra: list[int], least: Sequence[int]) -> tuple[int, ...]:
-    """By dynamic programming from the last stage: (largest, counts) first, then squares under that bound."""
+    """Minimise the largest stage, then the sum of squares, by dynamic programming from the last stage."""
     bound = _smallest_bound(sums, extra, least)
     last = len(sums) - 1
-    # best[i]: (sum of squares, counts with the earliest largest first) of the stages after, from layer i on.
+    # best[i]: (sum of squares, negative counts) of the best cut of layers i and later into the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {last: (0, ())}
     for stage in reversed(range(len(extra))):
         before: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -141,7 +141,10 @@ def _even_cut(sums: list[int], extra: list[int], least: Sequence[int]) -> tuple[
                 cost = sums[end] - sums[start] + extra[stage]
                 if cost > bound:
                     break
-                found = (squares + cost * cost, (start - end, *counts))  # negative: more layers early sort first
+                found = (
+                    squares + cost * cost,
+                    (start - end, *counts),
+                )  # negative, so that more layers early sort first
                 if start not in before or found < before[start]:
                     before[start] = found
         best = before
@@ -149,7 +152,7 @@ def _even_cut(sums: list[int], extra: list[int], least: Sequence[int]) -> tuple[
 
 
 def _smallest_bound(sums: list[int], extra: list[int], least: Sequence[int]) -> int:
-    """The smallest cost of the largest stage."""
+    """Return the smallest possible cost of the largest stage."""
     largest = {len(sums) - 1: 0}
     for stage in reversed(range(len(extra))):
         before: dict[int, int] = {}
@@ -178,7 +181,7 @@ def _score(cut: tuple[int, ...], sums: list[int], extra: list[int], placement: S
 def _improved(
     cut: tuple[int, ...], sums: list[int], extra: list[int], placement: Sequence[int], least: Sequence[int]
 ) -> tuple[int, ...]:
-    """Move layers between two stages at a time, the best such move first, until none helps."""
+    """Move single layers between two stages, the best move first, until no move helps."""
     best = _score(cut, sums, extra, placement)
     while True:
         moves = [

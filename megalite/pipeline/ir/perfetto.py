@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a track per rank, arrows for messages."""
+"""Write timelines as a Chrome trace for ui.perfetto.dev or chrome://tracing: a track per rank, arrows for messages."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +9,19 @@ from megalite.pipeline.ir.schedule import Schedule, dependencies
 from megalite.pipeline.ir.simulate import Event
 
 _INSIDE = 0.01
-"""How far inside its slice, as a share of it, an arrow begins or ends: viewers bind it to the slice around it."""
+"""Distance of an arrow's end from the edge of its slice, as a fraction of the slice: viewers bind an arrow to the slice
+around its end."""
 
 
 def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
-    """Several timelines in one trace, e.g. {"measured": ..., "ideal": ...}: a process each, in the order given.
+    """Merge timelines into one trace, e.g. {"measured": ..., "ideal": ...}: one process per timeline, in dict order.
 
-    A slice is named as its action (`2F0`), its category is the kind, its arguments are stage and microbatch. Arrows
-    lead from each result to the computation on another rank that needs it. A source may hold several steps one after
-    the other: the k-th time of an action then belongs to the k-th times of the others.
+    The name of a slice is its action (`2F0`), the category is the kind, the arguments are stage and microbatch. Arrows
+    lead from each result to the computation on another rank that needs it. A source may contain several consecutive
+    steps: the k-th occurrences of all actions belong together.
 
-    `sources`: name -> events with times in seconds from a start that all sources share. `json.dump` writes the result,
-    with times in microseconds, to the nanosecond.
+    `sources`: name -> events, in seconds since a common start. The result, in microseconds with a resolution of a
+    nanosecond, can be written with `json.dump`.
     """
     events: list[dict[str, Any]] = []
     flow = 0
@@ -51,7 +52,7 @@ def _nanoseconds(seconds: float) -> int:
 
 def _slice(process: int, event: Event) -> dict[str, Any]:
     kind, stage, microbatch = event.action
-    # Both ends are rounded before the length is taken: slices that touch then still touch and never overlap.
+    # Both ends are rounded before the duration is computed, so that adjacent slices still touch and never overlap.
     start, end = _nanoseconds(event.start), _nanoseconds(event.end)
     return {
         "ph": "X",
@@ -66,17 +67,17 @@ def _slice(process: int, event: Event) -> dict[str, Any]:
 
 
 def _messages(timed: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Each pair of events of which the second reads, on another rank, what the first has made."""
+    """Yield pairs (producer, consumer) on different ranks."""
     times: dict[Action, list[Event]] = defaultdict(list)
     for event in sorted(timed, key=lambda event: event.start):
         times[event.action].append(event)
-    # The schedule of these actions, as far as `dependencies` asks for it: sizes, splits and recomputation.
+    # A schedule with what `dependencies` reads: sizes, splits and recomputation.
     num_stages = max((action.stage for action in times), default=-1) + 1
     num_microbatches = max((action.microbatch for action in times), default=-1) + 1
     schedule = Schedule("trace", num_microbatches, (0,) * num_stages, (tuple(times),))
     for action, occurrences in times.items():
         for needed in dependencies(action, schedule):
-            # A measured step may lack events that its recorder has not seen; their arrows are left out.
+            # A measured step may lack events that were not recorded; their arrows are left out.
             for producer, consumer in zip(times.get(needed, ()), occurrences, strict=False):
                 if producer.rank != consumer.rank:
                     yield producer, consumer

@@ -1,4 +1,4 @@
-"""Schedules as text: the grid of time slots, and the lists around a fault."""
+"""Render schedules as text: the grid of time slots, and the action lists around a fault."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import floor
@@ -14,18 +14,18 @@ from megalite.pipeline.ir.table import Table
 _IDLE = "."
 _CUT = "…"
 _MOST_SLOTS = 4000
-"""A clock with a shorter slot than this share of the step is of no use, and costs a list cell a slot."""
-_MOST_LINES = 60  # a wrapped grid has no more, unless one panel does
+"""Limit on the slots of a timeline: shorter slots are of no use, and each slot costs a list cell per rank."""
+_MOST_LINES = 60  # limit on the lines of a wrapped grid, unless a single panel has more
 
 
 class _Grid(NamedTuple):
-    """What to draw: the slots of each rank, and a remark for the end of its row."""
+    """The slots of each rank, and a remark for the end of its row."""
 
     rows: list[list[str]]
     bubbles: list[float]
     remarks: list[str]
     slot: str
-    hidden: int = 0  # actions too short to see
+    hidden: int = 0  # number of actions shorter than a slot
 
 
 def render_grid(
@@ -36,14 +36,14 @@ def render_grid(
     wrap: bool = False,
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
-    """A row per rank, a column per time slot, each row ending with its bubble (idle share) and peak live activations.
+    """Draw a row per rank and a column per time slot. Each row ends with its bubble (idle share) and peak activations.
 
-    A `Schedule` is drawn in unit time: one slot an action, messages at once. Of a `Timeline` the slot is the shortest
-    action. With one stage per rank cells read `F2`, with several `5F2` (stage 5). What goes beyond `width` characters or
-    `max_ranks` rows is left out in the middle, and said so.
+    A `Schedule` is drawn in unit time: one slot per action, messages take no time. The slot of a `Timeline` is its
+    shortest action. Cells read `F2` with one stage per rank and `5F2` (stage 5) with several. If the grid exceeds
+    `width` characters or `max_ranks` rows, its middle is left out, with a note.
 
-    `wrap`: Start a new panel below where `width` ends, a screen or so, before anything is left out. `columns`: Further
-    columns at the end of the rows: heading -> a text per rank."""
+    `wrap`: Continue at `width` in a new panel below, up to about a screen, before leaving anything out. `columns`:
+    Further columns at the end of the rows: heading -> a text per rank."""
     schedule = source if isinstance(source, Schedule) else source.schedule
     grid = _of_schedule(source) if isinstance(source, Schedule) else _of_timeline(source)
     heading, ends = _row_ends(schedule, grid, columns or {})
@@ -84,10 +84,10 @@ def render_grid(
 def render_lists(
     actions: Sequence[Sequence[Action]], marks: Mapping[int, int], *, width: int = 120, max_ranks: int = 16
 ) -> str:
-    """The action lists as they stand, a row per rank, for programs that no clock can run.
+    """Draw the plain action lists, a row per rank, for programs that cannot be simulated.
 
-    `marks` (rank -> position) are shown as `>2F3<`; long rows are cut around their mark, and a rank without one around
-    the first mark's position. With more than `max_ranks` ranks those without a mark are left out first.
+    `marks` (rank -> position) are shown as `>2F3<`. Long rows are cut around their mark, or around the position of the
+    first mark. With more than `max_ranks` ranks, those without a mark are left out first.
     """
     around = next(iter(marks.values()), 0)
     ranks = sorted(range(len(actions)), key=lambda rank: (rank not in marks, rank))[:max_ranks]
@@ -102,7 +102,7 @@ def render_lists(
 
 
 def _window(cells: list[str], centre: int, width: int) -> str:
-    """As many cells around the centre as fit, with … where some are cut."""
+    """Join as many cells around the centre as fit, with … at a cut."""
     if not cells:
         return "(nothing)"
     low = high = min(centre, len(cells) - 1)
@@ -111,7 +111,7 @@ def _window(cells: list[str], centre: int, width: int) -> str:
     while True:
         left = len(cells[low - 1]) + 1 if low > 0 else None
         right = len(cells[high + 1]) + 1 if high + 1 < len(cells) else None
-        # Grow on the shorter side, so that the centre stays in view with what is before and after it.
+        # Grow on the shorter side, to show cells both before and after the centre.
         if left is not None and used + left <= room and (right is None or centre - low <= high - centre):
             low, used = low - 1, used + left
         elif right is not None and used + right <= room:
@@ -124,7 +124,7 @@ def _window(cells: list[str], centre: int, width: int) -> str:
 
 
 def _row_ends(schedule: Schedule, grid: _Grid, columns: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
-    """What stands right of the slots: the heading, and the text of each rank."""
+    """Return the heading and each rank's text to the right of the slots."""
     peaks = activation_peaks(Table.of(schedule.actions, schedule), send_window=1)
     heading = "  bubble  peak"
     ends = [f"  {bubble:>6.1%}{peak:>6}" for bubble, peak in zip(grid.bubbles, peaks, strict=True)]
@@ -144,7 +144,7 @@ def _legend(schedule: Schedule) -> str:
 
 
 def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int, int]]) -> list[list[str]]:
-    """`count` slots per rank, with (rank, action, first slot, end) drawn as its name and dashes."""
+    """Draw `count` slots per rank; each (rank, action, first slot, end) becomes its name and dashes."""
     rows = [[_IDLE] * count for _ in schedule.actions]
     several = schedule.num_chunks > 1
     for rank, action, first, stop in cells:
@@ -154,7 +154,7 @@ def _rows(schedule: Schedule, count: int, cells: Iterable[tuple[int, Action, int
 
 
 def _of_schedule(schedule: Schedule) -> _Grid:
-    # Beside halves of one slot each a whole backward has two.
+    # If other backwards are split into halves of one slot each, a full backward takes two.
     backward = 2 if schedule.split else 1
     starts = unit_starts(Table.of(schedule.actions, schedule), backward=backward)
     actions = [(rank, action) for rank, row in enumerate(schedule.actions) for action in row]
@@ -178,7 +178,7 @@ def _of_timeline(timeline: Timeline) -> _Grid:
     unit = max(shortest, timeline.makespan / _MOST_SLOTS)
 
     def slot(time: float) -> int:
-        # Half up: two ends at least a unit apart then never share a slot (but for rounding of the times themselves).
+        # Half up: two times at least a unit apart then never share a slot, except for rounding of the times themselves.
         return floor(time / unit + 0.5 + 1e-9)
 
     cells = [(event.rank, event.action, slot(event.start), slot(event.end)) for event in timeline.events]
@@ -191,7 +191,7 @@ def _of_timeline(timeline: Timeline) -> _Grid:
 
 
 def _middle_cut(count: int, room: int) -> tuple[list[int | None], range]:
-    """The indices to show, None where the middle is cut, and the indices left out. Shows two at least."""
+    """Return the indices to show (at least two), with None at a cut in the middle, and the indices left out."""
     if count <= room:
         return list(range(count)), range(0)
     shown = max(room - 1, 2)

@@ -1,7 +1,7 @@
-"""`Schedule` (what each rank computes, in order), `Program` (the same with communication) and their one relation, `NEEDS`.
+"""Schedules (what each rank computes, in order), programs (schedules with communication) and their dependencies.
 
-Lowering, validation, simulation and rendering ask that table, through `dependencies` for one action or `table.Table`
-for all at once.
+`NEEDS` is the one table of dependencies. Lowering, validation, simulation and rendering read it, through `dependencies`
+for one action or `table.Table` for all at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ class Schedule:
 
     name: str
     num_microbatches: int
-    placement: tuple[int, ...]  # per virtual stage, the rank that holds it
-    actions: ActionLists  # per rank, F and B, or I and W instead of B, and R where something is recomputed ahead
+    placement: tuple[int, ...]  # per virtual stage, its rank
+    actions: ActionLists  # per rank, F and B, or I and W instead of B, and R for recomputation
     forward_only: bool = False  # no backward: evaluation
 
     @property
@@ -34,37 +34,37 @@ class Schedule:
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages on a rank, ascending: its chunks 0, 1, ..."""
+        """Return the virtual stages of a rank, ascending: its chunks 0, 1, ..."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
     def num_chunks(self) -> int:
-        """The most stages on any rank."""
+        """The largest number of stages on any rank."""
         return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) with a backward in halves: I and W."""
+        """(stage, microbatch) pairs with a split backward, I and W."""
         return frozenset(action[1:] for row in self.actions for action in row if action.kind is Kind.I)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) with an R."""
+        """(stage, microbatch) pairs with an R."""
         return frozenset(action[1:] for row in self.actions for action in row if action.kind is Kind.R)
 
     def input_gradient(self, stage: int, microbatch: int) -> Action:
-        """The action that gives the gradient of the stage's input: I where the backward is split, else B."""
+        """Return the action that produces the gradient of the stage's input: I if the backward is split, else B."""
         return Action(Kind.I if (stage, microbatch) in self.split else Kind.B, stage, microbatch)
 
     def to_csv(self) -> str:
-        """One line per rank, its actions separated by commas."""
+        """Write one line per rank, with its actions separated by commas."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.actions)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv") -> "Schedule":
-        """The schedule that `to_csv` wrote, or that a user did: one line per rank.
+        """Parse a schedule from `to_csv` or a user, one line per rank.
 
-        Sizes and placement are inferred: a stage is on the rank of the line where it occurs. Empty cells (bubbles) and
+        Sizes and placement are inferred: a stage is on the rank of the line that contains it. Empty cells (bubbles) and
         lines that start with # are skipped. Legality is not checked here: lower it and `validate` the program."""
         lines = [
             (number, tuple(_parse_cells(line, f"schedule {name}, line {number}")))
@@ -84,11 +84,11 @@ class Schedule:
                         "each stage belongs on the line of one rank"
                     )
         microbatches = {action.microbatch for _, row in lines for action in row}
-        # Looked for before anything is made in the size of the largest number in the file.
-        for what, there in (("stage", set(owners)), ("microbatch", microbatches)):
-            missing = next(number for number in count() if number not in there)
-            if missing < len(there):
-                raise ScheduleError(f"schedule {name}: it has {what} {max(there)} but no {what} {missing}")
+        # Checked before anything of the size of the largest number in the file is allocated.
+        for what, numbers in (("stage", set(owners)), ("microbatch", microbatches)):
+            missing = next(number for number in count() if number not in numbers)
+            if missing < len(numbers):
+                raise ScheduleError(f"schedule {name}: it has {what} {max(numbers)} but no {what} {missing}")
         return cls(
             name,
             len(microbatches),
@@ -100,7 +100,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its communication: exactly what the executor does, rank by rank.
+    """A schedule with its communication: exactly the actions that the executor runs on each rank.
 
     RECV posts a receive and returns; the F or B that needs it waits. SEND posts a send and returns, unless
     `send_window` sends are pending on its channel (ordered pair of ranks): then it first waits for the oldest of them.
@@ -112,15 +112,15 @@ class Program:
 
 
 class LiveUnits(NamedTuple):
-    """What is alive on a rank, in (stage, microbatch) pairs."""
+    """Live memory of a rank, in (stage, microbatch) pairs."""
 
-    activations: int  # graphs: from F (or R) to B or I
+    activations: int  # autograd graphs: from F (or R) to B or I
     inputs: int  # stage inputs kept for an R: from F to B or I
     deferred: int  # inputs and output gradients of linear layers, kept for a W: from I to W
 
 
 def live_units(row: Sequence[Action]) -> list[LiveUnits]:
-    """After each action of a rank's list what is alive, in a training schedule."""
+    """Return the live memory after each action of a rank's list, for a training schedule."""
     recomputed = {action[1:] for action in row if action.kind is Kind.R}
     activations = inputs = deferred = 0
     found = []
@@ -146,7 +146,7 @@ def _parse_cells(line: str, where: str) -> Iterator[Action]:
         if not cell.strip():
             continue
         try:
-            # Spreadsheets put quotes around what they like.
+            # Spreadsheets may quote any cell.
             action = Action.parse(cell.strip().strip('"'))
         except ScheduleError as error:
             raise ScheduleError(f"{where}, cell {column}: {error}") from None
@@ -158,14 +158,14 @@ def _parse_cells(line: str, where: str) -> Iterator[Action]:
 
 
 class Need(NamedTuple):
-    """What a kind of action must be preceded by."""
+    """An action of the same microbatch that must come before an action of some kind."""
 
     kinds: tuple[Kind, ...]
-    """Of the same microbatch: the first of these that the schedule has there, the last if it has none."""
-    offset: int = 0  # of the stage so many further; there is no need where that stage does not exist
+    """Alternatives: the first of these kinds that the schedule contains, or the last if it contains none."""
+    offset: int = 0  # its stage, relative to the dependent action's; no dependency if that stage does not exist
 
 
-# Where a pair is recomputed the backward uses R's activations; where it is split I gives the input's gradient.
+# With recomputation, the backward uses the activations of R; in a split backward, I computes the input's gradient.
 _BACKWARD = (Need((Kind.R, Kind.F)), Need((Kind.I, Kind.B), 1))
 
 NEEDS: dict[Kind, tuple[Need, ...]] = {
@@ -180,18 +180,19 @@ NEEDS: dict[Kind, tuple[Need, ...]] = {
     Kind.RECV_B: (Need((Kind.SEND_B,), 1),),
     Kind.REDUCE_GRAD: (Need((Kind.W, Kind.B)),),  # of every microbatch
 }
-"""The rules. A computation has at most one need of another stage."""
+"""Dependencies of each kind. A computation depends on at most one action of another stage."""
 
 SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
-"""Which send carries what a computation makes."""
+"""The send of each computation's result."""
 RECEIVE_OF = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
-"""The receive of each kind of send, and how many stages further it is."""
+"""The receive that matches each kind of send, and its stage relative to the send's."""
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The actions that must have ended before this one's effect: producers of what it reads (`NEEDS`).
+    """Return the producers of everything that this action reads (`NEEDS`); they must end before it starts.
 
-    On the last stage the loss stands for the B or I of the next one. REDUCE_GRAD needs every B or W of its stage."""
+    A backward on the last stage starts from the loss, so it depends on its F (or R) alone. REDUCE_GRAD depends on every
+    B or W of its stage."""
     kind, stage, microbatch = action
     indices = range(schedule.num_microbatches) if kind is Kind.REDUCE_GRAD else (microbatch,)
     return tuple(

@@ -1,4 +1,4 @@
-"""A program on a clock: how long a step takes, where the bubbles are."""
+"""Simulate a program: how long a step takes, and where its bubbles are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,23 +22,23 @@ from megalite.pipeline.ir.wiring import wire
 class Link(NamedTuple):
     """A directed connection between two pipeline ranks."""
 
-    latency: float  # from the moment that both ends have posted a message, and the link is free, until it is there
+    latency: float  # from the time that both ends have posted a message, and the link is free, to its arrival
     seconds_per_message: float = 0.0
-    """How long a message occupies the link (bytes / bandwidth), before the latency: messages queue behind each other."""
+    """How long a message occupies the link (bytes / bandwidth), before the latency; other messages queue behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds, or any one unit. Per virtual stage, for one microbatch."""
+    """Times per virtual stage for one microbatch, in seconds or any other unit."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]  # the full backward without recomputation: input and weight gradients
-    weight_grad: tuple[float, ...] | None = None  # the part of `backward` that W does; I does the rest. Default: half.
+    weight_grad: tuple[float, ...] | None = None  # W's part of `backward`; the rest is I's. Default: half.
     recompute: tuple[float, ...] | None = None
-    """Running the forward again: what an R costs. In a schedule without any R each B or I costs this on top. Default 0."""
-    p2p: float = 0.0  # latency of each message with a link that is not in `links`
+    """Cost of an R. In a schedule without any R it is added to each B or I. Default 0."""
+    p2p: float = 0.0  # latency of links that are not in `links`
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
-    """(source rank, destination rank) -> its own latency and bandwidth."""
+    """(source rank, destination rank) -> link."""
 
     @classmethod
     def uniform(
@@ -51,13 +51,13 @@ class Costs:
         recompute: float = 0.0,
         p2p: float = 0.0,
     ) -> "Costs":
-        """The same for each stage; a backward is commonly two forwards, half of it weight gradients."""
+        """Build equal costs for all stages. A backward usually takes two forwards, half of it for weight gradients."""
         weight = None if weight_grad is None else (weight_grad,) * num_stages
         f, b, r = ((cost,) * num_stages for cost in (forward, backward, recompute))
         return cls(forward=f, backward=b, weight_grad=weight, recompute=r, p2p=p2p)
 
     def of_actions(self, *, ahead: bool) -> dict[Kind, tuple[float, ...]]:
-        """What each kind of computation costs per stage; `ahead`: recomputation is a matter of R actions."""
+        """Return the cost per stage of each kind of computation. `ahead`: R actions recompute, not B and I."""
         again = self.recompute or (0.0,) * len(self.forward)
         inside = (0.0,) * len(again) if ahead else again
         weight = self.weight_grad or tuple(cost / 2 for cost in self.backward)
@@ -70,12 +70,12 @@ class Costs:
         }
 
     def link(self, source: int, destination: int) -> Link:
-        """The connection from one rank to another."""
+        """Return the link from one rank to another."""
         return self.links.get((source, destination), Link(self.p2p))
 
 
 class Event(NamedTuple):
-    """A computation on the clock."""
+    """A computation with its start and end."""
 
     rank: int
     action: Action
@@ -85,45 +85,45 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step as `simulate` saw it; times in the unit of the costs."""
+    """Timeline of one simulated step, in the unit of the costs."""
 
     schedule: Schedule
-    events: tuple[Event, ...]  # computations, rank by rank in order
+    events: tuple[Event, ...]  # computations, by rank, then in order
     makespan: float  # from the first start to the last end over all ranks
     busy: tuple[float, ...]  # per rank, the time spent computing
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most (stage, microbatch) pairs with live activations at once."""
+        """Per rank, the peak number of (stage, microbatch) pairs with live activations."""
         return activation_peaks(Table.of(self.schedule.actions, self.schedule), 1)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Per rank, the rest of the makespan."""
+        """Per rank, the idle time within the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """Per rank, from its first start to its last end: what a step takes where the next may start at once."""
+        """Per rank, the time from its first start to its last end: the step time if the next step may start at once."""
         starts = {event.rank: event.start for event in reversed(self.events)}
         ends = {event.rank: event.end for event in self.events}
         return tuple(ends[rank] - starts[rank] for rank in sorted(ends))
 
     @property
     def span_bubble_fraction(self) -> float:
-        """Share of the longest span that is lost: the bubble rate of the zero-bubble paper (arXiv 2401.10241)."""
+        """Idle share of the longest span: the bubble rate of the zero-bubble paper (arXiv 2401.10241)."""
         return 1.0 - max(self.busy) / max(self.spans) if self.makespan else 0.0
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the makespan that is lost: 1 - (busy time of the busiest rank) / makespan."""
+        """Idle share of the makespan: 1 - (busy time of the busiest rank) / makespan."""
         return 1.0 - max(self.busy) / self.makespan if self.makespan else 0.0
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
-    """Runs the program's own lists with these costs, under the executor's semantics (rendezvous sends).
+    """Simulate the program's lists with these costs, with the executor's semantics (rendezvous sends).
 
-    A ScheduleError if the program has a fault that `validate` would find, or gets stuck."""
+    Raise ScheduleError if the program has a fault that `validate` would find, or deadlocks."""
     schedule = program.schedule
     wiring = wire(program)
     table = wiring.table
@@ -146,14 +146,14 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 
 
 def least_makespan(schedule: Schedule, costs: Costs) -> float:
-    """No run of the schedule is shorter: here messages take no time, and no rank waits to send."""
+    """Return a lower bound on the makespan: messages take no time, and no rank waits to send."""
     table = Table.of(schedule.actions, schedule)
     durations = _durations(table, costs).tolist()
     return max(map(add, earliest_starts(table, durations, 0.0), durations))
 
 
 def _durations(table: Table, costs: Costs) -> npt.NDArray[np.float64]:
-    """By index; nothing for what only communicates."""
+    """Return the duration of each action by index; 0 for communication."""
     by_kind = np.zeros((len(CODES), table.schedule.num_stages))
     for kind, per_stage in costs.of_actions(ahead=bool(table.is_kind(Kind.R).any())).items():
         by_kind[CODES[kind]] = per_stage
@@ -161,17 +161,17 @@ def _durations(table: Table, costs: Costs) -> npt.NDArray[np.float64]:
 
 
 def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> float:
-    """Seconds from the first start to the last end.
+    """Return the makespan in seconds if ranks share CPU cores.
 
-    `costs` are those while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as
-    fast: its share of the cores grows until it has a whole one (processor sharing). Nothing but the cores moves a
-    message: what a link says that it takes is work of the rank that sends it, after the computation, and as much of the
-    one that receives it, before. The schedule must be one that `simulate` runs to its end."""
+    `costs` apply while all ranks compute. With k of p ranks computing, each is min(ranks_per_core, p/k) times as fast:
+    its share of the cores grows up to one whole core (processor sharing). The cores also move the messages: the time of
+    a link is added as work to the sender, after the computation, and to the receiver, before it. The schedule must be
+    free of deadlock."""
     seconds = _with_messages(schedule, costs)
     p = schedule.num_ranks
     position, now = [0] * p, 0.0
     ended: set[Action] = set()
-    left: dict[int, float] = {}  # rank -> seconds that its action still takes, at the speed of all computing
+    left: dict[int, float] = {}  # rank -> seconds left of its action, at the speed while all ranks compute
 
     def proceed(rank: int) -> None:
         row = schedule.actions[rank]
@@ -188,7 +188,7 @@ def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> 
         done = []
         for rank in left:
             left[rank] -= (then - now) * speed
-            # What rounding leaves would make the clock stand still.
+            # A remainder from rounding could keep the time from advancing.
             if left[rank] <= 1e-12 * then * speed:
                 done.append(rank)
         now = then
@@ -202,7 +202,7 @@ def shared_makespan(schedule: Schedule, costs: Costs, ranks_per_core: float) -> 
 
 
 def _with_messages(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Seconds of each action and of the messages that it waits for or causes, while all ranks compute."""
+    """Return the seconds of each action and of the messages that it receives and sends, while all ranks compute."""
     computing = costs.of_actions(ahead=bool(schedule.recomputed))
     seconds = {action: computing[action.kind][action.stage] for row in schedule.actions for action in row}
     for rank, row in enumerate(schedule.actions):

@@ -1,4 +1,4 @@
-"""Timelines as one SVG picture: a row per rank, time to scale, colour by kind, no script and nothing from outside."""
+"""Draw timelines as one SVG picture without scripts: a row per rank, time to scale, colour by kind."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = {
     Kind.W: ("#c4e6c2", "#79c077"),
     Kind.R: ("#e0d0f1", "#b08bd8"),
 }
-"""Fill of a rank's first stage and of its last; those between are mixed. Dark text reads well on each."""
+"""Fill of a rank's first and last stage; stages between are mixed. Dark text is readable on all of them."""
 _STYLE = """
   text { font: 12px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
   .number { font-size: 11px; text-anchor: middle; }
@@ -34,9 +34,9 @@ _STYLE = """
 """
 
 _MARGIN, _ROW, _BAR = 16.0, 30.0, 26.0
-_LETTER = 6.8  # width of a digit, roughly
+_LETTER = 6.8  # approximate width of a digit
 _NARROW, _WIDE = 640.0, 1800.0
-"""Least and most width of the time axis."""
+"""Minimum and maximum width of the time axis."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Panel:
     """One schedule of the picture."""
 
     timeline: Timeline
-    peaks: tuple[str, ...]  # per rank, what to write at the right edge: its peak memory
+    peaks: tuple[str, ...]  # per rank, the text at the right edge: its peak memory
     summary: str  # a line under the name
 
 
 def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
-    """The picture; several schedules stand one below the other on one time scale.
+    """Draw schedules below each other on one time scale.
 
-    Numbers in the boxes are microbatches, left out where they do not fit; pointing at a box names its action. The same
-    panels give the same bytes. `peak` says what the numbers at the right edge are.
+    Numbers in the boxes are microbatches, left out if they do not fit; the tooltip of a box names its action. Equal
+    panels give equal bytes. `peak` describes the numbers at the right edge.
     """
     assert panels
     longest = max(panel.timeline.makespan for panel in panels)
     scale = _scale(panels, longest)
     left = _MARGIN + _LETTER * max(len(f"rank {panel.timeline.schedule.num_ranks - 1}") + 1 for panel in panels)
-    # Where the two columns right of the bars end.
+    # Right edges of the two columns to the right of the bars.
     idle = left + longest * scale + 56
     peaks = idle + 16 + _LETTER * max(len("peak"), *(len(text) for panel in panels for text in panel.peaks))
     right = peaks + _MARGIN
@@ -87,7 +87,7 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
 
 
 def _scale(panels: Sequence[Panel], longest: float) -> float:
-    """Pixels in a unit of time: wide enough for most numbers, within limits."""
+    """Return the pixels per unit of time: wide enough for most numbers, within limits."""
     lengths = sorted(
         event.end - event.start for panel in panels for event in panel.timeline.events if event.end > event.start
     )
@@ -119,7 +119,7 @@ def _panel(panel: Panel, left: float, y: float, scale: float, idle: float, peaks
 
 def _action(event: Event, chunk: int, left: float, y: float, scale: float) -> Iterator[str]:
     x, width = left + event.start * scale, (event.end - event.start) * scale
-    # A hair between neighbours, unless that would be most of the box.
+    # A small gap between neighbours, unless the box is very narrow.
     gap = 0.5 if width > 3 else 0.0
     about = f"{event.action}: {event.start:.6g} to {event.end:.6g}"
     yield _box(f"{event.action.kind}{chunk}", x + gap, y, width - 2 * gap, _BAR, about)
@@ -141,13 +141,13 @@ def _axis(left: float, y: float, longest: float, scale: float, unit: str) -> Ite
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... times a power of ten."""
+    """Return the smallest number of the form 1, 2 or 5 times a power of ten that is at least `least`."""
     power = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= least * (1 - 1e-9))
 
 
 def _legend(kinds: Sequence[Kind], chunks: int, y: float, right: float, peak: str) -> tuple[list[str], float]:
-    """Its lines, as many as fit beside one another, and where it ends."""
+    """Return the elements of the legend, wrapped at the right edge, and its lower edge."""
     drawn: list[str] = []
     shown = min(chunks, 4)
     x = _MARGIN
@@ -189,5 +189,5 @@ def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "") -
 
 
 def _n(number: float) -> str:
-    """To a hundredth of a pixel, as short as it goes."""
+    """Format to a hundredth of a pixel, without trailing zeros."""
     return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""The action lists as integers: what the checks, the clock, lowering and the memory replay compute with."""
+"""Action lists as integer arrays, for the checks, the simulation, lowering and the memory replay."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 CODES = {kind: code for code, kind in enumerate(Kind)}
-"""Kind -> the number that stands for it in a table."""
+"""Kind -> its number in a table."""
 _FORWARD_KINDS = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 _HUGE = 2**62
-NOWHERE = -1  # instead of an index: there is no such action
+NOWHERE = -1  # the index of an action that does not exist
 
 
 class Fault(ScheduleError):
-    """A ScheduleError that knows the cells it speaks of."""
+    """A ScheduleError with the positions of the faulty actions."""
 
     def __init__(self, message: str, marks: dict[int, int]) -> None:
         super().__init__(message)
@@ -33,13 +33,13 @@ class Fault(ScheduleError):
 
 
 class StageMessage(NamedTuple):
-    """A need that comes as a message, on the stages where producer and reader are on two ranks."""
+    """A dependency that needs a message, because producer and reader are on different ranks."""
 
     reader: Kind
     need: Need
     send: Kind
     receive: Kind
-    stages: IntArray  # of the reader
+    stages: IntArray  # the readers' stages with a producer on another rank
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Table:
 
     schedule: Schedule
     rows: ActionLists
-    first: tuple[int, ...]  # per rank the index of its first action, and at the end the number of actions
+    first: tuple[int, ...]  # per rank the index of its first action; the last entry is the number of actions
     rank: IntArray
     kind: IntArray
     stage: IntArray
@@ -56,7 +56,7 @@ class Table:
 
     @classmethod
     def of(cls, rows: ActionLists, schedule: Schedule) -> "Table":
-        """The table of these lists, which may be the schedule's own or a program's for it."""
+        """Build the table of `rows`: the schedule's lists, or those of a program of this schedule."""
         return _table(rows, Itself(schedule))
 
     @cached_property
@@ -68,28 +68,28 @@ class Table:
     def place(self) -> IntArray:
         """[kind, stage, microbatch] -> index of the first such action, or NOWHERE. REDUCE_GRAD has microbatch 0 here.
 
-        For lists that `refuse_illegal` let pass. A Fault if the ids span so many more cells than there are actions that
-        most cannot be there."""
+        The lists must have passed `refuse_illegal`. Raises Fault, before allocating the array, if there are far fewer
+        actions than (stage, microbatch) pairs."""
         stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
         if stages * microbatches > 8 * len(self.kind) + 1024:
             forwards = {action[1:] for row in self.rows for action in row if action.kind is Kind.F}
             cells = ((stage, i) for stage in range(stages) for i in range(microbatches))
             self.fail_missing(Action(Kind.F, *next(cell for cell in cells if cell not in forwards)), "")
         place = np.full((len(CODES), stages, microbatches), NOWHERE)
-        # Backwards, because of two equal actions the one written last stays.
+        # In reverse order: of two equal actions the last assignment wins, which must be the first action.
         place.reshape(-1)[self._cells[::-1]] = np.arange(len(self.kind))[::-1]
         return place
 
     @cached_property
     def _cells(self) -> IntArray:
-        """Per action its cell of `place`."""
+        """Per action, its flat index into `place`."""
         of_stage = (self.kind * self.schedule.num_stages + self.stage) * self.schedule.num_microbatches
         return of_stage + np.maximum(self.microbatch, 0)
 
     def needed(self, need: Need) -> IntArray:
-        """[stage, microbatch] -> index of the action that the need asks for, `need.offset` stages further.
+        """Return [stage, microbatch] -> index of the required action, on the stage plus `need.offset`.
 
-        Rows without such a neighbour are NOWHERE, as are actions that are not there."""
+        NOWHERE if that stage or action does not exist."""
         found = self.place[CODES[need.kinds[0]]]
         for kind in need.kinds[1:]:
             found = np.where(found == NOWHERE, self.place[CODES[kind]], found)
@@ -100,7 +100,7 @@ class Table:
 
     @cached_property
     def crossings(self) -> tuple[StageMessage, ...]:
-        """The needs of computations that messages satisfy."""
+        """The dependencies of computations that need messages."""
         return tuple(self._crossings())
 
     def _crossings(self) -> Iterator[StageMessage]:
@@ -108,8 +108,8 @@ class Table:
         for kind in (kind for kind in Kind if kind in COMPUTE):
             for need in NEEDS[kind]:
                 if need.offset:
-                    there = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
-                    crossed = there[placement[there] != placement[there + need.offset]]
+                    inner = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
+                    crossed = inner[placement[inner] != placement[inner + need.offset]]
                     send = SEND_OF[need.kinds[-1]]
                     yield StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed)
 
@@ -123,9 +123,9 @@ class Table:
 
     @cached_property
     def producers(self) -> tuple[list[int], list[int]]:
-        """By index, which action of the same stage and which of a neighbouring stage each computation needs.
+        """By index, the action of the same stage and that of a neighbouring stage which each computation needs.
 
-        One beyond the last index stands for one that is not there, two beyond for none needed."""
+        The number of actions stands for a missing action, that number plus one for no dependency."""
         num_actions = len(self.kind)
         found = np.full((2, num_actions), num_actions + 1)
         stages = np.arange(self.schedule.num_stages)
@@ -139,36 +139,36 @@ class Table:
         return found[0].tolist(), found[1].tolist()
 
     def is_kind(self, *kinds: Kind) -> BoolArray:
-        """Per action, whether it is of one of these kinds."""
+        """Return, per action, whether it is of one of these kinds."""
         wanted = np.zeros(len(CODES), dtype=bool)
         wanted[[CODES[kind] for kind in kinds]] = True
         return wanted[self.kind]
 
     def action(self, index: int) -> Action:
-        """The action itself."""
+        """Return the action at an index."""
         rank, position = self.where(index)
         return self.rows[rank][position]
 
     def where(self, index: int) -> tuple[int, int]:
-        """(rank, position in its list)."""
+        """Return (rank, position in its list)."""
         rank = int(self.rank[index])
         return rank, int(index) - self.first[rank]
 
     def at(self, index: int) -> str:
-        """Where an action is, in words."""
+        """Describe the position of an action in words."""
         rank, position = self.where(index)
         return f"at position {position} of rank {rank}"
 
     def refuse_illegal(self) -> None:
-        """Checks each action by itself: known ids, the rank of its stage, and in a forward-only schedule no backward."""
+        """Check each action by itself: valid ids, the rank of its stage, and no backward in a forward-only schedule."""
         schedule = self.schedule
         known = (self.stage >= 0) & (self.stage < schedule.num_stages)
-        here = np.array(schedule.placement)[np.where(known, self.stage, 0)] == self.rank
+        placed = np.array(schedule.placement)[np.where(known, self.stage, 0)] == self.rank
         reductions = self.kind == CODES[Kind.REDUCE_GRAD]
         counted = (self.microbatch >= 0) & (self.microbatch < schedule.num_microbatches)
         counted = np.where(reductions, self.microbatch == NO_MICROBATCH, counted)
         allowed = self.is_kind(*(_FORWARD_KINDS if schedule.forward_only else Kind))
-        legal = known & here & counted & allowed
+        legal = known & placed & counted & allowed
         if legal.all():
             return
         index = int(np.argmin(legal))
@@ -180,12 +180,12 @@ class Table:
         if not counted[index]:
             most = schedule.num_microbatches - 1
             self.fail(index, f"there is no microbatch {microbatch}: microbatches are 0 to {most}")
-        if not here[index]:
+        if not placed[index]:
             self.fail(index, f"stage {stage} is on rank {schedule.placement[stage]}")
-        self.fail(index, "the schedule is forward-only: F and its messages are all there may be")
+        self.fail(index, "the schedule is forward-only: only F and its messages are allowed")
 
     def refuse_doubled(self) -> None:
-        """Checks that no action occurs twice."""
+        """Check that no action occurs twice."""
         originals = self.place.reshape(-1)[self._cells]
         doubled = originals != np.arange(len(originals))
         if doubled.any():
@@ -194,7 +194,7 @@ class Table:
             self.fail(index, f"it occurs a second time, first at position {position}")
 
     def fail(self, index: int, reason: str) -> NoReturn:
-        """Raises the fault of one cell."""
+        """Raise the Fault of one action."""
         rank, position = self.where(index)
         raise Fault(
             f"schedule {self.schedule.name}: {self.action(index)} (rank {rank}, position {position}): {reason}",
@@ -202,7 +202,7 @@ class Table:
         )
 
     def fail_missing(self, action: Action, remark: str, beside: int = NOWHERE) -> NoReturn:
-        """Raises the fault of an action that is not there; `beside`: the index of a cell to show."""
+        """Raise the Fault of a missing action; `beside`: the index of an action to mark in the message."""
         rank = self.schedule.placement[action.stage]
         marks = {} if beside == NOWHERE else dict([self.where(beside)])
         raise Fault(f"schedule {self.schedule.name}: {action} is missing on rank {rank}{remark}", marks)
@@ -213,13 +213,13 @@ def _integers(actions: list[Action], field: int) -> IntArray:
     try:
         return np.fromiter(values, np.int64, len(actions))
     except OverflowError:
-        # Out of any range that matters; legality will say so.
+        # Clipped values are still out of range, so `refuse_illegal` rejects them.
         return np.array([max(-_HUGE, min(action[field], _HUGE)) for action in actions])
 
 
 @once_per_object(maxsize=4)
 def _table(rows: ActionLists, schedule: Itself[Schedule]) -> Table:
-    # The clock with other costs, and the replay of memory, ask for the same one.
+    # Cached, because simulations with other costs and the memory replay use the same table.
     flat = list(chain.from_iterable(rows))
     lengths = [len(row) for row in rows]
     return Table(

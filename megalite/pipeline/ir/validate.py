@@ -1,4 +1,4 @@
-"""The proof that a program is complete, correctly wired, cannot deadlock and fits in memory."""
+"""Prove that a program is complete, correctly wired, free of deadlock and within a memory limit."""
 
 from dataclasses import dataclass
 
@@ -16,29 +16,29 @@ from megalite.pipeline.ir.wiring import check_computation, wire
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What a valid program needs, per rank. Exact: order alone decides it, not time."""
+    """Resources of a valid program, per rank. Exact, since they depend on the order of actions only."""
 
-    peak_activations: tuple[int, ...]  # the most (stage, microbatch) pairs with live activations at once
-    peak_receives: tuple[int, ...]  # the most receive buffers posted and not yet consumed
+    peak_activations: tuple[int, ...]  # peak number of (stage, microbatch) pairs with live activations
+    peak_receives: tuple[int, ...]  # peak number of receive buffers posted and not yet consumed
     sends: tuple[int, ...]  # messages sent in a step
     peak_bytes: tuple[Peak, ...] | None = None
-    """The most that is held at once, in the unit of the sizes; None if none were given."""
+    """Peak memory in the unit of the sizes; None without sizes."""
 
 
 def validate(program: Program, *, sizes: Sizes | None = None, limit: float | None = None) -> ValidationReport:
-    """Proves that the program runs to its end and computes what it should, in time linear in its length.
+    """Prove that the program runs to its end and computes the right results, in time linear in its length.
 
-    Checked: each (stage, microbatch) has one F and, unless forward-only, either one B or one I and one W, and at most
-    one R; ids are in range, each action is on the rank of its stage and occurs once; what an action reads is produced
-    before it; each dependency between ranks has one send after the producer and one receive before the consumer, and
-    nothing else is sent; both ends of a channel agree on the order; no rank waits forever, whether a send completes at
-    once or only when its receive has been posted; REDUCE_GRAD comes once per stage, after every B and W of it; memory.
+    Checks: each (stage, microbatch) has one F and, unless forward-only, either one B or one I and one W, and at most
+    one R; ids are in range, each action is on the rank of its stage and occurs once; the results that an action reads
+    are produced before it; each dependency between ranks has one send after the producer and one receive before the
+    consumer, and nothing else is sent; both ends of a channel agree on the order; no rank waits forever, whether a send
+    completes at once or only when its receive is posted; each stage has one REDUCE_GRAD, after its B and W; memory.
 
-    `limit`: the most that any rank may hold, in the unit of `sizes`.
+    `limit`: maximum memory of a rank, in the unit of `sizes`.
 
-    Raises ScheduleError: the first fault found. The message names rank, position and action, or the shortest circle of
-    waits, and shows the lists there."""
-    assert limit is None or sizes is not None, "nothing to compare with the limit"
+    Raises ScheduleError for the first fault. The message names rank, position and action, or the shortest cycle of
+    waits, and shows the lists around them."""
+    assert limit is None or sizes is not None, "a limit needs sizes"
     try:
         wiring = wire(program)
         prove_no_deadlock(wiring)
@@ -58,9 +58,9 @@ def validate(program: Program, *, sizes: Sizes | None = None, limit: float | Non
 
 
 def validate_written(schedule: Schedule) -> None:
-    """Raises what single cells of a schedule that a user wrote can have wrong, in the positions of their file.
+    """Check the computations of a user's schedule; raise ScheduleError with positions in the user's file.
 
-    To be asked before it is lowered; `validate` then finds what only shows with the messages: deadlock and memory.
+    Call it before lowering. `validate` then finds the faults that involve messages: deadlock and memory.
     """
     try:
         check_computation(schedule)
@@ -81,5 +81,5 @@ def _check_limit(table: Table, peaks: tuple[Peak, ...], limit: float) -> None:
     table.fail(
         table.first[rank] + position,
         f"here the rank holds {readable_bytes(size)}, above the limit of {readable_bytes(limit)}{others}; a limit of "
-        f"{sufficient(max(peak.size for peak in peaks))} would do",
+        f"{sufficient(max(peak.size for peak in peaks))} works",
     )

@@ -1,4 +1,4 @@
-"""A program's messages as integers, and the checks that make them sound: everything but deadlock."""
+"""Match a program's sends and receives, and check everything about a program except deadlock and memory."""
 
 from dataclasses import dataclass
 from itertools import compress
@@ -13,23 +13,23 @@ from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArra
 
 @dataclass(frozen=True)
 class Wiring:
-    """A program with complete lists, in order and rightly wired. Whether a rank waits forever is left open.
+    """A program with complete, ordered and correctly wired lists. It may still deadlock.
 
-    Messages are numbered channel by channel, in the order in which they are sent, which is that of their receives."""
+    Messages are numbered by channel, then in the order of their sends, which is also that of their receives."""
 
     program: Program
     table: Table
-    channels: tuple[tuple[int, int], ...]  # (source rank, destination rank) of each channel that has messages
-    channel: IntArray  # per message, which channel it goes over
+    channels: tuple[tuple[int, int], ...]  # (source rank, destination rank) of each channel with messages
+    channel: IntArray  # per message, the index of its channel
     send: IntArray  # per message, the index of its send
     receive: IntArray
     reader: IntArray  # per message, the index of the computation that needs it
 
     def awaited(self, *, rendezvous: bool) -> IntArray:
-        """Per action the message that it waits for, or NOWHERE.
+        """Return, per action, the message that it waits for, or NOWHERE.
 
-        A reader waits for what it reads. With `rendezvous` a send that finds `send_window` sends pending on its channel
-        waits for the oldest of them."""
+        A reader waits for its input. With `rendezvous` a send also waits for the oldest of the pending sends of its
+        channel, if `send_window` are pending."""
         waits = np.full(len(self.table.kind), NOWHERE)
         waits[self.reader] = np.arange(len(self.reader))
         window = self.program.send_window
@@ -40,7 +40,7 @@ class Wiring:
         return waits
 
     def posted(self) -> IntArray:
-        """Per action the message that it sends or receives, or NOWHERE."""
+        """Return, per action, the message that it sends or receives, or NOWHERE."""
         posts = np.full(len(self.table.kind), NOWHERE)
         posts[self.send] = posts[self.receive] = np.arange(len(self.send))
         return posts
@@ -48,9 +48,9 @@ class Wiring:
 
 @once_per_object(maxsize=4)
 def wire(program: Program) -> Wiring:
-    """The program's messages, found and checked in time linear in its length. Raises Fault: the first that is wrong of
-    sizes, agreement with the schedule, legality of each action, completeness, order on each rank, messages, order on
-    each channel."""
+    """Match and check the program's messages in time linear in its length. Raise Fault for the first error. Checked in
+    this order: sizes, legality of each action, agreement with the schedule, completeness, order on each rank, messages,
+    order on each channel."""
     _check_sizes(program)
     table = Table.of(program.actions, program.schedule)
     table.refuse_illegal()
@@ -66,7 +66,7 @@ def wire(program: Program) -> Wiring:
 
 
 def check_computation(schedule: Schedule) -> None:
-    """The checks of `wire` that computations alone can fail, on the schedule's own lists; raises the first Fault."""
+    """Run the checks of `wire` that concern computations only, on the schedule's own lists; raise the first Fault."""
     table = Table.of(schedule.actions, schedule)
     table.refuse_illegal()
     table.refuse_doubled()
@@ -96,17 +96,16 @@ def _check_same_computation(program: Program, table: Table) -> None:
         pairs = zip(compress(range(len(row)), computes), planned, strict=False)
         position = next((position for position, wanted in pairs if row[position] != wanted), None)
         raise Fault(
-            f"schedule {program.schedule.name}: what rank {rank} computes in the program, in its order, is not what its "
-            f"schedule says{'' if position is None else f': see {row[position]} at position {position}'}; lower the "
-            f"schedule again",
+            f"schedule {program.schedule.name}: the computations of rank {rank} in the program differ from its schedule"
+            f"{'' if position is None else f': see {row[position]} at position {position}'}; lower the schedule again",
             {} if position is None else {rank: position},
         )
 
 
 def _check_complete(table: Table) -> None:
-    """Each pair of stage and microbatch has one F and one B, or I and W."""
-    there = table.place != NOWHERE
-    forward, whole, inner, weight = (there[CODES[kind]] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    """Check that each pair of stage and microbatch has one F and one B, or I and W."""
+    exists = table.place != NOWHERE
+    forward, whole, inner, weight = (exists[CODES[kind]] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     _fail_first_missing(table, Kind.F, ~forward, "")
     if table.schedule.forward_only:
         return
@@ -117,10 +116,10 @@ def _check_complete(table: Table) -> None:
         _, stage, microbatch = table.action(index)
         both = Action(Kind.B, stage, microbatch)
         at = table.at(int(table.place[CODES[Kind.B], stage, microbatch]))
-        table.fail(index, f"its microbatch has a whole backward too, {both} {at}; a backward is either B or I and W")
+        table.fail(index, f"its microbatch has a full backward too, {both} {at}; a backward is either B or I and W")
     _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", beside=Kind.F)
-    _fail_first_missing(table, Kind.I, weight & ~inner, " (its W is there)", beside=Kind.W)
-    _fail_first_missing(table, Kind.W, inner & ~weight, " (its I is there)", beside=Kind.I)
+    _fail_first_missing(table, Kind.I, weight & ~inner, " (its W exists)", beside=Kind.W)
+    _fail_first_missing(table, Kind.W, inner & ~weight, " (its I exists)", beside=Kind.I)
 
 
 def _fail_first_missing(
@@ -131,9 +130,9 @@ def _fail_first_missing(
     stage, microbatch = (int(cell[0]) for cell in np.nonzero(missing))
     found = np.flatnonzero(table.microbatch == microbatch)
     if microbatch > 0 and 0 < len(found) < table.schedule.num_stages:
-        # A microbatch of which there is next to nothing is most likely a wrong number in one cell.
+        # A microbatch with very few actions is most likely a wrong number in one cell.
         places = ", ".join(f"{table.action(int(index))} {table.at(int(index))}" for index in found[:3])
-        remark += f"; of microbatch {microbatch} there is only {places}{', ...' if len(found) > 3 else ''}"
+        remark += f"; microbatch {microbatch} has only {places}{', ...' if len(found) > 3 else ''}"
     shown = NOWHERE if beside is None else int(table.place[CODES[beside], stage, microbatch])
     table.fail_missing(Action(kind, stage, microbatch), remark, shown)
 
@@ -142,7 +141,7 @@ _Late = tuple[int, int, Action]  # (consumer, producer or NOWHERE, the producer'
 
 
 def _late_on_own_rank(table: Table) -> list[_Late]:
-    """Where the producer is on the same rank, but later: the first of each need."""
+    """Return, for each dependency, the first consumer with a later producer on the same rank."""
     faults: list[_Late] = []
     for kind in (kind for kind in Kind if kind not in RECVS):
         for need in NEEDS[kind]:
@@ -154,7 +153,7 @@ def _late_on_own_rank(table: Table) -> list[_Late]:
 
 
 def _check_order(table: Table) -> None:
-    """What an action needs of the same rank comes before it: a producer, or the receive of a producer's message."""
+    """Check that each action comes after its producers on the same rank and after the receives of its messages."""
     faults = _late_on_own_rank(table)
     for crossing in table.crossings:
         readers = table.place[CODES[crossing.reader]][crossing.stages]
@@ -171,12 +170,12 @@ def _check_order(table: Table) -> None:
 def _fail_late(table: Table, faults: list[_Late]) -> None:
     if faults:
         index, producer, needed = min(faults)
-        late = "no rank has" if producer == NOWHERE else f"comes only later, {table.at(producer)}"
+        late = "does not exist" if producer == NOWHERE else f"comes only later, {table.at(producer)}"
         table.fail(index, f"it needs {needed}, which {late}")
 
 
 def _first_late(table: Table, consumers: IntArray, producers: IntArray) -> list[_Late]:
-    """The first consumer with its producer on its rank, but after it; NOWHERE comes before everything."""
+    """Return the first consumer with its producer later on the same rank, if any. NOWHERE is before all indices."""
     late = (consumers != NOWHERE) & (producers > consumers) & (table.rank[producers] == table.rank[consumers])
     if not late.any():
         return []
@@ -186,7 +185,7 @@ def _first_late(table: Table, consumers: IntArray, producers: IntArray) -> list[
 
 
 def _check_messages(table: Table) -> None:
-    """No send or receive beyond those that the computations need."""
+    """Check that every send and receive is needed by a computation."""
     wanted = np.zeros((len(CODES), table.schedule.num_stages), dtype=bool)
     for crossing in table.crossings:
         wanted[CODES[crossing.receive], crossing.stages] = True

@@ -76,7 +76,7 @@ def test_1f1b_formula() -> None:
 
 
 def test_it_takes_training_schedules_once() -> None:
-    with pytest.raises(ConfigError, match=r"forward_only has no backward.*give a training schedule"):
+    with pytest.raises(ConfigError, match=r"forward_only has no backward.*use a training schedule"):
         with_recompute_ahead(forward_only(loop_placement(2, 1), 3))
     with pytest.raises(ConfigError, match=r"gpipe recomputes already.*without any R"):
         with_recompute_ahead(with_recompute_ahead(gpipe(2, 3)))

@@ -158,7 +158,7 @@ def test_incomplete_schedules_are_left_to_the_validator() -> None:
     for text, message in (
         ("0F0,0B0,0F1\n1F0,1F1,1B0,1B1\n", "0B1 is missing on rank 0"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 .* second time"),
-        ("0F0,0B0\n1F0,1B0,1I0,1W0\n", "1I0 .* whole backward too"),
+        ("0F0,0B0\n1F0,1B0,1I0,1W0\n", "1I0 .* full backward too"),
         ("0B0,0F0\n1F0,1B0\n", "0B0 .* needs 0F0, which comes only later"),
         ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n", "deadlocks"),
     ):

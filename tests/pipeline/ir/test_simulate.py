@@ -165,7 +165,7 @@ def test_what_it_refuses() -> None:
         simulate(stuck, Costs.uniform(3))
     program = lower(one_f_one_b(2, 2))
     unread = replace(program, actions=(program.actions[0], program.actions[1][1:]))
-    with pytest.raises(ScheduleError, match=r"1F0 .* needs 1RECV_F0, which no rank has"):
+    with pytest.raises(ScheduleError, match=r"1F0 .* needs 1RECV_F0, which does not exist"):
         simulate(unread, Costs.uniform(2))
 
 

@@ -44,14 +44,14 @@ MUTANTS = 3_500
 FAULTS = (
     "is missing",
     "(or its halves, I and W)",
-    "(its W is there)",
-    "(its I is there)",
-    "has a whole backward too",
+    "(its W exists)",
+    "(its I exists)",
+    "has a full backward too",
     "second time",
     "there is no",
     "is on rank",
     "comes only later",
-    "which no rank has",
+    "which does not exist",
     "no action on another",
     "delivers in the order",
     "deadlocks whenever",
@@ -126,7 +126,7 @@ def edited(schedule: Schedule, rank: int, text: str, *, window: int = 1) -> Prog
         (0, "0F0 5F0", r"5F0 \(rank 0, position 1\): there is no stage 5: stages are 0 to 1"),
         (0, "0F0 1F0", r"1F0 \(rank 0, position 1\): stage 1 is on rank 1"),
         (1, "1F0 1RECV_F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1SEND_B1 1REDUCE_GRAD", "1F0 .* needs 1RECV_F0, .* position 1"),
-        (1, "1RECV_F0 1F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1REDUCE_GRAD", "0B1 .* needs 1SEND_B1, which no rank has"),
+        (1, "1RECV_F0 1F0 1B0 1RECV_F1 1F1 1B1 1SEND_B0 1REDUCE_GRAD", "0B1 .* needs 1SEND_B1, which does not exist"),
         (
             1,
             "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD",
@@ -145,11 +145,11 @@ def test_each_fault_is_named(rank: int, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("computations", "message"),
     [
-        ("0F0 0I0", r"0W0 is missing on rank 0 \(its I is there\)\nrank 0: .*>0I0<"),
-        ("0F0 0W0", r"0I0 is missing on rank 0 \(its W is there\)\nrank 0: .*>0W0<"),
+        ("0F0 0I0", r"0W0 is missing on rank 0 \(its I exists\)\nrank 0: .*>0I0<"),
+        ("0F0 0W0", r"0I0 is missing on rank 0 \(its W exists\)\nrank 0: .*>0W0<"),
         ("0F0 0F1 0B0", r"0B1 is missing on rank 0 \(or its halves, I and W\)\nrank 0: .*>0F1<"),
-        ("0F0 0B0 0W0", r"0W0 \(rank 0, position .* whole backward too, 0B0 at position .* either B or I and W"),
-        ("0F0 0I0 0W0 0B0", r"0I0 \(rank 0, position .* whole backward too, 0B0 at position"),
+        ("0F0 0B0 0W0", r"0W0 \(rank 0, position .* full backward too, 0B0 at position .* either B or I and W"),
+        ("0F0 0I0 0W0 0B0", r"0I0 \(rank 0, position .* full backward too, 0B0 at position"),
         ("0F0 0W0 0I0", r"0W0 \(rank 0, position .* needs 0I0, which comes only later"),
         ("0R0 0F0 0B0", r"0R0 \(rank 0, position .* needs 0F0, which comes only later"),
         ("0F0 0B0 0R0", r"0B0 \(rank 0, position .* needs 0R0, which comes only later"),
@@ -269,7 +269,7 @@ def test_report() -> None:
 
 
 def test_memory_limit() -> None:
-    """The most loaded rank is named, with what would do; exactly that much passes."""
+    """The error names the most loaded rank and a limit that works; exactly that limit passes."""
     program = lower(one_f_one_b(3, 4))
     gib = 2.0**30
     sizes = Sizes.uniform(3, activation=1.5 * gib)
@@ -281,10 +281,10 @@ def test_memory_limit() -> None:
     place = program.actions[0].index(Action(Kind.F, 0, 2))
     assert first == (
         f"schedule 1f1b: 0F2 (rank 0, position {place}): here the rank holds 4.50 GiB (4831838208), above the limit of "
-        f"2.50 GiB (2684354560); 2 of 3 ranks need more than the limit; a limit of 4831838208B would do"
+        f"2.50 GiB (2684354560); 2 of 3 ranks need more than the limit; a limit of 4831838208B works"
     )
     assert len(lists) == 3 and ">0F2<" in lists[0]
-    with pytest.raises(ScheduleError, match=r"the rank holds 3, above the limit of 2\.5; 1 of|; a limit of 3 would do"):
+    with pytest.raises(ScheduleError, match=r"the rank holds 3, above the limit of 2\.5; 1 of|; a limit of 3 works"):
         validate(program, sizes=Sizes.uniform(3), limit=2.5)
 
 
@@ -292,10 +292,10 @@ def test_sums_of_thirds_keep_a_whole_limit() -> None:
     program = lower(looped_bfs(3, 3, 11))
     sizes = Sizes.uniform(9, activation=1 / 3)
     validate(program, sizes=sizes, limit=11.0)
-    with pytest.raises(ScheduleError, match=r"above the limit of 10\.9; .*a limit of 11 would do"):
+    with pytest.raises(ScheduleError, match=r"above the limit of 10\.9; .*a limit of 11 works"):
         validate(program, sizes=sizes, limit=10.9)
     bytes_of = Sizes.uniform(9, activation=1000 / 3)
-    with pytest.raises(ScheduleError, match=r"a limit of 11000B would do|a limit of 11001B would do"):
+    with pytest.raises(ScheduleError, match=r"a limit of 11000B works|a limit of 11001B works"):
         validate(program, sizes=bytes_of, limit=5000.0)
 
 
@@ -307,7 +307,7 @@ def test_sums_of_thirds_keep_a_whole_limit() -> None:
         ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "0B1 is missing on rank 0"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F2,1B1\n",
-            "0F2 is missing on rank 0; of microbatch 2 there is only 1F2 at position 2 of rank 1",
+            "0F2 is missing on rank 0; microbatch 2 has only 1F2 at position 2 of rank 1",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Named schedules: what each rank computes and in which order, as pure functions of sizes."""
+"""Generators of named schedules, as pure functions of sizes."""

@@ -1,4 +1,4 @@
-"""`auto`: the best of the named schedules that take a placement and of those that a list scheduler finds."""
+"""Build the schedule `auto`: the best of the named schedules and of those found by a list scheduler."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -33,11 +33,11 @@ from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.simulate import Costs, Timeline, least_makespan, simulate
 
 MOST_GROUPS = 8
-"""Of interleaved schedules, that many microbatch groups, the smallest and the largest among them."""
+"""Microbatch groups tried for interleaved schedules, including the smallest and the largest."""
 
 
 def named_schedules(placement: tuple[int, ...], num_microbatches: int) -> Iterator[Schedule]:
-    """The named schedules of a loop or V; none of another placement."""
+    """Yield the named schedules of a loop or V placement; none for any other placement."""
     p, m = max(placement) + 1, num_microbatches
     if placement == loop_placement(p, 1):
         yield gpipe(p, m)
@@ -54,7 +54,7 @@ def named_schedules(placement: tuple[int, ...], num_microbatches: int) -> Iterat
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Legal microbatch groups; where there are many, smaller ones more densely."""
+    """Return at most `MOST_GROUPS` legal microbatch groups, small ones more densely."""
     legal = [group for group in range(num_ranks, num_microbatches) if group_fits(num_ranks, num_microbatches, group)]
     legal.append(num_microbatches)
     if len(legal) <= MOST_GROUPS:
@@ -64,7 +64,7 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """One microbatch after the other through all stages and back: slow, but nothing holds less."""
+    """Run one microbatch after another through all stages and back: the slowest schedule, with the least memory."""
     trip = [(Kind.F, stage) for stage in range(len(placement))]
     trip += [(Kind.B, stage) for stage in reversed(range(len(placement)))]
 
@@ -76,25 +76,25 @@ def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
 
 
 class SearchBudget(NamedTuple):
-    """How long is searched."""
+    """Limits of a search."""
 
     work: int
-    """Actions that a search may schedule, over all its attempts: counted, so that every rank and machine comes to the same
-    schedule. Where a step has more there is no search."""
-    attempts: tuple[int, int]  # of a search, at least and at most, whatever they have in actions
-    keep: int  # schedules that a search gives
+    """Actions that a search may schedule over all attempts. A count rather than a time, so that every rank and machine
+    finds the same schedule. No search runs if one step has more actions."""
+    attempts: tuple[int, int]  # minimum and maximum per search; they override `work`
+    keep: int  # schedules that a search returns
     rounds: int
-    """Searches that may follow each other, each with less room, until one's schedules fit with their messages."""
+    """Maximum number of searches, each with less room, until a schedule fits together with its messages."""
     close: float
-    """There is no search where a named schedule's time is above the least that any can take by no more than this share."""
+    """No search runs if a named schedule's time exceeds the lower bound of any schedule by at most this fraction."""
 
 
 EFFORTS = {
     "thorough": SearchBudget(work=2_500_000, attempts=(32, 800), keep=4, rounds=4, close=0.0),
     "quick": SearchBudget(work=80_000, attempts=(4, 32), keep=1, rounds=2, close=0.01),
 }
-"""A few seconds, up to a minute for large pipelines; and well below a second with 16 ranks and 128 microbatches, as every rank
-does it when a run starts."""
+"""Thorough: a few seconds, up to a minute for large pipelines. Quick: well below a second with 16 ranks and 128
+microbatches, because every rank searches when a run starts."""
 
 
 def build_auto(
@@ -109,23 +109,21 @@ def build_auto(
     recompute_ahead: bool = False,
     effort: str = "thorough",
 ) -> Schedule:
-    """The fastest schedule found for these costs that fits the memory limit.
+    """Return the fastest schedule found for these costs that fits the memory limit. Raise ConfigError if none fits.
 
-    Candidates are the named schedules of the placement and those of a list scheduler with rules that a search fits to the
-    costs: how far each stage runs ahead, whether forwards or backwards go first, which gaps a W may fill. Each
-    candidate that can be the fastest is lowered, simulated and replayed as it would run; of equally fast ones the one that
-    holds least is taken. So the result is never slower than a named schedule that fits. It depends on the arguments
-    alone: the search is bounded by the actions it schedules, not by a clock.
+    Candidates are the named schedules of the placement and those of a list scheduler. A search adapts the scheduler's
+    rules to the costs: how far each stage runs ahead, whether forwards or backwards go first, which gaps a W may fill.
+    Each candidate that can be the fastest is lowered, simulated and replayed as it would run; the one with less memory
+    wins a tie. So the result is never slower than a named schedule that fits. It depends on the arguments alone: the
+    search is limited by the number of actions it schedules, not by a clock.
 
-    To fill gaps with W under a memory limit is the idea of Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
+    Source of filling gaps with W under a memory limit: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 
     Args:
-        placement: Per virtual stage, its rank. One that is neither loop nor V has no named candidates.
-        costs: Per virtual stage, equal or not.
-        sizes: In the unit of `limit`, per virtual stage. Default: an activation is 1, all else 0.
-        limit: The most that a rank may hold, one number or one per rank. Default: no limit.
-        recompute_ahead: Give every I and B an R, except right after its own F.
-        effort: One of `EFFORTS`.
+        placement: Rank of each virtual stage. Only loops and Vs have named candidates. costs: Per virtual stage. sizes:
+        Per virtual stage, in the unit of `limit`. Default: an activation is 1, all else 0. limit: Maximum memory of a
+        rank, one number or one per rank. Default: no limit. recompute_ahead: Add an R before every I and B, except
+        right after its own F. effort: A key of `EFFORTS`.
     """
     sizes = Sizes.uniform(len(placement)) if sizes is None else sizes
     num_ranks = max(placement) + 1
@@ -168,7 +166,7 @@ def build_auto(
 def _bounds(
     placement: tuple[int, ...], num_microbatches: int, costs: Costs, *, ahead: bool
 ) -> list[tuple[float, Schedule]]:
-    """The schedules that need no search, the one of least time without messages first."""
+    """Return the schedules that need no search with their least makespan (without messages), fastest first."""
     named = (one_by_one(placement, num_microbatches), *named_schedules(placement, num_microbatches))
     complete = map(with_recompute_ahead, named) if ahead else named
     return sorted(((least_makespan(each, costs), each) for each in complete), key=itemgetter(0))
@@ -178,18 +176,18 @@ def _bounds(
 def _run(
     schedule: Schedule, costs: Costs, sizes: Sizes, recv_prefetch: int, send_window: int
 ) -> tuple[Timeline, tuple[float, ...]]:
-    """A schedule on the clock, and the peak of each rank. Searches with other limits ask for the same named ones."""
+    """Return a schedule's timeline and the peak of each rank. Cached for searches with other limits."""
     program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)
     return simulate(program, costs), tuple(peak.size for peak in memory_peaks(program, sizes))
 
 
 class _Judged(NamedTuple):
-    """A candidate as it would run."""
+    """A candidate with its predicted time and memory."""
 
     schedule: Schedule
     timeline: Timeline
     peaks: tuple[float, ...]  # per rank
-    excess: float  # the most by which the peak of one rank is above its limit; not positive if the candidate fits
+    excess: float  # the largest amount by which a rank's peak exceeds its limit; 0 if the candidate fits
 
 
 def _fastest(candidates: Iterable[_Judged]) -> float:
@@ -197,7 +195,7 @@ def _fastest(candidates: Iterable[_Judged]) -> float:
 
 
 def _chosen(candidates: Iterable[_Judged], limits: tuple[float, ...]) -> _Judged:
-    """Of the fastest that fit the one that holds least."""
+    """Return the candidate with the least memory among the fastest that fit."""
     fitting = [candidate for candidate in candidates if candidate.excess <= 0.0]
     if not fitting:
         raise _no_room(min(candidates, key=lambda candidate: candidate.excess), limits)
@@ -209,7 +207,7 @@ def _chosen(candidates: Iterable[_Judged], limits: tuple[float, ...]) -> _Judged
 
 
 def _ideal(placement: tuple[int, ...], num_microbatches: int, costs: Costs, *, ahead: bool) -> float:
-    """No schedule takes less: each rank waits for its first input, then computes everything."""
+    """Return a lower bound on the makespan: each rank waits for its first input, then computes without a pause."""
     seconds = costs.of_actions(ahead=ahead)
     busy: dict[int, float] = defaultdict(float)
     first: dict[int, float] = {}
@@ -224,7 +222,7 @@ def _ideal(placement: tuple[int, ...], num_microbatches: int, costs: Costs, *, a
 
 
 def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Costs) -> _Judged:
-    """The candidate with B for each I and W in a row, as far as no rank has to wait longer for that."""
+    """Replace each I directly followed by its W by a B, unless another rank would wait longer for its gradient."""
     schedule, placement = candidate.schedule, candidate.schedule.placement
     times = {event.action: event for event in candidate.timeline.events}
     rows = []
@@ -232,20 +230,20 @@ def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Cos
         joined: list[Action] = []
         for action in row:
             kind, stage, microbatch = action
-            may = kind is Kind.W and joined[-1] == (Kind.I, stage, microbatch)
-            if may and stage > 0:
-                here, there = placement[stage], placement[stage - 1]
-                hop = 0.0 if here == there else sum(costs.link(here, there))
-                waiting = times[schedule.input_gradient(stage - 1, microbatch)]
-                may = waiting.start >= times[action].end + hop
-            if may:
+            join = kind is Kind.W and joined[-1] == (Kind.I, stage, microbatch)
+            if join and stage > 0:
+                source, destination = placement[stage], placement[stage - 1]
+                hop = 0.0 if source == destination else sum(costs.link(source, destination))
+                reader = times[schedule.input_gradient(stage - 1, microbatch)]
+                join = reader.start >= times[action].end + hop
+            if join:
                 joined[-1] = Action(Kind.B, stage, microbatch)
             else:
                 joined.append(action)
         rows.append(tuple(joined))
     if tuple(rows) == schedule.actions:
         return candidate
-    # Receives move with the actions around them, so this is to be seen, not assumed.
+    # Simulated again, because receives move with the actions around them.
     found = judge(replace(schedule, actions=tuple(rows)))
     slower = found.timeline.makespan > candidate.timeline.makespan * (1.0 + ROUNDING)
     return candidate if slower or found.excess > 0.0 else found
@@ -254,7 +252,7 @@ def _joined(candidate: _Judged, judge: Callable[[Schedule], _Judged], costs: Cos
 def _without_messages(
     placement: tuple[int, ...], limits: tuple[float, ...], sizes: Sizes, send_window: int
 ) -> tuple[float, ...]:
-    """Per rank, what the limit leaves if each channel holds its usual number of messages, and a backward runs."""
+    """Return each rank's limit minus the messages that its channels usually hold and the workspace of a backward."""
     workspace = [0.0] * len(limits)
     for rank, size in zip(placement, sizes.workspace or (), strict=False):
         workspace[rank] = max(workspace[rank], size)

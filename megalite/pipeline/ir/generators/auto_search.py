@@ -1,4 +1,4 @@
-"""The search of `auto`: rules of the list scheduler, from a grid and then by small changes."""
+"""Search for the rules of the list scheduler that give the best schedule (`auto`)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,16 +10,16 @@ from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Order, Outc
 _ORDERS: tuple[Order, ...] = ("backward", "alternate", "forward")
 _FILLS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-REHEARSAL = 4  # microbatches per rank that show what rules are worth
+REHEARSAL = 4  # microbatches per rank, enough to compare rules
 
 
 def search(problem: Problem, work: int, attempts: tuple[int, int], keep: int) -> list[Outcome]:
-    """The best few schedules found, best first; among equally fast ones those that need less memory.
+    """Return the best `keep` schedules found, the fastest first, then those with less memory.
 
-    It schedules `work` actions, in at least and at most that many attempts.
+    The search schedules `work` actions, but stays within the minimum and maximum of `attempts`.
 
-    First a grid of rules, then, from the best of the grid, one change at a time that is kept if it helps. Rules do not
-    speak of the number of microbatches, so that most of this is done with few of them.
+    It tries a grid of rules, then changes the best ones step by step and keeps each change that helps. Rules do not
+    depend on the number of microbatches, so most attempts use few of them.
     """
     starts = list(_grid(problem))
     rehearsal = REHEARSAL * len(problem.stages)
@@ -39,12 +39,12 @@ Room = tuple[tuple[float, ...], tuple[float, ...]]  # `Outcome.holds`
 
 @lru_cache(maxsize=16)
 def _known(problem: Problem) -> dict[Rules, list[tuple[Room, Value]]]:
-    """What rules were worth, and in how much room, in searches for schedules of a problem without any."""
+    """Return the cache of a problem without room: rules -> values, each with the range of room in which it applies."""
     return {}
 
 
 class _Attempts:
-    """Tries rules, counts how often, and remembers the best outcomes."""
+    """Evaluates rules within a budget of attempts, and keeps the best."""
 
     def __init__(self, problem: Problem, work: int, attempts: tuple[int, int], keep: int) -> None:
         self.problem = problem
@@ -58,13 +58,13 @@ class _Attempts:
 
     def value(self, rules: Rules) -> Value:
         if rules not in self.values:
-            self.values[rules] = value = self._tried(rules)
+            self.values[rules] = value = self._evaluate(rules)
             self.best.setdefault(value, rules)
             if len(self.best) > self.keep:
                 del self.best[max(self.best)]
         return self.values[rules]
 
-    def _tried(self, rules: Rules) -> Value:
+    def _evaluate(self, rules: Rules) -> Value:
         known, limits = self.known.setdefault(rules, []), self.problem.limits
         for (least, beyond), value in known:
             if all(low <= limit < high for low, limit, high in zip(least, limits, beyond)):
@@ -74,11 +74,11 @@ class _Attempts:
         return known[-1][1]
 
     def found(self) -> list[Outcome]:
-        """The best, best first."""
+        """Return the best outcomes, best first."""
         return [list_schedule(self.problem, self.best[value]) for value in sorted(self.best)]
 
     def climb(self, starts: list[Rules]) -> None:
-        """Tries the starts, on at most half of the budget, and changes the best three as long as that helps."""
+        """Try the starts, on at most half of the budget, and change the best three as long as that helps."""
         for rules in starts[: self.budget // 2]:
             self.value(rules)
         for rules in self.best_rules(3):
@@ -107,7 +107,7 @@ def _better(value: Value, than: Value) -> bool:
 
 
 def _grid(problem: Problem) -> Iterator[Rules]:
-    """Rules to start from, the most promising first."""
+    """Yield rules to start from, the most promising first."""
     num_ranks = len(problem.stages)
     several = max(map(len, problem.stages)) > 1
     directions = ((True, False), (True, True), (False, False), (False, True)) if several else ((True, True),)
@@ -116,7 +116,7 @@ def _grid(problem: Problem) -> Iterator[Rules]:
 
 
 def _leads(problem: Problem) -> list[tuple[int, ...]]:
-    """Leads that last until a microbatch's gradient is back, at the pace of a steady pipeline or of forwards alone."""
+    """Return leads that cover the time until a microbatch's gradient returns, at a steady or a forward-only pace."""
     most = problem.num_microbatches
     steady = max(
         sum(problem.forward[stage] + problem.input_grad[stage] + problem.weight_grad[stage] for stage in own)
@@ -145,7 +145,7 @@ Change = Callable[[Rules], Rules]
 
 
 def _changes(problem: Problem) -> Iterator[Change]:
-    """Small changes of rules, those of much effect first."""
+    """Yield small changes of rules, those with a large effect first."""
     num_stages, num_ranks, most = len(problem.placement), len(problem.stages), problem.num_microbatches
     ranks = range(num_ranks)
     yield from (partial(_reordered, ranks=ranks, order=order) for order in _ORDERS)

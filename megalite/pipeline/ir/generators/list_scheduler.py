@@ -1,4 +1,4 @@
-"""A list scheduler: runs the pipeline on a clock and lets each free rank choose what to do next."""
+"""Build a schedule with a list scheduler: simulate the pipeline, and let each free rank choose its next action."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,21 +19,21 @@ _NO_MESSAGE = Link(0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Costs and sizes are of one microbatch, per virtual stage."""
+    """Input of the list scheduler. Costs and sizes are per virtual stage, for one microbatch."""
 
     placement: tuple[int, ...]
     num_microbatches: int
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
-    again: tuple[float, ...]  # the R before an I or B; 0 where nothing is recomputed ahead
-    forward_links: tuple[Link, ...]  # how a stage's output travels to the next stage
-    backward_links: tuple[Link, ...]  # how the gradient of a stage's input travels to the stage before
+    again: tuple[float, ...]  # the R before an I or B; 0 without recomputation ahead
+    forward_links: tuple[Link, ...]  # link of a stage's output to the next stage
+    backward_links: tuple[Link, ...]  # link of the gradient of a stage's input to the previous stage
     hold: tuple[float, ...]  # memory from F to I or B
-    burst: tuple[float, ...]  # memory that an I or B needs on top: the graph of its R
+    burst: tuple[float, ...]  # additional memory during an I or B: the graph of its R
     deferred: tuple[float, ...]  # memory from I to W
-    surplus: tuple[float, ...]  # by how much that is more than the graph which I frees in exchange
-    room: tuple[float, ...]  # per rank, the memory that may be used
+    surplus: tuple[float, ...]  # by how much `deferred` exceeds the graph that I frees
+    room: tuple[float, ...]  # per rank, the available memory
 
     @classmethod
     def of(
@@ -46,7 +46,7 @@ class Problem:
         *,
         ahead: bool,
     ) -> "Problem":
-        """The same for the simulator's costs and the replay's sizes; `ahead`: with an R before each I or B."""
+        """Build a problem from the simulator's costs and the replay's sizes. `ahead`: add an R before each I or B."""
         seconds = costs.of_actions(ahead=ahead)
         nothing = (0.0,) * len(placement)
         hops = list(pairwise(placement))
@@ -78,53 +78,54 @@ class Problem:
 
     @cached_property
     def limits(self) -> list[float]:
-        """Per rank its room, and then per rank what of it an I or B leaves: all that a scheduler asks of room."""
+        """The room of each rank, followed by the room of each rank minus its largest burst."""
         room = [limit * (1.0 + ROUNDING) for limit in self.room]
         return room + [limit - max(self.burst[stage] for stage in own) for limit, own in zip(room, self.stages)]
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """Per rank, what a microbatch needs that is alone in the pipeline, its messages not counted.
+        """Per rank, the memory of a single microbatch in the pipeline, without messages.
 
-        Without recomputation no schedule needs less: all of a microbatch's F come before its first I."""
+        Without recomputation this is a lower bound for all schedules: all F of a microbatch come before its first I."""
         return tuple(
             sum(self.hold[stage] for stage in own) + max(self.burst[stage] for stage in own) for own in self.stages
         )
 
 
-ROUNDING = 1e-12  # relative: sums of floats in another order may differ by this much, and no more
+ROUNDING = 1e-12  # relative: largest difference between sums of the same floats in another order
 
 Order = Literal["backward", "alternate", "forward"]
 
 
 class Rules(NamedTuple):
-    """How ranks choose."""
+    """How ranks choose their next action."""
 
-    lead: tuple[int, ...]  # per stage, how many microbatches may at most be between their F and their I
+    lead: tuple[int, ...]  # per stage, the maximum number of microbatches between their F and their I
     order: tuple[Order, ...]
-    """Per rank, what goes first where both an F and an I could start; "alternate": the other one than last time."""
+    """Per rank, the kind that goes first if an F and an I can start; "alternate": the other kind than last time."""
     fill: tuple[float, ...]
-    """Per rank, the share of a W that must be done before the next F or I could start, for the W to start.
+    """Per rank, the fraction of a W that must fit before the next F or I can start, for the W to start.
 
-    At 0 no rank waits that has a W to do; at 1 no W delays an F or I that is known to come."""
+    At 0 a rank with a pending W never idles; at 1 no W delays an F or I with a known arrival."""
     forward_deepest: bool = True
-    """Among the F that could start, the one of the last stage goes first, not that of the first; below among the I."""
+    """Of several F that can start, the one of the rank's last stage goes first, else that of its first stage."""
     backward_deepest: bool = True
+    """The same for I and B."""
 
 
 class Outcome(NamedTuple):
-    """The lists that came out, and the time and memory that they should take."""
+    """The resulting lists and their predicted time and memory."""
 
     lists: tuple[tuple[tuple[Kind, int], ...], ...]
     """Per rank, kind and stage in order. Each stage takes its microbatches in order."""
     makespan: float
-    memory: float  # the ranks' peaks, summed
+    memory: float  # sum of the ranks' peaks
     holds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Of `Problem.limits`, from which on and below which the outcome is this one: at least what was found to fit, and less
-    than what was not."""
+    """Range of `Problem.limits` with the same outcome: at least the largest size that fitted, and below the smallest
+    size that did not."""
 
     def actions(self) -> ActionLists:
-        """Per rank, the actions."""
+        """Return the actions of each rank."""
         return tuple(tuple(_with_microbatches(row)) for row in self.lists)
 
 
@@ -139,12 +140,12 @@ def _with_microbatches(row: Iterable[tuple[Kind, int]]) -> Iterator[Action]:
 
 
 def list_schedule(problem: Problem, rules: Rules) -> Outcome:
-    """Lets each rank, when it is free, start an F, I or W by the rules, until all is done.
+    """Let each free rank start an F, I or W by the rules, until all microbatches are done.
 
-    Memory is given out by the banker's algorithm: an F starts only if the microbatches could then still be finished one
-    by one, oldest first. For each rank that is a matter of its activations, since what W needs can always be freed by
-    running the W. So no limit of `problem.least` or more leads into a dead end. A B takes the place of I and W where
-    there is no room to keep what the W needs.
+    Memory is allocated by the banker's algorithm: an F starts only if the microbatches could then still be finished one
+    by one, oldest first. Only activations matter for this, since a rank can always free deferred memory by running its
+    W. So the scheduler never gets stuck if the room is at least `problem.least`. A B replaces I and W if there is no
+    room for the deferred memory.
 
     Time: linear in the number of actions."""
     run = _Run(problem, rules)
@@ -157,16 +158,16 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
 
 
 class _Run:
-    """The clock and where everything stands."""
+    """State of one run of the list scheduler."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         self.problem, self.rules = problem, rules
         num_stages, num_ranks = len(problem.placement), len(problem.stages)
-        # Per stage, when the inputs of the next F and I arrive, as far as that is known.
+        # Per stage, the known arrival times of the inputs of the next F and I.
         self.inputs: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
         self.inputs[0].extend([0.0] * problem.num_microbatches)
-        # Per stage, how many have been started.
+        # Per stage, the number of actions started.
         self.forwards = [0] * num_stages
         self.backwards = [0] * num_stages
         self.weights = [0] * num_stages
@@ -175,7 +176,7 @@ class _Run:
         self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
         self.limits = problem.limits
         self.fitted, self.refused = [0.0] * len(self.limits), [inf] * len(self.limits)
-        self.held = [0.0] * num_ranks
+        self.activations = [0.0] * num_ranks
         self.deferred = [0.0] * num_ranks
         self.peak = [0.0] * num_ranks
         self.lists: list[list[tuple[Kind, int]]] = [[] for _ in range(num_ranks)]
@@ -183,13 +184,13 @@ class _Run:
         self.last_was_forward = [False] * num_ranks
         self.link_free: dict[tuple[int, int], float] = {}
         self.events = [(0.0, rank) for rank in range(num_ranks)]
-        """When a rank has something to decide: it becomes free, or something arrives."""
+        """When a rank decides: it becomes free, or a message arrives."""
 
     def decide(self, rank: int, now: float) -> None:
         forward = gradient = -1
         known, order = inf, self.rules.order[rank]
         backward_first = order == "backward" or (order == "alternate" and self.last_was_forward[rank])
-        # Each is looked for only where the answer depends on it: this runs a million times in a search.
+        # Candidates are looked up only if they can matter, because a search runs this a million times.
         if not backward_first:
             forward, known = self._next(rank, self.forward_order[rank], self.inputs, now)
         if forward < 0:
@@ -200,15 +201,15 @@ class _Run:
             forward, arrival = self._next(rank, self.forward_order[rank], self.inputs, now)
             if arrival < known:
                 known = arrival
-        there = self.held[rank] + self.deferred[rank]
+        used = self.activations[rank] + self.deferred[rank]
         if forward >= 0:
-            if self._within(rank, there + self.problem.hold[forward]) or (weight := self._next_weight(rank)) < 0:
+            if self._within(rank, used + self.problem.hold[forward]) or (weight := self._next_weight(rank)) < 0:
                 self._start_forward(rank, forward, now)
             else:
-                # The F is safe to start, so all that can be in its way is what the Ws keep.
+                # The F is safe, so only deferred memory can be in its way.
                 self._start_weight(rank, weight, now)
         elif gradient >= 0:
-            if self._within(rank, there + (self.problem.burst[gradient] + self.problem.surplus[gradient])):
+            if self._within(rank, used + (self.problem.burst[gradient] + self.problem.surplus[gradient])):
                 self._start_gradient(rank, gradient, now, Kind.I)
             elif (weight := self._next_weight(rank)) >= 0:
                 self._start_weight(rank, weight, now)
@@ -224,7 +225,7 @@ class _Run:
     def _next(
         self, rank: int, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float
     ) -> tuple[int, float]:
-        """The stage of the F (or I, B) that should start now, or -1 and when one will have arrived, as far as known."""
+        """Return the stage of the F (or I, B) to start now, or -1 and the next known arrival."""
         known = inf
         for stage in stages:
             if not (queue := arrivals[stage]) or (first := queue[0]) >= known:
@@ -238,7 +239,7 @@ class _Run:
         return -1, known
 
     def _next_weight(self, rank: int) -> int:
-        """The stage with the oldest W to do, or -1."""
+        """Return the stage with the oldest pending W, or -1."""
         best, oldest = -1, self.problem.num_microbatches
         for stage in self.problem.stages[rank]:
             if (done := self.weights[stage]) < oldest and done < self.backwards[stage]:
@@ -255,20 +256,20 @@ class _Run:
         return False
 
     def _safe(self, rank: int, stage: int) -> bool:
-        """Whether after one more F of the stage the rank can still see its microbatches through, oldest first."""
+        """Return whether the rank can still finish its microbatches, oldest first, after one more F of the stage."""
         hold, own = self.problem.hold, self.problem.stages[rank]
         limit = len(self.problem.stages) + rank
         if len(own) == 1:
-            return self._within(limit, self.held[rank] + hold[stage])
+            return self._within(limit, self.activations[rank] + hold[stage])
         done = [self.forwards[each] + (each == stage) for each in own]
-        # Microbatches with as many F done need the same; the oldest of them has the most others around it.
+        # Microbatches with equally many F done need equal memory; the oldest of them has the most others beside it.
         for count, following in enumerate([*done[1:], min(self.backwards[each] for each in own)], start=1):
             if following >= done[count - 1]:
                 continue
-            held = 0.0
+            others = 0.0
             for each, forwards in zip(own, done, strict=True):
-                held += hold[each] * max(0, forwards - max(following, self.backwards[each]))
-            if not self._within(limit, held + sum(hold[each] for each in own[count:])):
+                others += hold[each] * max(0, forwards - max(following, self.backwards[each]))
+            if not self._within(limit, others + sum(hold[each] for each in own[count:])):
                 return False
         return True
 
@@ -277,7 +278,7 @@ class _Run:
         end = now + problem.forward[stage]
         self.inputs[stage].popleft()
         self.forwards[stage] += 1
-        self.held[rank] += problem.hold[stage]
+        self.activations[rank] += problem.hold[stage]
         self.last_was_forward[rank] = True
         if stage + 1 == len(problem.placement):
             self.gradients[stage].append(end)
@@ -287,13 +288,13 @@ class _Run:
 
     def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
         problem = self.problem
-        # Straight after its own F a microbatch still has its graph: there is nothing to run again.
+        # Right after its own F a microbatch still has its graph, so no R runs.
         behind = self.lists[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
         end = now + problem.input_grad[stage] + (0.0 if behind else problem.again[stage])
         self.gradients[stage].popleft()
         self.backwards[stage] += 1
         self.last_was_forward[rank] = False
-        during = self.held[rank] + self.deferred[rank] + problem.burst[stage]
+        during = self.activations[rank] + self.deferred[rank] + problem.burst[stage]
         if kind is Kind.B:
             end += problem.weight_grad[stage]
             self.weights[stage] += 1
@@ -302,9 +303,9 @@ class _Run:
             self.deferred[rank] += problem.deferred[stage]
         if during > self.peak[rank]:
             self.peak[rank] = during
-        self.held[rank] -= problem.hold[stage]
+        self.activations[rank] -= problem.hold[stage]
         if stage > 0:
-            # The R of the next I runs while the gradient is on its way.
+            # The R of the next I runs while the gradient is in transit.
             self._send(self.gradients, rank, stage - 1, end, problem.backward_links[stage], problem.again[stage - 1])
         self._note(rank, kind, stage, end)
 
@@ -314,8 +315,8 @@ class _Run:
         self._note(rank, Kind.W, stage, now + self.problem.weight_grad[stage])
 
     def _note(self, rank: int, kind: Kind, stage: int, end: float) -> None:
-        if (there := self.held[rank] + self.deferred[rank]) > self.peak[rank]:
-            self.peak[rank] = there
+        if (used := self.activations[rank] + self.deferred[rank]) > self.peak[rank]:
+            self.peak[rank] = used
         self.lists[rank].append((kind, stage))
         self.free[rank] = end
         heappush(self.events, (end, rank))

@@ -1,6 +1,6 @@
-"""Schedules of several chunks per rank in a loop: interleaved 1F1B and looped breadth-first.
+"""Generate schedules with several chunks per rank: interleaved 1F1B and looped breadth-first, ZB-V and DualPipeV.
 
-A rank's chunk c is stage c * num_ranks + rank.
+In a loop, chunk c of a rank is stage c * num_ranks + rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +16,16 @@ from megalite.pipeline.ir.schedule import Schedule
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B: v chunks per rank, visited in turn by groups of N microbatches.
 
-    Rank r runs 2(p-r-1) + (v-1)N chunk forwards ahead, then alternates. The bubble is 1F1B's divided by v; the price is
-    v times the messages and, on rank r, 2(p-r-1) + (v-1)N + 1 live chunk activations. A group larger than p gives
+    Rank r runs 2(p-r-1) + (v-1)N chunk forwards ahead, then alternates. The bubble is 1F1B's divided by v, at the cost
+    of v times the messages and, on rank r, 2(p-r-1) + (v-1)N + 1 live chunk activations. A group larger than p gives
     messages N-p slots of slack at the wrap from the last rank to the first.
 
-    Legal groups are p <= N <= m with m mod N either 0 or at least p, or N = m < p: other orders inflate the bubble and
-    some deadlock. Without a group any number of microbatches works: N is `smallest_group`. Where m < p, microbatches
-    wait p-m slots at each wrap, (v-1)(p-m)(F+B)/v in all.
+    Legal groups are p <= N <= m with m mod N either 0 or at least p, or N = m < p: other orders increase the bubble and
+    some deadlock. By default N is `smallest_group`, which works for any number of microbatches. If m < p, microbatches
+    wait p-m slots at each wrap, (v-1)(p-m)(F+B)/v in total.
 
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021); the order of
-    Megatron-LM.
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021); the order is
+    Megatron-LM's.
     """
     if group is not None and not group_fits(num_ranks, num_microbatches, group):
         raise ConfigError(_refusal(num_ranks, num_microbatches, group))
@@ -51,8 +51,8 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
 def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
     """Breadth first: all microbatches' forwards through chunk 0, then chunk 1, ...; the backwards mirrored.
 
-    Bubble (p-1)(F+B)/v for m >= p, and as interleaved below; all microbatches' activations are held at once, on each
-    chunk. Each chunk's weights are needed in one stretch of forwards and one of backwards.
+    Bubble (p-1)(F+B)/v for m >= p; for m < p that of interleaved. Activations of all microbatches are live at once, on
+    each chunk. Each chunk's weights are needed in one contiguous run of forwards and one of backwards.
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
     """
@@ -66,13 +66,13 @@ def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedu
 
 
 def smallest_group(num_ranks: int, num_microbatches: int) -> int:
-    """The smallest legal microbatch group of the interleaved schedule: m itself where m < p."""
+    """Return the smallest legal microbatch group of the interleaved schedule; m if m < p."""
     groups = range(num_ranks, num_microbatches)
     return next((group for group in groups if group_fits(num_ranks, num_microbatches, group)), num_microbatches)
 
 
 def _visits(kind: Kind, order: list[tuple[int, int]], rank: int, num_ranks: int, num_chunks: int) -> Iterator[Action]:
-    """The rank's actions of one kind, (chunk, microbatch) in order; backwards visit the chunks mirrored."""
+    """Yield the rank's actions of one kind in the order of (chunk, microbatch); backwards visit the chunks mirrored."""
     for chunk, microbatch in order:
         visited = chunk if kind is Kind.F else num_chunks - 1 - chunk
         yield Action(kind, visited * num_ranks + rank, microbatch)
@@ -86,7 +86,7 @@ def group_fits(num_ranks: int, num_microbatches: int, group: int) -> bool:
 
 def _refusal(num_ranks: int, num_microbatches: int, group: int) -> str:
     if group > num_microbatches:
-        reason = "there are fewer microbatches than one group has"
+        reason = "that is less than one group"
     elif group < num_ranks:
         reason = f"a group must have at least pp = {num_ranks} microbatches, or all of them"
     else:
@@ -114,9 +114,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-V: zero bubble on a V, in the memory of 1F1B.
 
     If the F, I and W of all stages take the same time and m >= 2p-1, no rank idles between its first and last action,
-    and the bubble is (p-1)F of one stage: half of ZB-H1's. Each rank holds 2p stage activations at most, as much as the
-    first rank in 1F1B, deferred weight gradients included. Fewer microbatches get the order of 2p-1 with the others left
-    out.
+    and the bubble is (p-1)F of one stage: half of ZB-H1's. Each rank holds 2p stage activations at most, as many as the
+    first rank in 1F1B, including deferred weight gradients. For m < 2p-1 the order is that of 2p-1 microbatches without
+    those that do not exist.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), and "Zero Bubble Pipeline Parallelism".
     """
@@ -125,7 +125,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """A rank's list in `zb_v`."""
+    """Return a rank's list in `zb_v`."""
     walk = _GrowingList(rank, num_ranks)
     left, total = num_ranks - rank, max(num_microbatches, 2 * num_ranks - 1)
     walk.repeat(2 * left - 1, "F0")
@@ -142,12 +142,12 @@ def zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, 
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipeV: a V, in its middle each forward stands next to a backward of the other chunk.
+    """DualPipeV: a V with a steady phase that pairs each forward with a backward of the other chunk.
 
-    Made so that the two of such a pair may overlap, one's messages with the other's computation; here they run one
-    after the other, and a forward's output leaves before the backward next to it runs. If the F, I and W of all stages
-    take the same time, the bubble is (p-1)F of one stage: half of the published (p-1)(F&B+B-3W), in which F&B is one
-    step of length F+B. Each rank holds 2p+1 stage activations at most, deferred weight gradients included.
+    The published schedule overlaps the computation of one with the messages of the other. Here the two run one after
+    the other, and a forward's output is sent before its backward partner runs. If the F, I and W of all stages take the
+    same time, the bubble is (p-1)F of one stage: half of the published (p-1)(F&B+B-3W), in which F&B is one step of
+    length F+B. Each rank holds 2p+1 stage activations at most, including deferred weight gradients.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), and the cut-in-half variant DualPipeV.
     """
@@ -163,7 +163,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """A rank's list in `dualpipe_v`."""
+    """Return a rank's list in `dualpipe_v`."""
     walk = _GrowingList(rank, num_ranks)
     left = num_ranks - rank - 1
     walk.repeat(2 * left, "F0")
@@ -171,7 +171,7 @@ def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Ac
     walk.repeat(left, "I1 W F1")
     walk.repeat(num_microbatches - 2 * num_ranks + rank + 1, "F0 B1 F1 B0")
     walk.repeat(left, "B1 F1 B0")
-    # Of the last 2(r+1) backwards the first half is whole.
+    # The first half of the last 2(r+1) backwards is not split.
     walk.repeat((rank + 1) // 2, "B1 B0")
     walk.repeat((rank + 1) % 2, "B1 I0")
     walk.repeat((rank + 1) // 2, "I1 I0")
@@ -181,7 +181,7 @@ def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Ac
 
 
 class _GrowingList:
-    """A rank's list as it grows: each chunk's microbatches in order, W in the order of the I."""
+    """A rank's list under construction: microbatches in order per chunk and kind, W in the order of the I."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.stages = (rank, 2 * num_ranks - 1 - rank)
@@ -190,7 +190,7 @@ class _GrowingList:
         self._waiting: list[Action] = []
 
     def repeat(self, times: int, steps: str) -> None:
-        """Appends the steps that many times: a kind and a chunk each, `W` alone for the oldest W that waits."""
+        """Append the steps `times` times. A step is a kind and a chunk; `W` without a chunk is the oldest pending W."""
         for _ in range(times):
             for step in steps.split():
                 self.done.append(self._action(Kind(step[0]), [self.stages[int(chunk)] for chunk in step[1:]]))

@@ -1,4 +1,4 @@
-"""Every schedule by its name."""
+"""Build schedules by name, forward-only schedules, and schedules that recompute ahead."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from megalite.pipeline.ir.schedule import Schedule
 
 
 def with_recompute_ahead(schedule: Schedule) -> Schedule:
-    """The schedule with an R right before each B and I, except where the pair's F is the action right before.
+    """Insert an R right before each B and I, except if its own F comes right before.
 
-    R needs nothing from another rank, so it runs while the backward's gradient is on its way: on the path along which
-    gradients travel up the ranks a backward costs B instead of R + B. For 1F1B that makes the bubble (p-1)(F+B) instead
-    of (p-1)(F+R+B). Between R and its backward one microbatch's activations of one stage are alive, for longer than if
-    the backward recomputed; else only stage inputs are. A pair with its backward right after its forward, as on the
-    last rank of 1F1B, keeps its graph and recomputes nothing, with the same peak: that takes another 2F from 1F1B's
-    bubble where R = F <= B.
+    R needs nothing from another rank, so it runs while the backward's gradient is in transit: on the critical path of
+    gradients up the ranks a backward costs B instead of R + B. For 1F1B the bubble becomes (p-1)(F+B) instead of
+    (p-1)(F+R+B). Between R and its backward one microbatch's activations of one stage are live, for longer than if the
+    backward recomputed; otherwise only stage inputs are. A backward right after its forward, as on the last rank of
+    1F1B, uses the forward's graph and recomputes nothing, with the same peak: that reduces 1F1B's bubble by another 2F
+    if R = F <= B.
     """
     if schedule.forward_only or schedule.recomputed:
         reason = "has no backward" if schedule.forward_only else "recomputes already"
         raise ConfigError(
-            f"schedule {schedule.name} {reason}, so it cannot recompute ahead: give a training schedule without any R"
+            f"schedule {schedule.name} {reason}, so it cannot recompute ahead: use a training schedule without any R"
         )
     rows = []
     for row in schedule.actions:
@@ -40,17 +40,16 @@ def with_recompute_ahead(schedule: Schedule) -> Schedule:
 
 
 def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
-    """Evaluation: forwards alone, with nothing kept. Any placement and any number of microbatches.
+    """Build an evaluation schedule, with forwards only, for any placement and any number of microbatches.
 
-    On a loop of several chunks groups of p microbatches go through all chunks in turn, the last group taking the
-    remainder as well. For m >= p there is no bubble but the ramp, (p-1)F/v, and no message waits p slots or more for
-    its consumer.
+    On a loop, groups of p microbatches go through all chunks in turn; the last group includes the remainder. For m >= p
+    the only bubble is the ramp, (p-1)F/v, and each message waits less than p slots for its consumer.
 
-    On any other placement microbatch i enters v slots after microbatch i-1, v being the most stages on a rank, and
-    stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank takes, modulo
-    v. That is a legal run, so no rank waits forever, and no message waits v slots or more. A rank with v stages is
-    never idle in between. On a V d(s) = s: the makespan is (2m + 2p-2) stage forwards, the least possible, since the
-    last rank's 2m stand between p-1 on the way down and p-1 on the way up.
+    On any other placement microbatch i enters v slots after microbatch i-1, with v the largest number of stages on a
+    rank, and stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank
+    uses, modulo v. This is a legal run, so it cannot deadlock, and each message waits less than v slots. A rank with v
+    stages never idles in between. On a V, d(s) = s: the makespan is (2m + 2p-2) stage forwards, which is optimal, since
+    p-1 stages come before the 2m forwards of the last rank and p-1 after them.
     """
     num_ranks = max(placement) + 1
     looped = tuple(placement) == loop_placement(num_ranks, max(len(placement) // num_ranks, 1))
@@ -62,7 +61,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
 
 
 def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) in an order that is, on each rank, that rank's order, on a loop."""
+    """Return (stage, microbatch) pairs for a loop; each rank runs its own pairs in this order."""
     num_ranks = max(placement) + 1
     num_groups = max(1, num_microbatches // num_ranks)
     bounds = [index * num_ranks for index in range(num_groups)] + [num_microbatches]
@@ -72,7 +71,7 @@ def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[in
 
 
 def _periodic(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """The same on any placement."""
+    """Return (stage, microbatch) pairs for any placement; each rank runs its own pairs in this order."""
     period = max(placement.count(rank) for rank in placement)
     taken: dict[int, set[int]] = defaultdict(set)
     delays: list[int] = []
@@ -87,11 +86,11 @@ def _periodic(placement: Sequence[int], num_microbatches: int) -> list[tuple[int
 
 
 SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES.builtin if name != "auto")
-"""Those that come with megalite and go by numbers alone."""
+"""The built-in schedules that do not depend on costs."""
 
 
 def default_schedule(num_chunks: int) -> str:
-    """The schedule of a user who names none: interleaved with several chunks per rank, else 1f1b."""
+    """Return the default schedule: interleaved with several chunks per rank, else 1f1b."""
     return "interleaved" if num_chunks > 1 else "1f1b"
 
 
@@ -105,15 +104,15 @@ def build_schedule(
     warm_up: str = "pa",
     recompute_ahead: bool = False,
 ) -> Schedule:
-    """The training schedule of that name.
+    """Build a training schedule by name.
 
     Args:
         num_ranks: Pipeline ranks, p.
         num_chunks: Stages per rank, v: 1 for gpipe, 1f1b, zb-h1 and zb-h2; 2 for zb-v and dualpipe-v; 2 or more for the
             rest.
-        group: Microbatches that interleaved sends through a chunk before the next chunk's turn; others have no groups.
-        warm_up: How far 1f1b runs ahead: "pa", or "pb" for twice as far; others have none.
-        recompute_ahead: Whether forwards run again before the backward's gradient is waited for.
+        group: Microbatches that go through a chunk before the next chunk's turn; interleaved only.
+        warm_up: How far the schedule runs ahead: "pa", or "pb" for twice as far; 1f1b only.
+        recompute_ahead: Recompute activations before the backward's gradient arrives (`with_recompute_ahead`).
     """
     placement = placement_for(name, num_ranks, num_chunks)
     chunks = (num_chunks,) if PIPELINE_SCHEDULES.facts(name).chunks == "several" else ()
@@ -121,14 +120,14 @@ def build_schedule(
     schedule: Schedule = PIPELINE_SCHEDULES.get(name)(num_ranks, *chunks, num_microbatches, *options)
     if schedule.placement != placement or schedule.num_microbatches != num_microbatches:
         raise ConfigError(
-            f"schedule {name} was asked for {num_microbatches} microbatches on the placement {placement}, and made "
-            f"{schedule.num_microbatches} on {schedule.placement}: state other `chunks` where it is registered, or correct it"
+            f"schedule {name} was called with {num_microbatches} microbatches and placement {placement}, but returned "
+            f"{schedule.num_microbatches} and {schedule.placement}: register it with other `chunks`, or correct it"
         )
     return with_recompute_ahead(schedule) if recompute_ahead else schedule
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Per virtual stage the rank that holds it, in every schedule of that name and these sizes."""
+    """Return the rank of each virtual stage. Raise ConfigError if the schedule does not support `num_chunks`."""
     facts: ScheduleFacts = PIPELINE_SCHEDULES.facts(name)
     if facts.chunks == "one" and num_chunks > 1:
         raise ConfigError(
