@@ -1,7 +1,7 @@
-"""`Group`: the ranks of one parallel group and the collectives over them, and how these enter the autograd graph.
+"""Provide the ranks of a parallel group, their collectives (`Group`), and autograd functions made from collectives.
 
-A group of one rank needs no process group: its collectives are identities, so the single-process model runs the
-same code without a branch.
+A group of one rank needs no process group: its collectives are identities, so a single process runs the same code
+without a branch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.topology.host_memory import HostCopy
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, Lane
 
-if TYPE_CHECKING:  # loaded for groups that have it
+if TYPE_CHECKING:  # imported only for groups that use it
     from megalite.topology.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
@@ -28,10 +28,10 @@ _PIECE = 1 << 16  # elements that stay in a CPU's cache while the rows are added
 
 
 def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
-    """`output` [...], contiguous, becomes ((parts[0] + parts[1]) + parts[2]) + ... of `parts` [size, ...].
+    """Write ((parts[0] + parts[1]) + parts[2]) + ... of `parts` [size, ...] to `output` [...], which is contiguous.
 
-    Additions are in the precision of `output`, and in fp32 where that has 16 bits. `torch.sum` is no such sum: from some
-    number of rows on it adds several chains and then these.
+    Additions use the precision of `output`, or fp32 if that has 16 bits. `torch.sum` cannot be used: with many rows it
+    adds several partial sums.
     """
     whole, rows = output.view(-1), parts.view(parts.shape[0], -1).unbind()
     step = _PIECE if output.device.type == "cpu" else max(1, whole.numel())
@@ -46,22 +46,22 @@ def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
             piece.copy_(total)
 
 
-# torch 2.13 renamed both; 2.11 has the old names alone.
+# torch 2.13 renamed both; 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Work(Protocol):
-    """Something under way: `wait()` returns when its result may be used (on CUDA: by the current stream)."""
+    """An operation in flight: `wait()` returns when its result may be used (on CUDA: by the current stream)."""
 
     def wait(self) -> Any: ...
 
 
 @dataclass(eq=False)
 class _Then:
-    """Works that started together, none for a group of one rank, with a step to run after them, once.
+    """Works that started together (none for a group of one rank), and a function that the first `wait` runs after them.
 
-    The first wait runs it; `sent` stays alive until then.
+    `sent` stays alive until then.
     """
 
     works: Sequence[Work] = ()
@@ -81,7 +81,7 @@ DONE: Work = _Then()
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that take part in one kind of communication, seen from one of them.
+    """The ranks that take part in one kind of communication, from the view of one of them.
 
     Args:
         name: the kind, e.g. `"tp"`; it appears in error messages.
@@ -89,8 +89,8 @@ class Group:
         rank: this process's index in `ranks`.
         process_group: torch's handle; None for one rank.
         heartbeat: is notified of every operation.
-        memory: what its collectives of equal parts go through in place of `process_group`.
-        device: of the tensors that it exchanges; gloo's are on the CPU.
+        memory: shared memory that replaces `process_group` in collectives of equal parts.
+        device: device of the exchanged tensors; the CPU for gloo.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Group:
 
     @classmethod
     def solo(cls, name: str) -> "Group":
-        """The group of one process: every collective is the identity."""
+        """Return the group of one process: every collective is the identity."""
         return cls(name=name, ranks=(0,), rank=0)
 
     @property
@@ -118,11 +118,11 @@ class Group:
         return dist.get_backend(self.process_group) == "gloo"
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
-        """In place: every rank gets the sum (or max, min) over ranks."""
+        """Replace `tensor` by the sum (or max, min) over ranks, in place."""
         self.all_reduce_async(tensor, op=op).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor, *, op: str = "sum") -> Work:
-        """`all_reduce` under way; `tensor` must not be touched before `wait()`."""
+        """Start `all_reduce`; `tensor` must not be read or written before `wait()`."""
         if self.size == 1:
             return DONE
         if (memory := self.memory) is not None:
@@ -131,11 +131,11 @@ class Group:
         return self._start("all_reduce", tensor.nbytes, dist.all_reduce, tensor, reduce_op)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
-        """`output` [size·n, ...] becomes the parts [n, ...] of all ranks, in rank order."""
+        """Gather the parts [n, ...] of all ranks, in rank order, into `output` [size·n, ...]."""
         self.all_gather_async(output, part).wait()
 
     def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> Work:
-        """`all_gather` under way. `part` may be this rank's place inside `output`."""
+        """Start `all_gather`. `part` may be this rank's part of `output`."""
         if self.size == 1:
             if output.data_ptr() != part.data_ptr():
                 output.copy_(part)
@@ -145,14 +145,14 @@ class Group:
         return self._start("all_gather", part.nbytes, _all_gather_single, output, part)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """`output` [n, ...] becomes this rank's part of the sum over ranks of `tensor` [size·n, ...]."""
+        """Write this rank's part of the sum over ranks of `tensor` [size·n, ...] to `output` [n, ...]."""
         self.reduce_scatter_async(output, tensor).wait()
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`reduce_scatter` under way. `output` may be this rank's place inside `tensor`.
+        """Start `reduce_scatter`. `output` may be this rank's part of `tensor`.
 
-        gloo's own reduce-scatter moves as many bytes as an all-reduce; exchanging the parts and adding them here,
-        in rank order, moves half of that and gives the same bits in every run.
+        gloo's reduce-scatter moves as many bytes as an all-reduce. Exchanging the parts and adding them here, in rank
+        order, moves half of that and is deterministic.
         """
         if self.size == 1:
             if output.data_ptr() != tensor.data_ptr():
@@ -175,14 +175,14 @@ class Group:
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> None:
-        """Rows of `tensor`, cut into one part for each rank, go to their ranks; `output` gets theirs in rank order.
-        `output_splits`: rows that come from each rank; each may be 0. `input_splits`: rows that go to each rank."""
+        """Send each rank its part of the rows of `tensor`; `output` gets the received parts in rank order.
+        `output_splits`: rows received from each rank, possibly 0. `input_splits`: rows sent to each rank."""
         self.all_to_all_async(output, tensor, output_splits, input_splits).wait()
 
     def all_to_all_async(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Work:
-        """`all_to_all` under way; neither may be touched before `wait()`."""
+        """Start `all_to_all`; neither tensor may be read or written before `wait()`."""
         if self.size == 1:
             output.copy_(tensor)
             return DONE
@@ -190,11 +190,11 @@ class Group:
         return self._start("all_to_all", 0, dist.all_to_all_single, output, tensor, *splits)
 
     def all_to_all_equal(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Part i of `tensor` [size, ...] goes to rank i; `output` [size, ...] gets part i from rank i."""
+        """Send part i of `tensor` [size, ...] to rank i; `output` [size, ...] gets part i from rank i."""
         self.all_to_all_equal_async(output, tensor).wait()
 
     def all_to_all_equal_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`all_to_all_equal` under way; neither may be touched before `wait()`."""
+        """Start `all_to_all_equal`; neither tensor may be read or written before `wait()`."""
         if self.size == 1:
             output.copy_(tensor)
             return DONE
@@ -204,21 +204,19 @@ class Group:
         return self._start(operation, tensor.nbytes, dist.all_to_all_single, output, tensor)
 
     def _start(self, operation: str, size: int, call: Callable[..., Work | None], *arguments: Any) -> Work:
-        """Begin `call` over the group; `size`: see `Lane.start`."""
+        """Start `call` over the group; `size`: see `Lane.start`."""
         begin = functools.partial(call, *arguments, group=self.process_group, async_op=True)
         return self._lane.start(lambda: _started(begin()), operation, size)
 
     def rotate_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """One step round the ring of ranks: `tensor` goes to the next rank, the previous one's comes, of equal shape.
-
-        Neither `tensor` may be written nor the received one read before `wait()`.
-        """
+        """Send `tensor` to the next rank of the ring, and return the tensor of the previous rank, of the same shape. Before
+        `wait()`, `tensor` must not be written and the received tensor not be read."""
         if self.size == 1:
             return tensor, DONE
         received = torch.empty_like(tensor)
         next_rank, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
-        # As one batch: NCCL runs a group's operations one after the other, so if every rank posted its send first
-        # and its receive after, each could wait for a receive that is queued behind a send.
+        # One batch: NCCL runs the operations of a group one after the other. If every rank posted its send first, each
+        # could wait for a receive that is queued behind a send.
         messages = [
             dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
             dist.P2POp(dist.irecv, received, previous, self.process_group),
@@ -227,7 +225,7 @@ class Group:
         return received, work
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        """In place: every rank gets the tensor of the rank with index `source`."""
+        """Copy the tensor of the rank with index `source` to every rank, in place."""
         if self.size > 1:
             self._start("broadcast", tensor.nbytes, dist.broadcast, tensor, self.ranks[source]).wait()
 
@@ -244,10 +242,10 @@ class Group:
         )
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold), in rank order, on every rank. For small things."""
+        """Return every rank's `value` (small, plain JSON), in rank order, on every rank."""
         if self.size == 1:
             return [value]
-        # Padded on the host, so that the device only carries bytes: one copy to it and one wait for it each time.
+        # Pad on the host, so that each gather takes one copy to the device and one wait for it.
         payload = json.dumps(value).encode()
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         self.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64, device=self.device))
@@ -260,7 +258,7 @@ class Group:
         return [json.loads(row[:count].numpy().tobytes()) for row, count in zip(rows, counts, strict=True)]
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's `value` (anything JSON can hold) on every rank; the others' are not looked at. It may be large."""
+        """Return rank 0's `value` (plain JSON, possibly large) on every rank; the values of others are ignored."""
         if self.size == 1:
             return value
         payload = torch.empty(0, dtype=torch.uint8)
@@ -276,28 +274,28 @@ class Group:
         return json.loads(zlib.decompress(self._read(data).numpy().tobytes()))
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the host. Background threads read host tensors alone, which is no wait."""
+        """Return the tensor on the host. Background threads pass only host tensors, which need no wait."""
         if tensor.device.type == "cpu":
             return tensor
         with self.heartbeat.synchronise():
             return tensor.cpu()
 
     def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Start to bring a small tensor to the host; reading it is a wait for the device if it has not come by then."""
+        """Start to copy a small tensor to the host; `read` of the result waits only if the copy has not finished."""
         return HostCopy(tensor, self.heartbeat)
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise the same error on every rank if any rank has one, and return on all of them otherwise.
+        """Raise an error on every rank if any rank passes one; return on all ranks otherwise.
 
-        Raises ConfigError: the first failing rank's, where it is one (CheckpointError stays one). Raises RemoteError:
-        naming the first failing rank and its error, on the ranks without a fault, where it is not. Raises the error
-        itself on ranks that have another than a ConfigError: no one else has its traceback."""
-        from_here = None if error is None else [_kind(error), str(error)]
-        reports = self.gather_json(from_here)
-        first = next((index for index, report in enumerate(reports) if report is not None), None)
+        Raises ConfigError (or CheckpointError): that of the first failing rank. Raises RemoteError: the first failing
+        rank has another error; this is raised on ranks without an error and names that rank. A rank with an error other
+        than ConfigError raises that error, as only this rank has its traceback."""
+        report = None if error is None else [_kind(error), str(error)]
+        reports = self.gather_json(report)
+        first = next((index for index, each in enumerate(reports) if each is not None), None)
         if first is None:
             return
-        if error is not None and (from_here == reports[first] or not isinstance(error, ConfigError)):
+        if error is not None and (report == reports[first] or not isinstance(error, ConfigError)):
             raise error
         name, message = reports[first]
         kind = {"CheckpointError": CheckpointError, "ConfigError": ConfigError}.get(name)
@@ -307,9 +305,9 @@ class Group:
 
     @contextlib.contextmanager
     def errors_on_all_ranks(self, kinds: type[Exception] = ConfigError) -> Iterator[None]:
-        """Inside, ranks work each for themselves: an error of these kinds on any of them is raised on all of them at the end.
+        """Run local work in the block; an error of these kinds on any rank is raised on all ranks at its end.
 
-        Without it the ranks without the fault would wait forever in the next collective.
+        Otherwise the ranks without the error would wait forever in the next collective.
 
         Collectives: `agree`, at the end.
         """
@@ -331,12 +329,12 @@ class RemoteError(RuntimeError):
 
 
 def _kind(error: BaseException) -> str:
-    """What another rank can make of it: a subclass may need more than a message."""
+    """Return the name of a class that other ranks can build from a message; a subclass may need more arguments."""
     kinds = (kind for kind in (CheckpointError, ConfigError) if isinstance(error, kind))
     return next(kinds, type(error)).__name__
 
 
-Half = Callable[[torch.Tensor], torch.Tensor]  # of an autograd function: its forward, or its backward
+Half = Callable[[torch.Tensor], torch.Tensor]  # forward or backward of an autograd function
 
 
 class _Conjugate(torch.autograd.Function):
@@ -356,7 +354,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def conjugate(x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
-    """`there(x)`, of which the gradient is `back(grad)`; neither half may keep an activation.
+    """Return `there(x)` with the gradient `back(grad)`; neither function may save an activation.
 
     Collectives: those of `there` / those of `back`.
     """
@@ -364,17 +362,18 @@ def conjugate(x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
 
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]
-"""Process groups, and the memory that ranks share, made so far, by (kind, ranks)."""
+"""(kind, ranks) -> process group or shared memory that exists already."""
 
-FAN_OUT = 16  # ranks of a gloo group among which small values of the whole world are exchanged
+FAN_OUT = 16  # most ranks of a gloo group in a tree over all ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreeGroup(Group):
-    """Many ranks on gloo, for JSON and few numbers: `FAN_OUT` each are a group, and so are the first ranks of these, and so on.
-    As every two ranks of a gloo group have a connection, one group of 3,072 ranks would take 4.7 million, these 25,000."""
+    """A tree of gloo groups over many ranks, for JSON and few numbers. `FAN_OUT` ranks form a group, the first ranks of
+    these groups form groups again, and so on. gloo connects every two ranks of a group: one group of 3,072 ranks would
+    need 4.7 million connections, the tree needs 25,000."""
 
-    levels: tuple[Group, ...]  # those that this rank is in, from the lowest
+    levels: tuple[Group, ...]  # the groups of this rank, lowest level first
 
     def all_reduce(self, tensor: torch.Tensor, *, op: str = "sum") -> None:
         for level in self.levels:
@@ -397,20 +396,20 @@ class TreeGroup(Group):
 def host_group(
     world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
 ) -> Group:
-    """A further group of all ranks, on gloo and the CPU: JSON and all-reduces of few numbers alone. `timeout`: a peer
-    that dies ends the wait at once, however long it is. `made`: process groups to re-use and add to.
+    """Create a group of all ranks on gloo and the CPU, for JSON and all-reduces of few numbers only. `timeout`: limit
+    for live peers; if a peer dies, the wait ends at once. `made`: process groups to reuse and extend.
 
-    Collectives: makes process groups; every rank calls it at the same time."""
-    me, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
+    Collectives: creates process groups; every rank calls it at the same time."""
+    own_rank, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
     made = {} if made is None else made
     while len(ranks) > 1:
-        for some in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
-            if len(some) > 1 and (name, some) not in made:
-                made[name, some] = dist.new_group(list(some), timeout=timeout, backend="gloo")
-            if len(some) > 1 and me in some:
-                levels.append(Group(name, some, some.index(me), made[name, some], world.heartbeat))
+        for part in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
+            if len(part) > 1 and (name, part) not in made:
+                made[name, part] = dist.new_group(list(part), timeout=timeout, backend="gloo")
+            if len(part) > 1 and own_rank in part:
+                levels.append(Group(name, part, part.index(own_rank), made[name, part], world.heartbeat))
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world
-    none: Any = dist.GroupMember.NON_GROUP_MEMBER  # what it does not offer must fail, not run on the training's group
+    none: Any = dist.GroupMember.NON_GROUP_MEMBER  # other collectives must fail, not run on the default group
     return TreeGroup(name, world.ranks, world.rank, none, world.heartbeat, levels=tuple(levels))

@@ -1,6 +1,6 @@
-"""Tensors that rest in host memory and visit the device: copies on separate streams, beside the computation.
+"""Keep tensors in host memory and copy them to the device and back on separate streams, overlapped with computation.
 
-On a CPU the same code runs: host and device are one memory, and a copy is done when it has been started.
+The same code runs on a CPU, where host and device share memory and copies are synchronous.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,27 +12,28 @@ import torch
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
 
 Event = torch.cuda.Event | None
-"""Something on a stream; None: it has happened."""
+"""An event on a stream; None: complete."""
 
-_ALIGNMENT = 64  # elements, as in buckets: what follows in a slot starts at a multiple
+_ALIGNMENT = 64  # elements, as in buckets: tensors in a slot start at a multiple
 
 
 def pinned(size: int | torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory with any contents, which the device reads and writes by itself. (So does the rehearsal's.)"""
+    """Return uninitialized pinned host memory, which the device can read and write by DMA (also on meta tensors)."""
     if device.type == "meta":
         return torch.empty(size, dtype=dtype, device=device, pin_memory=True)
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 class CopyStream:
-    """Copies one after the other, beside what the device computes."""
+    """Runs copies one after the other, overlapped with the device's computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Event]) -> Event:
-        """Start (target, source) once all of `after` has happened; returns when it is done. Both must stay until then."""
+        """Start copies (target, source) after all events of `after`. Return the event of their end; until then both
+        tensors must stay alive and unchanged."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -47,7 +48,7 @@ class CopyStream:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is started inside comes after what the device has been asked to compute so far, and beside what follows."""
+        """Start operations in the block after all work queued on the device so far, overlapped with later work."""
         if self._stream is None:
             yield
             return
@@ -56,30 +57,30 @@ class CopyStream:
             yield
 
     def keep_until_copied(self, tensor: torch.Tensor) -> None:
-        """A tensor of the device is let go: its memory is not to be used again before the copies so far are done."""
+        """Keep the memory of a device tensor, which is about to be freed, from reuse until the copies so far are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def now(self) -> Event:
-        """What the device has been asked to compute so far."""
+        """Return the event of all work queued on the device so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def await_on_device(self, event: Event) -> None:
-        """What the device computes next comes after it."""
+        """Make later work of the device wait for `event`; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
 @cache
 def shared_stream(device: torch.device) -> CopyStream:
-    """One for all small copies of a device."""
+    """Return the stream for all small copies of a device."""
     return CopyStream(device)
 
 
 class HostCopy:
-    """A small tensor on its way to the host, started where it is made, on the stream of that moment, and read later.
+    """A copy of a small tensor to the host, started by the constructor on the current stream.
 
-    The host waits in `read`, unless the copy has ended by then.
+    The host waits in `read` if the copy has not finished by then.
     """
 
     done: Event = None
@@ -91,7 +92,7 @@ class HostCopy:
             self.done = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> torch.Tensor:
-        """The values, on the host."""
+        """Return the values on the host."""
         if self.done is not None and not self.done.query():
             with self._heartbeat.synchronise():
                 self.done.synchronize()
@@ -99,54 +100,54 @@ class HostCopy:
 
 
 class HostMemory:
-    """Host tensors of one rank that visit the device part by part: while one is worked on, the next comes in and the
-    one before goes out. `slots`: places for a part on the device: three let both ways run at the same time."""
+    """Host tensors of one rank that are copied to the device part by part: while one part is processed, the next one is
+    copied in and the previous one out. `slots`: parts that fit on the device; with three, both copies overlap."""
 
     def __init__(self, device: torch.device, *, slots: int) -> None:
         self.device = device
         self._in, self._out = CopyStream(device), CopyStream(device)
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(slots)]
-        self._last: Event = None  # the last copy to the host, and so all of them
+        self._last: Event = None  # end of the last copy to the host, and so of all of them
 
     def reserve(self, nbytes: int) -> None:
-        """Parts take so many bytes on the device at most."""
+        """Make room for parts of at most `nbytes` bytes on the device."""
         if nbytes > self._slots[0].numel():
             self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in self._slots]
 
     def wait(self) -> None:
-        """Return when the host may read what has gone out."""
+        """Wait until all copies to the host are done."""
         if self._last is not None:
             self._last.synchronize()
 
     def stream(self, parts: Sequence[Sequence[torch.Tensor]], *, back: bool = True) -> Iterator[list[torch.Tensor]]:
-        """For each part, which is some flat host tensors, the same on the device.
+        """Yield each part, a list of flat host tensors, on the device.
 
-        `back`: what is written into these, until the next part is asked for, goes to the host.
+        `back`: values written to the device tensors before the next iteration are copied back to the host.
         """
         before, started = self._last, self._in.now()
-        gone: list[Event] = [None] * len(self._slots)
+        slot_free: list[Event] = [None] * len(self._slots)
 
         def fetch(index: int) -> tuple[list[torch.Tensor], Event]:
-            place = index % len(self._slots)
-            here = _carve(self._slots[place], parts[index])
-            pairs = zip(here, parts[index], strict=True)
-            return here, self._in.copy(pairs, after=(before, started, gone[place]))
+            slot = index % len(self._slots)
+            on_device = _carve(self._slots[slot], parts[index])
+            pairs = zip(on_device, parts[index], strict=True)
+            return on_device, self._in.copy(pairs, after=(before, started, slot_free[slot]))
 
         coming = [fetch(index) for index in range(min(1, len(parts)))]
         for index, part in enumerate(parts):
-            here, there = coming.pop()
+            on_device, copied = coming.pop()
             if index + 1 < len(parts):
                 coming.append(fetch(index + 1))
-            self._in.await_on_device(there)
-            yield here
-            worked = self._out.now()
-            done = self._out.copy(zip(part, here, strict=True), after=(worked,)) if back else worked
-            gone[index % len(self._slots)] = done
+            self._in.await_on_device(copied)
+            yield on_device
+            processed = self._out.now()
+            done = self._out.copy(zip(part, on_device, strict=True), after=(processed,)) if back else processed
+            slot_free[index % len(self._slots)] = done
             self._last = done if back else self._last
 
 
 def _carve(slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A place in a slot for each tensor."""
+    """Return a view of the slot for each tensor."""
     found, start = [], 0
     for tensor in tensors:
         found.append(slot[start : start + tensor.nbytes].view(tensor.dtype))

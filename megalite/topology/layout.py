@@ -1,4 +1,4 @@
-"""`ParallelLayout`: rank <-> coordinate and the rank list of every process group. Pure arithmetic, no torch.
+"""Map ranks to coordinates and list the ranks of every process group (`ParallelLayout`). Arithmetic only, no torch.
 
 The rank order and the groups are Megatron-LM's (core/parallel_state.py, RankGenerator), so that a launch script
 places the same ranks on the same nodes.
@@ -35,7 +35,7 @@ _DENSE_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
     | {"embedding": frozenset({"pp"})}
     | {kind: frozenset({kind}) for kind in ("cp-heads", "cp-keys")}
 )
-"""Kind -> the axes along which the ranks of a group differ. Of `embedding` only some of a pipeline are in the group."""
+"""Kind -> the axes along which the ranks of a group differ. An `embedding` group has only some ranks of a pipeline."""
 _EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
     {"ep": frozenset({"ep"}), "expert-tp": frozenset({"tp"}), "expert-dp": frozenset({"dp"})}
 )
@@ -43,9 +43,9 @@ _EXPERT_AXES: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """world = tp·cp·dp·pp ranks. Experts use a second grid over the same ranks: etp·ep·edp·pp.
+    """A grid of tp·cp·dp·pp ranks, with a second grid for experts over the same ranks: etp·ep·edp·pp.
 
-    With the default order, global rank = tp + TP·(cp + CP·(dp + DP·pp)).
+    In the default order, global rank = tp + TP·(cp + CP·(dp + DP·pp)).
 
     Raises ConfigError: a size below 1."""
 
@@ -53,11 +53,11 @@ class ParallelLayout:
         *("world", "tp", "cp", "dp", "pp", "dp-cp", "model", "tp-cp", "tp-dp-cp"),
         *("cp-heads", "cp-keys", "embedding", "ep", "expert-tp", "expert-dp"),
     )
-    """Every layout's kinds of group; `model` is tp-pp, one replica of the network."""
+    """The kinds of group in every layout; `model` is tp-pp, one replica of the network."""
 
     INSTANCE_KINDS: ClassVar[tuple[str, ...]] = ("intra-dp-cp", "inter-dp-cp", "intra-expert-dp", "inter-expert-dp")
-    """Where there are several instances: the parts of dp-cp and expert-dp that shard among themselves, and the ranks at the
-    same place of all these parts."""
+    """Further kinds if there are several instances: intra groups shard among themselves, and an inter group contains the
+    ranks with the same index in all instances."""
 
     ORDERS: ClassVar[tuple[str, ...]] = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
@@ -67,12 +67,12 @@ class ParallelLayout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
-    cp_heads: int = 1  # neighbours along cp that exchange heads; keys and values go between such groups
+    cp_heads: int = 1  # consecutive cp ranks that exchange heads; groups of them exchange keys and values
     instances: int = 1
-    """Equal parts of each dp-cp (and expert-dp) group, of ranks that follow one another, that shard among themselves."""
+    """Number of equal parts, of consecutive ranks, into which each dp-cp and expert-dp group is cut for sharding."""
     order: str = "tp-cp-ep-dp-pp"
     placement: tuple[int, ...] | None = None
-    """Per virtual stage the pipeline rank that holds it; None: one after the other, round and round."""
+    """Pipeline rank of each virtual stage; None: round-robin."""
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "cp", "dp", "ep"):
@@ -80,7 +80,7 @@ class ParallelLayout:
                 raise ConfigError(f"{axis} is {getattr(self, axis)}; a parallel size is at least 1")
         assert self.cp_heads >= 1 and self.cp % self.cp_heads == 0, (self.cp, self.cp_heads)
         assert self.order in self.ORDERS, self.order
-        # The rules of the config refuse an expert grid that does not divide a stage, or has other pipelines.
+        # Config rules refuse an expert grid that does not divide a stage or that has different pipelines.
         block = self.expert_tp * self.ep
         assert self.tp * self.cp * self.dp % block == 0, self
         own_pipelines = self.order == "tp-cp-ep-pp-dp" and self._experts_apart and self.pp > 1
@@ -93,7 +93,7 @@ class ParallelLayout:
 
     @property
     def _experts_apart(self) -> bool:
-        """Experts have their own grid; else it is the dense one with cp folded into dp."""
+        """Whether experts have a separate grid; otherwise they use the dense one with cp folded into dp."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property
@@ -115,7 +115,7 @@ class ParallelLayout:
 
     @cached_property
     def _context_strides(self) -> dict[str, tuple[int, int]]:
-        """The dense grid with cp as two axes."""
+        """The dense grid with cp split into two axes."""
         stride = self._dense_strides["cp"][1]
         parts = {"cp-heads": (self.cp_heads, stride), "cp-keys": (self.cp // self.cp_heads, stride * self.cp_heads)}
         found: dict[str, tuple[int, int]] = {}
@@ -129,23 +129,21 @@ class ParallelLayout:
         return _strides(sizes, [axis for axis in self.order.split("-") if axis != "cp"])
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` stands on the dense axes."""
+        """Return the coordinate of `rank` on the dense axes."""
         assert 0 <= rank < self.world_size, (rank, self.world_size)
         strides = self._dense_strides
         return Coordinate(**{axis: rank // strides[axis][1] % strides[axis][0] for axis in Coordinate._fields})
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank that stands at these coordinates; the inverse of `coordinate`."""
+        """Return the rank at these coordinates; the inverse of `coordinate`."""
         place = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         return sum(index * self._dense_strides[axis][1] for axis, index in place.items())
 
     def groups(self, kind: str, limit: int | None = None) -> RankLists:
-        """The groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
+        """Return the groups of one kind: disjoint rank lists, each ascending, in ascending order of their first rank.
 
-        `embedding` holds the ranks of each pipeline with the first and the last stage (they share the tied embedding;
-        in a V they are one); others are in no such group.
-
-        `limit`: so many of them at most; none of the others is made."""
+        An `embedding` group contains the ranks of a pipeline with the first and the last stage, which share the tied
+        embedding. In a V-shaped schedule both stages are on one rank. `limit`: the greatest number of groups to build."""
         if kind in self.INSTANCE_KINDS:
             whole = self.groups(kind[len("intra-") :], limit)
             return tuple(sorted(part for ranks in whole for part in self._parts(kind, ranks)))[:limit]
@@ -155,11 +153,11 @@ class ParallelLayout:
         return tuple(tuple(first + member for member in members) for first in firsts)
 
     def inside(self, kind: str) -> str:
-        """The kind of the ranks of one instance, of dp-cp or expert-dp."""
+        """Return the kind of group, for dp-cp or expert-dp, that contains the ranks of one instance."""
         return f"intra-{kind}" if self.instances > 1 else kind
 
     def group_count(self, kind: str) -> int:
-        """How many groups of one kind there are."""
+        """Return the number of groups of one kind."""
         if kind in self.INSTANCE_KINDS:
             size = self.expert_dp if "expert" in kind else self.cp * self.dp
             return self.group_count(kind[len("intra-") :]) * len(self._parts(kind, tuple(range(size))))
@@ -167,7 +165,7 @@ class ParallelLayout:
         return math.prod(size for axis, (size, _) in strides.items() if axis not in axes)
 
     def group_of(self, kind: str, rank: int) -> tuple[int, ...] | None:
-        """The one group of a kind that has `rank` in it, without making any other; None if there is none."""
+        """Return the group of a kind that contains `rank`, or None, without building the others."""
         if kind in self.INSTANCE_KINDS:
             whole = self.group_of(kind[len("intra-") :], rank)
             assert whole is not None, kind
@@ -178,14 +176,14 @@ class ParallelLayout:
         return found if rank in found else None
 
     def _parts(self, kind: str, ranks: tuple[int, ...]) -> RankLists:
-        """What `INSTANCE_KINDS` make of the ranks of a dp-cp or expert-dp group."""
+        """Cut the ranks of a dp-cp or expert-dp group into groups of one of `INSTANCE_KINDS`."""
         size = len(ranks) // self.instances
         if kind.startswith("intra"):
             return tuple(ranks[first : first + size] for first in range(0, len(ranks), size))
         return tuple(ranks[place::size] for place in range(size))
 
     def _grid(self, kind: str) -> tuple[dict[str, tuple[int, int]], frozenset[str]]:
-        """The grid that the groups of a kind are cut from, and the axes along which the ranks of one differ."""
+        """Return the grid of a kind of group, and the axes along which the ranks of a group differ."""
         if not self._experts_apart:
             kind = {"expert-tp": "tp", "expert-dp": "dp-cp"}.get(kind, kind)
         if kind in _EXPERT_AXES:
@@ -195,16 +193,16 @@ class ParallelLayout:
         return self._dense_strides, _DENSE_AXES[kind]
 
     def _members(self, kind: str) -> list[int]:
-        """By how much the ranks of a group of this kind are above the first rank of their part of the grid."""
+        """Return the offsets of a group's ranks from the first rank of their part of the grid."""
         strides, axes = self._grid(kind)
         members = list(_offsets(strides, axes))
         first, last = (0, self.pp - 1) if self.placement is None else (self.placement[0], self.placement[-1])
         return [members[place] for place in sorted({first, last})] if kind == "embedding" else members
 
     def pipeline_edges(self) -> RankLists:
-        """Directed pairs (sender, receiver) of every pipeline's neighbours, both ways, without repeats.
+        """Return the pairs (sender, receiver) of neighbours in every pipeline, in both directions, without repeats.
 
-        Neighbours hold stages that follow each other; without a placement those of the whole ring are listed.
+        Neighbours hold consecutive stages; without a placement, the last and the first rank are neighbours too.
         """
         hops = list(itertools.pairwise(range(self.pp) if self.placement is None else self.placement))
         if self.placement is None:
@@ -214,7 +212,7 @@ class ParallelLayout:
 
 
 def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple[int, int]]:
-    """{axis: (size, stride)} of a grid, the first axis varying fastest."""
+    """Return {axis: (size, stride)} of a grid; the first axis varies fastest."""
     strides, stride = {}, 1
     for axis in fastest_first:
         strides[axis] = (sizes[axis], stride)
@@ -223,21 +221,21 @@ def _strides(sizes: dict[str, int], fastest_first: list[str]) -> dict[str, tuple
 
 
 def _offsets(strides: dict[str, tuple[int, int]], axes: Set[str]) -> Iterator[int]:
-    """Ranks at coordinate 0 of all other axes, ascending: the axes come fastest first, so the last is the outermost."""
+    """Yield the ranks at coordinate 0 of all other axes, ascending. `strides` lists the fastest axis first."""
     ranges = [range(0, size * step, step) for axis, (size, step) in reversed(strides.items()) if axis in axes]
     return map(sum, itertools.product(*ranges))
 
 
 Span = tuple[int, int]  # half-open range of true positions
-Spans = tuple[Span, ...]  # what one rank holds of a sequence, in the order of its rows: ascending
+Spans = tuple[Span, ...]  # one rank's part of a sequence, in ascending order, which is the order of its rows
 
 
 def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
-    """The spans of true positions that rank `cp_rank` holds, in the order of its rows.
+    """Return the spans of true positions of rank `cp_rank`, in the order of its rows.
 
-    The sequence is cut into 2·cp equal chunks and rank r holds chunks r and 2·cp-1-r: an early one, its queries
-    see few keys, with a late one, its queries see many. So every rank has the same number of visible
-    (query, key) pairs against the keys of every other rank. One rank holds the one span (0, s).
+    The sequence is cut into 2·cp equal chunks, and rank r gets chunks r and 2·cp-1-r. The queries of an early chunk
+    attend to few keys, those of a late chunk to many, so every rank has the same number of visible (query, key) pairs
+    against the keys of every other rank. A single rank gets the span (0, s).
 
     Source: zigzag order of ring attention (arXiv 2310.01889 with the load balance of arXiv 2311.09431).
     """
@@ -250,7 +248,7 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
 
 
 SHORTEST_CHUNK = 128
-"""Positions of a chunk of `balanced_spans` at least, where there are more than two per rank: less fills no tile."""
+"""Least positions of a chunk of `balanced_spans` with more than two chunks per rank: fewer do not fill a tile."""
 
 
 def balanced_spans(
@@ -259,11 +257,11 @@ def balanced_spans(
     document_starts: tuple[tuple[int, ...], ...],
     windows: tuple[int | None, ...] = (None,),
 ) -> tuple[Spans, ...]:
-    """What each cp rank holds of the samples with these documents, so that all have equally many visible pairs.
+    """Return each cp rank's spans for samples with these documents, so that all ranks have about as many visible pairs.
 
-    The sequence is cut into up to 8·cp equal chunks. From the one with the most pairs of its queries down, each goes to the
-    rank with the fewest so far among those that have room, and every rank gets as many chunks. Pairs are summed over the
-    samples, of which one rank then holds the same positions, and over `windows`, one for each layer.
+    The sequence is cut into up to 8·cp equal chunks. In descending order of visible pairs, each chunk goes to the rank with
+    the fewest pairs so far among those with room; every rank gets equally many chunks. A rank gets the same positions of
+    all samples, so pairs are summed over the samples, and over `windows`, one for each layer.
 
     Source: longest processing time first (Graham 1969), with equal counts.
     """
@@ -280,22 +278,24 @@ def balanced_spans(
         )
         for chunk in chunks
     ]
-    held: list[list[Span]] = [[] for _ in range(cp_size)]
+    assigned: list[list[Span]] = [[] for _ in range(cp_size)]
     loads = [0] * cp_size
     for index in sorted(range(len(chunks)), key=lambda index: (-areas[index], index)):
         rank = min(
-            (rank for rank in range(cp_size) if len(held[rank]) * length < own), key=lambda rank: (loads[rank], rank)
+            (rank for rank in range(cp_size) if len(assigned[rank]) * length < own),
+            key=lambda rank: (loads[rank], rank),
         )
-        held[rank].append(chunks[index])
+        assigned[rank].append(chunks[index])
         loads[rank] += areas[index]
-    return joined_spans(tuple(map(tuple, held)), 1)
+    return joined_spans(tuple(map(tuple, assigned)), 1)
 
 
 def visible_pairs(queries: Span, starts: tuple[int, ...], window: int | None = None) -> int:
-    """How many keys the queries of a span see together, each those of its document up to itself, at most `window`."""
+    """Count the visible (query, key) pairs of a span of queries: keys of the query's document up to itself, at most
+    `window`."""
 
     def of_first(tokens: int) -> int:
-        """Of a document's first tokens."""
+        """Count the pairs of a document's first tokens."""
         growing = tokens if window is None else min(tokens, window)
         return growing * (growing + 1) // 2 + (tokens - growing) * growing
 
@@ -305,12 +305,12 @@ def visible_pairs(queries: Span, starts: tuple[int, ...], window: int | None = N
 
 
 @lru_cache(maxsize=1024)
-def joined_spans(held: tuple[Spans, ...], size: int) -> tuple[Spans, ...]:
-    """What each `size` ranks in a row hold together; spans that touch are one."""
+def joined_spans(by_rank: tuple[Spans, ...], size: int) -> tuple[Spans, ...]:
+    """Join the spans of each `size` consecutive ranks; adjacent spans become one."""
     found = []
-    for first in range(0, len(held), size):
+    for first in range(0, len(by_rank), size):
         spans: list[Span] = []
-        for span in sorted(chain.from_iterable(held[first : first + size])):
+        for span in sorted(chain.from_iterable(by_rank[first : first + size])):
             if spans and spans[-1][1] == span[0]:
                 span = spans.pop()[0], span[1]
             spans.append(span)
@@ -323,7 +323,7 @@ Slice = tuple[tuple[int, int], ...]  # per dimension, the half-open range [start
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """A tensor's name and global shape, neither of which depends on the layout, and the local slice of it."""
+    """A tensor's name and global shape, which do not depend on the layout, and the local slice of it."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -336,12 +336,12 @@ class ShardSpec:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> "ShardSpec":
-        """The spec of a tensor that is held in full."""
+        """Return the spec of a tensor that is complete on this rank."""
         return cls(name=name, global_shape=tuple(shape), slice=tuple((0, size) for size in shape))
 
     @classmethod
     def split(cls, name: str, global_shape: tuple[int, ...], *, dim: int, index: int, parts: int) -> "ShardSpec":
-        """Part `index` of `parts` equal parts along `dim`. Raises ValueError: the dimension does not divide."""
+        """Return part `index` of `parts` equal parts along `dim`. Raises ValueError: the size is not divisible."""
         size = global_shape[dim]
         if size % parts:
             raise ValueError(f"{name}: dimension {dim} of {tuple(global_shape)} does not divide by {parts}")

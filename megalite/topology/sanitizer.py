@@ -1,8 +1,8 @@
-"""Groups that find wrong use of asynchronous communication: what is read before its wait, or written while it is on its way.
+"""Detect wrong use of asynchronous communication: a tensor read before its wait, or written while in flight.
 
-An operation works on copies of the caller's tensors. Until its `wait()` what it will write holds NaN (integers a number
-that no code expects), however quick it was, and nothing that it reads or writes may change: `wait()` compares, bit by bit.
-So results cannot depend on when a message happens to arrive, and a run that uses one too early cannot get lucky.
+An operation works on copies of the caller's tensors. Until `wait()` its output contains NaN (integers: a value that no
+code expects), even if the operation has finished. `wait()` checks bit by bit that neither inputs nor outputs changed.
+So results cannot depend on when a message happens to arrive.
 """
 
 import random
@@ -24,11 +24,11 @@ _LONGEST_DELAY = 2e-4  # seconds
 
 
 class CommunicationFault(RuntimeError):
-    """A tensor was used while an operation had it."""
+    """A tensor was used while an operation was in flight."""
 
 
 def calling_line() -> str:
-    """`file:line` of the package's code that asked a group for something; of a caller outside where there is none."""
+    """Return `file:line` of the code in this package that called a group, or else of the caller outside it."""
     frame, outside = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -41,8 +41,8 @@ def calling_line() -> str:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill with what no code can take for a result. Among floats every second one is a number: to scale or add to NaN
-    would change no bit."""
+    """Fill with values that no code can mistake for a result. Every second float is a number, as scaling NaN or adding
+    to it would change no bit."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
         if tensor.is_contiguous():
@@ -59,20 +59,20 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Guarded:
-    """An operation under way on copies."""
+    """An operation in flight on copies."""
 
     group: "SanitizedGroup"
     text: str
     work: Work
     results: Sequence[tuple[Tensor, Tensor]]  # (the caller's tensor, the copy that the operation writes)
-    held: Sequence[Tensor]  # the caller's tensors that it reads or writes
+    guarded: Sequence[Tensor]  # the caller's tensors that it reads or writes
     _before: list[Tensor] = field(init=False)
     _is_waited_for: bool = False
 
     def __post_init__(self) -> None:
         for tensor, _ in self.results:
             poison(tensor)
-        self._before = [_bits(tensor).clone() for tensor in self.held]
+        self._before = [_bits(tensor).clone() for tensor in self.guarded]
 
     def wait(self) -> None:
         if self._is_waited_for:
@@ -80,7 +80,7 @@ class _Guarded:
         self._is_waited_for = True
         self.group.delay()
         self.work.wait()
-        for tensor, before in zip(self.held, self._before, strict=True):
+        for tensor, before in zip(self.guarded, self._before, strict=True):
             if not torch.equal(_bits(tensor), before):
                 raise CommunicationFault(
                     f"{self.text}: a tensor of {tuple(tensor.shape)} was written before the operation was waited for; wait "
@@ -97,14 +97,14 @@ class _Guarded:
 
 @dataclass(frozen=True, eq=False)
 class SanitizedGroup(Group):
-    """`Group` that checks how its asynchronous operations are used. Raises CommunicationFault: by `wait()`, and by the
+    """A `Group` that checks the use of its asynchronous operations. Raises CommunicationFault: in `wait()`, and in the
     next operation after one that was never waited for."""
 
-    forgotten: list[str] = field(default_factory=list)  # operations that can no longer be waited for
+    forgotten: list[str] = field(default_factory=list)  # operations that were dropped without a wait
     _random: random.Random = field(default_factory=lambda: random.Random(1), repr=False)
 
     def delay(self) -> None:
-        """Let messages come in another order than usual."""
+        """Sleep for a random time, so that messages arrive in an unusual order."""
         time.sleep(self._random.random() * _LONGEST_DELAY)
 
     def _guard(
@@ -116,7 +116,7 @@ class SanitizedGroup(Group):
         return _Guarded(self, text, work, results, [*inputs, *(tensor for tensor, _ in results)])
 
     def _into_copy(self, name: str, start: Callable[[Tensor, Tensor], Work], output: Tensor, tensor: Tensor) -> Work:
-        """An operation that reads `tensor` and writes `output`, on copies of both."""
+        """Start an operation that reads `tensor` and writes `output`, on copies of both."""
         if self.size == 1:
             return start(output, tensor)
         result = torch.empty_like(output)

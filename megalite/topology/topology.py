@@ -1,7 +1,7 @@
-"""`Topology`: the process groups of one layout, made once and passed down. The only place that makes any.
+"""Create the process groups of one layout (`Topology`). No other module creates process groups.
 
-torch's DeviceMesh is not underneath: it cannot express the embedding groups or a second grid for experts. The rank
-lists of `ParallelLayout` are the single source instead.
+The rank lists come from `ParallelLayout`. torch's DeviceMesh cannot express the embedding groups or a second grid for
+experts.
 """
 
 import contextlib
@@ -28,13 +28,11 @@ from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat, lane_name
 
 
 def schedule_as_batch() -> bool:
-    """Put this process, and threads that it starts from now on, under SCHED_BATCH; True where that was done.
+    """Put this process, and the threads that it starts later, under SCHED_BATCH. Return whether the policy changed.
 
-    A thread that gloo wakes then waits until the core is free; else it interrupts the one that computes or sends, and an
-    all-reduce takes three to four times as long (docs/kernels.md). Shares of the cores stay as they are.
-
-    Left alone: systems without the policy, those that forbid it, and a policy that somebody chose (chrt).
-    """
+    A thread that gloo wakes then waits until a core is free. Under the default policy it interrupts the thread that
+    computes or sends, and an all-reduce takes three to four times as long (docs/kernels.md). CPU shares do not change.
+    Nothing happens if the system lacks or forbids the policy, or if the user chose another one (chrt)."""
     try:
         if os.sched_getscheduler(0) != os.SCHED_OTHER:
             return False
@@ -45,47 +43,47 @@ def schedule_as_batch() -> bool:
 
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
-_NAMED = 16  # ranks that a message names
-_word, _answer, _seat = "megalite/word/{}".format, "megalite/answer/{}".format, "megalite/{}/come/{}".format
-"""Of a rank, or of a meeting and a rank, the key in the store."""
+_MOST_NAMED = 16  # ranks that an error message lists
+_token_key, _answer_key = "megalite/word/{}".format, "megalite/answer/{}".format  # keys in the store, of a rank
+_arrival_key = "megalite/{}/come/{}".format  # of a meeting and a rank
 
 
 def fresh_prefix_store(
     store: dist.Store, *, rank: int, world_size: int, timeout: datetime.timedelta
 ) -> dist.PrefixStore:
-    """A part of `store` that is new and the same on all ranks of this start.
+    """Return a part of `store` with a new prefix, the same on all ranks of this start.
 
-    Each rank says a word that it has made up. Rank 0 answers all words that it finds with the name of a meeting, once more
-    whenever one of them has changed: some are of former ranks. A rank goes to a meeting if the answer has its own word in
-    it, and a meeting to which all have come is this start's. Nothing here blocks, so that a rank that has waited too long
-    can say for whom.
+    The store may hold keys of earlier starts. Each rank writes a random token. Rank 0 reads all tokens, picks the name of
+    a meeting, and answers each token with it; it does so again whenever a token changes. A rank joins a meeting if the
+    answer repeats its token. When all ranks have joined one meeting, its name is the prefix. No call blocks, so a rank
+    that times out can name the ranks that are missing.
 
-    Raises RuntimeError: not all ranks have come in time; names those that have not."""
+    Raises RuntimeError: some ranks did not come in time; the message names them."""
     ranks = range(world_size)
-    mine = uuid.uuid4().hex
-    store.set(_word(rank), mine)
+    own_token = uuid.uuid4().hex
+    store.set(_token_key(rank), own_token)
     answered: list[bytes] = []
-    meeting, gone_to = "", ""
+    meeting, joined_meeting = "", ""
     end, pause = time.monotonic() + timeout.total_seconds(), _PAUSE_SECONDS
     while True:
-        if rank == 0 and store.check([_word(other) for other in ranks]):
-            said = store.multi_get([_word(other) for other in ranks])
-            if said != answered:
-                answered, name = said, uuid.uuid4().hex
-                # As one request: thousands would follow one another.
-                answers = [f"{heard.decode()} {name}" for heard in said]
-                store.multi_set([_answer(other) for other in ranks], answers)  # type: ignore[attr-defined]
-        if store.check([_answer(rank)]):
-            word, meeting = store.get(_answer(rank)).decode().split()
-            if word == mine:
-                if gone_to != meeting:
-                    store.set(_seat(meeting, rank), mine)
-                if store.add(f"megalite/{meeting}/come", int(gone_to != meeting)) == world_size:
+        if rank == 0 and store.check([_token_key(other) for other in ranks]):
+            tokens = store.multi_get([_token_key(other) for other in ranks])
+            if tokens != answered:
+                answered, name = tokens, uuid.uuid4().hex
+                # One request: with thousands of ranks, a request for each would take too long.
+                answers = [f"{token.decode()} {name}" for token in tokens]
+                store.multi_set([_answer_key(other) for other in ranks], answers)  # type: ignore[attr-defined]
+        if store.check([_answer_key(rank)]):
+            token, meeting = store.get(_answer_key(rank)).decode().split()
+            if token == own_token:
+                if joined_meeting != meeting:
+                    store.set(_arrival_key(meeting, rank), own_token)
+                if store.add(f"megalite/{meeting}/come", int(joined_meeting != meeting)) == world_size:
                     return dist.PrefixStore(f"megalite/{meeting}", store)
-                gone_to = meeting
+                joined_meeting = meeting
         if time.monotonic() > end:
-            missing = _who_is_missing(store, gone_to, ranks)
-            names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
+            missing = _missing_ranks(store, joined_meeting, ranks)
+            names = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if len(missing) > _MOST_NAMED else "")
             raise RuntimeError(
                 f"{'ranks' if len(missing) > 1 else 'rank'} {names} of {world_size} did not come within "
                 f"{timeout.total_seconds():g} s (distributed_timeout_minutes); see what was printed there last"
@@ -94,33 +92,33 @@ def fresh_prefix_store(
         pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
 
-def _who_is_missing(store: dist.Store, meeting: str, ranks: range) -> list[int]:
-    """The ranks that have not come, as a rank sees it that has gone to `meeting`, or to none."""
-    silent = [rank for rank in ranks if not store.check([_word(rank)])]
+def _missing_ranks(store: dist.Store, meeting: str, ranks: range) -> list[int]:
+    """Return the ranks that have not come. `meeting`: the one that this rank joined, or empty."""
+    silent = [rank for rank in ranks if not store.check([_token_key(rank)])]
     if silent or not meeting:
-        return silent or [0]  # all words are there, some perhaps of former ranks: rank 0 would have answered them
-    return [rank for rank in ranks if not store.check([_seat(meeting, rank)])]
+        return silent or [0]  # all tokens exist, some perhaps of an earlier start: a live rank 0 would have answered
+    return [rank for rank in ranks if not store.check([_arrival_key(meeting, rank)])]
 
 
 PRIVATE_KINDS = ("cp", "ep")
 CONTEXT_KINDS = ("cp", "cp-heads", "cp-keys")
-"""Kinds that share no process group with another kind over the same ranks: what layers exchange in the last backward
-would queue behind the gradient reductions that run under it."""
+"""Kinds that share no process group with another kind over the same ranks: in the last backward, the exchanges of
+layers would queue behind the gradient reductions that overlap it."""
 
 GRADIENT_KINDS = ("dp-cp", "expert-dp", *ParallelLayout.INSTANCE_KINDS)
-"""Kinds that gradients are summed and parameters gathered over; they share process groups with one another alone. On NCCL
-to wait for a number behind them would be to wait for them; on gloo a thread beside the program's exchanges some of them,
-in no fixed order with what layers exchange (expert-dp can have tp's ranks)."""
+"""Kinds over which gradients are summed and parameters gathered. They share process groups only with one another. On
+NCCL, a small collective queued behind them would wait for them. On gloo, a background thread runs some of them, in no
+fixed order relative to the collectives of layers (expert-dp can have the ranks of tp)."""
 
 GATHERED = ("dp-cp", "expert-dp")
-"""Kinds that parameters are sharded over. To wait for a gather must not be to wait for the reductions started before it."""
+"""Kinds over which parameters are sharded. A gather must not wait for the reductions started before it."""
 
-_KINDS_IN_MEMORY = ("tp", "expert-tp")
-"""Kinds that layers wait for, and that one program orders; over the same ranks they share a process group too."""
+_SHARED_MEMORY_KINDS = ("tp", "expert-tp")
+"""Kinds that layers wait for, all from one thread; groups with the same ranks share a process group too."""
 
 
 def communicator_of(kind: str) -> str:
-    """Groups of equal ranks share a process group where this is equal."""
+    """Return the key by which groups with the same ranks share a process group."""
     if kind in CONTEXT_KINDS:
         return "cp"
     return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
@@ -128,37 +126,37 @@ def communicator_of(kind: str) -> str:
 
 _RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _DUMPED = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables of torch's flight recorder: how many operations it keeps, where it writes them. The second name is the former."""
+"""Variables of torch's flight recorder: number of operations to keep, file to write; each with its older name."""
 _ENTRIES = "2000"
 
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Where srun and mpirun say how many processes they have started."""
+"""Variables in which srun and mpirun report how many processes they started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher says of this process."""
+    """What the launcher reports about this process."""
 
     rank: int
     world_size: int
     local_rank: int
-    error_file: str | None = None  # where torchrun looks for what ended this rank
-    flight_recorder: bool = False  # torch notes its collectives
-    host: int = 0  # number of this process's host
-    store: tuple[str, int] | None = None  # address and port where the ranks meet
-    store_is_launchers: bool = False  # the launcher keeps the store, over restarts too; else rank 0 does
+    error_file: str | None = None  # the file from which torchrun reads the error of this rank
+    flight_recorder: bool = False  # torch records its collectives
+    host: int = 0  # index of this process's host
+    store: tuple[str, int] | None = None  # address and port of the rendezvous store
+    store_is_launchers: bool = False  # the launcher hosts the store, across restarts too; else rank 0 does
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Read torchrun's variables; one process where there are none.
+        """Read torchrun's variables; without them, return a launch of one process.
 
-        Raises ConfigError: they are no numbers; or there are none, and srun or mpirun has started several processes."""
+        Raises ConfigError: a variable is not a number; or none is set and srun or mpirun started several processes."""
         env = os.environ
         several = next((name for name in _TASKS if env.get(name, "1") not in ("", "1")), None)
         if several is not None and "WORLD_SIZE" not in env:
             raise ConfigError(
-                f"{several} is {env[several]}: so many processes of this command were started, and each would be a run of one "
-                "rank; have srun or mpirun start torchrun once on each host, or set WORLD_SIZE=1 if each is a separate run"
+                f"{several} is {env[several]}: that many processes of this command were started, and each would be a run of "
+                "one rank; have srun or mpirun start torchrun once on each host, or set WORLD_SIZE=1 if each is a separate run"
             )
         try:
             address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
@@ -184,10 +182,10 @@ class Launch:
         return made
 
     def recorded(self, backend: str, device: torch.device, run_dir: str | None) -> "Launch":
-        """The same with torch's flight recorder on where NCCL communicates; before the first process group.
+        """Return this launch with torch's flight recorder enabled if the backend is NCCL.
 
-        Its files, where a collective times out, are `flight-rank-N` in the run's folder. What the user has set stays.
-        """
+        Call it before the first process group is created. When a collective times out, torch writes `flight-rank-N` to the
+        run folder. Variables that the user has set are kept."""
         if self.world_size == 1 or ("nccl" if backend == "auto" and device.type == "cuda" else backend) != "nccl":
             return self
         wanted: list[tuple[tuple[str, ...], str]] = [(_RECORDED, _ENTRIES), (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")]
@@ -199,7 +197,7 @@ class Launch:
         return dataclasses.replace(self, flight_recorder=any(os.environ.get(name, "0") != "0" for name in _RECORDED))
 
     def device(self, name: str) -> torch.device:
-        """The device for `auto`, `cpu` or `cuda`; on cuda, the one of this local rank."""
+        """Return the device for `auto`, `cpu` or `cuda`; on cuda, the device of this local rank."""
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu":
@@ -216,25 +214,23 @@ class Launch:
 
 
 def fix_cublas_workspace() -> None:
-    """Have cuBLAS add in one order in every run, which deterministic algorithms need; before the first product of matrices.
-
-    What the user has set stays; torch says if it will not do.
-    """
+    """Make cuBLAS add in one order in every run, as deterministic algorithms require. Call it before the first matmul.
+    A value that the user has set is kept; torch raises an error if it does not suffice."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Topology:
-    """Where this rank stands and the groups it is in.
+    """The position of this rank in the layout and the groups that it belongs to.
 
-    `dp_cp_scalars` has the ranks of `dp_cp`, for numbers that are waited for while parameters are gathered there. `host` is
-    all ranks, for tensors of the CPU: what the host alone needs to know makes it wait for no device.
-    `cp_heads` are the ranks of cp that exchange heads, `cp_keys` those that exchange keys and values.
-    `model` spans tp and pp (one replica of the network), `tp_dp_cp` all ranks at one place of the pipelines;
-    `embedding` is None where this rank is neither first nor last in its pipeline. `edges` maps (sender, receiver), as
-    pipeline ranks, to the pair's own group, in which the sender has index 0. Those of `ParallelLayout.INSTANCE_KINDS` are
-    there where there are several instances, and those of gathers, of the ranks that share parameters, with `gathers_apart`.
-    """
+    - `dp_cp_scalars`: the ranks of `dp_cp`, for small values that are needed while parameters are gathered over `dp_cp`.
+    - `host`: all ranks, for CPU tensors, so that the host does not wait for the device.
+    - `cp_heads`, `cp_keys`: the ranks of cp that exchange heads, and those that exchange keys and values.
+    - `model`: the ranks of tp and pp, one replica of the network. `tp_dp_cp`: all ranks with this pipeline rank.
+    - `embedding`: None if this rank is neither first nor last in its pipeline.
+    - `edges`: (sender, receiver), as pipeline ranks -> the group of the pair, in which the sender has index 0.
+    - The groups of `ParallelLayout.INSTANCE_KINDS` exist if there are several instances, the `gathers` groups with
+      `gathers_apart`."""
 
     layout: ParallelLayout
     rank: int
@@ -281,41 +277,41 @@ class Topology:
         gathers_apart: bool = False,
         max_ctas: Mapping[str, int] | None = None,
     ) -> "Topology":
-        """Make the groups that `rank` is in. Every rank of the layout calls this at the same time.
+        """Create the groups of `rank`. Every rank of the layout calls this at the same time.
 
-        As torch names process groups by a counter, every rank makes all of them in one order (those that it is not in cost
-        microseconds). Groups over the same ranks share a process group where the program orders their collectives; pipeline
-        edges have their own, and so have `PRIVATE_KINDS` and `GRADIENT_KINDS`.
+        torch names process groups by a counter, so every rank creates all of them in the same order (a group without this
+        rank costs microseconds). Groups over the same ranks share a process group if the program orders their collectives.
+        Pipeline edges, `PRIVATE_KINDS` and `GRADIENT_KINDS` have separate ones.
 
         Args:
-            made: process groups to re-use and add to, for programs that go through many layouts of one world.
-            heartbeat: gets every group's operations.
-            group_type: `SanitizedGroup` finds wrong use of asynchronous operations.
-            shared_memory: on gloo, tensor-parallel ranks of one host communicate through it.
-            gathers_apart, max_ctas: on NCCL, a further communicator for parameters; `ParallelConfig.max_ctas`.
+            made: process groups to reuse and extend, for programs that use many layouts of one world.
+            heartbeat: records the operations of every group.
+            group_type: `SanitizedGroup` detects wrong use of asynchronous operations.
+            shared_memory: on gloo, tensor-parallel ranks of one host communicate through shared memory.
+            gathers_apart, max_ctas: on NCCL, a separate communicator to gather parameters; `ParallelConfig.max_ctas`.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         if made is None:
             made = {}
             if dist.is_initialized() and (dist.get_world_size(), dist.get_backend()) == (layout.world_size, backend):
-                # A further communicator of all ranks is the most expensive one to make.
+                # Another communicator of all ranks would be the most expensive one to create.
                 made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
         common: dict[str, Any] = {"timeout": timeout, "backend": backend}
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
-            mine = None
+            own = None
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
                     chosen = {"pg_options": _options(backend, communicator, kind, max_ctas or {}), **common}
-                    words = lane_name(communicator, ranks)  # as the flight recorder calls it
-                    made[key] = dist.new_group(list(ranks), group_desc=words, **chosen)
+                    # The flight recorder reports this description.
+                    made[key] = dist.new_group(list(ranks), group_desc=lane_name(communicator, ranks), **chosen)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
-                    mine = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
-            return mine
+                    own = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
+            return own
 
         groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in layout.kinds}
         groups["dp-cp-scalars"] = group("dp-cp", layout.groups("dp-cp"), "shared")
@@ -345,40 +341,40 @@ class Topology:
 
     @classmethod
     def solo(cls, device: torch.device | None = None) -> "Topology":
-        """One process, no process groups."""
+        """Return the topology of one process, without process groups."""
         return cls.create(ParallelLayout(), rank=0, device=device or torch.device("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerGroups:
-    """gloo groups of an asynchronous parameter server, on dp rank 0 of each (tp, pp) coordinate; each for one thread."""
+    """gloo groups of an asynchronous parameter server; each is used by one thread. Servers are the ranks with dp rank 0."""
 
     pairs: tuple[Group, ...]
-    """Server and worker, in this order: on a server one for each other worker, by dp rank; on a worker its own."""
-    servers: Group | None  # on a server: those of all coordinates
+    """Groups (server, worker): on a server one for each other worker, in the order of dp ranks; on a worker one."""
+    servers: Group | None  # on a server: the servers of all (tp, pp) coordinates
 
 
 def server_groups(topology: Topology, *, timeout_minutes: float) -> ServerGroups:
-    """Make the groups of an asynchronous parameter server. `timeout_minutes`: for workers. A server waits for as long
-    as a worker may compute or a disk take; one that dies ends the wait at once.
+    """Create the groups of an asynchronous parameter server. `timeout_minutes`: for workers. A server has no practical
+    limit, as a worker may compute or write a checkpoint for long; if the worker dies, the wait ends at once.
 
-    Collectives: makes process groups; every rank calls it at the same time."""
-    patient, rank, heartbeat = datetime.timedelta(days=1), topology.rank, topology.world.heartbeat
+    Collectives: creates process groups; every rank calls it at the same time."""
+    unlimited, rank, heartbeat = datetime.timedelta(days=1), topology.rank, topology.world.heartbeat
     pairs: list[Group] = []
     for server, *workers in topology.layout.groups("dp"):
         for worker in workers:
-            timeout = datetime.timedelta(minutes=timeout_minutes) if rank == worker else patient
+            timeout = datetime.timedelta(minutes=timeout_minutes) if rank == worker else unlimited
             made = dist.new_group([server, worker], timeout=timeout, backend="gloo")
             if rank in (server, worker):
                 pairs.append(Group("server", (server, worker), int(rank == worker), made, heartbeat))
     ranks = tuple(group[0] for group in topology.layout.groups("dp"))
-    made = dist.new_group(list(ranks), timeout=patient, backend="gloo") if len(ranks) > 1 else None
+    made = dist.new_group(list(ranks), timeout=unlimited, backend="gloo") if len(ranks) > 1 else None
     servers = Group("servers", ranks, ranks.index(rank), made, heartbeat) if rank in ranks else None
     return ServerGroups(pairs=tuple(pairs), servers=servers)
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise a ConfigError where they do not fit: nccl needs CUDA devices, and gloo exchanges no CUDA tensors between two ranks."""
+    """Raise ConfigError if the backend does not fit the device: nccl needs CUDA, and gloo cannot send CUDA tensors."""
     fits = {"cpu": "gloo", "cuda": "nccl"}[device.type]
     if backend not in ("auto", fits):
         raise ConfigError(f"distributed_backend is {backend} but the run is on {device.type}; use {fits} or auto")
@@ -387,7 +383,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 def start_distributed(
     launch: Launch, device: torch.device, *, backend: str = "auto", timeout_minutes: float = 10.0
 ) -> None:
-    """Join the job that torchrun started; nothing to do for one process. Ranks on CPUs are scheduled as batch jobs."""
+    """Join the job that torchrun started; return at once for one process. Ranks on CPUs run under SCHED_BATCH."""
     if launch.world_size == 1:
         return
     if device.type == "cpu":
@@ -395,7 +391,7 @@ def start_distributed(
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    # No device_id: it would make every rank take part in the creation of every NCCL communicator.
+    # No device_id: with it, every rank would take part in the creation of every NCCL communicator.
     options = _options(backend, "shared", "world", {})
     rank, world_size = launch.rank, launch.world_size
     store = fresh_prefix_store(_store_of(launch, timeout), rank=rank, world_size=world_size, timeout=timeout)
@@ -403,13 +399,14 @@ def start_distributed(
 
 
 def of_rank_0(work: Callable[[], Any]) -> Any:
-    """What `work` gives on rank 0, plain JSON, on every rank of the launch, before they join. Raises ConfigError: it does
-    there. Where the launcher keeps no store, rank 0 keeps it from here on."""
+    """Run `work` on rank 0 and return its result, plain JSON, on every rank, before the ranks join the job. If the
+    launcher hosts no store, rank 0 hosts it from now on. Raises ConfigError: `work` raised it on rank 0."""
     launch, timeout = Launch.from_environment(), datetime.timedelta(minutes=10)
     if launch.world_size == 1:
         return work()
-    apart = dist.PrefixStore("megalite-before", _store_of(launch, timeout))  # of where they join
-    store = fresh_prefix_store(apart, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    # A prefix that `start_distributed` does not use.
+    separate = dist.PrefixStore("megalite-before", _store_of(launch, timeout))
+    store = fresh_prefix_store(separate, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     answer: dict[str, Any] = {}
     if launch.rank == 0:
         try:
@@ -419,7 +416,7 @@ def of_rank_0(work: Callable[[], Any]) -> Any:
         store.set("answer", json.dumps(answer))
     answer = json.loads(store.get("answer"))
     store.set(f"read {launch.rank}", "")
-    if launch.rank == 0:  # it may keep the store, and may end by an error
+    if launch.rank == 0:  # rank 0 may host the store, and may exit with an error
         store.wait([f"read {rank}" for rank in range(launch.world_size)])
     if "problems" in answer:
         raise ConfigError(*answer["problems"])
@@ -428,22 +425,22 @@ def of_rank_0(work: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _store_of(launch: Launch, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Up to the end of this process: rank 0 keeps it where the launcher does not."""
+    """Connect to the rendezvous store, or host it on rank 0 if the launcher does not; until the end of this process."""
     assert launch.store is not None
-    keeps = launch.rank == 0 and not launch.store_is_launchers
+    hosts = launch.rank == 0 and not launch.store_is_launchers
     try:
-        return dist.TCPStore(*launch.store, is_master=keeps, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+        return dist.TCPStore(*launch.store, is_master=hosts, wait_for_workers=False, timeout=timeout, multi_tenant=True)
     except dist.DistError as error:
         where, why = "{}:{}".format(*launch.store), str(error).strip().partition(chr(10))[0]
         raise RankError(
-            f"rank {launch.rank} cannot {'keep the store' if keeps else 'reach the store of rank 0'} at {where} (MASTER_ADDR, "
-            f"MASTER_PORT): {why}; see that all ranks have started and that no other program has the port"
+            f"rank {launch.rank} cannot {'host the store' if hosts else 'reach the store of rank 0'} at {where} (MASTER_ADDR, "
+            f"MASTER_PORT): {why}; check that all ranks have started and that no other program uses the port"
         ) from None
 
 
 def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, int]) -> Any:
-    """On NCCL the kernels of groups that the program waits for come before those that wait for a free multiprocessor, as
-    CUDA_DEVICE_MAX_CONNECTIONS=1 gives in other frameworks. Gradients have a whole backward."""
+    """Return the options of an NCCL process group. All groups but those of gradients get a high-priority stream: their
+    kernels start before queued compute kernels, which other frameworks achieve by CUDA_DEVICE_MAX_CONNECTIONS=1."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=communicator != "gradients")
@@ -454,21 +451,19 @@ def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, 
 
 
 def _share_memory(groups: dict[str, Group | None], made: ProcessGroups, timeout: datetime.timedelta) -> None:
-    """Let the groups of `_KINDS_IN_MEMORY` communicate through memory, those of equal ranks through the same."""
-    for kind in _KINDS_IN_MEMORY:
-        if (some := groups[kind]) is not None and some.size > 1:
-            if (key := ("memory", some.ranks)) not in made:
+    """Make the groups of `_SHARED_MEMORY_KINDS` use shared memory, one segment per list of ranks."""
+    for kind in _SHARED_MEMORY_KINDS:
+        if (group := groups[kind]) is not None and group.size > 1:
+            if (key := ("memory", group.ranks)) not in made:
                 memory = imported("megalite.topology.shared_memory:SharedMemory")
-                made[key] = memory.open(some, timeout=timeout.total_seconds())
-            groups[kind] = dataclasses.replace(some, memory=made[key])
+                made[key] = memory.open(group, timeout=timeout.total_seconds())
+            groups[kind] = dataclasses.replace(group, memory=made[key])
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
-    """Send one number over every edge.
-
-    NCCL connects an edge at its first message, and holds the caller until the other end comes there: in the midst of a program
-    the two could deadlock. The order is the same on all ranks, and no chain: every second place of the pipeline is first.
-    """
+    """Send one number over every edge: NCCL connects an edge at its first message and blocks until the other end does the
+    same, which could deadlock in the middle of a pipeline program. All ranks use the same order. Edges with an even lower
+    pipeline rank come first, so that the edges do not wait for one another in a chain."""
     number = torch.zeros(1, device=device)
     for _, edge in sorted(edges.items(), key=lambda item: (min(item[0]) % 2, item[0])):
         if edge.rank == 0:
@@ -478,15 +473,15 @@ def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:
 
 
 def stop_distributed(*, agreed: bool = True) -> None:
-    """Leave the job. `agreed`: every rank comes here now. Else the peers may be in a collective that this rank will
-    never join; NCCL would wait for them, and the error that led here would not be printed before the timeout."""
+    """Leave the job. `agreed`: every rank calls this now. Otherwise the peers may be in a collective that this rank never
+    joins: NCCL would wait for them, and the error of this rank would not be printed before the timeout."""
     if dist.is_initialized() and (agreed or dist.get_backend() != "nccl"):
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def joined(launch: Launch, device: torch.device) -> Iterator[None]:
-    """Inside, the ranks of the launch are one job of a tool. An error that all of them raise lets them leave in order."""
+    """Join the ranks of the launch into one job inside the block. If all ranks raise the same error, all leave in order."""
     agreed = False
     try:
         start_distributed(launch, device, backend="auto", timeout_minutes=10.0)

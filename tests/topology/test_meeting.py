@@ -115,7 +115,7 @@ def test_ranks_started_by_hand_meet_or_each_says_why_not(store: dist.TCPStore, m
     monkeypatch.setenv("RANK", "0")
     cpu, how = torch.device("cpu"), dict[str, Any](backend="gloo", timeout_minutes=0.02)
     with pytest.raises(
-        RankError, match=rf"rank 0 cannot keep the store at 127\.0\.0\.1:{store.port} .*in use; see that"
+        RankError, match=rf"rank 0 cannot host the store at 127\.0\.0\.1:{store.port} .*in use; check that"
     ):
         start_distributed(Launch.from_environment(), cpu, **how)
     monkeypatch.setenv("MASTER_PORT", "1")
