@@ -1,1 +1,1 @@
-"""The run: setting it up, one step of it, the loop, and its reports."""
+"""Runs a training: setup, the step, the loop and its reports."""

@@ -1,4 +1,4 @@
-"""Code of users' own that runs between the steps: `Trainer(config, callbacks=[...])`."""
+"""Runs a user's code between the steps: `Trainer(config, callbacks=[...])`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,40 +13,40 @@ Trainer = Any
 
 
 def write_line(line: str) -> None:
-    """On standard output, for a script or a notebook."""
+    """Write a line to standard output, for a script or a notebook."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 class Callback:
-    """Override what you need. All of it is called on rank 0 alone, so nothing in it may wait for other ranks: no
-    collective, no saving of the model. `trainer.stop(why)` ends the run on all ranks after the step.
+    """Base class with empty hooks; override some of them. Hooks run only on rank 0, so they must not wait for other
+    ranks: no collectives, no saving of the model. `trainer.stop(why)` ends the run on all ranks after the step.
 
-    An error in a callback ends the run, as one of the training would: what was saved is kept.
+    An exception in a hook ends the run like an error of the training: complete checkpoints remain.
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Everything is built and loaded: `trainer.config` is resolved, `trainer.progress` where the run continues."""
+        """Called when all is built and loaded: `trainer.config` is resolved, and `trainer.progress` is set."""
 
     def on_step_end(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """A step has been made; `record` is its line of metrics.jsonl: step, consumed_samples, loss, lr, grad_norm, ..."""
+        """Called after each step with its line of metrics.jsonl: step, consumed_samples, loss, lr, grad_norm, ..."""
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """`record` has valid_loss and valid_perplexity, or test_loss and test_perplexity."""
+        """Called with valid_loss and valid_perplexity, or test_loss and test_perplexity, in `record`."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path | str) -> None:
-        """A checkpoint is complete, in the folder `path` or at that address. With async_save this comes some steps after its own."""
+        """Called when the checkpoint at `path` is complete; with async_save this is some steps after its own step."""
 
     def on_end(self, trainer: Trainer, ending: Ending) -> None:
-        """The run has come to its end in order, finished or stopped; the last checkpoint is written. An error skips this."""
+        """Called when the run has finished or stopped and the last checkpoint is written, but not after an error."""
 
 
 class CallbackError(Exception):
-    """A callback has failed; its own error is the cause."""
+    """A callback has raised the error in `__cause__`."""
 
 
 class Callbacks:
-    """Those of a run, in their order; as a sink of metrics, what records tell."""
+    """Calls the callbacks of a run in order. It is also a sink of metrics, for the hooks that receive records."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
         self._callbacks, self._trainer = callbacks, trainer
@@ -65,7 +65,7 @@ class Callbacks:
             try:
                 getattr(callback, hook)(self._trainer, *args)
             except Exception as error:
-                # Not as it is: a RuntimeError would be taken for that of a collective, and other ranks be asked.
+                # Wrap the error: the trainer takes a RuntimeError for a failed collective, and looks for lost peers.
                 raise CallbackError(
                     f"{hook} of {type(callback).__name__} has failed: {type(error).__name__}: {error}"
                 ) from error

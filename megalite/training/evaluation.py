@@ -1,4 +1,4 @@
-"""Losses on data that is not trained on, and reading batches in step with the other ranks."""
+"""Evaluates the loss on held-out data, and reads batches together with the other ranks."""
 
 import torch
 
@@ -21,17 +21,18 @@ def read_batches(
     scope: Group,
     stops: StopRequests | None = None,
 ) -> tuple[list[Microbatch], float]:
-    """This rank's microbatches of one global batch (none where it reads no data), and the seconds that the rank which
-    waited longest for its own has waited: all the others wait for it in the step.
+    """Return this rank's microbatches of one global batch (none if it reads no data), and the longest time, in seconds,
+    that any rank waited for its data.
 
-    `length`: inputs of each sample; None: all. `scope`: the ranks that take this batch together. `stops` is None where those are not all ranks.
+    `length`: inputs per sample; None: all. `scope`: the ranks that process this batch together. `stops` is None unless
+    these are all ranks.
 
-    Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather. Where all ranks take the batch, on the
-    host: the device may still be in the step before.
+    Collectives: a max all-reduce of three numbers over `scope`; on a fault a gather. If all ranks process the batch, it
+    runs on the host, because the device may still compute the previous step.
 
     Raises:
-        ConfigError: a rank cannot read its data; the same on every rank of `scope`.
-        StopRun: a rank has been asked to stop; the same on every rank.
+        ConfigError: a rank cannot read its data; raised on every rank of `scope`.
+        StopRun: a rank was requested to stop; raised on every rank.
     """
     asked = 0 if stops is None else stops.number
     microbatches: list[Microbatch] = []
@@ -63,7 +64,7 @@ def read_batches(
 
 
 def meet(stops: StopRequests, topology: Topology) -> None:
-    """Where ranks that step apart have come together: learn whether one has been asked to stop.
+    """Raise StopRun on all ranks if one was requested to stop. Ranks that step apart call it when they synchronize.
 
     Collectives: a max all-reduce of one number over the world, on the host.
     """
@@ -74,7 +75,7 @@ def meet(stops: StopRequests, topology: Topology) -> None:
 
 
 class Evaluator:
-    """The loss over the first eval_iters global batches of a split: the same ones each time."""
+    """Computes the loss over the first eval_iters global batches of a split, always the same ones."""
 
     def __init__(
         self, replica: Replica, stepper: Stepper, loader: BatchLoader | None, stops: StopRequests | None = None
@@ -86,12 +87,12 @@ class Evaluator:
         self._batches, self._size = training.eval_iters, training.global_batch_size
 
     def prepare(self) -> None:
-        """An evaluation is coming: begin to read its first batch."""
+        """Prefetch the first batch of the next evaluation."""
         if self._loader is not None:
             self._loader.prefetch(0, self._size)
 
     def loss(self) -> float:
-        """The mean over the batches; the same on every rank."""
+        """Return the mean loss over the batches; the same on every rank."""
         losses: list[float] = []
         stop = self._batches * self._size
         with consensus(self._replica):

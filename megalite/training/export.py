@@ -1,7 +1,7 @@
-"""Hugging Face folders of a run, made from its checkpoints by rank 0 alone.
+"""Exports checkpoints of a run as Hugging Face folders, on rank 0.
 
-No other rank waits, and no collective is made: a folder during training is written in a thread, the last one when the
-process groups are closed. So neither a slow disk nor an export that fails can hold or end the run; what it saved stays."""
+No other rank waits, and there are no collectives: a thread writes a folder during training, and the last folder is
+written after the process groups are closed. So neither a slow disk nor a failed export delays or ends the run."""
 
 import dataclasses
 import time
@@ -17,20 +17,19 @@ from megalite.optimizers.schedules import Progress
 from megalite.training.replica import Replica
 from megalite.training.stopping import Ending, StopRequests, StopRun
 
-_PATIENCE = 5.0
-"""Seconds that a run which ends early gives a thread to notice it."""
+_PATIENCE = 5.0  # seconds that a run which ends early waits for the thread
 
 
 def check_export(config: RunConfig) -> None:
-    """Raise ConfigError if no family of Hugging Face's is this model (its vocab_size is known)."""
+    """Raise ConfigError if no Hugging Face family implements this model. `vocab_size` must be set."""
     choose_family = imported("megalite.conversion.huggingface.families:choose_family")
     choose_family(config.model, config.training.seq_length, None)
 
 
 class Exporter:
-    """Of one start; on ranks other than 0 it does nothing. `total`: the last step of the run.
+    """Exports the checkpoints of one start of a run; does nothing on ranks other than 0. `total`: the run's last step.
 
-    Collectives: `Group.agree`, when it is made."""
+    Collectives: `Group.agree` in the constructor."""
 
     def __init__(
         self, replica: Replica, progress: Progress, *, total: int, stops: StopRequests, log: Callable[[str], None]
@@ -40,56 +39,56 @@ class Exporter:
         self._target, self._checkpoints, self._every = Path(c.export_hf), Path(c.save), c.save_hf_interval
         self._total, self._stops, self._log = total, stops, log
         self._ema = replica.config.optimizer.eval_ema
-        self._here = topology.rank == 0
-        self._under_way: tuple[int, float, BackgroundSave] | None = None
+        self._is_rank_0 = topology.rank == 0
+        self._running: tuple[int, float, BackgroundSave] | None = None
         self._given_up = False
         self.held: set[int] = set()
-        """Steps with checkpoints that are being read: none of them is removed."""
+        """Steps of checkpoints that an export is reading; they must not be removed."""
         with topology.world.errors_on_all_ranks():
-            if self._here and progress.step < total:
+            if self._is_rank_0 and progress.step < total:
                 imported("megalite.conversion.output:check_target")(self._target)
         if progress.step > 0:
-            self.saved(progress.step)  # the start before this one may have been killed in the midst of it
+            self.saved(progress.step)  # the previous start may have been killed during this export
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is complete."""
+        """Start an export if the complete checkpoint of this step is due for one."""
         self.poll()
-        if not self._here or not self._every or step % self._every or step >= self._total:
+        if not self._is_rank_0 or not self._every or step % self._every or step >= self._total:
             return
         target = self._target.with_name(f"{self._target.name}-step-{step:07d}")
         if _is_taken(target):
-            self._log(f"{target} is there already")
-        elif self._under_way is not None:
-            self._log(f"warning: step {self._under_way[0]} is still being exported; {self._by_hand(step, target)}")
+            self._log(f"{target} exists already")
+        elif self._running is not None:
+            self._log(f"warning: step {self._running[0]} is still being exported; {self._by_hand(step, target)}")
         elif (self._checkpoints / f"step-{step:07d}").is_dir():
             self.held.add(step)
             work = BackgroundSave(lambda: self._write(step, target, self._advance))
-            self._under_way = step, time.monotonic(), work
+            self._running = step, time.monotonic(), work
 
     def poll(self) -> None:
-        """Say how the export under way has ended, if it has."""
-        if self._under_way is not None and self._under_way[2].done:
-            (step, started, work), self._under_way = self._under_way, None
+        """Log the outcome of the export in the background once it has ended."""
+        if self._running is not None and self._running[2].done:
+            (step, started, work), self._running = self._running, None
             self.held.discard(step)
             try:
                 self._log(f"exported {work.result()} in {time.monotonic() - started:.1f} s")
             except Exception as error:
                 target = self._target.with_name(f"{self._target.name}-step-{step:07d}")
-                self._log(f"warning: {_said(error)}; training continues. {self._by_hand(step, target)}")
+                self._log(f"warning: {_describe(error)}; training continues. {self._by_hand(step, target)}")
 
     def finish(self, ending: Ending) -> Ending:
-        """The run has ended and its process groups are closed: write the last folder, if it came to its last step. Returns
-        the ending; on rank 0 it says what went wrong."""
-        if not self._here or ending.status != "finished" or ending.step is None:
+        """Write the last folder if the run finished. Call it after the process groups are closed. Returns the ending;
+        on rank 0 it contains the error of a failed export."""
+        if not self._is_rank_0 or ending.status != "finished" or ending.step is None:
             self.give_up()
             return ending
         try:
-            while self._under_way is not None:
+            while self._running is not None:
                 self._stop_if_asked(0)
                 time.sleep(0.05)
                 self.poll()
             if _is_taken(self._target):
-                self._log(f"{self._target} is there already")
+                self._log(f"{self._target} exists already")
                 return ending
             started = time.monotonic()
             path = self._write(ending.step, self._target, self._stop_if_asked)
@@ -99,15 +98,15 @@ class Exporter:
             self.give_up()
             return stop.request.ending(ending.step, "the export is not complete: the same command continues it")
         except Exception as error:
-            said = f"{_said(error)}; {self._by_hand(ending.step, self._target)}"
-            self._log(f"error: {said}")
-            return dataclasses.replace(ending, reason=f"{ending.reason}; {said}", exit_code=NOT_SAVED)
+            message = f"{_describe(error)}; {self._by_hand(ending.step, self._target)}"
+            self._log(f"error: {message}")
+            return dataclasses.replace(ending, reason=f"{ending.reason}; {message}", exit_code=NOT_SAVED)
         return ending
 
     def give_up(self) -> None:
-        """End what is under way; what is finished of it is kept for the same export later."""
+        """Cancel the export in the background; a later export to the same folder reuses its finished files."""
         self._given_up, end = True, time.monotonic() + _PATIENCE
-        while self._under_way is not None and not self._under_way[2].done and time.monotonic() < end:
+        while self._running is not None and not self._running[2].done and time.monotonic() < end:
             time.sleep(0.01)
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:
@@ -131,9 +130,9 @@ class Exporter:
 def _is_taken(target: Path) -> bool:
     try:
         return target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    except OSError:  # who writes there will say it
+    except OSError:  # writing there reports it
         return False
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"cannot export: {error}" if isinstance(error, (ConfigError, OSError)) else f"cannot export: {error!r}"

@@ -1,4 +1,4 @@
-"""Starts and watches the process that watches this host's ranks; reads torch's flight recorder for it."""
+"""Starts and supervises the watch process of this host, and dumps torch's flight recorder for it."""
 
 import contextlib
 import json
@@ -29,17 +29,17 @@ from megalite.watchdog.watch import ASK, WatchedRank, WatchPlan
 _DUMP = "_dump_fr_trace_json"
 _RECORDER_LOOK_SECONDS = 0.1
 
-_WATCHER = "megalite.watchdog.watch"  # run as a program: it must continue when this process is stopped
-_ROLL_CALL_SECONDS = 20.0  # what ranks with a failed collective may take to find out who does not answer, and to leave
-_GOODBYE_SECONDS = 5.0
-_LOOK_SECONDS = 5.0
-_LOOKS = 2  # looks in a row that must find the watching process ended or stopped
-_HAPPENED = {STOPPED: "is stopped", GONE: "has ended"}
-_UNNOTICED = "a rank that stands still will not be noticed before collectives time out"
+_WATCHER = "megalite.watchdog.watch"  # a separate program, because it must run while this process is stopped
+_ROLL_CALL_SECONDS = 20.0  # time in which ranks with a failed collective find the lost peers, and exit
+_EXIT_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
+_CHECKS = 2  # consecutive checks that must find the watch process ended or stopped
+_FAULTS = {STOPPED: "is stopped", GONE: "has ended"}
+_UNNOTICED = "a hang will not be noticed before collectives time out"
 
 
 class FlightRecorder:
-    """A thread that writes what the recorder has to `path`, once the watching process asks for it in `folder`."""
+    """A thread that dumps the recorder to `path` once the watch process requests it in `folder`."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self._asked, self._path = folder / ASK, path
@@ -61,30 +61,28 @@ class FlightRecorder:
 
 
 def available() -> bool:
-    """This build of torch can say what its recorder has."""
+    """Return whether this build of torch can dump its recorder."""
     return hasattr(getattr(torch._C, "_distributed_c10d", None), _DUMP)
 
 
 def last_entries() -> list[dict[str, Any]]:
-    """What this process's recorder has, as `condensed` gives it. JSON holds no stacks: of them torch would need Python's lock."""
+    """Return `condensed` entries of this process's recorder. torch's JSON has no stacks, which need Python's lock."""
     return condensed(json.loads(getattr(torch._C._distributed_c10d, _DUMP)()))
 
 
 @dataclass
 class HangWatch:
-    """The heartbeat of this rank, and on one rank of each host the process that looks at all of them.
-
-    This one watches nothing."""
+    """The heartbeat of this rank and, on one rank of each host, the watch process. The default watches nothing."""
 
     heartbeat: Heartbeat = UNWATCHED
     rank: int = 0
-    alone: bool = True  # there is no other rank
+    alone: bool = True  # the run has one rank
     _handlers: Handlers | None = None
     _recorder: FlightRecorder | None = None
     _watcher: "_Watcher | None" = None
 
     def close(self, *, agreed: bool) -> None:
-        """The run is at its end here; `agreed`: on every rank, else the others are watched further."""
+        """End the heartbeat of this rank. `agreed`: the run ends on every rank; else the others stay watched."""
         self.heartbeat.close(failed=not agreed)
         if self._watcher is not None:
             self._watcher.close(self.rank, together=agreed or self.alone)
@@ -95,7 +93,7 @@ class HangWatch:
 
 
 class _Watcher:
-    """The watching process of this host, for the rank that starts it. A thread warns once where it has ended or is stopped."""
+    """The watch process of this host, on the rank that starts it. A thread warns once if it has ended or is stopped."""
 
     def __init__(self, plan: WatchPlan, *, say: Callable[[str], None]) -> None:
         self._plan, self._say = plan, say
@@ -106,16 +104,16 @@ class _Watcher:
 
     def _check_process(self) -> None:
         started, wrong = start_time(self.process.pid) or 0, 0
-        while not self._closing.wait(min(_LOOK_SECONDS, max(0.1, self._plan.seconds / 8))):
+        while not self._closing.wait(min(_CHECK_SECONDS, max(0.1, self._plan.seconds / 8))):
             found = GONE if self.process.poll() is not None else process_state(self.process.pid, started)
-            # One look may come while a whole job that was suspended is being continued.
-            wrong = wrong + 1 if found in _HAPPENED else 0
-            if wrong == _LOOKS:
-                self._say(f"warning: the process that watches the ranks of this host {_HAPPENED[found]}: {_UNNOTICED}")
+            # A single check may fall into the moment in which a suspended job is continued.
+            wrong = wrong + 1 if found in _FAULTS else 0
+            if wrong == _CHECKS:
+                self._say(f"warning: the process that watches the ranks of this host {_FAULTS[found]}: {_UNNOTICED}")
                 return
 
     def close(self, rank: int, *, together: bool) -> None:
-        """This rank's run is at its end; `together` with all others, or they are watched further."""
+        """End the watch process if the run ends on all ranks (`together`); else only report that this rank has left."""
         self._closing.set()
         self._thread.join()
         process = self.process
@@ -125,12 +123,12 @@ class _Watcher:
             process.stdin.close()
         if together:
             try:
-                process.wait(_GOODBYE_SECONDS)
+                process.wait(_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         elif process.poll() is None:
-            # It ends with the last rank, and a rank that has failed must be able to end first.
+            # It outlives this rank. A set returncode keeps Popen from warning that the child still runs.
             process.returncode = 0
         if process.returncode != 0:
             shutil.rmtree(self._plan.folder, ignore_errors=True)
@@ -145,9 +143,9 @@ def begin_watch(
     log: Callable[[str], None],
     say: Callable[[str], None],
 ) -> HangWatch:
-    """Watch the ranks of this run from a separate process on each host, if hang_timeout_minutes says so.
+    """Start a process on each host that watches the ranks of this run, unless hang_timeout_minutes is 0.
 
-    `log` prints a line of the run, `say` one of this rank.
+    `log` prints a line of the run, `say` a line of this rank.
 
     Collectives: a gather over the world."""
     if not parallel.hang_timeout:
@@ -169,8 +167,7 @@ def begin_watch(
             me["fault"] = f"{error.filename or tempfile.gettempdir()}: {error.strerror}"
     try:
         everyone = world.gather_json({**me, "folder": folder})
-        leaders: dict[str, int] = {}
-        """Of each host the rank that gives the folder and starts the watching process."""
+        leaders: dict[str, int] = {}  # by host: the rank that creates the folder and starts the watch process
         for rank, one in enumerate(everyone):
             if one["folder"] is not None:
                 leaders.setdefault(one["host"], rank)
@@ -178,7 +175,7 @@ def begin_watch(
                 log(f"warning: {one['name']} is not watched, rank {rank} cannot write to {one['fault']}")
         leads = leaders.get(host) == world.rank
         if folder is not None and not leads:
-            shutil.rmtree(folder)  # two launchers on one host
+            shutil.rmtree(folder)  # several launchers on one host
         if host not in leaders:
             return HangWatch()
         records = launch.flight_recorder and available()
@@ -191,7 +188,7 @@ def begin_watch(
 
 
 def _join(plan: WatchPlan, rank: int, *, leads: bool, say: Callable[[str], None]) -> HangWatch:
-    """Begin to beat, and on one rank of the host to watch."""
+    """Start this rank's heartbeat, and on the leading rank the watch process."""
     try:
         heartbeat = FileHeartbeat(plan.file(rank, "beat"), rank=rank)
         handlers = Handlers(plan.file(rank, "stacks"))
@@ -216,7 +213,7 @@ def _plan(
 ) -> WatchPlan:
     names = [everyone[rank]["name"] for rank in leaders.values()]
     labels = {
-        # Containers may all have one name.
+        # Several containers may have the same name.
         key: name if names.count(name) == 1 else f"{name} (rank {rank})"
         for (key, rank), name in zip(leaders.items(), names, strict=True)
     }
@@ -243,7 +240,7 @@ def _plan(
 
 
 def _start(plan: WatchPlan) -> subprocess.Popen[bytes]:
-    # In a new session: neither Ctrl-C nor what a launcher sends to this process's group is for it.
+    # A new session protects it from Ctrl-C and from signals to this process's group.
     process = subprocess.Popen(
         [sys.executable, "-m", _WATCHER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )

@@ -1,1 +1,1 @@
-"""Finds out that a run stands still, who is to blame, and ends it: heartbeats of the ranks, and the process that watches."""
+"""Detects a hung run, finds the rank that caused the hang, and ends the run: heartbeats and the watch process."""

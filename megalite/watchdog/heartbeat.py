@@ -1,8 +1,8 @@
-"""`Heartbeat`: what a rank is doing, in a small file; and `read_rank`, by which another process of the host reads it.
+"""Records the progress of a rank in a small file (`Heartbeat`), which another process of the host reads (`read_rank`).
 
-A beat is a store into mapped memory: it costs about a microsecond, and what it says can be read when the rank is stopped,
-holds Python's lock or is gone. Groups, the executor and the training loop get a heartbeat as they get a device;
-`UNWATCHED` does nothing."""
+A beat is a store into mapped memory, which costs about a microsecond. The file stays readable when the rank is stopped,
+does not release Python's lock or has ended. Groups, the executor and the training loop receive a heartbeat as an
+argument; `UNWATCHED` does nothing."""
 
 import mmap
 import os
@@ -18,19 +18,19 @@ from typing import Any, NamedTuple, Protocol
 
 from megalite.watchdog.processes import start_time
 
-# The file: fixed places, so that a beat is one or two stores into mapped memory.
+# The file has a fixed layout, so that a beat is one or two stores into mapped memory.
 MAGIC = b"megabeat"
-LANES = 64  # groups that a rank may have; what happens in further ones counts as a beat and is not distinguished
+LANES = 64  # most groups of a rank; operations of further groups are not recorded
 
 HEADER = struct.Struct("<8sIIQ")  # magic, rank, process id, and the start time of the process in the kernel's ticks
 PULSE = struct.Struct("<Qd")  # beats so far, and the host's monotonic clock at the last one
-PLACE = struct.Struct("<q?32s")  # step, whether a long silence is to be expected, and the phase
-ACTION = struct.Struct("<16si")  # text of the pipeline's action, and its place in the rank's list
+PLACE = struct.Struct("<q?32s")  # step, whether the phase may take long without a beat, and the phase
+ACTION = struct.Struct("<16si")  # text of the pipeline's action, and its index in the rank's list
 LAST_LANE = struct.Struct("<i")  # index of the lane that was used last
 LANE_NAME = struct.Struct("<112s")
 LANE = struct.Struct("<QQ")  # operations begun, and the number of the one that a thread waits for, or 0
-RECENT = 8  # operations of a lane that are remembered: number n in place n modulo this
-OPERATION = struct.Struct("<QB?6x")  # bytes, code, and whether it was another one in the step before
+RECENT = 8  # newest operations of a lane in the file; operation n is at index n % RECENT
+OPERATION = struct.Struct("<QB?6x")  # bytes, code, and whether the previous step had another operation here
 
 HEADER_AT, PULSE_AT, PLACE_AT, ACTION_AT, LAST_LANE_AT, LANES_AT = 0, 64, 96, 160, 192, 256
 RECENT_AT = LANE_NAME.size + LANE.size
@@ -42,12 +42,12 @@ OPERATIONS = (
     *("broadcast", "rotate", "send", "receive", "synchronise"),
 )
 SYNCHRONISE = "synchronise"
-"""Of a rank alone: the host reads numbers of the device, and waits for all that was queued there before."""
+"""Operation of a single rank: the host reads device memory, and waits for all work queued on the device before."""
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 
 
 def lane_name(kind: str, ranks: tuple[int, ...]) -> str:
-    """`tp [0, 1]`, the same on every rank of a group and on no other; short for any number of ranks."""
+    """Return a name such as `tp [0, 1]`: unique per group, equal on all its ranks, short for any number of ranks."""
     if len(ranks) <= 8:
         return f"{kind} {list(ranks)}"
     step = ranks[1] - ranks[0]
@@ -61,48 +61,48 @@ _MOST_REMEMBERED = 100_000  # operations of one step and lane
 
 
 class Waitable(Protocol):
-    """Something under way."""
+    """Handle of an asynchronous operation."""
 
     def wait(self) -> Any: ...
 
 
 class Lane:
-    """The operations of one group, counted: every rank of the group begins the same ones in the same order.
+    """Counts the operations of one group, which all its ranks begin in the same order.
 
-    This one counts nothing."""
+    This base class records nothing."""
 
     def start(self, begin: Callable[[], Waitable], operation: str, size: int = 0) -> Waitable:
-        """Begin an operation; a rank that waits, in `begin` or for what is returned, is seen to wait. `size`: bytes,
-        where every rank of the group has equally many; else 0."""
+        """Begin an operation, and record when the rank waits in `begin` or on the returned handle. `size`: bytes if all
+        ranks of the group pass equally many, else 0."""
         return begin()
 
 
 class Heartbeat:
-    """What the parts of a run report of themselves. This one reports nothing."""
+    """Interface through which the parts of a run report progress. This base class records nothing."""
 
     def beat(self) -> None:
-        """Something has gone on."""
+        """Report progress."""
 
     def phase(self, name: str, *, patient: bool = False) -> None:
-        """The run has come to another part of its loop. `patient`: it may take long without a beat: files are written,
-        code is compiled."""
+        """Report that another part of the loop begins. `patient`: it may take long without a beat, because it writes
+        files or compiles code."""
 
     def begin_step(self, step: int) -> None:
-        """A training step begins."""
+        """Report that a training step begins."""
 
     def act(self, action: bytes, position: int) -> None:
-        """The pipeline begins an action, `position` of this rank's list."""
+        """Report that the pipeline begins an action, at index `position` of this rank's list."""
 
     def lane(self, kind: str, ranks: tuple[int, ...]) -> Lane:
-        """The lane of a group; the same one for the same kind and ranks."""
+        """Return the lane of a group; the same object for the same kind and ranks."""
         return _NO_LANE
 
     def synchronise(self) -> AbstractContextManager[None]:
-        """Around a read of numbers that a device computes: on CUDA the one place where a rank waits for its peers."""
+        """Enclose a read of device memory. On CUDA a rank waits for its peers only there."""
         return nullcontext()
 
     def close(self, *, failed: bool = False) -> None:
-        """No one watches any more. `failed`: the run has come to an end here alone."""
+        """Report that the run has ended. `failed`: it ended early, and only on this rank."""
 
 
 _NO_LANE = Lane()
@@ -110,12 +110,12 @@ UNWATCHED = Heartbeat()
 
 
 class FileHeartbeat(Heartbeat):
-    """Beats into its own file; one per process. `path`: must not exist."""
+    """Writes beats into one file per process. `path` must not exist."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Now rather than at a store: a disk without room for it would end the process there.
+            # Allocate the blocks now: on a full disk a later store would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, SIZE)
             self._memory = mmap.mmap(descriptor, SIZE)
         finally:
@@ -130,7 +130,7 @@ class FileHeartbeat(Heartbeat):
         HEADER.pack_into(self._memory, HEADER_AT, MAGIC, rank, pid, start_time(pid) or 0)
 
     def beat(self) -> None:
-        # Two threads at once may count one beat for two: it has changed all the same.
+        # Two threads may count their beats as one. The reader only compares for equality.
         self._count += 1
         PULSE.pack_into(self._memory, PULSE_AT, self._count, monotonic())
 
@@ -140,10 +140,10 @@ class FileHeartbeat(Heartbeat):
         self.act(b"", -1)
 
     def begin_step(self, step: int) -> None:
-        # Kernels are compiled and connections made in a run's first step.
+        # The first step of a run compiles kernels and opens connections.
         first, self._step = self._step < 0, step
         for lane in tuple(self._lanes.values()):
-            lane.turn()
+            lane.begin_step()
         self.phase("step", patient=first)
 
     def act(self, action: bytes, position: int) -> None:
@@ -164,7 +164,7 @@ class FileHeartbeat(Heartbeat):
         return lane.synchronise() if isinstance(lane, _FileLane) else nullcontext()
 
     def close(self, *, failed: bool = False) -> None:
-        # The memory stays mapped: a thread that is left behind may still beat.
+        # The memory stays mapped, because a background thread may still beat.
         self.phase("failed" if failed else "ended")
 
 
@@ -180,7 +180,7 @@ class _FileLane(Lane):
 
     @contextmanager
     def synchronise(self) -> Iterator[None]:
-        """While inside, the host waits for its device. The operation before it stays the rank's last one."""
+        """Record that the host waits for its device. This does not change the rank's last lane."""
         self._begun = number = self._begun + 1
         place = self._recent_at + number % RECENT * OPERATION.size
         OPERATION.pack_into(self._memory, place, 0, CODES[SYNCHRONISE], False)
@@ -203,13 +203,13 @@ class _FileLane(Lane):
         LAST_LANE.pack_into(self._memory, LAST_LANE_AT, self._index)
         self._heartbeat.beat()
         try:
-            # NCCL connects here at the first time, and waits for its peers.
+            # A group's first operation connects NCCL, which waits for the peers.
             return _Counted(begin(), self, number)
         finally:
             self._write(0)
 
-    def turn(self) -> None:
-        """A step begins: what it does is compared with what this one did."""
+    def begin_step(self) -> None:
+        """Keep the operations of the step that ended, to compare the next step with them."""
         self._step_before, self._this_step = self._this_step, []
 
     def wait_for(self, number: int) -> None:
@@ -221,7 +221,7 @@ class _FileLane(Lane):
 
 
 class _Counted:
-    """An operation with waits that can be seen."""
+    """Handle of an operation that records when a thread waits on it."""
 
     __slots__ = ("_lane", "_number", "_work")
 
@@ -237,15 +237,15 @@ class _Counted:
 
 
 PHASES = ("starting", "step", "update", "evaluating", "saving", "ended", "failed")
-"""The parts of a run, in the order in which one step of it goes through them."""
+"""The parts of a run, in the order of the loop."""
 
 
 class Operation(NamedTuple):
     """One collective or message."""
 
     name: str
-    size: int  # bytes; 0 where ranks may differ
-    odd: bool = False  # it is not the one that came at this place of the step before
+    size: int  # bytes; 0 if ranks may differ
+    odd: bool = False  # differs from the operation at the same index of the previous step
 
     def __str__(self) -> str:
         return f"{self.name} of {self.size} bytes" if self.size else self.name
@@ -253,21 +253,21 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneState:
-    """The operations of one group as one of its ranks has counted them."""
+    """The operations of one group as counted by one of its ranks."""
 
     begun: int
     waiting: int  # number of the operation that a thread waits for; 0: none
-    recent: tuple[Operation, ...]  # the last ones, oldest first: the last of them has number `begun`
+    recent: tuple[Operation, ...]  # newest operations, oldest first; the last one has number `begun`
 
     def operation(self, number: int) -> Operation | None:
-        """The operation of a number, if it is remembered."""
+        """Return the operation with this number, None if it is older than `recent`."""
         back = self.begun - number
         return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank as it was last seen."""
+    """State of one rank when its heartbeat was last read."""
 
     rank: int
     host: str
@@ -285,27 +285,27 @@ class RankState:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """How far the rank has come in the program."""
+        """Return the progress of the rank as a sortable tuple."""
         phase = PHASES.index(self.phase) if self.phase in PHASES else 0
         return self.step, phase, self.position
 
     @property
     def is_lost(self) -> bool:
-        """It can do nothing more: its process is stopped, or it has failed."""
+        """Whether the rank cannot continue: its process is stopped, or it has failed."""
         return self.process == "stopped" or self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        """It has come to an end before the run has."""
+        """Whether the rank ended before the run did."""
         return self.phase == "failed" or (self.process == "gone" and self.phase != "ended")
 
     @property
     def reads_device(self) -> bool:
-        """Its host waits for the device, and so for all that was queued there before."""
+        """Whether the host waits for the device, and so for all work queued there before."""
         return any(lane.waiting and name.startswith(SYNCHRONISE) for name, lane in self.lanes.items())
 
     def doing(self) -> str:
-        """`step 7, action 2F0, last all_reduce 41 of tp [0, 1]`."""
+        """Describe the rank's progress: `step 7, action 2F0, last all_reduce 41 of tp [0, 1]`."""
         words = [f"step {self.step}" if self.step >= 0 else "before its first step"]
         if self.phase != "step":
             words.append(self.phase)
@@ -320,7 +320,7 @@ class RankState:
 
 
 def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> RankState:
-    """Read a heartbeat file; a rank without a file, or with a damaged one, has not begun to beat."""
+    """Read a heartbeat file. A missing or damaged file counts as a rank that has not begun to beat."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -360,7 +360,7 @@ def read_rank(path: Path, *, rank: int, host: str, pid: int, process: str) -> Ra
 
 
 def rank_from_json(value: Mapping[str, Any]) -> RankState:
-    """What `dataclasses.asdict` made of a RankState, on another host. Raises KeyError, TypeError: it is something else."""
+    """Rebuild a RankState from the result of `dataclasses.asdict`. Raises KeyError or TypeError for anything else."""
     fields = dict(value)
     fields["lanes"] = {
         name: LaneState(lane["begun"], lane["waiting"], tuple(Operation(*values) for values in lane["recent"]))

@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this host, and how one is signalled."""
+"""Reads the state of this host's processes from /proc, and signals them."""
 
 import contextlib
 import ctypes
@@ -17,22 +17,22 @@ STOPPED, TRACED, GONE, RUNNING = "stopped", "traced", "gone", "running"
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """What stands behind the name in /proc/PID/stat: state, parent, ...; None if there is no such process."""
+    """Return the fields after the name in /proc/PID/stat: state, parent, ...; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()  # the name, in brackets, may hold anything
+    return text.rpartition(")")[2].split()  # the name, in brackets, may contain any character
 
 
 def start_time(pid: int) -> int | None:
-    """When the process was started, in ticks since the host was: with it a process id is never taken for another's."""
+    """Return the process's start in ticks since boot. It distinguishes processes when the kernel reuses an id."""
     fields = stat_fields(pid)
     return None if fields is None else int(fields[19])
 
 
 def started_at(pid: int) -> float | None:
-    """Time of day at which the process was started, in seconds since 1970; None where the system does not say it."""
+    """Return the process's start in seconds since 1970; None if the system does not report it."""
     ticks = start_time(pid)
     if ticks is None:
         return None
@@ -40,7 +40,7 @@ def started_at(pid: int) -> float | None:
 
 
 def state(pid: int, started: int) -> str:
-    """Whether the process runs (or sleeps), is stopped, is held by a debugger, or is gone."""
+    """Return whether the process runs (or sleeps), is stopped, is traced by a debugger, or is gone."""
     fields = stat_fields(pid)
     if fields is None or int(fields[19]) != started:
         return GONE
@@ -48,12 +48,12 @@ def state(pid: int, started: int) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_the_kernel(pid: int) -> str:
-    """The kernel's function that the process sleeps in, if it says so: a hung disk shows here."""
+    """Return the kernel function in which the process sleeps, or an empty string. It reveals a hung disk."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text().strip().strip("0")
     except OSError:
@@ -61,7 +61,7 @@ def in_the_kernel(pid: int) -> str:
 
 
 def network_key() -> str:
-    """The same for two processes exactly if what they send each other crosses no network."""
+    """Return a key that two processes share exactly if no network lies between them."""
     try:
         return f"{host_key()} {Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
@@ -69,7 +69,7 @@ def network_key() -> str:
 
 
 def host_key() -> str:
-    """The same for two processes exactly if each can see the other by its process id."""
+    """Return a key that two processes share exactly if each can address the other by its process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = Path("/proc/self/ns/pid").stat().st_ino
@@ -79,27 +79,27 @@ def host_key() -> str:
 
 
 _DUMP = 43
-_QUIET_SECONDS = 0.1  # a file of stacks that has not grown for so long is complete
+_QUIET_SECONDS = 0.1  # a file of stacks that has not grown for this time is complete
 
 
 def supported() -> bool:
-    """Linux: signals of these numbers, and /proc."""
+    """Return whether this is Linux, which has /proc and signals of these numbers."""
     return sys.platform == "linux"
 
 
 class Handlers:
-    """This process can be asked for its stacks, and ended. `stacks`: file that gets the stacks; must not exist."""
+    """Signal handlers that write this process's stacks or end it. `stacks`: file for the stacks; must not exist."""
 
     def __init__(self, stacks: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_APPEND
         self._file = os.fdopen(os.open(stacks, flags, 0o600), "wb", buffering=0)
         faulthandler.register(_DUMP, self._file, all_threads=True, chain=False)
         libc = ctypes.CDLL(None)
-        # The handler of a signal is called with its number, and _exit ends the process with what it is called with.
+        # A C handler runs while another thread has Python's lock. `_exit(signal number)` exits with status HUNG.
         _set_handler(ctypes.cast(libc._exit, ctypes.c_void_p).value)
 
     def close(self) -> None:
-        """This process handles neither any more."""
+        """Remove both handlers."""
         _set_handler(int(signal.SIG_DFL))
         faulthandler.unregister(_DUMP)
         self._file.close()
@@ -112,9 +112,9 @@ def _set_handler(address: int | None) -> None:
 
 
 def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float) -> dict[int, str]:
-    """The stacks of all threads of some ranks; of one that does not answer, nothing.
+    """Return the stacks of all threads by rank; an empty string for a rank that does not answer.
 
-    A process that is stopped is continued for it. `processes`: process id and file of stacks, by rank."""
+    Continues stopped processes. `processes`: process id and file of stacks by rank."""
     processes = {rank: (pid, path) for rank, (pid, path) in processes.items() if path.exists()}
     for pid, _ in processes.values():
         send(pid, _DUMP)
@@ -133,12 +133,12 @@ def ask_for_stacks(processes: Mapping[int, tuple[int, Path]], *, seconds: float)
 
 
 def end_process(pid: int) -> None:
-    """End it with status `HUNG`, stopped or not."""
+    """End a process, even a stopped one, with status `HUNG`."""
     send(pid, HUNG)
     send(pid, signal.SIGCONT)
 
 
 def send(pid: int, number: int) -> None:
-    """Signal a process that may be gone."""
+    """Signal a process, which may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

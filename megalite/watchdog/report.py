@@ -1,6 +1,7 @@
-"""Which rank holds up a run that stood still, and the report: text, JSON, and what torchrun shows of each rank.
+"""Finds the rank that caused a hang, and writes the report: text, JSON, and the error file of each rank for torchrun.
 
-Heartbeats know what a host has queued; torch's flight recorder, at the end here, knows what a device has done of it."""
+Heartbeats contain the operations that a host has queued. torch's flight recorder (at the end of this file) records
+which of them a device has started and finished."""
 
 import json
 import re
@@ -22,15 +23,15 @@ _LOST = {
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits in an operation."""
+    """An operation in which a rank waits."""
 
     rank: int
     lane: str
     operation: str
     number: int
-    behind: tuple[int, ...]  # ranks of the group that have not begun it; empty: all have
+    behind: tuple[int, ...]  # ranks of the group that have not begun it
     on_device: bool = False
-    """The host waits for the device, where the operation is queued; without one nothing there waits for a rank."""
+    """The host waits for the device, on which the operation is queued. If `behind` is empty, it waits for no rank."""
 
     def __str__(self) -> str:
         if self.on_device and not self.behind:
@@ -45,14 +46,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame, and why."""
+    """The ranks that caused a hang, and a reason for each rank."""
 
-    culprits: tuple[int, ...]  # ascending; empty if it cannot be known
-    reasons: Mapping[int, str]  # by rank: of a culprit what is wrong with it, of another what it waits for
+    culprits: tuple[int, ...]  # ascending; empty if they cannot be determined
+    reasons: Mapping[int, str]  # by rank: the fault of a culprit, the operation in which another rank waits
 
 
 def find_culprits(states: Sequence[RankState]) -> Verdict:
-    """Judge ranks that have not progressed, as they were last seen."""
+    """Find the culprits from the last states of ranks that make no progress."""
     by_rank = {state.rank: state for state in states}
     waits = [wait for state in states for wait in _waits(state, states)]
     reasons = {wait.rank: str(wait) for wait in waits}
@@ -70,7 +71,7 @@ def find_culprits(states: Sequence[RankState]) -> Verdict:
             lost[rank] = "its device has not finished what it has to do, and waits for no other rank"
         if lost:
             return _verdict(lost, reasons)
-    # A rank that no one waits for may compute for long, as those that work apart do; it is named if no one else can be.
+    # A rank for which no other waits may only compute for long. It is a culprit only if there is no other candidate.
     for rank in sorted(blamed or free - set(left) or free):
         lost[rank] = "it has ended, and others wait for it" if rank in left else "it waits for no other rank"
     if lost:
@@ -83,7 +84,7 @@ def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
         return []
     found, device = [], state.reads_device
     for name, lane in state.lanes.items():
-        # What is queued on a device waits there, as the host does for all of it.
+        # A host that waits for its device waits for the last queued operation of every group.
         number = lane.waiting or (lane.begun if device else 0)
         if number:
             peers = [other for other in states if name in other.lanes and other.rank != state.rank]
@@ -92,12 +93,12 @@ def _waits(state: RankState, states: Sequence[RankState]) -> list[Wait]:
             what = "operation" if operation is None else operation.name
             queued = device and (not lane.waiting or name.startswith(SYNCHRONISE))
             found.append(Wait(state.rank, name, what, number, behind, on_device=queued))
-    # Of what is queued on a device only what a rank has not begun says why it waits.
+    # An operation on the device explains the wait only if some rank has not begun it.
     return [wait for wait in found if wait.behind or not wait.on_device] or found[:1]
 
 
 def find_mismatched_operations(states: Sequence[RankState]) -> dict[int, str]:
-    """Ranks that began another operation of a group than the others, under the same number."""
+    """Return the ranks that began another operation than their group under the same number, and the reasons."""
     wrong: dict[int, str] = {}
     for name in sorted({name for state in states for name in state.lanes}):
         lanes = {state.rank: state.lanes[name] for state in states if name in state.lanes}
@@ -108,19 +109,20 @@ def find_mismatched_operations(states: Sequence[RankState]) -> dict[int, str]:
             # Messages are matched by their direction, not by their number.
             messages = {operation.name for operation in operations.values()} & {"send", "receive"}
             if len(operations) == len(lanes) and not messages:
-                unlike = _minority(operations)
-                for rank in unlike:
+                minority = _minority(operations)
+                for rank in minority:
                     other = next(peer for peer, one in operations.items() if one[:2] != operations[rank][:2])
                     wrong[rank] = (
                         f"its operation {number} of {name} is {operations[rank]}, but {operations[other]} on rank {other}"
                     )
-                if unlike:
-                    break  # what comes after it is shifted
+                if minority:
+                    break  # the numbers of later operations no longer correspond
     return wrong
 
 
 def _minority(operations: Mapping[int, Operation]) -> list[int]:
-    """The ranks with another operation than the common one; where there is none, those that did another one a step before."""
+    """Return the ranks that differ from the most common operation. On a tie, return those that differ from their own
+    previous step, or all ranks."""
     kinds = Counter(operation[:2] for operation in operations.values())
     if len(kinds) == 1:
         return []
@@ -132,7 +134,7 @@ def _minority(operations: Mapping[int, Operation]) -> list[int]:
 
 
 def _ranks_ahead(waits: Sequence[Wait], by_rank: Mapping[int, RankState]) -> dict[int, str]:
-    """All wait, in a ring: who is further in the program than those that still wait for it has left something out."""
+    """Resolve a ring of waits: a rank that is ahead, in the program, of one that waits for it skipped an operation."""
     votes: Counter[int] = Counter()
     reasons: dict[int, str] = {}
     for wait in waits:
@@ -158,28 +160,28 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 _MOST_FRAMES, _MOST_RANKS, _MOST_STUCK = 8, 64, 4
 _BETWEEN = ("torch/nn/modules/module.py", "torch/autograd/function.py")
-"""Files with frames that only stand between those of the model."""
+"""Files of torch with frames that are left out of a stack."""
 _INDENT = "    "
+_NO_WAIT = "waits for no other rank"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is known of a run that stands still."""
+    """Everything that was observed about a hung run."""
 
-    silent: float  # seconds since any rank's last beat
-    limit: float  # seconds that it may be
+    silent: float  # seconds since the newest beat of this host's ranks
+    limit: float  # most seconds without a beat
     verdict: Verdict
-    states: Sequence[RankState]  # of every rank that is known of
+    states: Sequence[RankState]  # of all ranks that were heard
     stacks: Mapping[int, str]  # by rank of this host, as faulthandler writes them
-    flight: Mapping[int, Sequence[Mapping[str, Any]]]
-    """By rank of this host: entries of torch's flight recorder, as `flight.condensed` gives them."""
-    kernel: Mapping[int, str]  # by rank of this host: the kernel's function that its process sleeps in
-    unheard: Sequence[str]  # hosts of which nothing is known
+    flight: Mapping[int, Sequence[Mapping[str, Any]]]  # by rank of this host: entries as `condensed` returns them
+    kernel: Mapping[int, str]  # by rank of this host: the kernel function in which its process sleeps
+    unheard: Sequence[str]  # hosts that published no states
     world_size: int
 
     @property
     def headline(self) -> str:
-        """`rank 1 stands still: its process is stopped ...`, of each rank that is to blame."""
+        """Name each culprit and its fault: `rank 1 stands still: its process is stopped ...`."""
         if not self.verdict.culprits:
             all_wait = (
                 "no rank can be distinguished from the others: all wait, and each has begun what the others wait for"
@@ -188,23 +190,23 @@ class Report:
         return "; ".join(f"rank {rank} stands still: {self.verdict.reasons[rank]}" for rank in self.verdict.culprits)
 
     def summary(self, written: Path | None) -> str:
-        """The lines for stderr."""
+        """Return the lines for stderr."""
         lines = [
             f"megalite: {self.headline}",
             f"{_INDENT}no rank of {self.world_size} has progressed for {self.silent:.1f} s (limit "
             f"{self.limit:g} s, --hang-timeout-minutes); the run is ended with status {HUNG}",
         ]
         for state in self._in_order():
-            reason = self.verdict.reasons.get(state.rank, "is blamed by no one")
-            blamed = state.rank in self.verdict.culprits
-            lines.append(f"{_INDENT}rank {state.rank}{'' if blamed else f' {reason}'}: {state.doing()}")
+            reason = self.verdict.reasons.get(state.rank, _NO_WAIT)
+            is_culprit = state.rank in self.verdict.culprits
+            lines.append(f"{_INDENT}rank {state.rank}{'' if is_culprit else f' {reason}'}: {state.doing()}")
         lines += self._notes()
-        where = written or "this is all there is: the run has no folder (--run-dir)"
-        lines.append(f"{_INDENT}stacks of all ranks: {where}" if written else f"{_INDENT}{where}")
+        where = f"stacks of all ranks: {written}" if written else "the report is below: the run has no --run-dir"
+        lines.append(f"{_INDENT}{where}")
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
-        """All of it."""
+        """Return the whole report."""
         lines = [
             self.headline,
             "",
@@ -214,7 +216,7 @@ class Report:
             "",
         ]
         for state in self._in_order():
-            lines.append(f"rank {state.rank}: {self.verdict.reasons.get(state.rank, 'no one waits for it')}")
+            lines.append(f"rank {state.rank}: {self.verdict.reasons.get(state.rank, _NO_WAIT)}")
             lines.append(f"{_INDENT}{state.doing()}")
             asleep = self.kernel.get(state.rank)
             lines.append(
@@ -232,7 +234,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the whole report as JSON."""
         return {
             "format": 1,
             "culprits": list(self.verdict.culprits),
@@ -248,49 +250,45 @@ class Report:
         }
 
     def error_of(self, rank: int, now: float) -> dict[str, Any]:
-        """What torchrun reads of a rank that has failed: it takes the earliest for the root cause, in whole seconds.
-
-        `now`: seconds since the epoch, read once for all ranks, since a second may begin between two readings.
-        """
+        """Return the error file of a rank. torchrun reports the rank with the earliest timestamp, in whole seconds, as
+        root cause. `now`: seconds since the epoch, the same for all ranks, as a second may begin between two calls."""
         state = next(state for state in self.states if state.rank == rank)
         if rank in self.verdict.culprits:
             message = f"rank {rank} stood still: {self.verdict.reasons[rank]}; {state.doing()}"
             since = now - max(1.0, state.silent)
         else:
-            blamed = ", ".join(map(str, self.verdict.culprits)) or "no one"
-            reason = self.verdict.reasons.get(rank, "it was blamed by no one")
-            message = f"rank {rank} was not the first ({blamed} is to blame): it {reason}; {state.doing()}"
+            culprits = ", ".join(map(str, self.verdict.culprits)) or "unknown"
+            reason = self.verdict.reasons.get(rank, _NO_WAIT)
+            message = f"rank {rank} did not cause the hang (culprit: {culprits}): it {reason}; {state.doing()}"
             since = now
         shown = "\n".join([message, *main_thread(self.stacks.get(rank, ""))])
         extra = {"py_callstack": shown, "timestamp": str(int(since))}
         return {"message": {"message": message, "extraInfo": extra}}
 
     def _in_order(self) -> list[RankState]:
-        """Those to blame first, and no more than can be read."""
+        """Return the states, culprits first, at most `_MOST_RANKS`."""
         culprits = self.verdict.culprits
         return sorted(self.states, key=lambda state: (state.rank not in culprits, state.rank))[:_MOST_RANKS]
 
     def _notes(self) -> list[str]:
-        """What is not shown, what is not known, and what devices wait for."""
+        """Return lines about omitted ranks, unheard hosts and operations that devices have not finished."""
         lines = []
         if len(self.states) > _MOST_RANKS:
             lines.append(f"{_INDENT}({len(self.states) - _MOST_RANKS} further ranks: see the .json)")
         if self.unheard:
-            lines.append(
-                f"{_INDENT}nothing was heard of {', '.join(self.unheard)}: the rank that is to blame may be there"
-            )
+            lines.append(f"{_INDENT}nothing was heard of {', '.join(self.unheard)}: the culprit may be there")
         stuck = stuck_operations(self.flight)[:_MOST_STUCK]
         return lines + [f"{_INDENT}flight recorder: {line}" for line in stuck]
 
 
 def kernel_functions(states: Sequence[RankState]) -> dict[int, str]:
-    """Where the processes of some ranks of this host sleep."""
+    """Return the kernel function in which each rank's process sleeps, for ranks of this host."""
     found = {state.rank: in_the_kernel(state.pid) for state in states if state.process != "gone"}
     return {rank: name for rank, name in found.items() if name}
 
 
 def main_thread(stacks: str) -> list[str]:
-    """The innermost frames of a process's first thread, which faulthandler lists last."""
+    """Return the innermost frames of a process's first thread, which faulthandler lists last."""
     frames: list[str] = []
     for line in stacks.splitlines():
         if "most recent call first" in line:
@@ -301,7 +299,7 @@ def main_thread(stacks: str) -> list[str]:
 
 
 def write_report(report: Report, folder: Path, name: str) -> Path:
-    """Write NAME.txt and NAME.json; returns the text's path. Raises OSError: it cannot be written."""
+    """Write NAME.txt and NAME.json, and return the path of the text. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
     path = folder / f"{name}.txt"
@@ -310,17 +308,17 @@ def write_report(report: Report, folder: Path, name: str) -> Path:
 
 
 Entry = Mapping[str, Any]
-"""Of the flight recorder, which is read as JSON: in it torch also has the ranks of each NCCL group (of gloo's it has none)."""
+"""Entry of the flight recorder, as read from its JSON, which lists the ranks of NCCL groups but not of gloo groups."""
 
 _NEWEST = 8
 _FINISHED = "completed"
 
 
 def condensed(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of torch's trace the newest entries, and of each group the oldest unfinished one and the newest; oldest first.
+    """Return the newest entries of torch's trace, and each group's newest and oldest unfinished entry; oldest first.
 
-    `{"group": "tp [0, 1]", "seq": 41, "op": "nccl:all_reduce", "state": "scheduled", "p2p": False, "ranks": [0, 1]}`; `ranks`
-    is empty where torch does not say it."""
+    `{"group": "tp [0, 1]", "seq": 41, "op": "nccl:all_reduce", "state": "scheduled", "p2p": False, "ranks": [0, 1]}`;
+    `ranks` is empty if torch does not record it."""
     recorded: Sequence[Mapping[str, Any]] = trace.get("entries", [])
     groups: Mapping[str, Mapping[str, Any]] = trace.get("pg_config", {})
     entries = [_entry(one, groups) for one in recorded]
@@ -338,11 +336,11 @@ def _entry(recorded: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]])
     ranks = [int(rank) for rank in re.findall(r"\d+", str(groups.get(name, {}).get("ranks", "")))]
     p2p = bool(recorded.get("is_p2p"))
     return {
-        # torch calls a group without a description so.
+        # torch's description of a group without one is "undefined".
         "group": name if words in ("", "undefined") else words,
         "seq": recorded.get("p2p_seq_id" if p2p else "collective_seq_id", 0),
         "op": recorded.get("profiling_name", "?"),
-        # gloo's entries stay `scheduled`; `retired` is that the work has ended.
+        # The state of gloo's entries stays `scheduled`; `retired` means that the work has ended.
         "state": _FINISHED if recorded.get("retired") else recorded.get("state", "?"),
         "p2p": p2p,
         "ranks": ranks,
@@ -350,15 +348,14 @@ def _entry(recorded: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]])
 
 
 def oldest(entries: Sequence[Entry]) -> Entry | None:
-    """The oldest that has not finished, or the newest of all."""
+    """Return the oldest unfinished entry, or the newest if all have finished."""
     return next((entry for entry in entries if entry["state"] != _FINISHED), entries[-1] if entries else None)
 
 
 def stuck_operations(flight: Mapping[int, Sequence[Entry]]) -> list[str]:
-    """`nccl:all_reduce 41 of tp [0, 1] has not finished on rank 0; rank 1 has not joined`, of each group the oldest one.
-
-    Groups of which a rank has not joined come first. Ranks that have said nothing are in no list. `flight`: by rank, as
-    `condensed` gives it."""
+    """Describe each group's oldest unfinished operation, as in `nccl:all_reduce 41 of tp [0, 1] has not finished on
+    rank 0; rank 1 has not joined`. Groups with a missing rank come first. `flight`: result of `condensed` by rank;
+    ranks that did not answer are left out."""
     groups: defaultdict[tuple[str, bool], dict[int, list[Entry]]] = defaultdict(dict)
     for rank, entries in sorted(flight.items()):
         for entry in entries:
@@ -369,32 +366,32 @@ def stuck_operations(flight: Mapping[int, Sequence[Entry]]) -> list[str]:
         if not waiting:
             continue
         number = min(entry["seq"] for entry in waiting.values())
-        there = {rank: entry for rank, entry in waiting.items() if entry["seq"] == number}
-        members = next((entry["ranks"] for entry in there.values() if entry["ranks"]), list(by_rank))
+        joined = {rank: entry for rank, entry in waiting.items() if entry["seq"] == number}
+        members = next((entry["ranks"] for entry in joined.values() if entry["ranks"]), list(by_rank))
         heard = [rank for rank in members if rank in flight]
         missing = [
             rank for rank in heard if max((entry["seq"] for entry in by_rank.get(rank, ())), default=-1) < number
         ]
-        done = [rank for rank in heard if rank not in there and rank not in missing]
-        known = any(entry["ranks"] for entry in there.values()) and len(heard) == len(members)
-        found.append((not missing, _in_words(group, number, there, missing=missing, done=done, known=known, p2p=p2p)))
+        done = [rank for rank in heard if rank not in joined and rank not in missing]
+        known = any(entry["ranks"] for entry in joined.values()) and len(heard) == len(members)
+        found.append((not missing, _in_words(group, number, joined, missing=missing, done=done, known=known, p2p=p2p)))
     return [words for _, words in sorted(found, key=lambda one: one[0])]
 
 
 def _in_words(
-    group: str, number: int, there: Mapping[int, Entry], *, missing: list[int], done: list[int], known: bool, p2p: bool
+    group: str, number: int, joined: Mapping[int, Entry], *, missing: list[int], done: list[int], known: bool, p2p: bool
 ) -> str:
     by_operation: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, entry in there.items():
+    for rank, entry in joined.items():
         by_operation[entry["op"]].append(rank)
     (operation, ranks), *others = sorted(by_operation.items(), key=lambda item: -len(item[1]))
-    if p2p:  # one sends and the other receives
-        ranks, others = sorted(there), []
+    if p2p:  # the two ranks have different operations: send and receive
+        ranks, others = sorted(joined), []
     words = [f"{operation} {number} of {group} has not finished on {_ranks(ranks)}"]
     words += [f"{_ranks(of)} {'is' if len(of) == 1 else 'are'} in {other} instead" for other, of in others]
-    started = [rank for rank, entry in there.items() if entry["state"] == "started"]
-    if started and len(started) < len(there):
-        waits = sorted(set(there) - set(started))
+    started = [rank for rank, entry in joined.items() if entry["state"] == "started"]
+    if started and len(started) < len(joined):
+        waits = sorted(set(joined) - set(started))
         words.append(f"on {_ranks(waits)} its kernel has not started")
     if done:
         words.append(f"finished on {_ranks(done)}")

@@ -1,8 +1,8 @@
-"""The watching process: reads heartbeats, and ends a run that stands still; and what the hosts of a run tell each other once one of
-them sees nothing move: small files in the folder of the run.
+"""Runs the watch process of a host: it reads heartbeats, and ends a run that hangs.
 
-A network that has failed is one of the things that a watching process reports, and the folder of the run is shared anyway, since
-every rank writes its part of a checkpoint there. If that fails too, each host reports its own ranks."""
+Once a host observes no progress, the hosts exchange their observations through small files in the run folder. They do
+not use the network, because it may be the cause. The run folder is shared anyway, since every rank writes its part of a
+checkpoint there. If that fails too, each host reports its own ranks."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from megalite.watchdog.processes import ask_for_stacks, end_process, send
 from megalite.watchdog.processes import state as process_state
 from megalite.watchdog.report import Report, find_culprits, find_mismatched_operations, kernel_functions, write_report
 
-ASK = "ask"  # file in the folder that asks every rank for what torch's flight recorder has
+ASK = "ask"  # file in the plan's folder; when it appears, every rank dumps torch's flight recorder
 
 
 @dataclass(frozen=True)
@@ -33,47 +33,47 @@ class WatchedRank:
     rank: int
     pid: int
     started: int  # start time of the process, as the kernel counts it
-    error_file: str | None  # where torchrun looks for what ended the rank
+    error_file: str | None  # from which torchrun reads why the rank failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchPlan:
     """One host's part of a run."""
 
-    folder: str  # private to the host and the run: heartbeats and stacks. The watching process removes it in the end
-    seconds: float  # a run without progress for so long is ended
-    patient_seconds: float  # the same where a rank has said that it may take long
+    folder: str  # private to the host and the run: heartbeats and stacks; the watch process removes it at the end
+    seconds: float  # longest time without progress
+    patient_seconds: float  # longest time without progress while a rank is in a patient phase
     host: str
-    hosts: tuple[str, ...]  # every host of the run by a name that is unlike all others'; `host` is one of them
+    hosts: tuple[str, ...]  # unique names of all hosts of the run, including `host`
     ranks: tuple[WatchedRank, ...]
     world_size: int
-    report_folder: str | None  # the run's folder, where reports go and hosts tell each other what they see
-    run: str  # a name that no other run, and no other start of this one, has
+    report_folder: str | None  # the run folder, for reports and for the exchange between hosts
+    run: str  # unique name of this start of this run
     network_seconds: float = 0.0
-    """Without progress for less than this a run continues in which all wait and no rank is to blame: its ranks are on several
-    networks, and the time-out of the collective names whom no one reaches."""
-    flight_recorder: bool = False  # the ranks can be asked for what torch's flight recorder has
+    """Shortest time without progress that ends a run in which all ranks wait and none is the culprit. On several
+    networks the collective's timeout should come first, because its error names the unreachable peer."""
+    flight_recorder: bool = False  # whether the ranks can dump torch's flight recorder
 
     def file(self, rank: int, kind: str) -> Path:
-        """What a rank leaves: its `beat`, its `stacks`, and as JSON the newest entries of its `flight` recorder."""
+        """Return the path of a rank's `beat`, its `stacks`, or (JSON) the newest entries of its `flight` recorder."""
         return Path(self.folder, f"rank-{rank}.{kind}")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "WatchPlan":
-        """What `dataclasses.asdict` made of a plan, also by way of JSON."""
+        """Rebuild a plan from the result of `dataclasses.asdict`, also after a round trip through JSON."""
         ranks = tuple(WatchedRank(**rank) for rank in value["ranks"])
         return cls(**{**value, "hosts": tuple(value["hosts"]), "ranks": ranks})
 
 
-_FRESH_SECONDS = 10.0  # how old what another host says may be, beside two rounds of reading
+_FRESH_SECONDS = 10.0  # greatest age of another host's file, beside two rounds of reading
 _ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
-"""From one reading of all hosts' files to the next, at least, and for each of them: hosts always read equally much."""
+"""Least interval between two rounds of reading all hosts' files, and the interval per host: the load stays constant."""
 
 
 class Exchange:
-    """This host's view of its ranks, written for the others, and theirs, read.
+    """Publishes the states of this host's ranks to the other hosts, and reads theirs.
 
-    A shared disk can hang, and may be the very reason why the run does: it is only touched by its own thread."""
+    Only a separate thread touches the shared disk, because the disk can hang and be the reason why the run hangs."""
 
     def __init__(self, plan: WatchPlan) -> None:
         self._plan = plan
@@ -88,28 +88,27 @@ class Exchange:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The other hosts."""
         return tuple(host for host in self._plan.hosts if host != self._plan.host)
 
     @property
     def has_folder(self) -> bool:
-        """There is a folder to meet in, and somebody to meet."""
+        """Whether the run has a folder and other hosts."""
         return self._folder is not None
 
     def publish(self, states: Sequence[RankState] | None) -> None:
-        """Say what is seen here; None: the run continues, and there is nothing to say."""
+        """Publish the states of this host's ranks; None: the run makes progress."""
         self._published = states
         if self._folder is not None and states is not None and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
             self._thread.start()
 
     def read_others(self) -> dict[str, list[RankState]]:
-        """What other hosts with ranks that stand still have said lately, by host."""
+        """Return the recently published states of other hosts without progress, by host."""
         oldest = time.monotonic() - _FRESH_SECONDS - 2 * self._round
         return {host: states for host, (since, states) in tuple(self._read_from.items()) if since > oldest}
 
     def close(self) -> None:
-        """Take back what was said; the last host to do so removes the folder."""
+        """Remove the published file; the last host also removes the folder."""
         self._published = None
         self._closed.set()
         if self._thread is not None:
@@ -117,22 +116,22 @@ class Exchange:
 
     def _work(self) -> None:
         assert self._folder is not None
-        mine = self._folder / f"{self._plan.hosts.index(self._plan.host)}.json"
+        own = self._folder / f"{self._plan.hosts.index(self._plan.host)}.json"
         seen: dict[str, str] = {}
         while not self._closed.wait(self._round):
-            said = self._published
+            states = self._published
             with contextlib.suppress(OSError):
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                content = {"at": time.time(), "ranks": [asdict(state) for state in said or ()]}
-                beside = mine.with_suffix(".new")
+                content = {"at": time.time(), "ranks": [asdict(state) for state in states or ()]}
+                beside = own.with_suffix(".new")
                 beside.write_text(json.dumps(content))
-                beside.replace(mine)
+                beside.replace(own)
             for index, host in enumerate(self._plan.hosts):
                 if host != self._plan.host:
                     self._read(self._folder / f"{index}.json", host, seen)
         with contextlib.suppress(OSError):
-            mine.unlink(missing_ok=True)
-            self._folder.rmdir()  # fails while another host's file is there
+            own.unlink(missing_ok=True)
+            self._folder.rmdir()  # fails while it contains another host's file
 
     def _read(self, path: Path, host: str, seen: dict[str, str]) -> None:
         try:
@@ -142,25 +141,25 @@ class Exchange:
             return
         if not states:
             self._read_from.pop(host, None)
-        elif seen.get(host) != text:  # whatever its clock says: it is written again all the time
+        elif seen.get(host) != text:  # a change means that the host is alive; clocks of hosts may differ
             seen[host] = text
             self._read_from[host] = time.monotonic(), states
 
 
-_OTHERS_SECONDS = 1.5  # how long past its own limit a host waits for the others
+_OTHERS_SECONDS = 1.5  # how long a host waits for the others after its own limit
 _STACKS_SECONDS, _FLIGHT_SECONDS, _WRITE_SECONDS, _END_SECONDS = 1.2, 1.5, 0.8, 0.5
-"""What each part of ending a run may take, so that all of it is done within five seconds."""
+"""Limits of the parts of ending a run, which together take less than five seconds."""
 
 
 class Lifeline:
-    """The pipe from the rank that started this process: it closes when that rank ends, however it does."""
+    """The pipe from the rank that started this process. It closes when that rank ends for any reason."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._text = descriptor, b""
         self.closed = False
 
     def line(self, seconds: float | None = None) -> str | None:
-        """The next line, or None where none comes in time or the pipe is closed."""
+        """Return the next line, or None if none arrives in time or the pipe is closed."""
         end = None if seconds is None else time.monotonic() + seconds
         while b"\n" not in self._text:
             left = None if end is None else end - time.monotonic()
@@ -180,16 +179,16 @@ class Lifeline:
 
 
 def watch(lifeline: Lifeline, say: Callable[[str], None]) -> None:
-    """Watch the ranks of the plan that the first line holds, until the run ends or stands still.
+    """Read a plan from the first line, and watch its ranks until the run ends or hangs.
 
-    Further lines: `done`, the run has come to its end; `left RANK`, that rank has come to its own end."""
+    Further lines: `done` when the run has ended; `left RANK` when one rank has ended."""
     first = lifeline.line()
     if first is None:
         return
     plan = WatchPlan.from_json(json.loads(first))
-    # Not where this fails: the ranks then start another watch over the same files.
     with contextlib.closing(Exchange(plan)) as exchange:
         _Watch(plan, exchange, lifeline, say).run()
+    # If `run` raises, the files stay: the ranks start another watch process over them.
     shutil.rmtree(plan.folder, ignore_errors=True)
 
 
@@ -209,7 +208,7 @@ class _Watch:
             self._explain_failure(states)
             if not alive:
                 return
-            # What this process slept through itself, on a host that was suspended, does not count.
+            # Limit the interval: time in which the host was suspended does not count.
             now = time.monotonic()
             silent += min(now - looked, 4 * self._every)
             looked, beats = now, [state.beats for state in states]
@@ -220,20 +219,20 @@ class _Watch:
             self._exchange.publish(states if silent >= limit / 2 else None)
             if silent < limit or not self._others_stand_still(silent, limit):
                 continue
-            # Below it, where all wait and no rank is to blame, it may be the network: what they wait for does not come through.
+            # Without a culprit the network may be the cause; see `network_seconds`.
             if silent >= self._plan.network_seconds or find_culprits(self._known_states(states)).culprits:
                 self._end_run(states, limit)
                 return
 
     def _explain_failure(self, states: Sequence[RankState]) -> None:
-        """Of ranks that began unlike operations one is ended by gloo or NCCL, not always the wrong one; say which is."""
+        """Name the rank with the wrong operation: after a mismatch gloo or NCCL may end another rank than that."""
         if not self._failure_seen and any(state.has_failed for state in states):
             self._failure_seen = True
             for rank, reason in find_mismatched_operations(states).items():
                 self._say(f"megalite: rank {rank} does not fit the others: {reason}\n")
 
     def _keep_watching(self) -> bool:
-        """Wait for the next look; False once there is none."""
+        """Wait until the heartbeats should be read again; return False once the run has ended."""
         line = self._lifeline.line(min(0.05, self._every) if self._lifeline.closed else self._every)
         if line is not None and line.startswith("left"):
             self._left.add(int(line.split()[1]))
@@ -255,13 +254,13 @@ class _Watch:
         return state.process != "gone" and state.rank not in self._left
 
     def _is_suspended(self, alive: Sequence[RankState]) -> bool:
-        """Somebody has stopped the whole run (Ctrl-Z), or looks into it with a debugger."""
+        """Return whether the whole run is stopped (Ctrl-Z), or a debugger is attached."""
         processes = {state.process for state in alive}
         everybody = len(self._plan.hosts) == 1 and processes == {"stopped"}
         return everybody or "traced" in processes
 
     def _others_stand_still(self, silent: float, limit: float) -> bool:
-        """No other host has seen anything move for the same time, or nothing is to be learnt of them."""
+        """Return whether no other host has observed progress for the same time, or the others cannot be heard."""
         if silent >= limit + _OTHERS_SECONDS:
             return True
         heard = self._exchange.read_others()
@@ -269,14 +268,14 @@ class _Watch:
             return not self._exchange.has_folder
         return all(state.silent >= limit - 0.5 for states in heard.values() for state in states)
 
-    def _known_states(self, mine: Sequence[RankState]) -> list[RankState]:
-        """The ranks of this host, and those of others that have been heard of."""
-        return [*mine, *(state for states in self._exchange.read_others().values() for state in states)]
+    def _known_states(self, own: Sequence[RankState]) -> list[RankState]:
+        """Return the states of this host's ranks and those that other hosts have published."""
+        return [*own, *(state for states in self._exchange.read_others().values() for state in states)]
 
-    def _end_run(self, mine: Sequence[RankState], limit: float) -> None:
-        states = sorted(self._known_states(mine), key=lambda state: state.rank)
+    def _end_run(self, own: Sequence[RankState], limit: float) -> None:
+        states = sorted(self._known_states(own), key=lambda state: state.rank)
         heard = {state.host for state in states}
-        alive = [state for state in mine if self._is_alive(state)]
+        alive = [state for state in own if self._is_alive(state)]
         kernel = kernel_functions(alive)
         with contextlib.suppress(OSError):
             Path(self._plan.folder, ASK).touch()
@@ -295,15 +294,15 @@ class _Watch:
             unheard=[host for host in self._exchange.others if host not in heard],
             world_size=self._plan.world_size,
         )
-        # A disk or a terminal that is stuck must not keep the run from its end.
-        telling = threading.Thread(target=self._tell, args=(report,), daemon=True)
-        telling.start()
-        telling.join(_WRITE_SECONDS)
+        # A hung disk or terminal must not keep the run alive.
+        publishing = threading.Thread(target=self._publish, args=(report,), daemon=True)
+        publishing.start()
+        publishing.join(_WRITE_SECONDS)
         self._write_errors(report)
         self._end(alive, report.verdict.culprits)
 
     def _flight(self, alive: Sequence[RankState], end: float) -> dict[int, list[dict[str, Any]]]:
-        """What the ranks that have a flight recorder, and could answer, have written."""
+        """Wait for the flight recorders' dumps, and return those that exist by rank."""
         if not self._plan.flight_recorder:
             return {}
         paths = {state.rank: self._plan.file(state.rank, "flight") for state in alive}
@@ -311,7 +310,7 @@ class _Watch:
             time.sleep(0.02)
         return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
-    def _tell(self, report: Report) -> None:
+    def _publish(self, report: Report) -> None:
         written, failed = None, ""
         if self._plan.report_folder is not None:
             name = time.strftime("hang-%Y%m%dT%H%M%SZ", time.gmtime())
@@ -333,7 +332,7 @@ class _Watch:
                     Path(rank.error_file).write_text(json.dumps(report.error_of(rank.rank, now)))
 
     def _end(self, alive: Sequence[RankState], culprits: Sequence[int]) -> None:
-        # Those who wait go first: else they would still find that a connection has closed, and call that the error.
+        # End waiting ranks before the culprits: otherwise they would report a closed connection as the error.
         for state in sorted(alive, key=lambda state: state.rank in culprits):
             end_process(state.pid)
         end = time.monotonic() + _END_SECONDS
@@ -346,8 +345,8 @@ class _Watch:
 
 
 def main() -> int:
-    """`python -m megalite.watchdog.watch`: started by the first rank of a host, which writes the plan into its stdin."""
-    # Ctrl-C and what a scheduler sends to every process of a job are for the ranks; when they have ended, so does this.
+    """Run `python -m megalite.watchdog.watch`. The first rank of a host starts it, and writes the plan to its stdin."""
+    # Ctrl-C and a scheduler's signals to all processes of a job concern the ranks. This process ends after them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     watch(Lifeline(sys.stdin.fileno()), _say)

@@ -69,5 +69,5 @@ def test_torchrun_names_it_too(tmp_path: Path) -> None:
     root = ended.err.split("Root Cause")[1]
     assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 44", root), ended.err
     assert "rank 1 stood still: it waits for no other rank; step 3" in root
-    assert "rank 0 was not the first (1 is to blame)" in ended.err.split("Root Cause")[0]
+    assert "rank 0 did not cause the hang (culprit: 1)" in ended.err.split("Root Cause")[0]
     assert "===== all threads of rank 1 =====" in ended.err

@@ -162,7 +162,7 @@ def leave_alone(context: RankContext, folder: str) -> None:
 def test_a_watch_that_is_killed_or_stopped_is_reported_once(
     private: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
 ) -> None:
-    monkeypatch.setattr(hang_watch, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(hang_watch, "_CHECK_SECONDS", 0.05)
     warned: list[str] = []
     watch = begin(warned=warned)
     assert watch._watcher is not None

@@ -160,7 +160,7 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     (first, second), shown = zip(*(read_error(path) for path in run.errors), strict=True)
     assert second < first
     assert shown[1].startswith(f"rank 1 stood still: {WHY[fault]}") and "step 2" in shown[1]
-    assert shown[0].startswith(f"rank 0 was not the first (1 is to blame): it {waits}")
+    assert shown[0].startswith(f"rank 0 did not cause the hang (culprit: 1): it {waits}")
 
 
 def read_error(path: Path) -> tuple[int, str]:
@@ -269,7 +269,7 @@ def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> N
     watcher = run.watch(run.plan(hosts=("a", "b")))
     assert run.statuses() == [HUNG]
     _, said = watcher.communicate(timeout=60)
-    assert "nothing was heard of b: the rank that is to blame may be there" in said
+    assert "nothing was heard of b: the culprit may be there" in said
     assert not list(run.reports.glob(".hang*"))
 
 
