@@ -1,4 +1,5 @@
-"""megalite: 3D-parallel GPT pretraining, the same numbers on any layout, the same code on a laptop and a cluster."""
+"""megalite: 3D-parallel GPT pretraining with the same numbers on any layout and the same code on a laptop and a
+cluster."""
 
 from importlib import import_module
 from typing import Any
@@ -26,7 +27,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are used: `import megalite` stays free of torch."""
+    """Import public names on first use, so that `import megalite` does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'megalite' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

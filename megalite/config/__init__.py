@@ -1,1 +1,2 @@
-"""Configuration: frozen dataclasses, presets, files, flags and the one validator. Imports nothing above it."""
+"""Configuration: frozen dataclasses, presets, files, flags and the one validator. Imports no other package of
+megalite."""

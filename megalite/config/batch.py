@@ -1,8 +1,7 @@
-"""Batch-size arithmetic: how many samples and microbatches each step has, and how long the run is.
+"""Batch-size arithmetic: samples and microbatches of each step, and the length of the run.
 
-Everything is a pure function of the resolved config and of the samples consumed so far, so that a resumed run, the
-dry run and the learning-rate schedule agree.
-"""
+Everything is a pure function of the resolved config and of the samples consumed so far, so a resumed run, the dry run
+and the learning-rate schedule agree."""
 
 from collections.abc import Iterator
 
@@ -12,18 +11,17 @@ from megalite.config.training import parse_batch_schedule
 
 
 def samples_per_microbatch(config: RunConfig) -> int:
-    """Sequences of one microbatch on all data-parallel ranks."""
+    """Return the sequences of one microbatch, over all data-parallel ranks."""
     assert config.parallel.dp is not None, "validate() resolves dp"
     return config.training.micro_batch_size * config.parallel.dp
 
 
 def batch_size(config: RunConfig, consumed_samples: int) -> int:
-    """Sequences in the step that starts after `consumed_samples` (of a validated config).
+    """Return the batch size of the step that starts after `consumed_samples` (validated config).
 
-    With ramp-up START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the k-th after
-    k·SAMPLES/n samples (Megatron-LM's rule, in whole numbers). With step_batch_size_schedule it is the last size that the
-    samples have reached.
-    """
+    With rampup_batch_size START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the
+    k-th after k·SAMPLES/n samples (Megatron-LM's rule, in integers). With step_batch_size_schedule it is the last size
+    reached."""
     final = config.training.global_batch_size
     assert final is not None, "validate() resolves global_batch_size"
     if schedule := schedule_in_samples(config):
@@ -37,11 +35,11 @@ def batch_size(config: RunConfig, consumed_samples: int) -> int:
 
 
 def sequence_length(config: RunConfig, step: int) -> int:
-    """Tokens of each sequence in the step that follows `step` steps.
+    """Return the sequence length of the step that follows `step` steps.
 
-    With seq_length_warmup START STEPS it grows in a line from START to seq_length over STEPS steps, rounded down to multiples of
-    START. Source: sequence-length warm-up (arXiv 2108.06084), DeepSpeed's `seqlen` curriculum with the step START.
-    """
+    With seq_length_warmup START STEPS it grows linearly from START to seq_length over STEPS steps, rounded down to
+    multiples of START. Source: sequence-length warm-up (arXiv 2108.06084), DeepSpeed's `seqlen` curriculum with a step
+    of START."""
     final, warmup = config.training.seq_length, config.training.seq_length_warmup
     if warmup is None or step >= warmup[1]:
         return final
@@ -50,7 +48,7 @@ def sequence_length(config: RunConfig, step: int) -> int:
 
 
 def tokens_after(config: RunConfig, step: int, samples: int) -> int:
-    """Tokens of the first `step` steps, which consumed `samples`, if all of them were of this config."""
+    """Return the tokens of the first `step` steps, which consumed `samples`, if all used this config."""
     tokens, consumed = samples * config.training.seq_length, 0
     for each in range(min(step, (config.training.seq_length_warmup or (0, 0))[1])):
         size = batch_size(config, consumed)
@@ -60,7 +58,7 @@ def tokens_after(config: RunConfig, step: int, samples: int) -> int:
 
 
 def batch_sizes(config: RunConfig) -> tuple[int, ...]:
-    """Every batch size of the run, in order: one, or all steps of the ramp-up or the schedule."""
+    """Return all batch sizes of the run, in order: one, or those of the ramp-up or the schedule."""
     final = config.training.global_batch_size
     assert final is not None, "validate() resolves global_batch_size"
     if schedule := schedule_in_samples(config):
@@ -72,15 +70,14 @@ def batch_sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def microbatch_counts(config: RunConfig) -> tuple[int, ...]:
-    """Every number of microbatches that a step of the run can have, sorted: each needs its schedule."""
+    """Return all microbatch counts of the run's steps, sorted; each needs its own schedule."""
     return tuple(sorted({size // samples_per_microbatch(config) for size in batch_sizes(config)}))
 
 
 def ramp(config: RunConfig, consumed: int = 0) -> Iterator[tuple[int, int]]:
-    """(batch size, steps of it) one after the other, from `consumed` samples until the batch has its final size.
+    """Yield (batch size, number of steps with it) from `consumed` samples until the batch has its final size.
 
-    There are as many as the ramp-up or the schedule has sizes, however many steps it takes.
-    """
+    The number of pairs depends on the sizes of the ramp-up or the schedule, not on the number of steps."""
     while (ends := _next_size(config, consumed)) is not None:
         size = batch_size(config, consumed)
         steps = -(-(ends - consumed) // size)
@@ -89,7 +86,7 @@ def ramp(config: RunConfig, consumed: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def _next_size(config: RunConfig, consumed: int) -> int | None:
-    """Samples from which on the batch has another size than after `consumed`; None: it has its final size."""
+    """Return the sample count at which the batch size changes next; None: it is final."""
     if schedule := schedule_in_samples(config):
         return next((start for start, _ in schedule if start > consumed), None)
     final, size = config.training.global_batch_size, batch_size(config, consumed)
@@ -97,19 +94,19 @@ def _next_size(config: RunConfig, consumed: int) -> int | None:
         return None
     assert final is not None, "validate() resolves global_batch_size"
     start, increment, samples = config.training.rampup_batch_size
-    # The size after this one comes from k·SAMPLES/n samples on, rounded up.
+    # The next size starts at k·SAMPLES/n samples, rounded up.
     return -(-((size - start) // increment + 1) * samples // ((final - start) // increment))
 
 
 def schedule_in_samples(config: RunConfig) -> list[tuple[int, int]]:
-    """(samples from which on, batch size) of step_batch_size_schedule; empty without one."""
+    """Return step_batch_size_schedule as (first sample, batch size) pairs; empty if it is not set."""
     text, length = config.training.step_batch_size_schedule, config.training.seq_length
     return [] if text is None else [(tokens // length, size) for tokens, size in parse_batch_schedule(text)]
 
 
 def total_steps(config: RunConfig) -> int:
-    """Steps of the whole run. With train_samples: as many whole steps as fit into them.
-    Raises ConfigError: neither train_iters nor train_samples is set."""
+    """Return the steps of the whole run; with train_samples, the whole steps that fit. Raises ConfigError: neither
+    train_iters nor train_samples is set."""
     training = config.training
     if training.train_iters is not None:
         return training.train_iters
@@ -119,10 +116,9 @@ def total_steps(config: RunConfig) -> int:
 
 
 def steps_left(config: RunConfig, *, step: int, samples: int) -> int:
-    """Whole steps that remain of the run after `step` steps that consumed `samples`, with this config's batches.
+    """Return the whole steps left after `step` steps that consumed `samples`, with this config's batches.
 
-    With train_samples it is the samples that count: a run resumed with another batch size still uses all of them.
-    """
+    With train_samples the samples count: a run resumed with another batch size still uses all of them."""
     training = config.training
     if training.train_iters is not None:
         return max(training.train_iters - step, 0)
@@ -137,12 +133,12 @@ def steps_left(config: RunConfig, *, step: int, samples: int) -> int:
 
 
 def total_samples(config: RunConfig) -> int:
-    """Samples that the steps of the whole run consume."""
+    """Return the samples that the whole run consumes."""
     return samples_after(config, total_steps(config))
 
 
 def samples_after(config: RunConfig, steps: int, *, consumed: int = 0) -> int:
-    """Samples consumed once `steps` steps follow on the first `consumed` samples."""
+    """Return the samples consumed after `steps` more steps."""
     for size, count in ramp(config, consumed):
         taken = min(steps, count)
         consumed, steps = consumed + taken * size, steps - taken
@@ -152,7 +148,7 @@ def samples_after(config: RunConfig, steps: int, *, consumed: int = 0) -> int:
 
 
 def steps_until(config: RunConfig, samples: int) -> int:
-    """Steps after which at least so many samples have been consumed."""
+    """Return the steps after which at least `samples` samples are consumed."""
     done = 0
     for size, count in ramp(config):
         taken = min(count, -(-samples // size))
@@ -161,7 +157,7 @@ def steps_until(config: RunConfig, samples: int) -> int:
 
 
 def decay_length(config: RunConfig) -> tuple[int | None, str]:
-    """(steps or samples at which decay ends, "iters" or "samples"); None if the length of the run is not given."""
+    """Return (steps or samples at which decay ends, "iters" or "samples"); None if the run has no length."""
     t, o = config.training, config.optimizer
     if t.train_samples is not None or (t.train_iters is None and o.lr_decay_samples is not None):
         return o.lr_decay_samples or t.train_samples, "samples"

@@ -1,4 +1,4 @@
-"""Bytes as people write them: `12GiB`, `800MB`."""
+"""Parse and format byte sizes such as `12GiB` and `800MB`."""
 
 import re
 
@@ -9,7 +9,8 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([KMGT]?i?B)\s*", re.ASCI
 
 
 def parse_byte_size(text: str) -> float | None:
-    """Bytes, or None if the text is no size above 0 with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."""
+    """Return the bytes; None if the text is not a number above 0 with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB,
+    TiB."""
     match = _FORM.fullmatch(text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         return None
@@ -17,7 +18,7 @@ def parse_byte_size(text: str) -> float | None:
 
 
 def format_bytes(size: float) -> str:
-    """`1.50 GiB`, `512 B`."""
+    """Return e.g. `1.50 GiB` or `512 B`."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -27,5 +28,5 @@ def format_bytes(size: float) -> str:
 
 
 def readable_bytes(size: float) -> str:
-    """`1.50 GiB (1610612736)`; below 1024 the number alone, which may be of another unit."""
+    """Return e.g. `1.50 GiB (1610612736)`; below 1024 the bare number, which may be in another unit."""
     return f"{size:g}" if size < 1024 else f"{format_bytes(size)} ({size:.0f})"

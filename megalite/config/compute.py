@@ -1,4 +1,4 @@
-"""How a rank computes."""
+"""Settings of kernels and computation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from megalite.config.option import option
 from megalite.config.registry import Registry
 
 BACKENDS = ("apex", "triton", "onednn", "torch")
-"""Where kernels come from: NVIDIA's apex, our Triton ones, the oneDNN inside torch where torch does not take it itself, torch."""
+"""Kernel backends: NVIDIA's apex, megalite's Triton kernels, the oneDNN inside torch where torch itself does not use
+it, torch."""
 
 OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,7 +33,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "l2norm": "gradient norm",
     }
 )
-"""Operations that can have more than one kernel, and what they are."""
+"""Operations that can have more than one kernel -> description."""
 
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "blocked", "math")
@@ -40,56 +41,58 @@ ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "blocked", "math")
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """Kernels and how layers compute."""
+    """Kernels and computation."""
 
     kernels: list[str] = option([])
-    """Kernels by hand, as apex,adam=torch: a BACKEND goes first for all operations, OPERATION=BACKEND must serve that
-    one."""
+    """Kernel choice, such as apex,adam=torch: prefer a BACKEND for all operations, require one with
+    OPERATION=BACKEND."""
     attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
-    """Attention by torch's flash, cudnn, efficient or math kernel, or ours for bf16 on a CPU, blocked."""
+    """Attention kernel: torch's flash, cudnn, efficient or math, or megalite's blocked for bf16 on a CPU."""
     tp_comm_overlap: bool = option(False)
-    """With sequence parallelism: gathers and scatters overlap with products, in tp pieces."""
+    """With sequence_parallel: overlap gathers and scatters with matrix products, in tp pieces."""
     tp_comm_overlap_backend: str = option("auto", choices=("auto", "ring", "symmetric"))
-    """How pieces of tp_comm_overlap travel: round a ring, or by symmetric memory over NVLink. auto: symmetric where a
-    trial gives the ring's numbers."""
+    """How tp_comm_overlap sends its pieces: in a ring, or by symmetric memory over NVLink. auto: symmetric if a trial
+    reproduces the ring's numbers."""
     fp8: bool = option(False)
-    """Linear layers multiply in fp8, except the first and last layer, experts and head. Needs bf16 and compute
+    """Compute linear layers in fp8, except the first and last layer, experts and the head. Needs bf16 and compute
     capability 8.9."""
     fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise", "blockwise"))
-    """What has a scale in fp8: each tensor, each row of the first and column of the second factor, or 128 elements of these
-    and 128 x 128 of a weight."""
+    """fp8 scaling: one scale per tensor; per row of the first and column of the second factor; or per 128 elements, for
+    weights per 128 x 128."""
     fp8_wgrad: bool = option(True)
-    """With fp8: weight gradients are products in fp8 too; else in bf16."""
+    """fp8: compute weight gradients in fp8 too, instead of bf16."""
     tf32: bool = option(False)
-    """Products of fp32 matrices on CUDA round their factors to TF32: errors near 5e-4. Needs compute capability 8.0."""
+    """Round factors of fp32 matrix products to TF32 on CUDA: errors near 5e-4. Needs compute capability 8.0."""
     deterministic: bool = option(False, flags=("--deterministic-mode",))
-    """The same bits in every run of one layout, also on CUDA; an operation without a repeatable form ends the run."""
+    """Reproduce a run bit for bit on the same layout, also on CUDA; an operation without a deterministic form ends the
+    run."""
     compile: bool = option(False)
-    """torch.compile for what is between matrix products, attention and communication. Takes a minute at start."""
+    """Use torch.compile between matrix products, attention and communication. Adds about a minute at start."""
     keep_cpu_memory: bool = option(True)
-    """On a CPU with glibc, reuse freed memory instead of returning it."""
+    """On a CPU with glibc: reuse freed memory instead of returning it to the system."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """Of a user's kernel; it has the signature of torch's for the operation."""
+    """Facts about a user's kernel, which has the signature of torch's kernel for the operation."""
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 KERNELS: Registry[Any] = Registry("kernels", facts=KernelFacts)
-"""What users add, as OPERATION=BACKEND: a function, or a tuple of them where torch's are several. It serves where that is
-asked for, once it has given torch's numbers on a few rows. Our own are rows in `kernels.registry`."""
+"""Kernels that users add, named OPERATION=BACKEND: a function, or a tuple of them if torch's kernel is one. A kernel is
+used if `kernels` requests it and it reproduces torch's numbers on a few rows. megalite's own kernels are rows in
+`kernels.registry`."""
 
 
 ALL_OPERATIONS = ""
-"""Stands for every operation that is not asked for by name."""
+"""Key for all operations that are not requested by name."""
 
 
 def kernel_requests(given: list[str]) -> dict[str, str]:
-    """Operation -> backend, of the setting `kernels`; a backend alone is that of `ALL_OPERATIONS`.
-    Raises ConfigError: neither OPERATION=BACKEND nor BACKEND, an operation twice."""
+    """Parse the setting `kernels` into operation -> backend; a backend alone has the key `ALL_OPERATIONS`. Raises
+    ConfigError: an entry is neither OPERATION=BACKEND nor BACKEND, or an operation has two backends."""
     requests: dict[str, str] = {}
     for text in (part.strip() for entry in given for part in entry.split(",")):
         operation, equals, backend = (part.strip() for part in text.partition("="))
@@ -109,7 +112,7 @@ def kernel_requests(given: list[str]) -> dict[str, str]:
 
 
 def unknown_kernels(requests: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with `kernel_requests`: no such operation or backend."""
+    """Yield the errors of `kernel_requests`: unknown operations and backends."""
     for operation, backend in requests.items():
         if operation in OPERATIONS and f"{operation}={backend}" in KERNELS:
             continue
@@ -120,7 +123,7 @@ def unknown_kernels(requests: Mapping[str, str]) -> Iterator[str]:
 
 
 def kernels_in_words(chosen: Mapping[str, str]) -> str:
-    """`torch; triton for adam, rmsnorm`: the backend that serves most operations, and which ones others serve.
+    """Return `torch; triton for adam, rmsnorm`: the backend of most operations, then the exceptions.
 
     Args:
         chosen: operation -> backend.

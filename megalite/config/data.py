@@ -1,4 +1,4 @@
-"""Where tokens come from: the settings, splits, and the files and blends that `data_path` names."""
+"""Settings of the data: token files, text, blends, splits, tokenizer."""
 
 import math
 import re
@@ -17,8 +17,8 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of train, valid and test, which sum to 1; missing ones are 0.
-    Raises ConfigError: not one to three numbers that are at least 0 and not all 0."""
+    """Parse `split` into the shares of train, valid and test, which sum to 1; missing ones are 0. Raises ConfigError:
+    not one to three numbers, each at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
     try:
         shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() takes 9_0 for 90
@@ -35,13 +35,13 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 PATH_SETTINGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-"""Settings that name token files or text: prefixes (files), or weights and prefixes by turns."""
+"""Settings that name token files or text: prefixes, or alternating weights and prefixes."""
 
 HUB = "hf://"
-"""Before the name of a dataset of Hugging Face, or before `datasets/` and a file there."""
+"""Prefix of a Hugging Face dataset's name, or of `datasets/` and a file in one."""
 
 UNSAVED = ("http://", "https://", HUB, "memory://")
-"""Beginnings of addresses at which nothing can be saved: they are read alone, or gone with the process."""
+"""Prefixes of addresses that cannot be saved to: they are read-only, or are lost with the process."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 
@@ -49,17 +49,17 @@ TEXT_SUFFIXES = (
     *(f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in ("", ".gz", ".zst")),
     ".parquet",
 )
-"""Of files of text, which are tokenized before training."""
+"""Suffixes of text files, which are tokenized before training."""
 
 
 def is_address(text: str) -> bool:
-    """`s3://bucket/name`, `https://host/name`: not a path of this machine."""
+    """Return whether the text is an address such as `s3://bucket/name`, not a path on this machine."""
     return _ADDRESS.match(text) is not None
 
 
 def names_text(entry: str) -> bool:
-    """A data path that names files of text by its form: a suffix of theirs, a glob, a folder with a slash at its end, or a
-    dataset of Hugging Face."""
+    """Return whether a data path names text by its form: a text suffix, a glob, a folder with a trailing slash, or a
+    Hugging Face dataset."""
     return (
         entry.startswith(HUB)
         or entry.lower().endswith((*TEXT_SUFFIXES, "/"))
@@ -72,10 +72,12 @@ _FORMS = "[a, b], [0.3, a, 0.7, b], {a: 0.3, b: 0.7} or '0.3 a 0.7 b'"
 
 
 def parse_data_path(entries: Sequence[str], name: str = "data_path") -> list[tuple[float | None, str]]:
-    """(weight or None, prefix) of each dataset: `a b`, or weight/prefix pairs `0.3 a 0.7 b` (Megatron's rule).
+    """Parse a data path into (weight or None, prefix) of each dataset: `a b`, or weight/prefix pairs `0.3 a 0.7 b`
+    (Megatron's rule).
 
-    What reads as a number is a weight, whatever files there are; but in pairs the second may be a number too.
-    Raises ConfigError: a number that is no weight of a pair, or a weight that is not a finite number above 0."""
+    A word that reads as a number is a weight, even if a file has that name; only the second word of a pair may be a
+    number too. Raises ConfigError: a number that is not the weight of a pair, or a weight that is not finite and above
+    0."""
     numbers = [_number(entry) for entry in entries]
     if entries and len(entries) % 2 == 0 and all(number is not None for number in numbers[::2]):
         pairs: list[tuple[float | None, str]] = []
@@ -97,7 +99,7 @@ def parse_data_path(entries: Sequence[str], name: str = "data_path") -> list[tup
 
 
 def _number(entry: str) -> float | None:
-    """The number that a word spells; None for 1_0, which float() takes for 10."""
+    """Return the number that a word spells; None for 1_0, which float() reads as 10."""
     try:
         return None if "_" in entry else float(entry)
     except ValueError:
@@ -105,11 +107,8 @@ def _number(entry: str) -> float | None:
 
 
 def words_of(name: str, value: Any, where: str) -> list[str]:
-    """The words of a command line for what YAML or JSON gives.
-
-    A list is taken as it is, its numbers as they are written; a mapping has a weight for each prefix; text is cut at
-    white space.
-    Raises ConfigError: nothing of this; the message starts with `where`."""
+    """Return a data path from YAML or JSON as command-line words: a list as it is, a mapping as prefix -> weight, text
+    split at white space. Raises ConfigError: any other value; the message starts with `where`."""
     if isinstance(value, list | tuple):
         return [_word(name, element, where) for element in value]
     if not isinstance(value, str | dict):
@@ -130,7 +129,7 @@ def _word(name: str, value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return repr(value)  # of floats the shortest text with this value: 0.3 stays 0.3
+        return repr(value)  # the shortest text of a float: 0.3 stays 0.3
     raise ConfigError(
         f"{where}: {name} takes weights and prefixes such as {_FORMS}, got the {type(value).__name__} "
         f"{shortened(value)} among them"
@@ -138,17 +137,17 @@ def _word(name: str, value: Any, where: str) -> str:
 
 
 def read_args_file(path: str, where: str) -> dict[str, list[str]]:
-    """`--data-args-path FILE`: what --data-path would be given, on any number of lines.
-    Raises ConfigError: the file cannot be read or is empty; the message starts with `where`."""
+    """Read `--data-args-path FILE`: the words of --data-path, on any number of lines. Raises ConfigError: the file
+    cannot be read or is empty; the message starts with `where`."""
     words = read_input(path, where).split()
     if not words:
-        raise ConfigError(f"{where} {path} is empty; it holds what --data-path takes, e.g. 0.3 a 0.7 b")
+        raise ConfigError(f"{where} {path} is empty; write the words of --data-path in it, e.g. 0.3 a 0.7 b")
     return {"data_path": words}
 
 
 def read_split_file(path: str, where: str) -> dict[str, list[str]]:
-    """`--per-split-data-args-path FILE`: JSON with what each split's --..-data-path would be given.
-    Raises ConfigError: the file cannot be read or holds something else; the message starts with `where`."""
+    """Read `--per-split-data-args-path FILE`: JSON with the data path of each split. Raises ConfigError: the file
+    cannot be read or is malformed; the message starts with `where`."""
     example = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}'
     tree = read_json(path, where, example)
     if not isinstance(tree, dict) or not tree or set(tree) - set(_SPLITS):
@@ -169,32 +168,32 @@ DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = MappingPr
 
 
 DATASETS: Registry[Any] = Registry("dataset")
-"""Functions of (split, config, tokenizer) that give a dataset as `data.dataset.as_source` takes it, or None."""
+"""Functions of (split, config, tokenizer) that return a dataset for `data.dataset.as_source`, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Token files (`<prefix>.bin`/`<prefix>.idx`) or text, their split, and the tokenizer that made them."""
+    """Token files (`<prefix>.bin`/`<prefix>.idx`) or text, their split and their tokenizer."""
 
     data_path: list[str] = option([], basic=True)
     """Prefixes of token files, or weight/prefix pairs: `--data-path 0.3 a 0.7 b`. A .jsonl, .parquet or .txt file, a
     glob or a `folder/` is tokenized first."""
     text_field: str = option("text")
-    """Key (jsonl) or column (parquet) of the text, where data_path names text."""
+    """Key (jsonl) or column (parquet) of the text in text files."""
     sft: bool = option(False)
-    """Fine-tune on prompt and response or chat messages; the loss is on responses alone."""
+    """Fine-tune on prompt and response or on chat messages; only responses contribute to the loss."""
     train_data_path: list[str] = option([])
-    """As data_path, for training alone, without split."""
+    """As data_path, for training only, without split."""
     valid_data_path: list[str] = option([])
-    """As data_path, for validation alone."""
+    """As data_path, for validation only."""
     test_data_path: list[str] = option([])
-    """As data_path, for testing alone."""
+    """As data_path, for testing only."""
     split: str | None = option(None, basic=True)
-    """Train, valid and test shares of data_path's documents; default 969,30,1."""
+    """Train, valid and test shares of data_path's documents; default: 969,30,1."""
     mock_data: bool = option(False)
-    """Train on made-up tokens (for timing); needs vocab_size."""
+    """Train on synthetic tokens (for timing); needs vocab_size."""
     dataset: str | None = option(None, choices=DATASETS)
-    """A dataset that one of `imports` has registered, instead of token files."""
+    """Dataset registered by --import, instead of token files."""
     tokenizer_type: str | None = option(
         None,
         choices=(
@@ -202,47 +201,47 @@ class DataConfig:
             *("ByteLevelTokenizer", "NullTokenizer"),
         ),
     )
-    """Kind of tokenizer; default: inferred from the files given."""
+    """Kind of tokenizer; default: inferred from the files."""
     tokenizer_model: str | None = option(None, flags=("--tokenizer-name-or-path",), basic=True)
-    """SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder that holds one."""
+    """SentencePiece .model, Hugging Face tokenizer.json or tiktoken file, or a folder with one."""
     vocab_file: str | None = option(None)
     """GPT-2 BPE vocab.json."""
     merge_file: str | None = option(None)
     """GPT-2 BPE merges.txt."""
     tiktoken_pattern: str | None = option(None)
-    """How a tiktoken file cuts text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or
-    a regular expression; default: inferred."""
+    """How tiktoken splits text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a
+    regular expression; default: inferred."""
     data_order: str = option("megalite", choices=("megalite", "megatron"))
-    """Order of samples: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
+    """Sample order: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)
-    """Folder for indices, text's tokens and fetched files; default: `cache` beside each data path, ~/.cache/megalite
-    for addresses."""
+    """Folder for indices, tokenized text and downloads; default: `cache` beside each data path, ~/.cache/megalite for
+    addresses."""
     packing: str = option("stream", choices=("stream", "best-fit"))
-    """Samples are cut from one stream of documents, or hold whole documents that see only themselves."""
+    """Cut samples from one stream of documents, or pack whole documents that attend only to themselves."""
     num_workers: int = option(1, at_least=0, at_most=64)
-    """Threads per rank that read the next batch during a step; 0: between steps."""
+    """Threads per rank that read the next batch during a step; 0: read between steps."""
     eod_mask_loss: bool = option(False)
-    """Leave the prediction after an end-of-document token out of the loss."""
+    """Exclude the prediction after an end-of-document token from the loss."""
     reset_attention_mask: bool = option(False)
-    """Tokens see no other document than their own."""
+    """Tokens attend only within their document."""
     reset_position_ids: bool = option(False)
-    """Positions start from 0 in each document."""
+    """Positions restart at 0 in each document."""
 
     @property
     def packs_documents(self) -> bool:
-        """Samples are of whole documents, which see only themselves."""
+        """Whether samples pack whole documents, which attend only to themselves."""
         return self.sft or self.packing == "best-fit"
 
     @property
     def texts(self) -> list[str]:
-        """What the data paths name that is text by its form, each once; none where a registered dataset reads them."""
+        """Data paths that name text by their form, each once; empty if a registered dataset reads them."""
         words = (word for name in PATH_SETTINGS if self.dataset is None for word in getattr(self, name))
         return list(
             dict.fromkeys(word for word in words if names_text(word.partition("?")[0] if is_address(word) else word))
         )
 
     def with_paths(self, places: Mapping[str, str]) -> "DataConfig":
-        """The same with some data paths in the place of others."""
+        """Return a copy with data paths replaced."""
         changed: dict[str, Any] = {
             name: [places.get(word, word) for word in getattr(self, name)] for name in PATH_SETTINGS
         }

@@ -1,4 +1,4 @@
-"""One table of every setting, read off the dataclasses: parser, help, docs and file loader all use it."""
+"""The table of all settings, read from the dataclasses: parser, help, docs and file loader use it."""
 
 import ast
 import dataclasses
@@ -19,27 +19,28 @@ HIDDEN = "***"
 _NAMES = frozenset(
     {
         *("key", "apikey", "token", "secret", "password", "passwd", "passphrase", "credential", "credentials"),
-        *("signature", "sig"),  # of an address that lets anyone read
+        *("signature", "sig"),  # of a signed address, which grants read access
     }
 )
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
-# The last @ before a slash ends the credentials: a password may hold one. As a path an address has one slash.
+# Credentials end at the last @ before a slash: a password may contain one. An address parsed as a path has one slash.
 _ADDRESS = re.compile(r"(?<=:/)(/?)[^\s/'\"]*(?=@)")
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)=(?:'[^']*'|\"[^\"]*\"|[^\s&'\",;]+)", re.ASCII)
 
 
 def is_secret_name(name: str) -> bool:
-    """`WANDB_API_KEY`, `hf-token`, `clientSecret`; not `tokenizer_model`, `tokens_per_second` or `eod_token_id`."""
+    """Return whether the name denotes a secret: `WANDB_API_KEY`, `hf-token`, `clientSecret`; not `tokenizer_model`,
+    `tokens_per_second` or `eod_token_id`."""
     words = [word.lower() for word in _WORDS.findall(name)]
     return bool(words) and words[-1] in _NAMES
 
 
 def redact_text(text: str) -> str:
-    """Text without the credentials of addresses (`s3://user:pass@host`) and without the values of secret names
-    (`?token=...`, `API_KEY=...`)."""
+    """Remove credentials from addresses (`s3://user:pass@host`) and values of secret names (`?token=...`,
+    `API_KEY=...`)."""
 
     def assigned(found: re.Match[str]) -> str:
-        # A folder may well be called key=1.
+        # A folder may be called key=1.
         if not is_secret_name(found["name"]) or found["name"].lower() == "key":
             return found[0]
         return f"{found['name']}={HIDDEN}"
@@ -48,7 +49,7 @@ def redact_text(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A tree of mappings and lists with every text redacted, and the text of every secret name hidden."""
+    """Redact every text in a tree of mappings and lists, and hide the texts of secret names."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, Mapping):
@@ -65,18 +66,18 @@ def redacted(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of one section of RunConfig."""
+    """One field of a section of RunConfig."""
 
-    section: str  # name of the section: model, parallel, ...
+    section: str  # section name: model, parallel, ...
     name: str  # field name; unique over all sections
-    type: type  # bool, int, float or str; of one element where `is_list`
-    is_list: bool  # it takes several values
+    type: type  # bool, int, float or str; the element type if `is_list`
+    is_list: bool  # takes several values
     optional: bool  # None is legal: the value is then derived or the feature is off
     default: Any
     flags: tuple[str, ...]  # spellings on the command line, the canonical one first
-    legal: Collection[str]  # `choices`, live: some grow with what a run registers
+    legal: Collection[str]  # `choices`, not copied: registries grow during a run
     basic: bool  # shown by `--help`
-    bounds: Bounds | None  # of a number, or of each in a list
+    bounds: Bounds | None  # of the number, or of each number of a list
 
     @property
     def help(self) -> str:
@@ -85,12 +86,12 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The legal values, where they are few."""
+        """The legal values, if they are few."""
         return tuple(self.legal)
 
     @property
     def shipped(self) -> tuple[str, ...]:
-        """Those of `choices` that come with megalite."""
+        """The `choices` that are part of megalite."""
         return tuple(getattr(self.legal, "builtin", self.legal))
 
     @property
@@ -103,7 +104,7 @@ class Setting:
 
 @cache
 def _attribute_docstrings(section: type) -> dict[str, str]:
-    """Field name -> the string literal that follows it in the source of the class. Only help waits for this."""
+    """Return field name -> the string literal that follows it in the source. Only help needs this."""
     source = Path(str(sys.modules[section.__module__].__file__)).read_text(encoding="utf-8")
     classes = (statement for statement in ast.parse(source).body if isinstance(statement, ast.ClassDef))
     body = next(each for each in classes if each.name == section.__name__)
@@ -117,7 +118,7 @@ def _attribute_docstrings(section: type) -> dict[str, str]:
 
 
 def _element_type(annotation: Any) -> tuple[type, bool, bool]:
-    """(element type, is a list, None is legal) of `int`, `int | None`, `list[str]`, `list[int] | None`, ..."""
+    """Return (element type, is a list, None is legal) of `int`, `int | None`, `list[str]`, `list[int] | None`, ..."""
     members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     (inner,) = (member for member in members if member is not type(None))
     is_list = typing.get_origin(inner) is list
@@ -128,14 +129,14 @@ def _element_type(annotation: Any) -> tuple[type, bool, bool]:
 
 @cache
 def sections() -> Mapping[str, type]:
-    """Section name -> its dataclass, in the order of RunConfig."""
+    """Return section name -> its dataclass, in the order of RunConfig."""
     hints = typing.get_type_hints(RunConfig)
     return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
 
 
 @cache
 def settings() -> Mapping[str, Setting]:
-    """Setting name -> its description, in the order of the source."""
+    """Return setting name -> its description, in source order."""
     table: dict[str, Setting] = {}
     for section, cls in sections().items():
         hints, defaults = typing.get_type_hints(cls), cls()
@@ -157,37 +158,36 @@ def settings() -> Mapping[str, Setting]:
 
 @once_per_object(maxsize=4)
 def values_of(config: RunConfig) -> Mapping[str, Any]:
-    """Every setting of a config, flat."""
+    """Return every setting of a config, flat."""
     return {name: value for part in vars(config).values() for name, value in vars(part).items()}
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """One setting of a config."""
+    """Return one setting of a config."""
     return getattr(getattr(config, settings()[name].section), name)
 
 
 def sectioned(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Every setting of a config, by section: the tree of a config file."""
+    """Return every setting of a config by section, as in a config file."""
     return {section: {field: getattr(part, field) for field in vars(part)} for section, part in vars(config).items()}
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """The config for a file that others may read: addresses in it (`s3://user:password@host`) lose their credentials."""
+    """Return the config without the credentials in its addresses, for a file that others may read."""
     shown = redacted(values_of(config))
     return replace(config, **{name: value for name, value in shown.items() if value != value_of(config, name)})
 
 
 def without_derived(config: RunConfig, asked: RunConfig) -> RunConfig:
-    """The resolved config for a file that may be read elsewhere: what `asked` left open, resolution has derived from
-    run_dir, the world size and other settings, and does so again for those of the reader. So it does with data: text
-    has become token files, and what is far away a file here."""
+    """Return the resolved config for a file that may be used elsewhere: settings that `asked` left open are open again,
+    and so are the data paths, since resolution replaces them by local files."""
     open_ = [name for name, value in values_of(asked).items() if value is None]
     config = dataclasses.replace(config, data=asked.data)
     return replace(config, **{**dict.fromkeys(open_), "load": asked.checkpoint.load})
 
 
 def replace(config: RunConfig, **changes: Any) -> RunConfig:
-    """A copy of the config with some settings changed, named flat: `replace(config, dp=2, vocab_size=50257)`."""
+    """Return a copy with some settings changed, named flat: `replace(config, dp=2, vocab_size=50257)`."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         by_section.setdefault(settings()[name].section, {})[name] = value

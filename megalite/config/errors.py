@@ -1,4 +1,4 @@
-"""What the user can fix: one exception that carries every problem that was found, and how they are gathered."""
+"""Errors that the user can fix: one exception that carries every problem found, and the collector of problems."""
 
 import difflib
 import reprlib
@@ -43,18 +43,18 @@ _ELSEWHERE = {
     "tp": "tensor_parallel_degree tp_size",
     "train_iters": "max_steps training_steps num_train_steps max_iters",
 }
-"""Names here -> what Hugging Face, DeepSpeed, nanoGPT and torchtitan call them."""
+"""Names here -> names in Hugging Face, DeepSpeed, nanoGPT and torchtitan."""
 
 
 def shortened(value: object) -> str:
-    """A value of unknown origin for a message: as Python writes it, cut to a line, however large or nested it is."""
+    """Format any value for a message: its repr, cut to one line."""
     text = _REPR.repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
-    """The known words that `word` may be meant for: those for what other frameworks call so; else the one that is
-    written most alike, and others only if they are almost as good."""
+    """Return the known words that `word` may mean: those that other frameworks call so, else the most similar one and
+    others that are almost as similar."""
     known = list(known)
     if same := [ours for ours in known if _plain(word) in _ELSEWHERE.get(_plain(ours), "").split()]:
         return same
@@ -68,7 +68,7 @@ def _plain(word: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean a or b?` for the known words closest to `word`, or an empty string."""
+    """Return `: did you mean a or b?` for the known words closest to `word`, or an empty string."""
     named = closest(word, known)
     return f": did you mean {' or '.join(named)}?" if named else ""
 
@@ -76,17 +76,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class ConfigError(ValueError):
     """Bad input: a flag, a config key, a file, a layout that does not divide.
 
-    Each problem names the setting, the values that clash and a value that works. Command lines print them without a
+    Each problem names the setting, the conflicting values and a value that works. Command lines print them without a
     traceback and exit with status 2."""
 
-    exit_code = BAD_INPUT  # exit status of a run that ends by it
+    exit_code = BAD_INPUT  # exit status of a run that this error ends
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One text each."""
+        """The text of each problem."""
         return self.args
 
     def __str__(self) -> str:
@@ -98,12 +98,12 @@ class ConfigError(ValueError):
 
 
 class TakenError(ConfigError):
-    """Another run has the folder, and leaves its own word in it: this one leaves none."""
+    """Another run is using the folder and leaves its own note there, so this run writes none."""
 
 
 class RankError(ConfigError):
-    """A ConfigError that only some ranks have found: each that has it says so, since rank 0 may not know of it.
-    `exit_code`: of the error that it stands for."""
+    """A ConfigError found on some ranks only: each of them reports it, since rank 0 may not have it. `exit_code`: that
+    of the original error."""
 
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
@@ -115,16 +115,16 @@ class CheckpointError(ConfigError):
 
 
 class Reported(Exception):
-    """A rule reads a setting that is known to be wrong: there is nothing more to say."""
+    """Raised when a rule reads a setting already known to be wrong: the rule then reports nothing."""
 
 
 Findings: TypeAlias = "Iterator[str | Findings]"
-"""What a rule yields: problems, and other rules, each of which ends alone where it reads a wrong setting."""
+"""Results of a rule: problems, and nested rules, each of which stops by itself if it reads a wrong setting."""
 
 
 class Idle(str):
-    """What a rule yields of a setting that has no effect where that is no error: it is ignored, and said where there is a
-    text: what a preset sets goes without."""
+    """Result of a rule for a setting that has no effect and is ignored instead of refused. With a text it is reported;
+    a preset's setting has none."""
 
     setting: str  # its name
 
@@ -135,25 +135,26 @@ class Idle(str):
 
 
 class Problems:
-    """What is wrong so far, and the settings that are known to be wrong, so that one answer names all of it."""
+    """Collects problems, and the settings known to be wrong, so that one error names all of them."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
         self.wrong: set[str] = set()
-        """Names of settings; rules that read them are skipped."""
+        """Wrong settings; rules that read them are skipped."""
         self.idle: dict[str, str] = {}
-        """Setting without effect -> why, where that is said and no error."""
+        """Ignored setting -> the reason, if it is reported."""
         self.unused: set[str] = set()
-        """All settings without effect where that is no error."""
+        """All ignored settings."""
 
     def add(self, text: str, *wrong: str) -> None:
-        """Record a problem, once, and the settings that are wrong by it."""
+        """Record a problem, once, and the settings that it makes wrong."""
         self.found.setdefault(text)
         self.wrong.update(wrong)
 
     @contextmanager
     def collecting(self, wrong: Iterable[str] = ()) -> Iterator[None]:
-        """A ConfigError inside is recorded and ends the block. By it, or by Reported, `wrong` are: looked up only then."""
+        """Record a ConfigError from the block. It, or Reported, makes the settings `wrong` wrong; they are iterated
+        only then."""
         try:
             yield
         except ConfigError as error:
@@ -164,9 +165,9 @@ class Problems:
             self.wrong.update(wrong)
 
     def extend(self, findings: Findings, *wrong: str, say: Callable[[str], str] = str) -> None:
-        """Record what a rule finds, as `say` words it, and that the settings are wrong if it finds anything."""
+        """Record a rule's findings, worded by `say`; if there are any, the settings `wrong` are wrong."""
         before = len(self.found)
-        try:  # as `collecting` does, in less time: there are hundreds of rules
+        try:  # the same as `collecting`, but faster: there are hundreds of rules
             for found in findings:
                 if isinstance(found, Idle):
                     self.unused.add(found.setting)
@@ -191,7 +192,7 @@ class Problems:
 
 @contextmanager
 def gathered(problems: Problems | None) -> Iterator[Problems]:
-    """The caller's problems to add to; without any, those of the block, which are raised together at its end."""
+    """Yield the caller's `problems` to add to; if None, yield new ones and raise them together at the end."""
     found = Problems() if problems is None else problems
     yield found
     if problems is None:

@@ -1,4 +1,4 @@
-"""YAML config files: load with every key checked, dump so that it loads equal."""
+"""Load YAML config files with every key checked, and dump configs so that they load equal."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,38 +19,38 @@ from megalite.config.values import coerce
 
 
 def load(path: str | Path) -> RunConfig:
-    """The config that a file describes, over the defaults. Raises ConfigError: no such file, not YAML, or keys or
-    values that are not legal."""
+    """Load a file over the defaults. Raises ConfigError: the file is missing or not YAML, or a key or value is not
+    legal."""
     with gathered(None) as problems:
         return merge([read_level(path, problems=problems)], problems).config
 
 
 def dump(config: RunConfig) -> str:
-    """Every setting as YAML, one section a topic; `load` gives back an equal config."""
+    """Return every setting as YAML, by section; `load` returns an equal config."""
     return as_yaml(sectioned(config), default_flow_style=False)
 
 
 def read_level(path: str | Path, source: str | None = None, *, problems: Problems | None = None) -> Level:
-    """What a file gives. `source`: replaces `file PATH` in messages and provenance. `problems`: gets what is wrong with
-    keys and values; default: raised, all in one. Raises ConfigError: the file cannot be read, or is not YAML."""
+    """Read a file into a level. `source` replaces `file PATH` in messages and provenance; `problems` collects wrong
+    keys and values (default: raised together). Raises ConfigError: the file cannot be read or is not YAML."""
     return level_from_text(read_input(path, "config file"), source or f"file {path}", problems)
 
 
 def level_from_text(text: str, source: str, problems: Problems | None = None) -> Level:
-    """What YAML text gives; sections and flat keys may be mixed. `problems` and errors as for `read_level`."""
+    """Parse YAML text into a level; sections and flat keys may be mixed. Arguments and errors: see `read_level`."""
     with gathered(problems) as found:
         return level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
 
 
 def configure(**settings: Any) -> RunConfig:
-    """The config that a file with these keys describes: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
-    ConfigError: keys or values that are not legal."""
+    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
+    ConfigError: a key or value is not legal."""
     with gathered(None) as problems:
         return merge([level_of(settings, "configure", problems)], problems).config
 
 
 def imports_of(path: str) -> list[str]:
-    """The modules that a file imports; none where it cannot be read, which is said where that is done."""
+    """Return the modules that a config file imports; empty if it cannot be read, which `read_level` reports."""
     try:
         text = read_input(path, "config file")
         return _imports(load_mapping(text, path, "num_layers: 4")) if _IMPORTS.search(text) else []
@@ -71,8 +71,8 @@ def _imports(tree: Mapping[Any, Any]) -> list[str]:
 
 
 def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = None) -> Level:
-    """What a file with these sections and keys gives; as `level_from_text`."""
-    import_modules(_imports(tree))  # what values may be depends on them
+    """Build a level from sections and keys; see `level_from_text`."""
+    import_modules(_imports(tree))  # they may register legal values
     with gathered(problems) as found:
         level = Level()
         for key, value in tree.items():
@@ -87,7 +87,7 @@ def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = N
 
 
 def _meant_by(key: Any) -> Iterator[str]:
-    """The settings that a key, or a key like it, stands for."""
+    """Yield the settings that a key, or a misspelled key, stands for."""
     if not isinstance(key, str):
         return
     name, known = key.replace("-", "_"), _names_by_key()
@@ -96,7 +96,7 @@ def _meant_by(key: Any) -> Iterator[str]:
 
 @cache
 def _names_by_key() -> Mapping[str, set[str]]:
-    """Every key of a file -> the settings that it stands for."""
+    """Return every key of a file -> the settings that it stands for."""
     # `optimizer` is a section and a setting of the same name.
     known: dict[str, set[str]] = {_key_of(flag): set(names) for flag, names in STANDS_FOR.items()}
     for spelling, setting in _settings_by_key().items():
@@ -107,7 +107,7 @@ def _names_by_key() -> Mapping[str, set[str]]:
 
 @cache
 def _settings_by_key() -> Mapping[str, Setting]:
-    """Every spelling of a key (field name and long flags, with underscores) -> its setting."""
+    """Return every spelling of a key (field name and long flags, with underscores) -> its setting."""
     return {_key_of(flag): setting for setting in settings().values() for flag in setting.flags}
 
 
@@ -130,7 +130,7 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
         level.add(setting.name, coerce(setting, value, where), source)
     elif flag in STANDS_FOR:
         if section is not None:
-            raise ConfigError(f"{where}: {key} belongs to no section; write it at the top level of the file")
+            raise ConfigError(f"{where}: {key} is not part of a section; write it at the top level of the file")
         level.add_stand_in(flag, value, f"{where}: {key}", source)
     elif flag in known_flags():
         if value is not None and value is not False:
@@ -153,13 +153,12 @@ _FOLDER = Path(__file__).parent / "presets"
 
 
 def preset_names() -> list[str]:
-    """Names of all presets, sorted."""
+    """Return the names of all presets, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def read_preset(name: str, problems: Problems | None = None) -> Level:
-    """The settings of a preset; `problems` as for `files.read_level`. Raises ConfigError: there is none of that name;
-    the nearest are named."""
+    """Read a preset into a level; `problems`: see `read_level`. Raises ConfigError: no such preset."""
     names = preset_names()
     if name not in names:
         raise ConfigError(f"--preset: unknown preset {name}{nearest(name, names)} (there are {', '.join(names)})")

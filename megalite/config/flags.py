@@ -1,8 +1,7 @@
-"""The flat command line: `parse_arguments(sys.argv[1:])` gives a RunConfig and what else was asked for.
+"""Parse the flat command line: `parse_arguments(sys.argv[1:])` returns a RunConfig and the other options.
 
-A small parser over the table of settings rather than argparse: no abbreviations, everything that is wrong in one
-answer, and Megatron-LM's spellings beside ours.
-"""
+A small parser over the table of settings rather than argparse: no abbreviations, all problems in one error, and
+Megatron-LM's spellings beside megalite's."""
 
 import dataclasses
 import re
@@ -27,21 +26,21 @@ from megalite.config.values import from_words
 RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "--config": ("FILE", "YAML file of settings; may be repeated, later files win."),
-        "--preset": ("NAME", "Start from a named model; files and flags go over it."),
+        "--preset": ("NAME", "Start from a named model; files and flags override it."),
         "--dry-run": ("", "Print layout, memory, schedule and batch sizes; needs no devices."),
-        "--json": ("", "With --dry-run: print it as JSON."),
-        "--world-size": ("N", "With --dry-run: number of ranks; default the least that fits."),
-        "--rank": ("N", "With --dry-run: what this one rank holds and does, counted from 0."),
+        "--json": ("", "With --dry-run: print JSON."),
+        "--world-size": ("N", "With --dry-run: number of ranks; default: the smallest that fits."),
+        "--rank": ("N", "With --dry-run: show what rank N (from 0) holds and does."),
         "--use-checkpoint-args": (
             "",
-            "Take the model from the checkpoint in --load, whatever the settings say; without it, where they say no size.",
+            "Take the model from the checkpoint in --load and override the settings; default: only if they set no size.",
         ),
-        "--help": ("", "The settings most runs need."),
-        "--help-all": ("", "Every setting."),
+        "--help": ("", "Show the settings that most runs need."),
+        "--help-all": ("", "Show every setting."),
         "--version": ("", "Print the version."),
     }
 )
-"""Flags that are not settings -> (value's name or nothing, help)."""
+"""Flags that are not settings -> (placeholder of the value or empty, help)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,21 +50,22 @@ class Invocation(Merged):
     dry_run: bool = False
     json: bool = False
     world_size: int | None = None
-    """As given by --world-size."""
+    """The value of --world-size."""
     rank: int | None = None
-    """As given by --rank."""
+    """The value of --rank."""
     help: str | None = None
-    """`basic` or `all` if help was asked for; the rest of the command line is then not read."""
+    """`basic` or `all` if help is requested; the rest of the command line is then ignored."""
     version: bool = False
 
     @property
     def remarks(self) -> list[str]:
-        """A line for all of `notes`, and one for each difference."""
+        """One line for all of `notes`, and one for each difference."""
         return summary(self.notes)
 
 
 Shape = Callable[[str, int | None], Mapping[str, Any] | None]
-"""(load, step) -> settings of the model, its sequence and its tokenizer there; None where there is nothing."""
+"""Function of (load, step) that returns the settings of the model, its sequence and its tokenizer; None if nothing is
+there."""
 _MODEL = frozenset(field.name for field in dataclasses.fields(ModelConfig))
 _SIZES = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
 _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern"})
@@ -79,17 +79,17 @@ def parse_arguments(
     shape: Shape | None = None,
     problems: Problems | None = None,
 ) -> Invocation:
-    """Read a command line (without the program's name): default < preset < --config files < flags.
+    """Parse a command line (without the program's name): default < preset < --config files < flags.
 
     Args:
-        others: flags that the caller has taken out; an unknown one may be meant for one of them.
-        world_size: number of ranks of the run that is about to start, for the rules; default: nothing starts.
-        shape: reads what --load names; default: nothing does.
-        problems: gets what is wrong; default: raised, all in one. If anything is wrong with flags or files, the rules
-            are asked too about what is right in them, so that one answer names everything.
+        others: flags that the caller has already removed, for suggestions.
+        world_size: number of ranks of the run about to start, for the rules; default: no run starts.
+        shape: reads the model that --load names; default: it is not read.
+        problems: collects problems; default: they are raised together. If flags or files are wrong, the rules still
+            check the correct settings, so that one error names everything.
 
-    Raises ConfigError: unknown flags (the nearest are named), values of the wrong type, one setting given two values,
-    flags of Megatron-LM that change what is computed and cannot be had."""
+    Raises ConfigError: unknown flags (the nearest are named), values of the wrong type, a setting with two values,
+    flags of Megatron-LM that change the computation and are not supported."""
     with gathered(problems) as found:
         return _read(argv, found, others, world_size, shape)
 
@@ -97,14 +97,14 @@ def parse_arguments(
 def _read(
     argv: list[str], problems: Problems, others: Iterable[str], world_size: int | None, shape: Shape | None
 ) -> Invocation:
-    """What is right in a command line; `problems` gets the rest."""
+    """Parse the correct part of a command line; `problems` collects the rest."""
     for flag, asked in {"--help-all": "all", "--help": "basic", "-h": "basic", "--version": None}.items():
         if flag in argv:
             return Invocation(**vars(merge([])), help=asked, version=asked is None)
     options: dict[str, list[str]] = {}
     level = Level(always_explicit=True)
     occurrences = _occurrences(argv, problems)
-    for flag, words in occurrences:  # what flags may say depends on them
+    for flag, words in occurrences:  # they may register legal values of flags
         if flag in settings()["imports"].flags:
             import_modules(words)
         elif flag == "--config":
@@ -116,7 +116,7 @@ def _read(
             else:
                 _add_setting(level, flag, words, others)
     levels = []
-    # A preset or a file that cannot be read could have held every setting that no flag gives.
+    # An unreadable preset or file could have set every setting that no flag sets.
     unread = set(settings()) - set(level.given)
     for read, names in ((read_preset, options.get("--preset", [])), (read_level, options.get("--config", []))):
         for name in names:
@@ -139,7 +139,7 @@ def _read(
     if problems.found or merged.explicit & IDLE:
         ranks = (numbers.get("--world-size") or least_ranks(merged.config)) if dry_run else world_size
         starts = world_size is not None and not dry_run
-        # Where nothing is wrong with flags and files the caller validates: here only what has no effect is of interest.
+        # If flags and files are correct, the caller validates; here only settings without effect matter.
         idle = problems if problems.found else Problems()
         validate(merged.config, ranks, merged.explicit, startable=starts, problems=idle)
     without_effect = [Note(_flag_of_idle(name), NO_EFFECT_HERE, why) for name, why in idle.idle.items()] if idle else []
@@ -153,21 +153,21 @@ def _read(
 
 
 def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
-    """The model in what is loaded, over everything else: of a Hugging Face folder always, of a checkpoint where no size is
-    given. Settings that say otherwise are wrong, unless it `overrides` them, as in Megatron-LM."""
+    """Return the model settings of `load`, to override all others: of a Hugging Face folder always, of a checkpoint if
+    no size is set. Other settings that differ are errors, unless `overrides`, as in Megatron-LM."""
     given = {name: value for level in levels for name, value in level.given.items() if value.value is not None}
     load, step = given.get("load"), given.get("ckpt_step")
     if overrides and load is None:
         raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; add --load FOLDER or remove it")
     if overrides and shape is None:
-        raise ConfigError("--use-checkpoint-args reads no checkpoint here; use --config with the config.yaml in it")
+        raise ConfigError("--use-checkpoint-args is not supported here; use --config with the checkpoint's config.yaml")
     is_folder = load is not None and hugging_face_folder(load.value) is not None
     if load is None or shape is None or not (overrides or is_folder or _SIZES.isdisjoint(given)):
         return []
     level, found = Level(), shape(load.value, None if step is None else step.value)
     if found is None:
         if overrides:
-            why = f"{load.value} has no checkpoint: the settings count as given"
+            why = f"{load.value} has no checkpoint: the settings are used"
             level.notes.append(Note("--use-checkpoint-args", NO_EFFECT_HERE, why))
         return [level]
     extends = "finetune" in given and given["finetune"].value is True
@@ -175,25 +175,25 @@ def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -
     may_differ |= {"make_vocab_size_divisible_by"} if is_folder else set()
     wrong = []
     for name, value in found.items():
-        theirs = name in _TOKENIZER and not _TOKENIZER.isdisjoint(given)
-        if name not in settings() or name in TRAINING_FIELDS or theirs or (name == "seq_length" and name in given):
+        replaced = name in _TOKENIZER and not _TOKENIZER.isdisjoint(given)
+        if name not in settings() or name in TRAINING_FIELDS or replaced or (name == "seq_length" and name in given):
             continue
         differs = name in given and given[name].value != value
         if differs and not overrides:
-            said = f"{name} is {given[name].value} by {given[name].source}, and {value} in {load.value}"
-            wrong += [] if name in may_differ else [f"{said}; leave it out, or give another --load"]
+            conflict = f"{name} is {given[name].value} by {given[name].source}, and {value} in {load.value}"
+            wrong += [] if name in may_differ else [f"{conflict}; leave it out, or give another --load"]
             continue
         level.add(name, value, f"checkpoint {load.value}")
         if differs:
-            said = f"{given[name].source} says {given[name].value}, the checkpoint {value}, which counts"
-            level.notes.append(Note(name, DIFFERS, said))
+            why = f"{given[name].source} sets {given[name].value}; the checkpoint's {value} overrides it"
+            level.notes.append(Note(name, DIFFERS, why))
     if wrong:
         raise ConfigError(*wrong)
     return [level]
 
 
 def _meant_by(flag: str) -> Iterator[str]:
-    """The settings that a flag, or a flag like it, gives."""
+    """Yield the settings that a flag, or a misspelled flag, sets."""
     known = {**STANDS_FOR, "--world-size": ("dp",), "--rank": ()}
     known |= dict.fromkeys(("--config", "--preset"), tuple(settings()))
     known |= {spelling: (setting.name,) for spelling, setting in _setting_flags().items()}
@@ -201,7 +201,7 @@ def _meant_by(flag: str) -> Iterator[str]:
 
 
 def _occurrences(argv: list[str], problems: Problems) -> list[tuple[str, list[str]]]:
-    """Cut the command line into flags with the words that follow them; `--seq_length` is read as `--seq-length`."""
+    """Split the command line into flags and the words after each; `--seq_length` is read as `--seq-length`."""
     found: list[tuple[str, list[str]]] = []
     for argument in argv:
         if re.match(r"-[^\d.]", argument):
@@ -253,13 +253,13 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
 
 @cache
 def _setting_flags() -> Mapping[str, Setting]:
-    """Every spelling on the command line -> its setting."""
+    """Return every spelling on the command line -> its setting."""
     table = {flag: setting for setting in settings().values() for flag in setting.flags}
     return table | {_negative(flag): setting for flag, setting in table.items() if setting.type is bool}
 
 
 def _flag_of_idle(name: str) -> str:
-    """Of a switch that is on unless it is turned off, the one that does that."""
+    """Return the flag of a setting; for a switch that is on by default, the flag that turns it off."""
     flag = f"--{name.replace('_', '-')}"
     return _negative(flag) if settings()[name].default is True else flag
 
@@ -276,7 +276,7 @@ def _value_of(setting: Setting, flag: str, words: list[str]) -> Any:
     if not words:
         raise ConfigError(f"{flag} needs a value ({setting.type_name})")
     if len(words) > 1 and setting.name == "step_batch_size_schedule":
-        words = [" ".join(words)]  # bash takes its quotes off where scripts keep it in an array
+        words = [" ".join(words)]  # scripts that keep it in a bash array lose its quotes
     if len(words) > 1 and not setting.is_list:
         raise ConfigError(f"{flag} takes one value, got {len(words)}: {' '.join(words)}")
     if setting.name in LAYER_LISTS and any("[" in word for word in words):

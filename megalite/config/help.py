@@ -1,4 +1,4 @@
-"""Help, made from the table of settings."""
+"""Build the help texts from the table of settings."""
 
 import re
 import textwrap
@@ -16,7 +16,7 @@ _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT"}
 
 
 def basic_help(program: str) -> str:
-    """What most runs need, on one screen."""
+    """Return the settings that most runs need, on one screen."""
     lines = [_usage_line(program), _example_line(program)]
     for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
         lines.append(_row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1]))
@@ -29,11 +29,11 @@ def basic_help(program: str) -> str:
 
 
 def full_help(program: str) -> str:
-    """Every setting with all its spellings, choices and default."""
+    """Return every setting with all spellings, choices and its default."""
     lines = [
         _usage_line(program),
         _example_line(program),
-        "Later ones win: default < preset < config files < flags. `none` unsets a setting that has none by default.",
+        "Later ones win: default < preset < config files < flags. `none` unsets a setting that is none by default.",
         "",
     ]
     for flag, (placeholder, text) in RUN_OPTIONS.items():
@@ -47,16 +47,16 @@ def full_help(program: str) -> str:
                 negative = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
                 lines.append(f"  {', '.join(f'{flag}{_value(setting)}' for flag in (*setting.flags, *negative))}")
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
-    lines += ["", "Megatron-LM's flags that set something else:"]
+    lines += ["", "Megatron-LM's flags that set other settings:"]
     lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in standing_for()]
     lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
-    lines += [f"  and {len(known_flags())} that set nothing, which megalite port explains, or are refused"]
+    lines += [f"  and {len(known_flags())} that set nothing or are refused; megalite port explains them"]
     return "\n".join(part for line in lines for part in _wrapped(line))
 
 
 def _wrapped(line: str) -> list[str]:
-    """With the indentation of the line on the next ones, a hanging one where it begins with a flag."""
+    """Wrap a line at its own indentation, hanging if it starts with a flag."""
     indent = " " * (len(line) - len(line.lstrip()) + (4 if line.lstrip().startswith("--") else 0))
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
@@ -74,16 +74,16 @@ def _row(section: str, usage: str, text: str) -> str:
 
 
 def _value(setting: Setting) -> str:
-    """What stands for the value behind a flag."""
+    """Return the placeholder of a flag's value."""
     if setting.type is bool:
         return ""
     return f" {'NAME' if setting.choices else _PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
 
 
 def _first_clause(setting: Setting) -> str:
-    """The help up to where it goes into detail, then the choices if there are any; at most 70 characters.
+    """Return the first clause of the help, then the choices, in at most 70 characters.
 
-    Where there are very many choices they speak for themselves."""
+    A long list of choices replaces the clause, a very long one is abbreviated."""
     clause = re.split(r"; |: |\. |\.$", setting.help)[0]
     if setting.choices:
         choices = "|".join(setting.choices)
@@ -104,11 +104,11 @@ def _shown(value: Any) -> str:
 
 
 def standing_for() -> list[tuple[str, Mapping[str, Any]]]:
-    """Megatron-LM's flags that stand for settings, with the word where they take one, and those settings."""
+    """Return Megatron-LM's flags that stand for settings, with their word if they take one, and those settings."""
     with_word = [(f"{flag} {word}", sets) for flag, words in WORDS.items() for word, sets in words.items()]
     return [*SHORTHANDS.items(), *with_word]
 
 
 def as_settings(values: Mapping[str, Any]) -> str:
-    """`name: value`, of each."""
+    """Format settings as `name: value`, ..."""
     return ", ".join(f"`{name}: {_shown(value)}`" for name, value in values.items())

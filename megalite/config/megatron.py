@@ -1,8 +1,8 @@
-"""Megatron-LM's flags that set something of another name here, so that launch scripts port.
+"""Megatron-LM's flags for settings with another name here, so that launch scripts port.
 
-Flags that set a setting to a fixed value, by a word, or from their value; values that have another name here, or none;
-and flags that mean something only beside other settings. `megatron_flags.py` has those that set nothing. Both have the usual
-flags of earlier versions and of repositories that come from it, such as Megatron-DeepSpeed and Pai-Megatron-Patch."""
+The tables list flags that set a fixed value, by a word or computed from their value; values with another name here or
+none; and flags that depend on other settings. `megatron_flags.py` lists those that set nothing. Both include common
+flags of earlier versions and of forks such as Megatron-DeepSpeed and Pai-Megatron-Patch."""
 
 import ast
 import re
@@ -42,7 +42,7 @@ SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "--use-checkpoint-opt-param-scheduler": {"require_same_schedule": True},
     }
 )
-"""Flag without a value -> the settings it stands for."""
+"""Flag without a value -> the settings that it sets."""
 
 _ZERO_STAGES = [ALIASES[name] for name in ("ddp", "zero1", "zero2", "zero3")]
 WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -58,7 +58,7 @@ WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "--zero-stage": {str(stage): given for stage, given in enumerate(_ZERO_STAGES)},
     }
 )
-"""Flag with a word -> the word -> the settings it stands for."""
+"""Flag with a word -> the word -> the settings that it sets."""
 
 VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -77,7 +77,7 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Setting -> Megatron's word for one of its values on the command line -> ours."""
+"""Setting -> Megatron's name of a value on the command line -> ours."""
 
 SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -85,20 +85,20 @@ SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "dataset": {"MMAP": {}, "LLama-Pretrain-Idxmap": {}},
     }
 )
-"""Setting -> Megatron's word for one of its values -> that and another setting's; none: of what token files are anyway."""
+"""Setting -> Megatron's name of a value -> the settings that it sets here; empty for the only kind of token file."""
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}}
 )
-"""Setting -> Megatron's word for a value that there is not here -> what to use."""
+"""Setting -> Megatron's name of an unsupported value -> what to use."""
 
 SAID: Mapping[str, str] = MappingProxyType(
     {
         "--fp8-format": FP8,
-        "--no-load-optim": "learning rate and weight decay continue from the step that is loaded; Megatron-LM starts them again",
+        "--no-load-optim": "learning rate and weight decay continue from the loaded step; Megatron-LM restarts them",
     }
 )
-"""Flag of those above -> the difference that is said each time."""
+"""Flag in the tables above -> the difference, which is reported each time."""
 
 _SCALING = ("rope_scaling", "rope_scaling_factor")
 DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
@@ -119,8 +119,8 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
         "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),
     }
 )
-"""Flag that needs other settings before it means anything (see merge.py) -> the type of its value, if it takes one, and the
-settings that it gives."""
+"""Flag that depends on other settings (see merge.py) -> the type of its value, if it takes one, and the settings that
+it sets."""
 
 
 def _whole(text: str, where: str) -> int:
@@ -130,12 +130,12 @@ def _whole(text: str, where: str) -> int:
 
 
 def _kept_checkpoints(text: str, where: str) -> dict[str, Any]:
-    """`--save-retain-interval N`: Megatron keeps the newest checkpoint and each of a multiple of N steps."""
+    """Parse `--save-retain-interval N`: Megatron keeps the newest checkpoint and those at multiples of N steps."""
     return {"keep_latest": 1, "keep_every": _whole(text, where)}
 
 
 def _window(text: str, where: str) -> dict[str, Any]:
-    """`--window-size LEFT,RIGHT`: keys beside the query's own."""
+    """Parse `--window-size LEFT,RIGHT`: the keys beside the query's own."""
     numbers = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
     if numbers is None:
         raise ConfigError(f"{where} takes two numbers such as 127,0, got {text}")
@@ -146,18 +146,19 @@ def _window(text: str, where: str) -> dict[str, Any]:
 
 
 def _interpolated(text: str, where: str) -> dict[str, Any]:
-    """`--rotary-seq-len-interpolation-factor N`: all positions divided by N."""
+    """Parse `--rotary-seq-len-interpolation-factor N`: all positions are divided by N."""
     factor = _whole(text, where)
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": float(factor)}
 
 
 def _padded(text: str, where: str) -> dict[str, Any]:
-    """`--padded-vocab-size N`: the size that the embedding has."""
+    """Parse `--padded-vocab-size N`: the embedding has exactly N rows."""
     return {"vocab_size": _whole(text, where), "make_vocab_size_divisible_by": 1}
 
 
 def stretched(text: str, where: str) -> dict[str, Any]:
-    """`--rotary-scaling-factor N`: Megatron's rope of multi-latent attention, YaRN beyond 4096 positions; 1: not at all."""
+    """Parse `--rotary-scaling-factor N`: Megatron's YaRN of multi-latent attention beyond 4096 positions; 1 turns it
+    off."""
     try:
         factor = float(text)
     except ValueError:
@@ -170,7 +171,7 @@ def stretched(text: str, where: str) -> dict[str, Any]:
 
 
 def layer_list(text: str, where: str) -> list[int]:
-    """Megatron's list with an entry for each layer, `([1]*3+[0]*1)*2`."""
+    """Parse Megatron's list with an entry per layer, such as `([1]*3+[0]*1)*2`."""
 
     def found(node: ast.expr) -> Any:
         match node:
@@ -199,7 +200,8 @@ def layer_list(text: str, where: str) -> list[int]:
 
 
 def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:
-    """(moe_first_dense_layers, moe_layer_freq) of a list with 1 for each layer that has experts; None: it is none of those."""
+    """Return (moe_first_dense_layers, moe_layer_freq) of a list with 1 for each expert layer; None: it has another
+    form."""
     if 1 not in pattern:
         return None
     first = list(pattern).index(1)
@@ -218,7 +220,7 @@ FROM_VALUE: Mapping[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, 
         "--pad-vocab-size-to": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
     }
 )
-"""Flag -> (its value, the flag) -> the settings that follow; and their names."""
+"""Flag -> (parser of its value and the flag, names of the settings that it sets)."""
 
 STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -227,12 +229,12 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{flag: names for flag, (_, names) in (*DERIVED.items(), *FROM_VALUE.items())},
     }
 )
-"""Flag that is no setting -> the settings that it gives."""
+"""Flag that is not a setting -> the settings that it sets."""
 
 
 def settings_of_word(flag: str, word: str, where: str) -> Mapping[str, Any]:
-    """What a word stands for after a flag of `WORDS`. Raises ConfigError: there is no such word; the message starts
-    with `where`."""
+    """Return the settings of a word after a flag of `WORDS`. Raises ConfigError: the word is unknown; the message
+    starts with `where`."""
     words = WORDS[flag]
     if word not in words:
         raise ConfigError(f"{where} cannot be {word}{nearest(word, words)} (one of {', '.join(words)})")

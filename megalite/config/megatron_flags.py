@@ -1,15 +1,15 @@
-"""Megatron-LM's flags that are no setting here, each with its class: one table, so that launch scripts port.
+"""Megatron-LM's flags that are not settings here, in one table by class, so that launch scripts port.
 
-Ours are the flags of settings (`describe.settings`) and those of `megatron.STANDS_FOR`. All others are here:
+megalite's flags are those of settings (`describe.settings`) and of `megatron.STANDS_FOR`. All others are here:
 
-- already so: it asks for what megalite does, or has only one of. Accepted, and named in one line.
-- no effect here: a switch of speed, memory or logging of a part that there is not. Accepted, and named in that line.
-- refused: it changes the numbers or the result, and cannot be had. An error with the reason and what works.
+- already so: requests megalite's only behaviour. Accepted, and named in one line.
+- no effect here: controls the speed, memory or logging of a part that megalite does not have. Accepted, and named in
+  that line.
+- refused: changes the numbers or the result and is not supported. An error with the reason and what works.
 
-Nothing that changes numbers is accepted without a word. The list is that of `pretrain_gpt.py` of August 2026, with
-flags of earlier versions and of repositories that come from it. A row is `why | flags`. In it `--flag` takes no value, `--flag=` takes one, `--flag=*` any number of them, and
-`--flag=a|b` is of its class with these values (a regular expression) and refused with others.
-"""
+Nothing that changes numbers is accepted silently. The list covers `pretrain_gpt.py` of August 2026, earlier versions
+and forks. A row is `why | flags`: `--flag` takes no value, `--flag=` one, `--flag=*` any number; `--flag=a|b` belongs
+to its class only with these values (a regular expression) and is otherwise refused."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,45 +19,45 @@ from functools import cache
 from megalite.config.errors import ConfigError
 
 ALREADY_SO, NO_EFFECT_HERE, REFUSED, DIFFERS = "already so", "no effect here", "refused", "differs"
-"""Classes of flags. `differs` is of ours that are taken at their word, with a difference that is said each time."""
+"""Classes of flags. `differs`: megalite accepts the flag and reports the difference each time."""
 
 _ALREADY_SO = r"""
 attention's softmax is computed in fp32 (fp64 in fp64 runs), where the factor of a layer cancels |
     --attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling
-there is one implementation of the model, with the kernels that its device has |
+there is one implementation of the model, with the kernels of its device |
     --use-mcore-models --use-legacy-models --transformer-impl=local|transformer_engine|inference_optimized
     --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-te-activation-func
 gradients are accumulated in fp32, and reduced in it unless --wire-dtype bf16 is given |
     --accumulate-allreduce-grads-in-fp32 --main-grads-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32|auto
     --ddp-reduce-scatter-with-fp32-accumulation --gtp-remat-reduce-scatter-with-fp32-accumulation
     --ddp-param-name-patterns-for-fp32-local-accumulation=*
-main parameters are fp32; --main-params split keeps of them what bf16 parameters lack |
+main parameters are fp32; --main-params split stores only the bits that bf16 parameters lack |
     --main-params-dtype=fp32 --megatron-fsdp-main-params-dtype=fp32|auto
 --main-params, --exp-avg-dtype and --exp-avg-sq-dtype work without it | --use-precision-aware-optimizer
-with --optimizer-cpu-offload copies run both ways beside the update | --overlap-cpu-optimizer-d2h-h2d
---data-parallel-sharding-strategy, or --dp-strategy, alone says what is sharded | --use-megatron-fsdp --use-custom-fsdp
-the loss is the mean over the unmasked tokens of the global batch, and gradients are sums of its parts |
+with --optimizer-cpu-offload, copies overlap with the update in both directions | --overlap-cpu-optimizer-d2h-h2d
+--data-parallel-sharding-strategy or --dp-strategy decides what is sharded | --use-megatron-fsdp --use-custom-fsdp
+the loss is the mean over the unmasked tokens of the global batch, and gradients are summed |
     --calculate-per-token-loss --ddp-average-in-collective
-each stage reduces and gathers on its own, as its layers are ready |
+each stage reduces and gathers separately, when its layers are ready |
     --no-align-grad-reduce --disable-align-grad-reduce --align-param-gather --no-align-param-gather
     --overlap-param-gather-with-optimizer-step
-muP multiplies embeddings by 1, logits by its own factor alone, and divides scores by the head size |
+muP multiplies embeddings by 1, logits by its own factor, and divides scores by the head size |
     --mup-embedding-mult=1|1\.0* --mup-output-mult=1|1\.0* --mup-attn-scale-power=1|1\.0*
 sends and receives are asynchronous | --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
-shared experts compute while rows are exchanged | --moe-shared-expert-overlap
-samples are read once an epoch, in the order that --seed and --data-order give | --dataloader-type=single
+shared experts compute during the all-to-all | --moe-shared-expert-overlap
+samples are read once per epoch, in the order of --seed and --data-order | --dataloader-type=single
 token files are memory-mapped .bin/.idx pairs | --data-impl=mmap
-no attention mask is made: attention is causal by itself | --no-create-attention-mask-in-dataloader
-no token of the data is taken for padding | --allow-ambiguous-pad-tokens
-randomness has no state, and initial weights depend on no device or layout |
+no attention mask is built: attention is causal | --no-create-attention-mask-in-dataloader
+no token is treated as padding | --allow-ambiguous-pad-tokens
+random numbers have no state, and initial weights do not depend on device or layout |
     --use-cpu-initialization --data-parallel-random-init --no-load-rng --no-save-rng --te-rng-tracker
     --inference-rng-tracker
-a signal leads to a checkpoint: see --exit-signals |
+a signal saves a checkpoint: see --exit-signals |
     --exit-signal-handler --exit-signal-handler-for-training --exit-signal-handler-for-dataloader
-spikes of the loss are reported: see --loss-spike-threshold | --check-for-spiky-loss
-learning rate and weight decay follow from the present settings |
+loss spikes are reported: see --loss-spike-threshold | --check-for-spiky-loss
+learning rate and weight decay follow the current settings |
     --override-opt-param-scheduler --override-lr-scheduler
-each rank loads the slices that it needs, and a checkpoint that does not verify is not loaded |
+each rank loads the slices that it needs, and only a checkpoint that verifies is loaded |
     --auto-detect-ckpt-format --dist-ckpt-strictness= --verify-integrity --no-use-tokenizer-model-from-checkpoint-args
     --disable-use-tokenizer-model-from-checkpoint-args
 any layout can load a checkpoint | --dist-ckpt-optim-fully-reshardable --ckpt-assume-constant-structure
@@ -66,29 +66,29 @@ it is always logged |
     --log-learning-rate-to-tensorboard --log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
     --log-timers-to-tensorboard --log-device-memory-used --log-straggler --moe-per-layer-logging
 ranks come from torchrun's environment | --local-rank= --lazy-mpu-init --dist-url=
-pretraining is what there is | --train-mode=pretrain
+pretraining is the only mode | --train-mode=pretrain
 routing is computed in fp32 (fp64 in fp64 runs) | --moe-router-dtype=fp32|fp64
-tokens are exchanged by an all-to-all over --ep, which other dispatchers give the same numbers as |
+tokens are exchanged by an all-to-all over --ep; other dispatchers produce the same numbers |
     --moe-token-dispatcher-type=alltoall|allgather|flex|alltoall_seq
---etp is that | --moe-extended-tp
-no result is made wrong on purpose | --error-injection-rate=0
-shards of weights are not gathered beyond --dp-strategy |
+--etp sets this | --moe-extended-tp
+no errors are injected | --error-injection-rate=0
+only --dp-strategy shards and gathers weights |
     --tensor-parallel-num-weight-shards=1 --expert-tensor-parallel-num-weight-shards=1
-blends take as many samples as they need: another surplus would change the order of samples |
+blends take as many samples as they need: another surplus would change the sample order |
     --mid-level-dataset-surplus=0?\.0050*
-fp8 is of --fp8's kind: scales without a margin; first and last layer in bf16 |
+--fp8 scales without a margin and keeps the first and last layer in bf16 |
     --fp8-margin=0 --first-last-layers-bf16 --num-layers-at-start-in-bf16=1 --num-layers-at-end-in-bf16=1
-tokens travel in the format of --precision | --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16
-the router has no quantile balancing: it is not supported | --moe-router-quantile-balancing-ema=0|0?\.0*
+tokens are sent in the format of --precision | --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16
+quantile balancing of the router is not supported | --moe-router-quantile-balancing-ema=0|0?\.0*
 muon orthogonalises whole matrices by Keller Jordan's coefficients and leaves the rest to AdamW |
     --muon-tp-mode=duplicated|distributed --muon-scalar-optimizer=adam --muon-coefficient-type=simple
-the vocabulary has the tokens of the tokenizer alone; say another size by --vocab-size | --vocab-extra-ids=0
-use --profile alone: it is torch.profiler's | --use-pytorch-profiler
+the vocabulary has only the tokenizer's tokens; set another size with --vocab-size | --vocab-extra-ids=0
+--profile always uses torch.profiler | --use-pytorch-profiler
 text is tokenized before training, by megalite preprocess |
     --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens
     --no-tokenizer-sentencepiece-ignore-extra-whitespaces --disable-tokenizer-sentencepiece-ignore-extra-whitespaces
     --use-gigatoken
-there is no storage service | --disable-msc
+no storage service is used | --disable-msc
 """
 _NO_EFFECT = r"""
 kernels and fusions: the fastest kernel for the device is picked |
@@ -106,7 +106,7 @@ CUDA graphs |
     --cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=*
     --cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope=
     --moe-pad-experts-for-cuda-graph-inference
-overlap of other kinds than those here |
+other kinds of overlap |
     --no-async-tensor-model-parallel-allreduce --no-overlap-p2p-communication --tp-comm-overlap-cfg=
     --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad
     --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs
@@ -136,7 +136,7 @@ DeepSpeed is not used: --dp-strategy shards, --pp cuts and --recompute-granulari
     --deepspeed --no-pipeline-parallel --pp-partition-method= --deepspeed-activation-checkpointing
     --partition-activations --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer --profile-backward
     --sync-tp-duplicated-parameters
-memory and garbage collection: --dry-run says what each rank holds |
+memory and garbage collection: --dry-run shows what each rank holds |
     --use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params
     --cpu-offloading-retain-pinned-cpu-buffers --min-offloaded-tensor-size= --delay-offload-until-cuda-graph
     --delta-offload-bytes-across-pp-ranks= --activation-offload-fraction=
@@ -144,11 +144,11 @@ memory and garbage collection: --dry-run says what each rank holds |
     --moe-paged-stash-buffer-size-factor-cuda= --moe-paged-stash-buffer-size-factor-cpu= --distribute-saved-activations
     --manual-gc --manual-gc-interval= --no-manual-gc-eval --disable-manual-gc-eval --empty-unused-memory-level=
     --memory-snapshot-path=
-how data are read: from memory-mapped files, by --num-workers threads |
+reading of data: from memory-mapped files, by --num-workers threads |
     --no-mmap-bin-files --num-dataset-builder-threads= --dataloader-fast-cache-load
     --dataloader-defer-npy-index-mmap --per-dataset-sequences-path= --object-storage-cache-path= --no-data-sharding
     --null-tokenizer-pad-id= --eval-micro-batch-size= --valid-num-workers= --max-padding-length=
-how checkpoints are written: in one format, which megalite convert takes to Megatron's |
+writing of checkpoints: in one format, which megalite convert converts to Megatron's |
     --ckpt-format= --use-dist-ckpt --dist-ckpt-format= --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save
     --ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects
     --ckpt-fully-parallel-save-process-group= --ckpt-fully-parallel-load-process-group= --ckpt-pg-tensors-cache-path=
@@ -158,7 +158,7 @@ how checkpoints are written: in one format, which megalite convert takes to Mega
     --disable-save-tokenizer-assets --dist-ckpt-workers= --ckpt-drop-redundant-extra-state --async-strategy=
     --use-persistent-ckpt-worker --async-ckpt-cpu-priority= --async-ckpt-io-priority= --async-ckpt-use-cpu-shm
     --no-save-optim --ckpt-convert-update-legacy-dist-opt-format --enable-msc
-checkpoints that are not kept |
+non-persistent checkpoints |
     --non-persistent-save-interval= --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir=
     --non-persistent-local-ckpt-dir= --non-persistent-local-ckpt-algo= --replication --replication-jump=
     --replication-factor=
@@ -175,7 +175,7 @@ restarts, watchers and reruns: the watchdog names a hanging rank, torchrun resta
     --disable-flight-recorder-extra-dump-on-exec --rerun-mode= --result-rejected-tracker-filename=
     --error-injection-type= --check-for-large-grads --straggler-ctrlr-port= --straggler-minmax-count=
     --disable-straggler-on-startup --run-workload-inspector-server --test-mode
-how it is logged and profiled: see docs/visibility.md |
+logging and profiling: see docs/visibility.md |
     --tensorboard-log-interval= --tensorboard-queue-size= --no-log-loss-scale-to-tensorboard
     --disable-log-loss-scale-to-tensorboard --log-memory-interval= --log-max-attention-logit --log-progress
     --log-optimizer-states-to-tensorboard --no-barrier-with-level-1-timing --logging-level= --log-energy --moe-routing-trace-path=
@@ -184,11 +184,11 @@ how it is logged and profiled: see docs/visibility.md |
     --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra
     --record-shapes --nvtx-ranges --no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async
     --app-tag-run-name= --app-tag-run-version= --otel-enabled --otel-service-name= --otel-span-groups=
-latents are what generation caches; each projection is one product | --cache-mla-latents --mla-down-proj-fusion
-switches and names that nothing here asks for |
+generation caches the latents; each projection is one product | --cache-mla-latents --mla-down-proj-fusion
+switches and names that nothing here uses |
     --enable-experimental --tokenizer-metadata= --trust-remote-code --chat-template= --DDP-impl= --export-model-type=
     --export-te-mcore-model --export-default-te-spec --export-force-local-attention --modelopt-enabled
-only of a feature that another flag turns on, which is refused |
+belongs to a feature that is refused |
     --mtp-hybrid-override-pattern= --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim=
     --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= --dsa-indexer-n-heads=
     --dsa-indexer-head-dim= --dsa-indexer-topk= --dsa-indexer-topk-freq= --dsa-indexer-skip-topk-offset=
@@ -265,31 +265,31 @@ layers of other kinds are not supported; all layers are attention and an MLP |
     --spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
     --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=
     --embed-layernorm
-that is a preset; use --preset gpt-oss-20b or gpt-oss-120b | --enable-gpt-oss
-the residual stream is in the format of --precision, and comes from before the norm |
+this is a preset; use --preset gpt-oss-20b or gpt-oss-120b | --enable-gpt-oss
+the residual stream has the format of --precision and bypasses the norm |
     --fp32-residual-connection --apply-residual-connection-post-layernorm
 this initialization is not supported; use --init-method-std for all matrices |
     --init-method-xavier-uniform --embedding-init-method-std=
 it follows from --hidden-size and --mup-base-hidden-size; leave it out | --mup-width-mult=
-this is not supported: leave it out for the router that there is |
+not supported; leave it out to use the standard router |
     --moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing --moe-router-force-biased=
     --moe-apply-probs-on-input --export-moe-apply-probs-on-input --moe-latent-size= --moe-expert-rank-capacity-factor=
 use --recompute-granularity selective --recompute-modules moe | --moe-layer-recompute
 norms and biases are not decayed | --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=
 all weights are trained | --freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads
-each further token has another layer, on the last stage | --mtp-use-repeated-layer --mtp-hsm --mtp-standalone
-muon multiplies in the matrix's own precision | --muon-fp32-matmul-prec=
+each MTP layer is a separate layer on the last stage | --mtp-use-repeated-layer --mtp-hsm --mtp-standalone
+muon multiplies in the precision of the matrix | --muon-fp32-matmul-prec=
 use --nccl-max-ctas GROUP=NUMBER, such as pp=2,dp=16 | --nccl-communicator-config-path=
-use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers alone |
+use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers only |
     --fp8-quantizer-factory= --fp8-output-proj --fp4-format= --fp4-quantizer-factory= --te-precision-config-file=
     --kitchen-config-file= --kitchen-recipe-number=
 the cross-entropy and its logits are computed in fp32 | --fp16-lm-cross-entropy --output-logit-dtype=
-matrix products sum as torch does by default | --disable-bf16-reduced-precision-matmul --batch-invariant-mode
-messages are shown by the tokenizer's own chat template | --sft-tokenizer-prompt-format=
-samples are cut from the documents as they are; see --packing and --reset-attention-mask |
+matrix products accumulate as in torch by default | --disable-bf16-reduced-precision-matmul --batch-invariant-mode
+messages are formatted by the tokenizer's chat template | --sft-tokenizer-prompt-format=
+samples are cut from unchanged documents; see --packing and --reset-attention-mask |
     --fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel
-no step is left out; see --on-non-finite | --iterations-to-skip=* --decrease-batch-size-if-needed
-all evaluations take --eval-iters batches of the global batch size; megalite evaluate takes a whole split |
+no step is skipped; see --on-non-finite | --iterations-to-skip=* --decrease-batch-size-if-needed
+evaluations use --eval-iters batches of the global batch size; megalite evaluate uses a whole split |
     --full-validation --multiple-validation-sets --start-eval-at-iter=
 use megalite evaluate | --skip-train
 use --exit-file | --kill-switch-path= --trigger-path=
@@ -298,19 +298,19 @@ use --train-samples, --lr-decay-samples and --lr-warmup-samples: tokens divided 
 use --train-data-path, --valid-data-path and --test-data-path |
     --train-weighted-split-paths=* --valid-weighted-split-paths=* --test-weighted-split-paths=*
     --train-weighted-split-paths-path= --valid-weighted-split-paths-path= --test-weighted-split-paths-path=
-the checkpoint's tokenizer is not looked for; use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER |
+the tokenizer is not taken from the checkpoint; use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER |
     --patch-tokenizer-type=
-use --vocab-size, the tokenizer's own and this, and --no-pad-vocab-size | --extra-vocab-size=
-the checkpoint alone does not say this; give --load FOLDER --finetune, and the layout by --tp and --pp |
+use --vocab-size with the sum of the tokenizer's size and this, and --no-pad-vocab-size | --extra-vocab-size=
+not taken from the checkpoint; use --load FOLDER --finetune, and set the layout with --tp and --pp |
     --pretrained-checkpoint= --use-mp-args-from-checkpoint-args --load-main-params-from-ckpt --override-ckpt-iteration=
 use megalite convert | --ckpt-convert-format= --ckpt-convert-save=
-no such files are written; megalite inspect shows what a checkpoint holds |
+such files are not written; megalite inspect shows the contents of a checkpoint |
     --save-params-interval= --save-activations-interval= --save-tokens-per-expert-interval= --save-wgrads-interval=
     --save-dgrads-interval= --logits-save-dir=
 distillation and quantization are not supported |
     --logits-load-dir= --export-kd-cfg= --export-kd-teacher-load= --export-quant-cfg= --export-real-quant-cfg=
     --export-kv-cache-quant --export-legacy-megatron --export-offline-model --finetune-hf-dataset=
-the tokenizer's own size and special tokens count; use --vocab-size and --make-vocab-size-divisible-by |
+the tokenizer defines size and special tokens; use --vocab-size and --make-vocab-size-divisible-by |
     --tokenizer-special-tokens=* --tiktoken-num-special-tokens= --tokenizer-sentencepiece-legacy
     --null-tokenizer-eod-id=
 no faults are injected |
@@ -323,10 +323,10 @@ Megatron-LM has replaced it; use --tp, --micro-batch-size, --lr-warmup-fraction,
 use --config FILE | --yaml-cfg=
 """
 
-FP8 = "fp8 here scales by what is multiplied itself, without a history; first and last layer, experts and head are in bf16"
+FP8 = "fp8 scales come from the current tensors, without a history; first and last layer, experts and head are in bf16"
 _DIFFERS = f"""
 {FP8} | --fp8-amax-history-len= --fp8-amax-compute-algo=
-DeepSpeed's file is not read: precision, loss scale, clipping and batch sizes are those of the flags | --deepspeed-config=
+DeepSpeed's file is not read: flags set precision, loss scale, clipping and batch sizes | --deepspeed-config=
 """
 
 
@@ -339,11 +339,11 @@ class Known:
     """Its class."""
     why: str
     values: str | None
-    """None: it takes none; `*` any number; else one: any, or one that this expression matches."""
+    """Values: None: none; `*`: any number; else one, which must match this regular expression."""
 
     def judge(self, words: Sequence[str], where: str) -> "Note":
-        """What is to be said of the flag with these words.
-        Raises ConfigError: it is refused, or takes another number of words; the message starts with `where`."""
+        """Return the note for the flag with these words. Raises ConfigError: it is refused, or takes another number of
+        words; the message starts with `where`."""
         if self.values is None and words:
             raise ConfigError(f"{where} takes no value, got {' '.join(words)}; remove it")
         if self.values not in (None, "*") and len(words) != 1:
@@ -358,7 +358,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that was given and accepted without being a setting, for the line that names all of it."""
+    """A flag or value that was accepted without being a setting, for the summary line."""
 
     what: str
     kind: str
@@ -367,7 +367,7 @@ class Note:
 
 @cache
 def known_flags() -> Mapping[str, Known]:
-    """Flag -> its row."""
+    """Return flag -> its row."""
     table: dict[str, Known] = {}
     for kind, rows in (
         (ALREADY_SO, _ALREADY_SO),
@@ -385,7 +385,7 @@ def known_flags() -> Mapping[str, Known]:
 
 
 def summary(notes: Sequence[Note]) -> list[str]:
-    """One line for all that was accepted without being a setting, and one for each difference."""
+    """Return one line for everything accepted without being a setting, and one line for each difference."""
     accepted = {
         kind: {note.what: note.why for note in notes if note.kind == kind} for kind in (ALREADY_SO, NO_EFFECT_HERE)
     }

@@ -1,4 +1,4 @@
-"""Levels of settings (preset, files, flags) and how they become one RunConfig."""
+"""Levels of settings (preset, files, flags), and their merge into one RunConfig."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,39 +26,37 @@ from megalite.config.training import parse_batch_schedule
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A value and what gave it: `flag --tp`, `file run.yaml`, `preset gpt3-175b`."""
+    """A value and its source: `flag --tp`, `file run.yaml`, `preset gpt3-175b`."""
 
     value: Any
     source: str
 
 
 class Level:
-    """The settings that one preset, one file or the command line gives; giving one twice must agree."""
+    """The settings of one preset, one file or the command line; a setting given twice must have one value."""
 
     def __init__(self, *, always_explicit: bool = False) -> None:
         self.always_explicit = always_explicit
-        """Values equal to the default count as asked for too (flags); a dumped config restates every default."""
+        """Whether values equal to the default are explicit (flags); a dumped config restates every default."""
         self.given: dict[str, Given] = {}
         self.derived: dict[str, Given] = {}
         self.notes: list[Note] = []
-        """What it gives that sets nothing, and is accepted."""
+        """Accepted flags and keys that set nothing."""
 
     def add(self, name: str, value: Any, source: str) -> None:
-        """Record a setting, or those that an alias stands for. Raises ConfigError: the level has one already with another
-        value."""
+        """Record a setting, or those of an alias. Raises ConfigError: the level has it with another value."""
         if name == "dp_strategy" and value in ALIASES and value not in STRATEGIES:
             meant = ALIASES[value]
-            said = ", ".join(f"{setting} {fixed}" for setting, fixed in meant.items())
-            self.notes.append(Note(f"dp_strategy {value}", DIFFERS, f"{said} here"))
+            named = ", ".join(f"{setting} {fixed}" for setting, fixed in meant.items())
+            self.notes.append(Note(f"dp_strategy {value}", DIFFERS, f"{named} here"))
             for setting, fixed in meant.items():
                 self.add(setting, fixed, source)
             return
         _add(self.given, name, Given(value, source))
 
     def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:
-        """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` makes settings of it.
-        `value`: True for a flag without one. Raises ConfigError: the value is not what the flag takes; the message
-        starts with `where`."""
+        """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` derives them. `value` is
+        True for a flag without one. Raises ConfigError: the value is not legal; the message starts with `where`."""
         given: Mapping[str, Any] = {}
         takes = DERIVED[flag][0] if flag in DERIVED else None if flag in SHORTHANDS else str
         if takes is None and value is not True:
@@ -99,23 +97,23 @@ def _add(table: dict[str, Given], name: str, new: Given) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """The config and where each of its settings comes from."""
+    """The config and the source of each of its settings."""
 
     config: RunConfig
     provenance: dict[str, str]  # setting -> `default`, `preset NAME`, `file PATH` or `flag --NAME`
     explicit: frozenset[str]
-    """Settings that someone asked for: by a flag, or by a file with a value that is not the default."""
-    notes: tuple[Note, ...] = ()  # what was given that sets nothing, and is accepted: flags of Megatron-LM
+    """Settings that the user set: by a flag, or by a file with a value other than the default."""
+    notes: tuple[Note, ...] = ()  # accepted flags of Megatron-LM that set nothing
 
 
 def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
-    """Lay the levels over the defaults, later ones on top. `problems`: gets what is wrong; default: raised, all in one.
+    """Lay the levels over the defaults, later ones on top. `problems` collects what is wrong; default: raised together.
     Raises ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly."""
     with gathered(problems) as found:
         _resolve_derived(levels, found)
     top = _overlay(levels)
     imports = [level.given["imports"] for level in levels if "imports" in level.given]
-    if len(imports) > 1:  # one level's modules do not stand in for another's
+    if len(imports) > 1:  # a level adds modules to those of other levels
         top["imports"] = Given(_together(*imports), imports[-1].source)
     _forget_former_folder(levels, top)
     explicit = {
@@ -135,8 +133,8 @@ def _overlay(levels: Sequence[Level]) -> dict[str, Given]:
 
 
 def _forget_former_folder(levels: Sequence[Level], top: dict[str, Given]) -> None:
-    """A file may say the folder of checkpoints that follows from its run_dir, as files written by former versions do. Where
-    a later level gives another run_dir, that would be another run's folder: it then follows from the new one."""
+    """Drop a checkpoint folder that a file derived from its run_dir, as files of former versions do, if a later level
+    sets another run_dir: the folder would belong to another run. It then follows from the new run_dir."""
     values = {name: given.value for name, given in top.items() if name != "save"}
     for level in levels:
         save, run_dir = level.given.get("save"), level.given.get("run_dir")
@@ -148,7 +146,7 @@ def _forget_former_folder(levels: Sequence[Level], top: dict[str, Given]) -> Non
 
 
 def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
-    """Add to each level the settings that its derived flags stand for, given everything else."""
+    """Add to each level the settings of its derived flags, which depend on all other settings."""
     for level in levels:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
@@ -164,7 +162,7 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
                 level.add("pipeline_layers", _uneven_layers(first, last, _sizes(levels, problems)), given.source)
         grouped = level.derived.get("--group-query-attention")
         if grouped and "num_query_groups" not in problems.wrong and _value(levels, "num_query_groups") is None:
-            problems.add(f"{grouped.source} says nothing without the number of groups; add --num-query-groups, e.g. 8")
+            problems.add(f"{grouped.source} has no effect without the number of groups; add --num-query-groups, e.g. 8")
         accounted = [level.derived[flag] for flag in _ACCOUNTED if flag in level.derived]
         if accounted:
             with problems.collecting({"pipeline_layers"}):
@@ -176,35 +174,35 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
 
 
 def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM takes it with rope alone, where there is no learned embedding."""
+    """Accept it with RoPE only, as Megatron-LM does: then there is no learned embedding."""
     if (kind := _value(levels, "position_embedding_type")) == "learned_absolute":
         raise ConfigError(f"{given.source} contradicts position_embedding_type {kind}; use rope or none")
     level.notes.append(Note("--no-position-embedding", ALREADY_SO, f"position_embedding_type is {kind}"))
 
 
 def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM's aux_loss is over the sequences of a microbatch."""
+    """Megatron-LM's aux_loss is computed over all sequences of a microbatch."""
     kind, has_one = str(given.value), bool(_value(levels, "moe_aux_loss_coeff"))
     if kind == "sinkhorn":
         raise ConfigError(
-            f"{given.source} {kind} is refused: it evens out over the tokens of a microbatch on each rank, so the numbers would "
-            "depend on the layout; use aux_loss, seq_aux_loss or none"
+            f"{given.source} {kind} is refused: it balances the tokens of a microbatch on each rank, so the numbers would depend "
+            "on the layout; use aux_loss, seq_aux_loss or none"
         )
     if kind == "none":
         level.add("moe_aux_loss_coeff", 0.0, given.source)
     elif kind not in ("aux_loss", "seq_aux_loss") and (has_one or kind != "global_aux_loss"):
         raise ConfigError(
-            f"{given.source} {kind} is refused: there is no such loss; use aux_loss, seq_aux_loss or none"
+            f"{given.source} {kind} is refused: this loss is not supported; use aux_loss, seq_aux_loss or none"
         )
     elif kind == "aux_loss" and has_one:
         level.add("moe_aux_loss_sequences", _value(levels, "micro_batch_size"), given.source)
     else:
         flag = "--moe-router-load-balancing-type"
-        level.notes.append(Note(flag, ALREADY_SO, "the load-balancing loss is over each sequence"))
+        level.notes.append(Note(flag, ALREADY_SO, "the load-balancing loss is computed per sequence"))
 
 
 def _expert_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM's list of layers; of its forms those with every n-th layer after dense ones."""
+    """Parse Megatron-LM's list of layers: dense layers, then every n-th has experts."""
     layers, pattern = _value(levels, "num_layers"), layer_list(str(given.value), given.source)
     if len(pattern) != layers or (found := expert_layers(pattern)) is None:
         raise ConfigError(
@@ -216,30 +214,28 @@ def _expert_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
 
 
 def _rope_type(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM's multi-latent attention alone has YaRN by it."""
+    """In Megatron-LM it selects YaRN for multi-latent attention only."""
     latent = _value(levels, "multi_latent_attention")
     if given.value not in ("rope", "yarn") or (given.value == "yarn" and not latent):
         raise ConfigError(f"{given.source} cannot be {given.value} here; use rope, or --rope-scaling yarn")
     level.notes.append(
-        Note("--rope-type", ALREADY_SO, "--rope-scaling and --rotary-scaling-factor say how rope is stretched")
+        Note("--rope-type", ALREADY_SO, "--rope-scaling and --rotary-scaling-factor set the scaling of RoPE")
     )
 
 
 def _llama3_scaling(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM's multi-latent attention has another rope, which does not read it."""
+    """Megatron-LM's multi-latent attention has a separate RoPE, which ignores it."""
     if _value(levels, "multi_latent_attention"):
-        level.notes.append(
-            Note("--use-rope-scaling", NO_EFFECT_HERE, "multi-latent attention is stretched by YaRN alone")
-        )
+        level.notes.append(Note("--use-rope-scaling", NO_EFFECT_HERE, "multi-latent attention is only scaled by YaRN"))
     else:
         level.add("rope_scaling", "llama3", given.source)
 
 
 def _yarn_scaling(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Megatron-LM reads it in multi-latent attention alone, and there with rope type yarn, the default."""
+    """Megatron-LM only reads it in multi-latent attention with rope type yarn, the default."""
     found, kind = stretched(str(given.value), given.source), level.derived.get("--rope-type")
     if found and not (_value(levels, "multi_latent_attention") and (kind is None or kind.value == "yarn")):
-        why = "it is of multi-latent attention with rope type yarn; else use --rope-scaling yarn"
+        why = "it applies to multi-latent attention with rope type yarn; else use --rope-scaling yarn"
         level.notes.append(Note("--rotary-scaling-factor", NO_EFFECT_HERE, why))
         return
     for name, value in found.items():
@@ -247,7 +243,7 @@ def _yarn_scaling(level: Level, given: Given, levels: Sequence[Level]) -> None:
 
 
 def _sharded_states(level: Level, given: Given, _: Sequence[Level]) -> None:
-    """Megatron-LM wants it beside FSDP, which says more."""
+    """Megatron-LM requires it beside FSDP, which already shards the states."""
     strategy = level.given.get("dp_strategy")
     if strategy is not None and strategy.value == "fully-sharded" and strategy.source != "flag --dp-strategy":
         level.notes.append(Note("--use-distributed-optimizer", ALREADY_SO, "fully-sharded shards the states too"))
@@ -261,10 +257,10 @@ def _eval_batch(level: Level, given: Given, levels: Sequence[Level]) -> None:
         size = parse_batch_schedule(schedule)[-1][1]
     if given.value != size:
         raise ConfigError(
-            f"{given.source} {given.value} is refused: evaluations have batches of global_batch_size {size}; leave it out, and "
+            f"{given.source} {given.value} is refused: evaluations use batches of global_batch_size {size}; leave it out, and "
             "scale --eval-iters"
         )
-    level.notes.append(Note("--eval-global-batch-size", ALREADY_SO, "evaluations have batches of global_batch_size"))
+    level.notes.append(Note("--eval-global-batch-size", ALREADY_SO, "evaluations use batches of global_batch_size"))
 
 
 _RESOLVED: Mapping[str, Callable[[Level, Given, Sequence[Level]], None]] = {
@@ -278,7 +274,7 @@ _RESOLVED: Mapping[str, Callable[[Level, Given, Sequence[Level]], None]] = {
     "--rotary-scaling-factor": _yarn_scaling,
 }
 _ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""Embedding and loss take the place of a layer of the first and of the last stage."""
+"""Embedding and loss replace one layer of the first and of the last stage."""
 
 
 def _accounted_layers(level: Level, sizes: tuple[int, int, int]) -> list[int]:
@@ -289,13 +285,14 @@ def _accounted_layers(level: Level, sizes: tuple[int, int, int]) -> list[int]:
     if rest or stages < 2:
         raise ConfigError(
             f"{source}: num_layers {layers} and {sum(ends)} more do not divide among pp·vpp = {pp}·{vpp} stages; leave it out: "
-            "the cut of layers weighs embedding and head"
+            "the default split accounts for embedding and head"
         )
     return [each - ends[0] * (stage == 0) - ends[1] * (stage == stages - 1) for stage in range(stages)]
 
 
 def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) -> None:
-    """Where vpp is not given, a layout in words says it by its stages, as Megatron-LM's does, and a V has two."""
+    """Derive vpp, if it is not set, from the stages of a layout, as Megatron-LM does, or from a V schedule, which has
+    two."""
     if problems.wrong & {"pp", "vpp", "pipeline_layout", "pipeline_schedule"}:
         raise Reported
     top, pp = _overlay(levels), _value(levels, "pp")
@@ -320,7 +317,7 @@ def _value(levels: Sequence[Level], name: str) -> Any:
 
 
 def _sizes(levels: Sequence[Level], problems: Problems) -> tuple[int, int, int]:
-    """(num_layers, pp, vpp), which divide one another; Reported if one of them is wrong, as the rules then say."""
+    """Return (num_layers, pp, vpp). Raises Reported: one of them is wrong, which the rules report."""
     names = ("num_layers", "pp", "vpp")
     layers, pp, vpp = (_value(levels, name) for name in names)
     if problems.wrong & set(names) or min(layers, pp, vpp) < 1:
@@ -329,7 +326,7 @@ def _sizes(levels: Sequence[Level], problems: Problems) -> tuple[int, int, int]:
 
 
 def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
-    """vpp = num_layers / pp / (layers of one virtual stage)."""
+    """Return vpp = num_layers / pp / (layers of one virtual stage)."""
     layers, pp, _ = sizes
     source = f"{per_chunk.source} {per_chunk.value}"
     if pp == 1:
@@ -342,7 +339,8 @@ def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
 
 
 def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, int, int]) -> list[int]:
-    """Layers of each virtual stage when the first and last rank have their own number and the others share the rest."""
+    """Return the layers of each virtual stage if the first and last rank have their own number and the others share the
+    rest."""
     layers, pp, vpp = sizes
     source = " and ".join(f"{given.source} {given.value}" for given in (first, last) if given)
     ends = {rank: given.value for rank, given in ((0, first), (pp - 1, last)) if given}
@@ -354,6 +352,6 @@ def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, in
     if sum(per_rank) != layers or any(count < vpp or count % vpp for count in per_rank):
         raise ConfigError(
             f"{source} leaves {rest} of {layers} layers for {others} other pipeline ranks with {vpp} virtual stage(s) "
-            f"each, which does not come out even; say the layers of all {pp * vpp} stages with --pipeline-layers"
+            f"each, which does not divide evenly; set the layers of all {pp * vpp} stages with --pipeline-layers"
         )
     return [per_rank[stage % pp] // vpp for stage in range(pp * vpp)]

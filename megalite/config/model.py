@@ -1,4 +1,4 @@
-"""What the network is: shapes, norms, activations, positions."""
+"""Settings of the model: shapes, norms, activations, position embeddings, experts."""
 
 import math
 from collections.abc import Callable
@@ -16,22 +16,22 @@ TRAINING_FIELDS = frozenset(
         *("moe_router_bias_update_rate", "mtp_num_layers", "mtp_loss_scaling_factor"),
     }
 )
-"""Settings of the model that say how it is trained, not what it computes once it is: they may differ between a
-checkpoint and the run that loads it, and other formats need not express them."""
+"""Settings of the model that affect training but not the trained network. A checkpoint and the run that loads it may
+differ in them, and other checkpoint formats need not store them."""
 
 
 LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq")
-"""Settings that are one number n, for every n-th layer, or a 0 or 1 for each layer."""
+"""Settings that take one number n (every n-th layer) or a 0 or 1 for each layer."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
-"""Values of activation with a gate."""
+"""Values of `activation` that have a gate."""
 
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Of multi_latent_attention."""
+"""Sizes that only `multi_latent_attention` uses."""
 
 
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
-    """Settings of the model in which a run and the weights that it loads may differ. `extends`: the run may stretch the
+    """Return the model settings in which a run may differ from the weights it loads. `extends`: it may extend the
     context, as with --finetune."""
     free = set(TRAINING_FIELDS) - (set() if extends else {"mtp_num_layers"})
     if position_embedding_type != "learned_absolute":
@@ -43,31 +43,34 @@ def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[s
 
 
 def _every(frequency: list[int], index: int, *, listed: int) -> bool:
-    """A layer is one of every n-th, of one number n; or stands as `listed` in a list of all layers."""
+    """Return whether layer `index` is an n-th layer (one number n), or has the value `listed` in a list of all
+    layers."""
     return (index + 1) % max(frequency[0], 1) == 0 if len(frequency) == 1 else frequency[index] == listed
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFacts:
-    """Of one kind of layer."""
+    """Facts about one kind of transformer block."""
 
     shapes: "Callable[[ModelConfig, int], list[Any]] | None" = None
-    """Of a model and a layer's number: its parameters, as `models.shapes.ParameterShape`; None: those of gpt. Memory and
-    FLOPs follow, and a run makes sure that they are all. Activations count as those of gpt."""
+    """Function of a model and a layer index that returns the layer's parameters as `models.shapes.ParameterShape`;
+    None: those of gpt. Memory and FLOPs are computed from them, and a run checks them against the module. Activations
+    are counted as those of gpt."""
 
 
 BLOCKS: Registry[Any] = Registry("block", {"gpt": "megalite.models.block:Block"}, BlockFacts)
-"""Layers with the signature of `models.block.Block`. Your own: `@BLOCKS.register("mine")` above a subclass."""
+"""Blocks with the signature of `models.block.Block`. Register your own with `@BLOCKS.register("mine")` above a
+subclass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One GPT. GPT-2/3 by default; Llama by `normalization`, `activation`, `position_embedding_type` and so on."""
+    """One GPT: GPT-2/3 by default; Llama with `normalization`, `activation`, `position_embedding_type` and others."""
 
     num_layers: int = option(2, at_least=1, below=10_000, basic=True)
     """Transformer blocks."""
     block: str = option("gpt", choices=BLOCKS)
-    """Kind of the transformer blocks: gpt, or one that an import has registered."""
+    """Kind of transformer block: gpt, or one registered by --import."""
     hidden_size: int = option(128, at_least=1, below=2**24, basic=True)
     """Width h of the residual stream."""
     num_attention_heads: int = option(4, at_least=1, below=2**24, basic=True)
@@ -75,172 +78,175 @@ class ModelConfig:
     num_query_groups: int | None = option(None, flags=("--num-key-value-heads",), at_least=1, below=2**24)
     """Key/value heads of grouped-query attention; default: num_attention_heads."""
     kv_channels: int | None = option(None, at_least=1, below=2**24)
-    """Size of one head; default hidden_size / num_attention_heads."""
+    """Size of one head; default: hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
-    """Width of the MLP; default 4·h, or 8·h/3 rounded down to a multiple of 64 with a gate."""
+    """Width of the MLP; default: 4·h, with a gate 8·h/3 rounded down to a multiple of 64."""
     vocab_size: int | None = option(None, at_least=1, below=2**31)
-    """Token ids are below this; default: the tokenizer's size."""
+    """Vocabulary size: token ids are below it; default: the tokenizer's size."""
     make_vocab_size_divisible_by: int = option(128, at_least=1, below=2**24)
-    """Embedding rows are padded to a multiple of this."""
+    """Pad the embedding rows to a multiple of this."""
     max_position_embeddings: int | None = option(None, at_least=1, below=2**31)
-    """Rows of the learned position embedding, and the longest sequence; default seq_length."""
+    """Rows of the learned position embedding, and the longest sequence; default: seq_length."""
     position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"))
-    """How positions enter."""
+    """Position embedding."""
     rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
     rotary_percent: float = option(1.0, above=0, at_most=1)
-    """Share of each head that RoPE turns, from its first channel on."""
+    """Fraction of each head's channels that RoPE rotates, starting at the first channel."""
     rotary_interleaved: bool = option(False)
-    """RoPE turns neighbouring channels against each other (GPT-J), not the two halves of a head (Llama)."""
+    """RoPE rotates pairs of neighbouring channels (GPT-J) instead of the two halves of a head (Llama)."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn", "dynamic"))
-    """How RoPE is stretched: all frequencies (linear), the slow ones (llama3, yarn), or by a larger base (dynamic)."""
+    """How RoPE is extended to longer sequences: scale all frequencies (linear), the low ones (llama3, yarn), or raise
+    the base (dynamic)."""
     rope_scaling_factor: float = option(8.0, above=1)
-    """How far rope_scaling stretches positions."""
+    """Factor by which rope_scaling extends the context."""
     rope_low_freq_factor: float = option(1.0, above=0)
-    """llama3: wavelengths above original positions / this are stretched in full."""
+    """llama3: wavelengths above rope_original_max_positions / this are scaled by the full factor."""
     rope_high_freq_factor: float = option(4.0, above=0)
-    """llama3: wavelengths below original positions / this stay."""
+    """llama3: wavelengths below rope_original_max_positions / this are not scaled."""
     rope_original_max_positions: int = option(
         8192, at_least=1, below=2**31, flags=("--yarn-original-max-position-embeddings",)
     )
-    """llama3, yarn, dynamic: sequence length of the model's first training."""
+    """llama3, yarn, dynamic: sequence length of the original pretraining."""
     rope_beta_fast: float = option(32.0, above=0, flags=("--yarn-beta-fast",))
-    """yarn: channels with more turns than this within the original positions stay."""
+    """yarn: channels with more rotations than this within the original positions are not scaled."""
     rope_beta_slow: float = option(1.0, above=0, flags=("--yarn-beta-slow",))
-    """yarn: channels with fewer turns than this are stretched in full."""
+    """yarn: channels with fewer rotations than this are scaled by the full factor."""
     rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
-    """yarn: the channels between which it mixes are rounded to whole pairs."""
+    """yarn: round the bounds of the interpolated channels to whole pairs."""
     rope_mscale: float | None = option(None, above=0, flags=("--mscale",))
-    """yarn: queries and keys grow by the ratio of 0.1·this·ln(factor) + 1 and the same of rope_mscale_all_dim."""
+    """yarn: multiply queries and keys by 0.1·this·ln(factor) + 1, divided by the same of rope_mscale_all_dim."""
     rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
-    """yarn: see rope_mscale; without both the growth is 0.1·ln(factor) + 1. In multi_latent_attention scores grow by
-    the square too."""
+    """yarn: see rope_mscale. If both are unset, the multiplier is 0.1·ln(factor) + 1. multi_latent_attention also
+    multiplies scores by this term's square."""
     rope_attention_factor: float | None = option(None, above=0)
-    """yarn: the growth of queries and keys, given directly."""
+    """yarn: the multiplier of queries and keys itself."""
     sliding_window: int | None = option(None, at_least=2)
-    """Keys that a query sees, its own included; default: all before it."""
+    """Number of keys that a query attends to, including its own; default: all previous ones."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers without sliding_window: every n-th, or for each layer 1 with the window, 0 without."""
+    """Layers that ignore sliding_window: every n-th, or a list with 1 (window) or 0 (no window) per layer."""
     rotary_base_local: float | None = option(None, above=0)
-    """RoPE's theta, without rope_scaling, in layers with the window; default: rotary_base."""
+    """RoPE's theta, without rope_scaling, in sliding-window layers; default: rotary_base."""
     no_rope_freq: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers without RoPE: every n-th, or for each layer 1 without, 0 with."""
+    """Layers without RoPE: every n-th, or a list with 1 (no RoPE) or 0 (RoPE) per layer."""
     softmax_scale: float | None = option(None, above=0)
-    """Factor on products of queries and keys; default: 1 / sqrt(head size)."""
+    """Factor on the query-key products; default: 1 / sqrt(head size)."""
     attn_logit_softcapping: float | None = option(None, above=0)
-    """Attention scores s become c·tanh(s/c) for this c. Takes attention in pieces."""
+    """Cap attention scores s to c·tanh(s/c) for this c. Attention is then computed in tiles."""
     softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
-    """A sink in attention's softmax: 0 (off-by-one), learned for each head (learnable), or none (vanilla). Sinks take
-    attention in pieces."""
+    """Attention sink in the softmax: 0 (off-by-one), learned per head (learnable), or none (vanilla). With a sink,
+    attention is computed in tiles."""
     final_logit_softcapping: float | None = option(None, above=0)
-    """Logits z become c·tanh(z/c) for this c."""
+    """Cap logits z to c·tanh(z/c) for this c."""
     multi_latent_attention: bool = option(False)
-    """Queries, keys and values come out of narrow latents; heads share the keys' part with rope (DeepSeek-V2). qk_norm
-    norms the latents."""
+    """Project queries, keys and values from low-rank latents; all heads share the RoPE part of the keys (DeepSeek-V2).
+    With qk_norm the latents are normalized."""
     q_lora_rank: int | None = option(None, at_least=1, below=2**24)
-    """Channels of the queries' latent; default: none."""
+    """Rank of the query latent; default: none."""
     kv_lora_rank: int = option(32, at_least=1, below=2**24)
-    """Channels of the latent of keys and values."""
+    """Rank of the latent of keys and values."""
     qk_head_dim: int = option(128, flags=("--qk-nope-head-dim",), at_least=1, below=2**24)
-    """Channels without rope of each head's query and key."""
+    """Channels without RoPE of each head's query and key."""
     qk_pos_emb_head_dim: int = option(64, flags=("--qk-rope-head-dim",), at_least=2, below=2**24)
-    """Channels with rope of each head's query, and of the key that all heads share."""
+    """Channels with RoPE of each head's query, and of the key that all heads share."""
     v_head_dim: int = option(128, at_least=1, below=2**24)
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
     pre_norms: bool = option(True)
-    """Norm before attention and before the MLP."""
+    """Normalize the input of attention and of the MLP."""
     post_norms: bool = option(False)
-    """Norm on the output of attention and of the MLP, before the residual sum."""
+    """Normalize the output of attention and of the MLP, before the residual sum."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
-    """Kind of all norms."""
+    """Kind of norm."""
     norm_zero_centered: bool = option(False, flags=("--apply-layernorm-1p",))
-    """Norms multiply by 1 + weight; weights start at 0."""
+    """Norms multiply by 1 + weight, and weights start at 0."""
     qk_norm: bool = option(False, flags=("--qk-layernorm",))
-    """Norm over each head of queries and keys before RoPE."""
+    """Normalize queries and keys per head, before RoPE."""
     qk_norm_all_heads: bool = option(False)
-    """qk_norm is over all heads together."""
+    """qk_norm normalizes over all heads together."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", *GATED))
-    """MLP nonlinearity; swiglu and geglu have a gate. quick_geglu: gate·sigmoid(1.702·gate)·up."""
+    """MLP nonlinearity. The glu variants have a gate; quick_geglu is gate·sigmoid(1.702·gate)·up."""
     activation_func_clamp_value: float | None = option(None, above=0)
-    """With a gate: largest gate, and largest magnitude of the up projection."""
+    """Gated MLPs: upper limit of the gate, and limit of the up projection's magnitude."""
     glu_linear_offset: float = option(0.0, at_least=0, below=1000)
-    """With a gate: added to the up projection."""
+    """Gated MLPs: constant added to the up projection."""
     add_bias_linear: bool = option(True)
-    """Biases in the linear layers of attention and MLP; experts: moe_add_bias_linear."""
+    """Biases in the linear layers of attention and MLP; for experts see moe_add_bias_linear."""
     add_qkv_bias: bool = option(False, flags=("--add-qkv-bias-linear",))
-    """Bias of queries, keys and values where add_bias_linear is off."""
+    """Bias of queries, keys and values without add_bias_linear."""
     scale_embeddings: bool = option(False)
     """Multiply word embeddings by sqrt(hidden_size)."""
     tie_embeddings: bool = option(True)
-    """The output head uses the word embedding's weight."""
+    """The output head shares the word embedding's weight."""
     hidden_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on the embedding and on each residual branch."""
     attention_dropout: float = option(0.0, at_least=0, below=1)
-    """Dropout on attention probabilities, by unfused attention."""
+    """Dropout on attention probabilities; uses unfused attention."""
     use_mup: bool = option(False)
-    """Maximal update parametrization (arXiv 2203.03466): the learning rate found at mup_base_hidden_size fits."""
+    """Maximal update parametrization (arXiv 2203.03466): the learning rate tuned at mup_base_hidden_size transfers to
+    this width."""
     mup_base_hidden_size: int | None = option(None, at_least=1, below=2**20)
-    """use_mup: the width that the learning rate was found with; default: hidden_size."""
+    """use_mup: width at which the learning rate was tuned; default: hidden_size."""
     mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)
-    """use_mup: the head size at which scores are as without it; default: 1."""
+    """use_mup: head size at which attention scores are unchanged; default: 1."""
     init_method_std: float = option(0.02, above=0, below=100)
-    """Standard deviation of initial weights; of residual output projections divided by sqrt(2·num_layers)."""
+    """Standard deviation of initial weights; residual output projections divide it by sqrt(2·num_layers)."""
     num_experts: int | None = option(None, at_least=2, below=2**20)
     """Experts of each MoE layer; default: a dense MLP."""
     moe_router_topk: int = option(2, at_least=1, below=2**24)
-    """Experts each token is sent to."""
+    """Experts per token."""
     moe_ffn_hidden_size: int | None = option(None, at_least=1, below=2**24)
-    """Width of one expert; default ffn_hidden_size."""
+    """Width of one expert; default: ffn_hidden_size."""
     moe_add_bias_linear: bool = option(False)
     """Biases in the router and in both layers of each expert."""
     moe_shared_expert_intermediate_size: int | None = option(None, at_least=1, below=2**24)
-    """Width of the shared expert, for every token; default: none."""
+    """Width of the shared expert, which processes every token; default: none."""
     moe_shared_expert_gate: bool = option(False)
-    """The shared expert's output is multiplied by a sigmoid of one more projection per token."""
+    """Multiply the shared expert's output by a sigmoid gate computed from each token."""
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
-    """Every n-th layer has experts, from the first on; others have a dense MLP."""
+    """Every n-th layer has experts, starting with the first; the others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
-    """First layers, with a dense MLP in any case."""
+    """Number of first layers that have a dense MLP."""
     moe_router_pre_softmax: bool = option(False)
-    """Softmax over all experts before the top-k choice; default: over the chosen."""
+    """Apply the softmax over all experts before the top-k choice; default: over the chosen ones."""
     moe_router_score_function: str = option("softmax", choices=("softmax", "sigmoid"))
-    """What makes scores of the router's logits; those of a sigmoid are divided by the sum of the chosen."""
+    """Function from router logits to scores; sigmoid scores are divided by the sum of the chosen ones."""
     moe_router_enable_expert_bias: bool = option(False)
-    """Balance experts by a bias in the choice alone, which grows after steps with too few tokens (arXiv 2408.15664)."""
+    """Balance experts with a per-expert bias that only affects the choice; experts with too few tokens in a step get a
+    larger one (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = option(1e-3, at_least=0, below=1)
-    """What such a bias grows or shrinks by in a step."""
+    """Change of the expert bias per step."""
     moe_router_num_groups: int | None = option(None, at_least=1, below=2**20)
-    """Groups of neighbouring experts; a token goes to moe_router_group_topk of them; default: no groups."""
+    """Groups of consecutive experts; a token is routed to moe_router_group_topk of them; default: no groups."""
     moe_router_group_topk: int | None = option(None, at_least=1, below=2**20)
-    """Groups a token goes to: those with the largest sums of their best topk / group_topk scores."""
+    """Groups per token: those with the largest sums of their best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
-    """Factor on the router's weights."""
+    """Factor on the router weights."""
     mtp_num_layers: int = option(0, at_least=0, below=100)
-    """Further layers, each predicting one token further ahead in training (DeepSeek-V3)."""
+    """Multi-token prediction layers (MTP, DeepSeek-V3): each predicts one more token ahead in training."""
     mtp_loss_scaling_factor: float = option(0.1, at_least=0)
-    """Weight of the mean of their losses."""
+    """Weight of the mean MTP loss."""
     moe_aux_loss_coeff: float = option(0.0, at_least=0)
-    """Weight of the load-balancing loss of each MoE layer, taken over each sequence."""
+    """Weight of each MoE layer's load-balancing loss, computed per sequence."""
     moe_z_loss_coeff: float = option(0.0, at_least=0)
-    """Weight of the mean square of the router's log-sum-exp."""
+    """Weight of the router z-loss, the mean square of its log-sum-exp."""
     moe_expert_capacity_factor: float | None = option(None, above=0)
-    """An expert takes at most this times the even share of each sequence's tokens; default: no limit."""
+    """Limit of an expert's tokens per sequence, as a multiple of the even share; default: no limit."""
     moe_token_drop_policy: str = option("probs", choices=("probs", "position"))
-    """Which tokens an expert over capacity leaves out: the least probable or the last."""
+    """Tokens that an expert over capacity drops: the least probable (probs) or the last (position)."""
     moe_pad_expert_input_to_capacity: bool = option(False)
-    """Fill experts up to their capacity with zeros: the host never waits for how many tokens they get."""
+    """Pad experts to their capacity with zeros, so that the host never waits for token counts."""
 
     @property
     def head_size(self) -> int:
-        """Size of one attention head's query and key; and of its value but for `value_size`."""
+        """Size of one attention head's query and key."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def expert_capacity(self, seq_length: int) -> int:
-        """Tokens of a sequence that an expert takes at most."""
+        """Most tokens of a sequence that one expert processes."""
         if self.num_experts is None or self.moe_expert_capacity_factor is None:
             return seq_length
         return math.ceil(self.moe_expert_capacity_factor * seq_length * self.moe_router_topk / self.num_experts)
@@ -252,7 +258,7 @@ class ModelConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that RoPE turns."""
+        """Channels of a head that RoPE rotates."""
         return self.qk_pos_emb_head_dim if self.multi_latent_attention else int(self.head_size * self.rotary_percent)
 
     @property
@@ -263,14 +269,14 @@ class ModelConfig:
         return self.num_query_groups
 
     def has_window(self, index: int) -> bool:
-        """Layer `index` of the whole model sees sliding_window keys alone; layers behind the last are as the last."""
+        """Return whether layer `index` of the whole model uses the sliding window; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
         if self.sliding_window is None or self.window_attn_skip_freq is None:
             return self.sliding_window is not None
         return not _every(self.window_attn_skip_freq, index, listed=0)
 
     def has_rope(self, index: int) -> bool:
-        """RoPE turns queries and keys of layer `index` of the whole model; layers behind the last are as the last."""
+        """Return whether layer `index` of the whole model has RoPE; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
         if self.position_embedding_type != "rope" or self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
@@ -278,34 +284,34 @@ class ModelConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """What word embeddings are multiplied with."""
+        """Factor on the word embeddings."""
         return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
 
     @property
     def width_multiplier(self) -> float:
-        """m of `use_mup`: how many times as wide as the base the model is."""
+        """Width relative to the base width of `use_mup`; 1 without it."""
         return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size) if self.use_mup else 1.0
 
     @property
     def hidden_std(self) -> float:
-        """Standard deviation of the first values of hidden matrices, before what the depth takes of it."""
+        """Standard deviation of initial hidden matrices, before the division for depth."""
         return self.init_method_std / math.sqrt(self.width_multiplier)
 
     @property
     def score_scale(self) -> float | None:
-        """Factor on the products of queries and keys, where it is not 1 / sqrt(head size)."""
+        """Factor on the query-key products; None: 1 / sqrt(head size)."""
         if self.use_mup:
             return math.sqrt(self.mup_base_head_dim or 1) / self.head_size
         return self.softmax_scale
 
     @property
     def mtp_layers(self) -> range:
-        """Numbers of the layers behind the last, on the last stage, that predict further tokens."""
+        """Indices of the MTP layers, which follow the last layer on the last stage."""
         return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 
     @property
     def is_gated(self) -> bool:
-        """The MLP has a gate beside its up projection."""
+        """Whether the MLP has a gate beside its up projection."""
         return self.activation in GATED
 
     @property
@@ -321,7 +327,7 @@ class ModelConfig:
         return self.moe_ffn_hidden_size or self.ffn_size
 
     def is_moe_layer(self, index: int) -> bool:
-        """Layer `index` of the whole model has experts instead of a dense MLP; layers behind the last are as the last."""
+        """Return whether layer `index` of the whole model has experts; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
         if self.num_experts is None or index < self.moe_first_dense_layers:
             return False
@@ -329,12 +335,12 @@ class ModelConfig:
 
     @property
     def score_table(self) -> bool:
-        """The router needs the scores of all experts, not of the chosen alone."""
+        """Whether the router keeps the scores of all experts, not only of the chosen ones."""
         return self.moe_router_score_function == "sigmoid" or self.moe_router_pre_softmax or self.moe_aux_loss_coeff > 0
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the word embedding: vocab_size rounded up; needs vocab_size to be known."""
+        """Rows of the word embedding: vocab_size rounded up. Raises ValueError: vocab_size is not known."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not set and no tokenizer has resolved it")
         multiple = self.make_vocab_size_divisible_by

@@ -1,4 +1,4 @@
-"""Optimizer, clipping, learning-rate and weight-decay schedules."""
+"""Settings of the optimizer, clipping, learning-rate and weight-decay schedules."""
 
 import heapq
 import math
@@ -11,29 +11,31 @@ from megalite.config.option import option
 from megalite.config.registry import Registry
 
 Formats = Mapping[str, Literal["main", "bf16"]]
-"""State -> its number format: that of main parameters, or bf16."""
+"""Optimizer state -> its number format: that of the main parameters, or bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """Of one optimizer."""
+    """Facts about one optimizer."""
 
     states: "tuple[str, ...] | Callable[[OptimizerConfig, bool], Formats]"
-    """What it keeps of each element, in the precision of main parameters; or a function of its settings and of whether
-    the parameter is a hidden matrix. Dry run and planner count these, and a run makes sure that they are all."""
+    """Names of the per-element states, kept in the precision of the main parameters; or a function of the settings and
+    of whether the parameter is a hidden matrix. Dry run and planner count these states, and a run checks that there are
+    no others."""
     settings: str = "adam_beta1 adam_beta2 adam_eps"
-    """Those that mean something to it, of those that only some optimizers have."""
+    """Settings that this optimizer uses, of those that only some optimizers use."""
     averaged: bool = False
-    """The model that is evaluated and saved is an average of what is trained, which is saved beside it as `train_param`."""
+    """Evaluation and saving use an average of the trained weights, which are saved beside it as `train_param`."""
     host_passes: int = 0
-    """How often an update goes over states that are in host memory, which visit the device for it; 0: it cannot."""
+    """Passes of one update over states in host memory, which are copied to the device for it; 0: offloading is
+    unsupported."""
     matrices_apart: bool = False
-    """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` says which they are."""
+    """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` marks them."""
     sides: int = 0
-    """Of how many dimensions n of a hidden matrix it keeps `SQUARES`: both, or the smaller one. They are with the rank that
-    works on the matrix."""
+    """Number of dimensions n of a hidden matrix that have the states `SQUARES`: 2, or 1 for the smaller one. The rank
+    that works on the matrix stores them."""
     exchanged: tuple[int, int] = (0, 0)
-    """Numbers of each element of a hidden matrix that go to the rank that works on it, and that come back."""
+    """Values per element of a hidden matrix that are sent to the rank that works on it, and sent back."""
 
 
 def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
@@ -44,7 +46,7 @@ def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
 
 
 def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
-    """What is no hidden matrix it leaves to AdamW."""
+    """Return Muon's states; other parameters than hidden matrices are updated by AdamW."""
     return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
 
 
@@ -55,9 +57,9 @@ _LAMB = "lamb_min_coeff lamb_max_coeff"
 _SOAP = f"{_ADAM} soap_frequency"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SQUARES = ("gram", "eigenbasis")
-"""Matrices [n, n] in the format of main parameters."""
+"""States [n, n] in the format of the main parameters."""
 EMA = "ema"
-"""The state that `ema_decay` adds to any optimizer's."""
+"""State that `ema_decay` adds to any optimizer."""
 MUON_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
@@ -121,7 +123,8 @@ OPTIMIZERS: Registry[Any] = Registry(
     },
     OptimizerFacts,
 )
-"""Subclasses of `optimizers.base.Optimizer`. Your own: `@OPTIMIZERS.register("mine", states=("exp_avg",))` above its class."""
+"""Subclasses of `optimizers.base.Optimizer`. Register your own with `@OPTIMIZERS.register("mine",
+states=("exp_avg",))`."""
 LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
     "lr_decay_style",
     {
@@ -132,11 +135,12 @@ LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
         "WSD": f"{_HERE}.schedules:warmup_stable_decay",
     },
 )
-"""Functions of an `optimizers.schedules.Decay`, from the end of warm-up to that of the decay."""
+"""Functions of an `optimizers.schedules.Decay`, from the end of warm-up to the end of decay."""
 HOST_PIECE, HOST_SLOTS = 1 << 22, 3
-"""Elements of states in host memory that visit the device at a time; such pieces that have room there."""
+"""Elements of offloaded states that are copied to the device at a time, and the number of such pieces that it has room
+for."""
 ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
-"""They exchange their own state instead of gradients once they are frozen."""
+"""Optimizers that exchange their own state instead of gradients after the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,23 +148,23 @@ class OptimizerConfig:
     """The optimizer and its schedules. Norms and biases are not decayed."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
-    """adam is AdamW; docs/data_parallel.md explains the others."""
+    """Optimizer; adam is AdamW (docs/data_parallel.md)."""
     lr: float = option(1e-3, above=0, basic=True)
     """Peak learning rate."""
     min_lr: float = option(0.0, at_least=0, basic=True)
     """Learning rate at and after the end of decay."""
     decoupled_lr: float | None = option(None, above=0)
-    """Peak learning rate of the word embedding and the output head; default: lr."""
+    """Peak learning rate of the word embedding and head; default: lr."""
     decoupled_min_lr: float | None = option(None, at_least=0)
-    """decoupled_lr: what it decays to; default: min_lr."""
+    """decoupled_lr: its final value; default: min_lr."""
     lr_multipliers: list[str] = option([])
-    """PATTERN=FACTOR ...: multiply the learning rate of parameters by name, such as 'layers.0.*=0.5'."""
+    """PATTERN=FACTOR ...: multiply the learning rate of matching parameters, such as 'layers.0.*=0.5'."""
     lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
     """Decay after warm-up."""
     lr_decay_iters: int | None = option(None, at_least=1)
-    """Steps at which min_lr is reached; default train_iters."""
+    """Step at which min_lr is reached; default: train_iters."""
     lr_decay_samples: int | None = option(None, at_least=1)
-    """The same in samples; default train_samples."""
+    """Sample at which min_lr is reached; default: train_samples."""
     lr_warmup_iters: int | None = option(None, at_least=0)
     """Steps of linear warm-up."""
     lr_warmup_samples: int | None = option(None, at_least=0)
@@ -168,9 +172,9 @@ class OptimizerConfig:
     lr_warmup_fraction: float | None = option(None, at_least=0, below=1, basic=True)
     """Warm-up as a fraction of the decay length."""
     lr_warmup_init: float = option(0.0, at_least=0)
-    """Learning rate that the warm-up starts from."""
+    """Learning rate at the start of the warm-up."""
     lr_schedule_offset: str = option("step-end", choices=("step-end", "megatron"))
-    """A step takes learning rate and weight decay from its end in the schedules, or from its start (megatron)."""
+    """A step uses the learning rate and weight decay of its end in the schedules, or of its start (megatron)."""
     lr_wsd_decay_iters: int | None = option(None, at_least=1)
     """Length of the final decay of WSD, in steps."""
     lr_wsd_decay_samples: int | None = option(None, at_least=1)
@@ -180,23 +184,23 @@ class OptimizerConfig:
     weight_decay: float = option(0.01, at_least=0)
     """Decoupled weight decay."""
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
-    """How weight decay moves from start_weight_decay to end_weight_decay."""
+    """Change of the weight decay from start_weight_decay to end_weight_decay."""
     start_weight_decay: float | None = option(None, at_least=0)
-    """First value of a moving weight decay."""
+    """First weight decay, if it changes."""
     end_weight_decay: float | None = option(None, at_least=0)
-    """Last value of a moving weight decay."""
+    """Last weight decay, if it changes."""
     adam_beta1: float = option(0.9, at_least=0, below=1)
-    """Decay of the first moment, in all optimizers but sgd."""
+    """Decay of the first moment (not sgd)."""
     adam_beta2: float = option(0.999, at_least=0, below=1)
     """Decay of the second moment."""
     adam_eps: float = option(1e-8, above=0)
-    """Added to the square root of the second moment."""
+    """Constant added to the square root of the second moment."""
     clip_grad: float = option(1.0, at_least=0)
     """Largest global gradient norm; 0 turns clipping off."""
     sgd_momentum: float = option(0.9, at_least=0, below=1)
     """sgd: momentum."""
     sgd_nesterov: bool = option(False)
-    """sgd: Nesterov's form of it."""
+    """sgd: Nesterov momentum."""
     lamb_min_coeff: float = option(0.01, at_least=0)
     """lamb, onebit-lamb: lowest trust ratio."""
     lamb_max_coeff: float = option(10.0, above=0)
@@ -204,58 +208,60 @@ class OptimizerConfig:
     muon_momentum: float = option(0.95, at_least=0, below=1)
     """muon: momentum of matrices."""
     muon_nesterov: bool = option(True)
-    """muon: Nesterov's form of it."""
+    """muon: Nesterov momentum."""
     muon_steps: int = option(5, at_least=1, flags=("--muon-num-ns-steps",))
     """muon: Newton-Schulz iterations."""
     muon_scale: float = option(0.2, above=0, flags=("--muon-extra-scale-factor",))
-    """muon: factor of all updates; with spectral the root mean square of a matrix's update."""
+    """muon: factor on all updates; with spectral it is the root mean square of a matrix's update."""
     muon_scale_mode: str = option("spectral", choices=MUON_SCALES)
-    """muon: factor of a matrix [r, c]: spectral, √max(r, c); shape_scaling, √max(1, r/c); unit_rms_norm, √(r/c)."""
+    """muon: factor on the update of a matrix [r, c]: √max(r, c) (spectral), √max(1, r/c) (shape_scaling) or √(r/c)
+    (unit_rms_norm)."""
     muon_split_qkv: bool = option(True)
-    """muon: queries, keys and values of a layer are three matrices, else one."""
+    """muon: treat queries, keys and values of a layer as three matrices instead of one."""
     soap_frequency: int = option(10, at_least=1)
-    """soap, one-sided-soap: updates after which eigenbases are made again."""
+    """soap, one-sided-soap: updates between recomputations of the eigenbases."""
     qk_clip: bool = option(False)
-    """After each step shrink query and key weights of heads with an attention logit above qk_clip_threshold (MuonClip)."""
+    """MuonClip: after each step, scale down query and key weights of heads with an attention logit above
+    qk_clip_threshold."""
     qk_clip_threshold: float = option(100.0, above=0)
     """qk_clip: largest attention logit."""
     qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)
-    """qk_clip: share of the shrinking that queries take."""
+    """qk_clip: share of the scaling applied to the queries."""
     freeze_step: int | None = option(None, at_least=1)
-    """1-bit optimizers: last step of the warm-up with whole gradients; default: found, see freeze_threshold."""
+    """1-bit optimizers: last step of the warm-up with uncompressed gradients; default: see freeze_threshold."""
     freeze_threshold: float = option(0.96, above=0, below=1)
-    """1-bit optimizers: the warm-up ends, after the learning rate's, when the second moment's L1 norm has changed by
-    less than this ratio over 1/(1-beta2) steps."""
+    """1-bit optimizers: end the warm-up, after the learning rate's, once the second moment's L1 norm changes by less
+    than this ratio over 1/(1-beta2) steps."""
     onebit_scale: str = option("tensor", choices=("tensor", "bucket"))
-    """1-bit optimizers: signs stand for one size per tensor, or per bucket, as in the papers."""
+    """1-bit optimizers: magnitude of the signs: one per tensor, or per bucket as in the papers."""
     onebit_rule: str = option("megalite", choices=("megalite", "deepspeed"))
-    """onebit-adam, onebit-lamb: ours, or DeepSpeed's published algorithm."""
+    """onebit-adam, onebit-lamb: megalite's algorithm or DeepSpeed's."""
     local_step_clipper: int = option(16, at_least=1)
     """zero-one-adam: most local steps between two exchanges."""
     local_step_scaler: int = option(32678, at_least=1)
     """zero-one-adam: steps after which the number of local steps doubles."""
     variance_update_scaler: int = option(16, at_least=1)
-    """zero-one-adam: updates of the second moment after which their interval doubles."""
+    """zero-one-adam: second-moment updates after which their interval doubles."""
     ema_decay: float | None = option(None, at_least=0, below=1)
-    """Keep an exponential moving average of the main parameters, with this decay per step; default: none."""
+    """Keep an exponential moving average (EMA) of the main parameters with this decay per step; default: none."""
     eval_ema: bool = option(False)
-    """Evaluate, and export, the moving average."""
+    """Evaluate and export the EMA."""
     main_params: str = option("fp32", choices=("fp32", "split"))
-    """bf16: keep fp32 main parameters apart, or as the 16 bits that the model's parameters lack."""
+    """bf16: store fp32 main parameters separately, or only the 16 bits that the model's parameters lack."""
     exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16"))
     """adam: number format of the first moment."""
     exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16"))
     """adam: number format of the second moment."""
     stochastic_rounding: bool = option(False)
-    """adam: round bf16 moments up or down at random."""
+    """adam: round bf16 moments stochastically."""
     optimizer_cpu_offload: bool = option(False)
     """Keep main parameters and optimizer states in host memory; updates run on the device."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
-    """optimizer_cpu_offload: at least this share of them, in whole buckets."""
+    """optimizer_cpu_offload: least share to offload, in whole buckets."""
 
     @property
     def published_onebit(self) -> bool:
-        """A 1-bit optimizer takes DeepSpeed's steps."""
+        """Whether a 1-bit optimizer runs DeepSpeed's algorithm."""
         return self.onebit_rule == "deepspeed"
 
     @property
@@ -265,7 +271,7 @@ class OptimizerConfig:
 
 
 def parse_lr_multipliers(texts: Sequence[str]) -> list[tuple[str, float]]:
-    """(pattern, factor) of each. Raises ConfigError: one is written wrong."""
+    """Parse `lr_multipliers` into (pattern, factor) pairs. Raises ConfigError: an entry is malformed."""
     found = []
     for text in texts:
         pattern, _, number = text.rpartition("=")
@@ -280,27 +286,27 @@ def parse_lr_multipliers(texts: Sequence[str]) -> list[tuple[str, float]]:
 
 
 def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> Formats:
-    """The states of a parameter that the optimizer keeps, in their order."""
+    """Return the optimizer's states of a parameter, in their order."""
     states = OPTIMIZERS.facts(config.optimizer).states
     formats: Formats = states(config, hidden_matrix) if callable(states) else dict.fromkeys(states, "main")
     return formats if config.ema_decay is None else {**formats, EMA: "main"}
 
 
 def sides_of(config: OptimizerConfig, rows: int, columns: int) -> dict[str, int]:
-    """Those of a hidden matrix that the optimizer keeps `SQUARES` of, left for rows and right for columns -> their n."""
+    """Return the sides of a hidden matrix that have `SQUARES`: left (rows) and right (columns) -> n."""
     lengths = {"left": rows, "right": columns}
     return dict(sorted(lengths.items(), key=lambda side: side[1])[: OPTIMIZERS.facts(config.optimizer).sides])
 
 
 MatrixKey = tuple[str, int]
-"""A tensor's name and the number of the matrix in it."""
+"""Tensor name and the index of the matrix in it."""
 
 
 def deal(config: OptimizerConfig, matrices: Mapping[MatrixKey, tuple[int, int]], ranks: int) -> dict[MatrixKey, int]:
-    """Which of the ranks that share the work does that on each hidden matrix [r, c]: large ones are dealt out first, each
-    to the rank with the least work so far. In that order."""
+    """Assign each hidden matrix [r, c] to one of the ranks that share the work: largest first, each to the least loaded
+    rank. The result is in that order."""
     both = OPTIMIZERS.facts(config.optimizer).sides > 1
-    # Multiplications of a product with its Gram matrix, or with both.
+    # Multiplications by its Gram matrix, or by both.
     cost = {key: r * c * (r + c if both else min(r, c)) for key, (r, c) in matrices.items()}
     work, found = [(0, rank) for rank in range(ranks)], {}
     for key in sorted(cost, key=lambda key: (-cost[key], key)):

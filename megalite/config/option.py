@@ -1,4 +1,4 @@
-"""`option()`: a dataclass field that also knows how it is spelled on the command line, and what it may be."""
+"""`option()`: a dataclass field with its command-line flags and its legal values."""
 
 import dataclasses
 import math
@@ -6,11 +6,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 MOST = 2.0**40
-"""Where a number has no other upper bound: more than any run needs, little enough that counting with it is quick."""
+"""Upper bound of numbers without another one: above any real run, yet small enough for fast arithmetic."""
 
 
 class Bounds(NamedTuple):
-    """What a number (of a list, each of them) may be."""
+    """Bounds of a number, or of each number of a list."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -18,7 +18,7 @@ class Bounds(NamedTuple):
     at_most: float = math.inf
 
     def error(self, value: float) -> str | None:
-        """`must be above 0`, or None."""
+        """Return an error such as `must be above 0`; None if the value is legal."""
         if value < self.at_least:
             return f"must be at least {plain(self.at_least)}"
         if value <= self.above:
@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 def plain(value: float) -> str:
-    """A number, whole ones with all their digits."""
+    """Format a number; large whole numbers keep all digits."""
     return str(int(value)) if value == int(value) and abs(value) >= 1e6 else f"{value:g}"
 
 
@@ -41,11 +41,11 @@ def option(
     The attribute docstring under the field is its help text; the field's name, with dashes, is its flag.
 
     Args:
-        default: value when no preset, file or flag sets it. A list default is copied for each instance.
-        flags: further spellings (`("--tensor-model-parallel-size",)`); Megatron-LM's long names go here.
-        choices: the legal values, where they are few.
-        basic: shown by `--help`; the others only by `--help-all`.
-        bounds: of a number, as in `Bounds`.
+        default: value if no preset, file or flag sets it. A list default is copied for each instance.
+        flags: additional spellings (`("--tensor-model-parallel-size",)`), such as Megatron-LM's long names.
+        choices: legal values, if they are few.
+        basic: whether `--help` lists the setting; `--help-all` lists all.
+        bounds: bounds of a number, see `Bounds`.
     """
     metadata = {"flags": flags, "legal": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
     if isinstance(default, list):

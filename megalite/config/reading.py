@@ -1,4 +1,4 @@
-"""Reading input files: regular files only (no pipe, no device), YAML without surprises, and dataclasses from it."""
+"""Read input files: regular files only (no pipe, no device), strict YAML, and dataclasses from it."""
 
 import contextlib
 import dataclasses
@@ -22,14 +22,14 @@ from megalite.config.registry import imported
 
 T = TypeVar("T")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-OR_ZERO = {"least": 0.0}  # metadata of a field that may be 0; others are above it
-AT_LEAST_ONE = {"least": 1.0}  # metadata of a field that is 1 or more
-FRACTION = {"most": 1.0}  # metadata of a field that is a share of something: above 0, at most 1
+OR_ZERO = {"least": 0.0}  # metadata of a field that may be 0; others must be above it
+AT_LEAST_ONE = {"least": 1.0}  # metadata of a field that must be at least 1
+FRACTION = {"most": 1.0}  # metadata of a field that is a fraction: above 0, at most 1
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, opened for reading without a buffer. Raises OSError: it cannot be opened, or is no regular file: to
-    open a pipe would wait for its writer forever, and /dev/zero has no end."""
+    """Open a file for unbuffered reading. Raises OSError: it cannot be opened or is not a regular file. Opening a pipe
+    would wait for its writer forever, and /dev/zero has no end."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(number).st_mode
     if not stat.S_ISREG(mode):
@@ -41,7 +41,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 class Span(io.RawIOBase):
-    """The bytes [start, stop) of an open file, read as one whole; it closes the file."""
+    """The bytes [start, stop) of an open file as a file, which closes it."""
 
     def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
         self._file, self._start, self._length, self._place = file, start, stop - start, 0
@@ -75,17 +75,17 @@ class Span(io.RawIOBase):
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The whole of a text file. Raises OSError: as `open_regular`. Raises UnicodeDecodeError: it is not of that
-    encoding."""
+    """Read a text file. Raises OSError: see `open_regular`. Raises UnicodeDecodeError: it has another encoding."""
     with open_regular(path) as file:
         return file.read().decode(encoding, errors)
 
 
 def read_input(path: str | Path, what: str) -> str:
-    """The text of a file that the user named. Raises ConfigError: it cannot be read; `what` says which file it is."""
+    """Read a text file that the user named; `what` names its kind in messages. Raises ConfigError: it cannot be
+    read."""
     path = Path(path)
     try:
-        return read_text(path, "utf-8-sig")  # as spreadsheets save tables
+        return read_text(path, "utf-8-sig")  # spreadsheets save a BOM
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist{_near(path)}") from None
     except OSError as error:
@@ -104,12 +104,12 @@ def _near(path: Path) -> str:
 
 
 def read_json(path: str | Path, what: str, example: str) -> Any:
-    """What a JSON file that the user named holds. Raises ConfigError: it cannot be read, is not JSON, or has a key twice;
-    `what` says which file it is."""
+    """Read a JSON file that the user named; `what` names its kind in messages. Raises ConfigError: it cannot be read,
+    is not JSON, or has a duplicate key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for key, value in pairs:  # the last one would win without a word
+        for key, value in pairs:  # json.loads would silently keep the last one
             if key in found:
                 raise ConfigError(f"{what} {path}: {key} is given twice; keep one of them")
             found[key] = value
@@ -120,31 +120,31 @@ def read_json(path: str | Path, what: str, example: str) -> Any:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} {path} is not JSON: {error}; it holds e.g. {example}") from None
+        raise ConfigError(f"{what} {path} is not JSON: {error}; write e.g. {example}") from None
 
 
 def load_mapping(text: str, source: str, example: str, problems: Problems | None = None) -> dict[Any, Any]:
-    """The mapping that YAML text holds; keys that are given twice are problems. `problems`: gets them; default: raised.
-    Raises ConfigError: it is not YAML, nested too deeply, or holds something else; the message starts with `source`."""
+    """Parse a YAML mapping; `problems` collects duplicate keys (default: raised). Raises ConfigError: not YAML, nested
+    too deeply, or not a mapping; the message starts with `source`."""
     twice = Problems()
     tree = imported("megalite.config.yaml_text:tree_of")(text, source, twice)
     with gathered(problems) as found:
         for problem in twice.found:
             found.add(f"{source}: {problem}", *twice.wrong)
     if not isinstance(tree, dict):
-        held = "nothing" if tree is None else shortened(tree)
-        raise ConfigError(f"{source} must hold `key: value` lines such as `{example}`, found {held}")
+        found_instead = "nothing" if tree is None else shortened(tree)
+        raise ConfigError(f"{source} must hold `key: value` lines such as `{example}`, found {found_instead}")
     return tree
 
 
 def read_yaml(path: Path, *, kind: str) -> dict[str, Any]:
-    """The mapping in a file; ConfigError if there is none."""
+    """Read the mapping in a YAML file. Raises ConfigError: see `load_mapping` and `read_input`."""
     return load_mapping(read_input(path, f"{kind} file"), f"{kind} file {path}", f"name: my-{kind}")
 
 
 def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
-    """The file of a known name, or the path itself if it ends in .yaml or .yml or exists. Raises ConfigError: neither;
-    the nearest names are given."""
+    """Return the file of a known name, or the path itself if it ends in .yaml or .yml or exists. Raises ConfigError:
+    neither; the nearest names are listed."""
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name_or_path in names:
         return folder / f"{name_or_path}.yaml"
@@ -160,10 +160,9 @@ def find_file(name_or_path: str, folder: Path, *, kind: str) -> Path:
 
 
 def build(cls: type[T], tree: Any, where: str) -> T:
-    """The dataclass that a mapping describes; dataclasses in it are mappings in turn, and a field with
-    `read` in its metadata is read by that, which gets the value and where it stands. `where`: how messages begin: the
-    file, and the section in it. Raises ConfigError: a key is unknown or missing, or a value is of another type, not
-    finite or out of range."""
+    """Build a dataclass from a mapping; nested dataclasses are mappings too, and a field with `read` in its metadata is
+    parsed by that function of (value, where). `where` starts messages: the file and the section in it. Raises
+    ConfigError: a key is unknown or missing, or a value has another type, is not finite or is out of range."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} takes `key: value` lines, got {shortened(tree)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -176,7 +175,7 @@ def build(cls: type[T], tree: Any, where: str) -> T:
         if name in tree:
             values[name] = _value(types[name], tree[name], f"{where}: {name}", field.metadata)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            # Of floats: a share; seconds, which may be 0; or bytes and operations per second.
+            # Examples for floats: a fraction; seconds, which may be 0; bytes or operations per second.
             number = "0.8" if "most" in field.metadata else "1.0e-6" if "least" in field.metadata else "1.0e9"
             examples = {int: "8", float: number, bool: "true", str: "some text"}
             example = field.metadata.get("example", examples.get(types[name], "{...}"))
@@ -219,7 +218,8 @@ def _mapping(kind: Any, value: Any, where: str, metadata: Mapping[str, Any]) -> 
 
 
 def number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> int | float:
-    """A number within the bounds of a field's metadata; as text too, since YAML takes 1e9 for text: it wants 1.0e+9."""
+    """Parse a number within the bounds of a field's metadata, also from text, since YAML reads 1e9 as text and only
+    1.0e+9 as a number."""
     found = value
     if isinstance(value, str):
         try:
@@ -242,13 +242,13 @@ def number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> i
 
 
 def as_yaml(tree: Any, **style: Any) -> str:
-    """Plain data as YAML, in its order."""
+    """Dump plain data as YAML, in its order."""
     text: str = imported("yaml:safe_dump")(tree, sort_keys=False, allow_unicode=True, **style)
     return text
 
 
 def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
-    """A dataclass as a file that `build` reads back equal; `header` becomes comment lines at its top. Raises
+    """Write a dataclass to a file that `build` reads back equal; `header` becomes comment lines at the top. Raises
     ConfigError: the file cannot be written."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
     write_text(path, comment + as_yaml(plain(value), width=110))
@@ -263,7 +263,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, without what is None, and mappings as dicts; numbers as Python's own."""
+    """Convert dataclasses (without fields that are None) and mappings to dicts, and numbers to Python's types."""
     if dataclasses.is_dataclass(value):
         return {name: plain(found) for name, found in vars(value).items() if found is not None}
     if isinstance(value, Mapping):
@@ -275,8 +275,8 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """While millions of small objects are made that all stay, the collector would look at them again and again: with
-    manifests and schedules of a million entries that takes a third of the time."""
+    """Pause the garbage collector while millions of small, long-lived objects are created: it would scan them
+    repeatedly, a third of the time for manifests and schedules of a million entries."""
     enabled = gc.isenabled()
     gc.disable()
     try:

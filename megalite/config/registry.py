@@ -1,8 +1,7 @@
-"""`Registry`: implementations by name, each with the facts that rules, dry run and planner need of it.
+"""`Registry`: implementations by name, with the facts that rules, dry run and planner need.
 
-What megalite contains is imported when a config names it. What users add comes in by the same door: a decorator, in a
-module that `imports` names, or that an installed package has as an entry point of `megalite.plugins`.
-"""
+megalite's implementations are imported when a config names them. Users add theirs with a decorator, in a module that
+`imports` names or that an installed package lists as an entry point of `megalite.plugins`."""
 
 import importlib
 import sys
@@ -17,17 +16,17 @@ from megalite.config.errors import ConfigError
 
 T = TypeVar("T")
 PLUGINS = "megalite.plugins"
-"""Group of entry points: each names a module that registers something. Imported when a name is not known otherwise."""
+"""Group of entry points that name modules to import when a name is unknown."""
 
 
 def imported(path: str) -> Any:
-    """What `module:attribute` names; for what only some runs need."""
+    """Import and return `module:attribute`, for code that only some runs need."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def optional(module: str, remedy: str) -> Any:
-    """A module of a package that need not be installed. Raises ConfigError, with the remedy: it is not."""
+    """Import a module of an optional package. Raises ConfigError, with the remedy: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -43,12 +42,12 @@ class _Entry:
 
 
 class Registry(Collection[str], Generic[T]):
-    """Name -> implementation and its facts; as a collection, the names, those of megalite first.
+    """Name -> implementation and its facts; as a collection, the names, megalite's first.
 
     Args:
-        setting: what chooses among them, for errors.
-        builtin: name -> `module:attribute`, imported at the first `get`, with facts or without.
-        facts: makes the facts of what `register` adds from the decorator's keywords; default: there are none.
+        setting: the setting that selects an implementation, for errors.
+        builtin: name -> `module:attribute`, imported at the first `get`, optionally with facts.
+        facts: builds facts from the keywords of `register`; default: none.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class Registry(Collection[str], Generic[T]):
         return name in self.entries
 
     def register(self, name: str, **facts: Any) -> Callable[[T], T]:
-        """Decorator: `@OPTIMIZERS.register("lion", states=("exp_avg",))`. What is defined again at the same place, as by a
-        notebook's cell, takes the place of the former.
-        Raises ConfigError: the name is taken, or the facts are not those of this registry."""
+        """Return a decorator: `@OPTIMIZERS.register("lion", states=("exp_avg",))`. A definition at the same place, such
+        as a notebook cell that runs again, replaces the former. Raises ConfigError: the name is taken, or the facts do
+        not fit this registry."""
 
         def add(implementation: T) -> T:
             former = self.entries.get(name)
@@ -90,9 +89,7 @@ class Registry(Collection[str], Generic[T]):
             try:
                 stated = self._make_facts(**facts)
             except TypeError as error:
-                raise ConfigError(
-                    f"{self._setting} {name} is registered with other facts than it has: {error}"
-                ) from None
+                raise ConfigError(f"{self._setting} {name} is registered with the wrong facts: {error}") from None
             self.entries[name] = _Entry(stated, implementation=implementation)
             return implementation
 
@@ -100,13 +97,12 @@ class Registry(Collection[str], Generic[T]):
 
     def _entry(self, name: str) -> _Entry:
         if name not in self.entries and name not in self:
-            known = ", ".join(self.names) or "none, for nothing is registered"
+            known = ", ".join(self.names) or "none: nothing is registered"
             raise ConfigError(f"{self._setting} is {name!r}; it must be one of {known}")
         return self.entries[name]
 
     def get(self, name: str) -> T:
-        """The implementation of that name.
-        Raises ConfigError: there is none."""
+        """Return the implementation of a name. Raises ConfigError: the name is unknown."""
         entry = self._entry(name)
         if entry.implementation is None and entry.path is not None:
             entry.implementation = imported(entry.path)
@@ -114,12 +110,12 @@ class Registry(Collection[str], Generic[T]):
         return implementation
 
     def facts(self, name: str) -> Any:
-        """What is stated of it, without importing it. Errors as for `get`."""
+        """Return the facts of a name without importing it. Raises ConfigError: the name is unknown."""
         return self._entry(name).facts
 
     def name_of(self, given: str | T) -> str:
-        """The name that was given, or the one under which what was given is registered.
-        Raises ConfigError: there is none."""
+        """Return the name itself, or the name of a registered implementation. Raises ConfigError: it is not
+        registered."""
         if isinstance(given, str):
             self._entry(given)
             return given
@@ -134,14 +130,14 @@ class Registry(Collection[str], Generic[T]):
 
 
 def _place(implementation: Any) -> tuple[Any, ...]:
-    """Where something is defined; of what says nothing of that, itself."""
+    """Return where an object is defined; if it has no module and name, its identity."""
     place = getattr(implementation, "__module__", None), getattr(implementation, "__qualname__", None)
     return place if None not in place else (id(implementation),)
 
 
 def import_modules(modules: Iterable[str]) -> None:
-    """Import the user's modules, which register what is in them; from the working folder too, behind all other places.
-    Raises ConfigError: one of them cannot be imported; names it, the reason and the line."""
+    """Import the user's modules, which register parts. The working folder is searched last. Raises ConfigError: an
+    import failed; names the module, the reason and the line."""
     for name in modules:
         if name in sys.modules:
             continue
@@ -165,7 +161,7 @@ def _loaded(what: str, load: Callable[[], object]) -> None:
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         missing = isinstance(error, ModuleNotFoundError) and not frames
         hint = "; give a dotted name that Python finds from the working folder, on PYTHONPATH or installed" * missing
-        reason = str(error) or "it says no more"
+        reason = str(error) or "no message"
         raise ConfigError(f"{what} cannot be imported: {type(error).__name__}: {reason}{where}{hint}") from error
 
 

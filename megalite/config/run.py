@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that decides a run, in one frozen value, and what follows from several of its sections."""
+"""`RunConfig`: all settings of a run in one frozen value, and functions of several of its sections."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -19,7 +19,7 @@ from megalite.config.training import CheckpointConfig, LoggingConfig, TrainingCo
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One section a topic. The same settings are flat on the command line: field names are unique over sections."""
+    """All settings, in sections. Field names are unique over sections, because the command line is flat."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -32,17 +32,18 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that gets the config from another: what it names is registered there too."""
+        """Restore a config that another process sent: its imports are registered here too."""
         vars(self).update(state)
         import_modules(self.training.imports)
 
 
 def least_ranks(config: RunConfig) -> int:
-    """tp·pp·cp·dp; where dp is open, with the least that experts and dp_instances leave."""
+    """Return the smallest world size, tp·pp·cp·dp; if dp is open, with the least that experts and dp_instances
+    allow."""
     p, instances = config.parallel, max(config.parallel.dp_instances, 1)
     stage, grid = max(p.tp * p.cp, 1), max(p.expert_tp * p.ep, 1) if config.model.num_experts else 1
     least = grid // math.gcd(stage, grid)
-    if instances > 1:  # each has two ranks or more, also of those with the same experts
+    if instances > 1:  # each has two ranks or more, also among those with the same experts
         groups = (least * max(p.cp, 1), least * stage // grid)
         least *= next(
             n for n in range(1, 2 * instances + 1) if all(n * g % instances == 0 and n * g > instances for g in groups)
@@ -51,48 +52,48 @@ def least_ranks(config: RunConfig) -> int:
 
 
 def profile_folder(config: RunConfig) -> str | None:
-    """Where `profile` writes its folder: to run_dir, else to tensorboard_dir."""
+    """Return the folder that `profile` writes to: run_dir, else tensorboard_dir."""
     return config.logging.run_dir or config.logging.tensorboard_dir
 
 
 def writers(config: RunConfig) -> list[str]:
-    """Further writers of metrics: those that `metrics` names, and wandb where there is a project to write to."""
+    """Return the additional writers: those in `metrics`, and wandb if a project is set."""
     named, project = config.logging.metrics, config.logging.wandb_project
     return named if project is None or "wandb" in named else [*named, "wandb"]
 
 
 HUGGING_FACE = "hf:"
-"""Before a folder in `load`."""
+"""Prefix of a Hugging Face folder in `load`."""
 
 
 def hugging_face_folder(load: str | None) -> Path | None:
-    """The folder of another format that `load` names, if it does."""
+    """Return the Hugging Face folder that `load` names; None if it is a checkpoint folder."""
     if load is None or not load.startswith(HUGGING_FACE):
         return None
     return Path(load.removeprefix(HUGGING_FACE)).expanduser()
 
 
 def resumes(config: RunConfig) -> bool:
-    """The run is the one that wrote what it loads: its step and its samples are counted on."""
+    """Return whether the run continues the one that wrote the checkpoint, with its step and sample counts."""
     c = config.checkpoint
     return c.load is not None and not c.finetune and hugging_face_folder(c.load) is None
 
 
 def saves(config: RunConfig) -> bool:
-    """Something in the settings means that checkpoints are written: to `save`, or else below `run_dir`."""
+    """Return whether the settings make the run write checkpoints, to `save` or below `run_dir`."""
     t, c = config.training, config.checkpoint
     ends = (c.save_interval, c.export_hf, t.exit_interval, t.exit_duration_in_mins, t.exit_file)
     return any(end is not None for end in ends)
 
 
 def saves_at(config: RunConfig, step: int) -> bool:
-    """A checkpoint is due after this step, wherever the run ends."""
+    """Return whether a checkpoint is due after this step, apart from the end of the run."""
     c = config.checkpoint
     return any(every is not None and step % every == 0 for every in (c.save_interval, c.save_hf_interval))
 
 
 def save_folder(config: RunConfig) -> str | None:
-    """Where checkpoints go: to `save`; not given, below `run_dir`; None if nothing is saved."""
+    """Return the checkpoint folder: `save`, or one below `run_dir`; None if nothing is saved."""
     save, run_dir = config.checkpoint.save, config.logging.run_dir
     if save is not None or run_dir is None or not saves(config):
         return save
@@ -100,18 +101,18 @@ def save_folder(config: RunConfig) -> str | None:
 
 
 def scales_loss(config: RunConfig) -> bool:
-    """Gradients are somewhere in fp16, in the network or on the wire, and need a loss scale."""
+    """Return whether gradients are in fp16, in the network or on the wire, and need a loss scale."""
     return "fp16" in (config.training.precision, config.data_parallel.wire_dtype)
 
 
 def stage_layers(config: RunConfig) -> list[int] | None:
-    """The cut that the user gave, if any: layers of each stage."""
+    """Return the user's layers of each stage; None if they are not set."""
     p = config.parallel
     return p.pipeline_layers if p.pipeline_layout is None else parse_pipeline_layout(p.pipeline_layout)
 
 
 def attention_in_tiles(config: RunConfig) -> str | None:
-    """The setting for which attention is computed in pieces that are merged, or None."""
+    """Return the setting that requires attention in tiles that are merged; None: no tiles."""
     model, window, parallel = config.model, config.model.sliding_window, config.parallel
     if model.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping {model.attn_logit_softcapping:g}"
@@ -138,7 +139,7 @@ T = TypeVar("T")
 
 
 class Itself(Generic[T]):
-    """A value as a key: the object, whatever is in it, which may be lists."""
+    """A dict key that compares an object by identity; the object itself may be unhashable."""
 
     __slots__ = ("value",)
 
@@ -153,8 +154,8 @@ class Itself(Generic[T]):
 
 
 def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """Remembers what a function says of its last first arguments: of these objects, which nothing changes. All that is
-    predicted of a config asks for the same parts."""
+    """Cache a function by the identity of its first argument, for the last `maxsize` objects, which nothing may change.
+    All predictions about a config share the same parts."""
 
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @lru_cache(maxsize)
@@ -167,10 +168,10 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
 
 
 def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
-    """A cache for functions of a config: one answer for all configs that agree in every setting which the function has read.
+    """Cache a function of a config: one result for all configs that agree in every setting that the function has read.
 
-    What is read is recorded, not declared, so no list of settings can become outdated. The function may depend on nothing
-    but the settings and its other arguments."""
+    Reads are recorded, not declared, so no list of settings can become outdated. The result may depend on nothing but
+    the settings and the other arguments."""
     answers: dict[Hashable, dict[tuple[str, ...], dict[Hashable, T]]] = {}
     left = _MOST_ANSWERS
 
@@ -187,7 +188,7 @@ def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callab
         sections = {name: _recording(part, f"{name}.", was_read) for name, part in vars(config).items()}
         try:
             answer = function(RunConfig(**sections), *given, **named)
-        finally:  # it has read them for a function that gave its own config, too
+        finally:  # reads them from `config`, which may itself record for a caller
             names = tuple(was_read)
             key = _values(config, names)
         by_names.setdefault(names, {})[key] = answer
@@ -203,8 +204,8 @@ _MOST_ANSWERS = 4096  # of one function
 
 
 def _can_be_shared(config: RunConfig) -> bool:
-    """False where an answer depends on more than settings: files may change, and a notebook may define a schedule again under
-    its name."""
+    """Return False if a result depends on more than settings: files may change, and a notebook may redefine a schedule
+    under its name."""
     p = config.parallel
     known = p.pipeline_schedule is None or p.pipeline_schedule in PIPELINE_SCHEDULES.builtin
     return known and p.pipeline_schedule_file is None and p.pipeline_costs is None
@@ -221,12 +222,12 @@ def _values(config: RunConfig, names: tuple[str, ...]) -> tuple[Hashable, ...]:
 
 @cache
 def _getter(names: tuple[str, ...]) -> Callable[[RunConfig], tuple[Any, ...]]:
-    return attrgetter(*names, "model.num_layers", "model.num_layers")  # of a single name it would be no tuple
+    return attrgetter(*names, "model.num_layers", "model.num_layers")  # attrgetter of a single name returns no tuple
 
 
 def _recording(part: Any, prefix: str, was_read: dict[str, None]) -> Any:
-    """A copy of a section that records which of its settings are read. What `replace` makes of it does not record: to make it,
-    all others were read."""
+    """Return a copy of a section that records which of its settings are read. A copy made from it by `replace` does not
+    record: making it has read all other settings."""
     kind, slot = _recording_type(next(each for each in type(part).__mro__ if "_record" not in vars(each)))
     copy: Any = object.__new__(kind)
     slot.__set__(copy, (part, prefix, was_read))
@@ -234,8 +235,8 @@ def _recording(part: Any, prefix: str, was_read: dict[str, None]) -> Any:
 
 
 class _Recorded:
-    """A setting of a recording section: its first reading is recorded, and leaves the value in the section itself, where
-    further ones find it."""
+    """Descriptor of a setting in a recording section: the first read is recorded and stores the value in the section,
+    where later reads find it."""
 
     def __init__(self, name: str) -> None:
         self.name = name

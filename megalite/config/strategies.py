@@ -1,8 +1,7 @@
-"""What each data-parallel strategy is to the rest of megalite: its rules, memory, traffic and place in searches.
+"""Facts about each data-parallel strategy: its rules, memory, traffic and place in searches.
 
-A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and the facts that it is registered with in
-`STRATEGIES`; nothing else asks for its name.
-"""
+A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and the facts it is registered with in
+`STRATEGIES`. No other code checks a strategy's name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,67 +11,68 @@ from typing import Any, Literal, NamedTuple
 from megalite.config.registry import Registry
 
 Config = Any
-"""A RunConfig; its module imports this one."""
+"""A RunConfig, untyped because its module imports this one."""
 
 Volumes = list[tuple[str, float]]
-"""(operation, bytes), as `planner.communication` counts them."""
+"""(operation, bytes) pairs, as `planner.communication` counts them."""
 
 
 class BucketTraffic(NamedTuple):
-    """One bucket in one step, as what replicas send of it depends on it."""
+    """One bucket in one step: the numbers that determine a replica's traffic."""
 
     config: Config
     elements: int
     replicas: int
-    """Of several instances those of one."""
+    """Replicas of one instance."""
     parameter: int
-    """Bytes of an element of the model's parameters."""
+    """Bytes per element of the model's parameters."""
     wire: int
-    """Bytes of an element of a gradient on the wire."""
+    """Bytes per element of a gradient on the wire."""
     in_parts: bool
-    """Sums are made from parts in an order that we choose, instead of by the library's reduction."""
+    """Whether sums are computed from parts in a fixed order instead of by the library's reduction."""
     gathers: int
-    """How often the parameters are gathered."""
+    """Number of gathers of the parameters."""
     microbatches: int
     state_bytes: int
-    """Of an element of all the optimizer's states on the wire."""
+    """Bytes per element of all optimizer states on the wire."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFacts:
-    """Of one strategy."""
+    """Facts about one strategy."""
 
     traffic: Callable[[BucketTraffic], Volumes]
-    """What the replica that sends most sends of a bucket in a step, on average."""
+    """Average traffic of a bucket per step, for the replica that sends most."""
     settings: str = ""
-    """The settings that mean something to it, of those that only some strategies have."""
+    """Settings that this strategy uses, of those that only some strategies use."""
     weights: Literal["equal", "local", "stale"] = "equal"
-    """Of replicas: equal after each step; each its own, at least for some steps; or as old as a server's last answer."""
+    """Weights of the replicas: equal after each step; local to each, at least for some steps; or stale, as of a
+    server's last answer."""
     shards: Literal["nothing", "states", "parameters"] = "nothing"
-    """What a replica has an equal part of alone: the optimizer's states (it then updates that part), or parameters too."""
+    """What each replica stores a shard of: the optimizer states (it then updates that shard), or the parameters too."""
     served: bool = False
-    """The first replica alone has main parameters and the optimizer's states."""
+    """Whether only the first replica stores main parameters and optimizer states."""
     buckets: Literal["settings", "whole", "messages"] = "settings"
-    """As large as `ddp_bucket_size`, as all parameters, or as a message to each server."""
+    """Bucket size: `ddp_bucket_size`, all parameters, or one message to each server."""
     norm_terms: int = 1
-    """Numbers that give the gradient's norm, in the all-reduce of the whole world."""
+    """Values that determine the gradient norm, in the all-reduce over all ranks."""
     states: Callable[[Config], tuple[str, ...]] = lambda config: ()
-    """What it keeps of each element, by names of `data_parallel.facts.STATES`."""
+    """Per-element states of the strategy, by names of `data_parallel.facts.STATES`."""
     searched: bool = False
-    """The planner, and an elastic run, may choose it: its numbers do not depend on the layout."""
+    """Whether the planner and elastic runs may choose it: its numbers do not depend on the layout."""
 
     def has(self, setting: str) -> bool:
-        """The setting means something to it."""
+        """Return whether the strategy uses the setting."""
         return setting in self.settings.split()
 
     @property
     def shards_states(self) -> bool:
-        """Each replica updates an equal part of a bucket."""
+        """Whether each replica updates a shard of a bucket."""
         return self.shards != "nothing"
 
     @property
     def shards_parameters(self) -> bool:
-        """Each replica has an equal part of the parameters between their uses."""
+        """Whether each replica stores a shard of the parameters between uses."""
         return self.shards == "parameters"
 
 
@@ -97,11 +97,11 @@ def _averaged(t: BucketTraffic) -> Volumes:
 
 
 INTEGER_BLOCK = 2048
-"""Elements that share a scale, where they travel as 8-bit integers."""
+"""Elements that share a scale when they are sent as 8-bit integers."""
 
 
 def integer_bytes(elements: int, width: int) -> int:
-    """Of 8-bit integers and their scales, of `width` bytes."""
+    """Return the bytes of 8-bit integers and their scales, which have `width` bytes each."""
     return elements + -(-elements // INTEGER_BLOCK) * width
 
 
@@ -214,7 +214,7 @@ STRATEGIES: Registry[type] = Registry(
     },
     StrategyFacts,
 )
-"""By name, as `dp_strategy` gives it. Your own: `@STRATEGIES.register("mine", traffic=..., ...)` above its class."""
+"""Strategies by name. Register your own with `@STRATEGIES.register("mine", traffic=..., ...)` above its class."""
 
 ALIASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -227,9 +227,9 @@ ALIASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "fsdp": {"dp_strategy": "fully-sharded"},
     }
 )
-"""Names that flags and files may give for `dp_strategy` -> the settings that they stand for."""
+"""Aliases of `dp_strategy` values -> the settings that they set."""
 
 
 def searched_strategies() -> tuple[str, ...]:
-    """Those that the planner and an elastic run choose among."""
+    """Return the strategies that the planner and elastic runs choose among."""
     return tuple(name for name in STRATEGIES if STRATEGIES.facts(name).searched)

@@ -1,9 +1,8 @@
-"""`validate`: the one place that decides whether a config is legal, and that fills in what it leaves open.
+"""`validate`: the one place that decides whether a config is legal and fills in its open settings.
 
-Pure arithmetic: it opens no file, needs no device and works for any world size. What only the schedule generator can
-tell (which numbers of microbatches a schedule takes) is asked of it by the dry run and by training, for each of
-`microbatch_counts(config)`.
-"""
+Pure arithmetic: it opens no file, needs no device and works for any world size. Only the schedule generator knows
+which numbers of microbatches it accepts, so dry run and training build the schedule for each of
+`microbatch_counts(config)`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,7 +40,7 @@ _OF_WHAT_STARTS: tuple[Check, ...] = (
             "there is no data to train on; add --data-path PREFIX (or --mock-data --vocab-size 1024)": (
                 lambda c: not (c.data_path or c.train_data_path or c.mock_data or c.dataset)
             ),
-            # Mock data without it has its own rule, and without any data there is no tokenizer yet.
+            # Mock data without it has a separate rule, and without any data there is no tokenizer yet.
             "the size of the vocabulary is not known; add --tokenizer-model FILE or --vocab-size 50257": (
                 lambda c: (
                     (c.data_path or c.train_data_path or c.dataset) and c.vocab_size is None and not _has_tokenizer(c)
@@ -67,18 +66,17 @@ def validate(
     """Check a config for `world_size` ranks and fill in dp, global_batch_size and the derived sizes of the model.
 
     Filled in: dp, etp (with experts), global_batch_size, num_query_groups, kv_channels, ffn_hidden_size,
-    max_position_embeddings. vocab_size stays open if a tokenizer is to give it: validate again once it is known.
+    max_position_embeddings. vocab_size stays open if a tokenizer provides it: validate again once it is known.
     Validating the result again changes nothing.
 
     Args:
-        config: what was asked for.
-        world_size: number of ranks; None if it is not known: rules that need it are skipped.
-        explicit: settings given by the user (`Invocation.explicit`). Some have an effect only beside another one, and
-            that they are there at all is then the error.
-        startable: it must have what training needs and a dry run does not: a length and data.
-        problems: gets what is wrong, and says which settings are already known to be. Default: raised, all in one.
+        config: the requested settings.
+        world_size: number of ranks; None if unknown: rules that need it are skipped.
+        explicit: settings that the user gave (`Invocation.explicit`): giving a setting that has no effect is an error.
+        startable: also require what training needs and a dry run does not: a length and data.
+        problems: collects problems, and has the settings known to be wrong. Default: raised together.
 
-    Raises ConfigError: everything that is not legal, each with its name, both values and a value that works."""
+    Raises ConfigError: everything that is not legal, with the setting's name, both values and a value that works."""
     import_modules(config.training.imports)
     with gathered(problems) as found:
 
@@ -99,7 +97,7 @@ def validate(
         check(*_OF_WHAT_IS_ASKED)
         if config.training.eval_iters == 0:
             found.unused |= {"eval_interval", "eval_iters"}
-        # Read again from a file, what a preset sets and a flag left without effect would be an error.
+        # When the config is read back from a file, an ignored setting of a preset would be an error.
         config = replace(config, **{name: settings()[name].default for name in found.unused})
         config = _resolve(config, found)
         check(*_OF_WHAT_IS_RESOLVED)
@@ -109,7 +107,7 @@ def validate(
 
 
 def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> Problems:
-    """What some rules find by themselves."""
+    """Run some rules alone and return their problems."""
     problems, seen = Problems(), see(config, explicit)
     for check in checks:
         problems.extend(check(seen), say=partial(say, seen))
@@ -117,14 +115,14 @@ def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> 
 
 
 def require_startable(config: RunConfig) -> None:
-    """Raise ConfigError unless a validated config has what training needs and a dry run does not: length and data."""
+    """Raise ConfigError unless a validated config can start training: it needs a length and data."""
     check_rules(config, frozenset(), *_OF_WHAT_STARTS).raise_all()
 
 
 def _check_values(config: RunConfig, problems: Problems) -> None:
-    """Each setting is one of its choices, or a number within its bounds."""
+    """Check that each setting is one of its choices, or a number within its bounds."""
     for name, value in values_of(config).items():
-        # Defaults are legal, and most of the settings.
+        # Defaults are legal, and most settings have them.
         if value is not None and value != settings()[name].default and name not in problems.wrong:
             problems.extend(_wrong_value(name, value), name)
 
@@ -156,11 +154,11 @@ _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
         "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
     }
 )
-"""Setting that may be left open -> what it then is."""
+"""Setting that may be left open -> its derived value."""
 
 
 def _resolve(config: RunConfig, problems: Problems) -> RunConfig:
-    """Fill in what is derived; what is derived from something wrong is wrong too."""
+    """Fill in derived settings; a setting derived from a wrong one is wrong too."""
     seen, found = see(config, wrong=problems.wrong), {}
     for name, derive in _DERIVED.items():
         with problems.collecting({name}):

@@ -1,4 +1,4 @@
-"""Values of settings: from text and from YAML, with the type each setting wants."""
+"""Convert text and YAML values to the types of settings."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
 
 
 def _number(text: str, kind: type) -> int | float | None:
-    """The number that `text` spells, or None. `1e6` is an integer, `1.5` is not; nan and inf are not numbers."""
+    """Return the number that `text` spells, or None. `1e6` is an integer, `1.5` is not; nan and inf are not numbers."""
     try:
         if kind is int and text.strip().lstrip("+-").replace("_", "").isdecimal():
             return int(text) if abs(int(text)) < _LARGEST else None
@@ -26,7 +26,7 @@ def _number(text: str, kind: type) -> int | float | None:
 
 
 def _element(setting: Setting, value: Any, where: str) -> Any:
-    """One value of the setting's element type; text that spells a number exactly is taken as that number."""
+    """Convert one value to the setting's element type; text that spells a number becomes that number."""
     if setting.type is str:
         if not isinstance(value, str):
             nested = isinstance(value, list | tuple | dict)
@@ -52,7 +52,7 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
 
 
 def check_choice(setting: Setting, value: Any, where: str) -> None:
-    """Raise ConfigError unless the value is one of the setting's choices (if it has any)."""
+    """Raise ConfigError unless the value is one of the setting's choices, if it has any."""
     registered = isinstance(setting.legal, Registry)
     if (registered or setting.legal) and value is not None and value not in setting.legal:
         known = f"one of {', '.join(setting.choices)}" if setting.choices else "nothing is registered for it"
@@ -63,8 +63,8 @@ def check_choice(setting: Setting, value: Any, where: str) -> None:
 
 
 def coerce(setting: Setting, value: Any, where: str) -> Any:
-    """The value with the setting's type, from what YAML or a caller gave; of dp_strategy it may be an alias.
-    Raises ConfigError: the value is of another type or not among the choices; the message starts with `where`."""
+    """Convert a value from YAML or a caller to the setting's type; dp_strategy also accepts aliases. Raises
+    ConfigError: another type or not among the choices; the message starts with `where`."""
     if value is None:
         if setting.optional:
             return None
@@ -85,7 +85,7 @@ def coerce(setting: Setting, value: Any, where: str) -> Any:
 
 
 def from_words(setting: Setting, words: list[str], flag: str) -> Any:
-    """The value that command-line words spell. `none` unsets an optional setting."""
+    """Convert command-line words to a value. `none` unsets an optional setting."""
     if setting.optional and words in (["none"], ["None"]):
         return None
     if setting.is_list:

@@ -1,4 +1,4 @@
-"""YAML without surprises. Loaded with the first file that is read: help and a command line of flags need none of it."""
+"""Strict YAML. Imported with the first file that is read; help and flags do not need it."""
 
 import re
 from collections.abc import Hashable
@@ -12,12 +12,12 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice (YAML's last one would win without a word), and YAML 1.1's odd numbers.
+    """SafeLoader that refuses duplicate keys, of which PyYAML silently keeps the last, and YAML 1.1's unusual numbers.
 
-    `1:30:00` is no 5400 and `010` no 8: what is not a plain number stays text, which a setting that wants a number then
-    refuses by what is written in the file. So does an integer of more digits than any setting takes."""
+    `1:30:00` is not 5400 and `010` is not 8: anything but a plain number stays text, which a numeric setting then
+    refuses with the text of the file. The same holds for integers with more digits than any setting accepts."""
 
-    problems: Problems  # gets keys that are given twice
+    problems: Problems  # collects duplicate keys
 
     yaml_implicit_resolvers = {  # noqa: RUF012  as PyYAML declares it
         first: [(tag, form) for tag, form in rules if tag not in (_INT, _FLOAT)]
@@ -27,10 +27,10 @@ class UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[Hashable, int] = {}
         for key_node, _ in node.value:
-            # A merge (<<) may stand beside others; what it brings gives way to the mapping's own keys.
+            # Merges (<<) may be repeated; the mapping's own keys override the merged ones.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            # As Python has it: 1.0 and 1 are one key. A list or mapping is no key, as construct_mapping says below.
+            # As in Python, 1.0 and 1 are one key. construct_mapping below refuses a list or mapping as a key.
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
                 continue
@@ -55,8 +55,8 @@ UniqueKeyLoader.add_implicit_resolver(
 
 
 def tree_of(text: str, source: str, problems: Problems) -> Any:
-    """What YAML text holds. `problems`: gets keys that are given twice. Raises ConfigError: it is not YAML, or nested too
-    deeply; the message starts with `source`."""
+    """Parse YAML text; `problems` collects duplicate keys. Raises ConfigError: not YAML or nested too deeply; the
+    message starts with `source`."""
     loader = UniqueKeyLoader(text)
     loader.problems = problems
     try:
@@ -64,7 +64,7 @@ def tree_of(text: str, source: str, problems: Problems) -> Any:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     except (ValueError, LookupError, AttributeError) as error:
-        # PyYAML's own, for a tag or a date with a value that does not fit.
-        raise ConfigError(f"{source} is not YAML: a value is not of the type that it is written as: {error}") from None
+        # PyYAML raises these for a tag or a date with an unsuitable value.
+        raise ConfigError(f"{source} is not YAML: a value does not match its type: {error}") from None
     finally:
         loader.dispose()

@@ -107,7 +107,7 @@ def test_a_file_of_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "content", "message"),
     [
-        ("--data-args-path", b" \n", " is empty; it holds what --data-path takes, e.g. 0.3 a 0.7 b"),
+        ("--data-args-path", b" \n", " is empty; write the words of --data-path in it, e.g. 0.3 a 0.7 b"),
         ("--data-args-path", b"\xff", " cannot be read: it is not UTF-8 text"),
         ("--data-args-path", None, " does not exist"),
         ("--per-split-data-args-path", b"0.3 a", " is not JSON: "),
@@ -170,5 +170,5 @@ def test_a_bad_split_is_found_without_files() -> None:
 
 @pytest.mark.parametrize("key", ["data_args_path", "per_split_data_args_path"])
 def test_a_file_of_paths_belongs_to_no_section(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"file run.yaml, data: {key} belongs to no section; write it at the top"):
+    with pytest.raises(ConfigError, match=f"file run.yaml, data: {key} is not part of a section; write it at the top"):
         parse(f"data: {{{key}: paths.txt}}\n")

@@ -78,9 +78,9 @@ def test_not_yaml_and_no_python_objects() -> None:
         ("train_iters: 1:30\n", "train_iters takes a whole number such as 4, got '1:30'"),
         ("num_layers: 0xffffffffffffffffffff\n", "num_layers takes a whole number below 2^63 such as 4, got 1208925819614629174706175"),
         (f"num_layers: {'9' * 10_000}\n", "num_layers takes a whole number below 2^63 such as 4, got '9999"),
-        (f"num_layers: !!int {'9' * 10_000}\n", "is not YAML: a value is not of the type that it is written as"),
-        ("num_layers: !!int four\n", "is not YAML: a value is not of the type that it is written as"),
-        ("seed: 2024-13-45\n", "is not YAML: a value is not of the type that it is written as"),
+        (f"num_layers: !!int {'9' * 10_000}\n", "is not YAML: a value does not match its type"),
+        ("num_layers: !!int four\n", "is not YAML: a value does not match its type"),
+        ("seed: 2024-13-45\n", "is not YAML: a value does not match its type"),
         ("model: 3\n", "model is a section and takes settings below it, such as `model: {num_layers: 2}`, got 3"),
     ],
 )  # fmt: skip

@@ -88,8 +88,8 @@ def test_one_line_names_all_that_is_accepted() -> None:
     assert parse_arguments(flags.split()).remarks == [
         "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --no-mmap-bin-files --moe-router-topk "
         "(megalite port says why)",
-        "--fp8-amax-history-len 16: fp8 here scales by what is multiplied itself, without a history; first and last layer, "
-        "experts and head are in bf16",
+        "--fp8-amax-history-len 16: fp8 scales come from the current tensors, without a history; first and last "
+        "layer, experts and head are in bf16",
     ]
     assert parse_arguments(["--tp", "1"]).remarks == []
 
@@ -118,10 +118,10 @@ def test_the_shape_of_a_checkpoint_counts() -> None:
     flags = ["--load", "ckpt", "--use-checkpoint-args", "--num-layers", "4", "--hidden-size", "64"]
     invocation = parse_arguments(flags, shape=lambda folder, step: shape if (folder, step) == ("ckpt", None) else None)
     assert invocation.config.model.num_layers == 8 and invocation.config.model.hidden_dropout == 0.0
-    assert invocation.remarks == ["num_layers: flag --num-layers says 4, the checkpoint 8, which counts"]
+    assert invocation.remarks == ["num_layers: flag --num-layers sets 4; the checkpoint's 8 overrides it"]
     without = parse_arguments(flags, shape=lambda folder, step: None)
     assert without.config.model.num_layers == 4
-    assert [note.why for note in without.notes] == ["ckpt has no checkpoint: the settings count as given"]
+    assert [note.why for note in without.notes] == ["ckpt has no checkpoint: the settings are used"]
 
 
 def test_tables_of_flags_do_not_overlap() -> None:

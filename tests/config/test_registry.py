@@ -36,7 +36,7 @@ def test_a_user_adds_one() -> None:
         registry.register("a")(Mine)
     with pytest.raises(ConfigError, match=r"thing: dict is not registered; decorate it .* or give one of a, mine"):
         registry.name_of(dict)
-    with pytest.raises(ConfigError, match=r"thing late is registered with other facts than it has: .*'bytes'"):
+    with pytest.raises(ConfigError, match=r"thing late is registered with the wrong facts: .*'bytes'"):
         registry.register("late", bytes=4)(Mine)
     with pytest.raises(ConfigError, match=r"thing is 'other'; it must be one of a, mine"):
         registry.get("other")

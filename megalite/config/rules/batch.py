@@ -1,4 +1,4 @@
-"""Rules about batch sizes, the length of the run, and the schedules over it; those of batch and length need dp and
+"""Rules about batch sizes, the length of the run, and its schedules. Those of `BATCH` and `LENGTHS` need dp and
 global_batch_size resolved."""
 
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
@@ -9,12 +9,12 @@ from megalite.config.run import scales_loss
 from megalite.config.training import parse_batch_schedule
 
 _MOST_SIZES = 10_000
-"""Of a ramp-up."""
+"""Most batch sizes of a ramp-up."""
 _MOST_SAMPLES = 2**40
 
 
 def check_rampup_form(c: Settings) -> Findings:
-    """START INCREMENT SAMPLES, before anything divides by them."""
+    """Check START INCREMENT SAMPLES before other code divides by them."""
     ramp, example = c.rampup_batch_size, "e.g. 16 16 100000"
     if ramp is None:
         return
@@ -27,7 +27,7 @@ def check_rampup_form(c: Settings) -> Findings:
         if value >= _MOST_SAMPLES:
             yield f"rampup_batch_size {what} is {value}; it must be below {_MOST_SAMPLES}"
     if c.step_batch_size_schedule is not None:
-        yield "{rampup_batch_size} and {step_batch_size_schedule} both say the batch size; keep one of them"
+        yield "{rampup_batch_size} and {step_batch_size_schedule} both set the batch size; keep one of them"
         return
     if c.global_batch_size is None:
         yield f"rampup_batch_size needs the batch size to grow to; add --global-batch-size, e.g. {ramp[0] + ramp[1]}"
@@ -37,7 +37,7 @@ def check_rampup_form(c: Settings) -> Findings:
 
 
 def check_schedule_form(c: Settings) -> Findings:
-    """FROM:SIZE pairs, before anything divides by them."""
+    """Check FROM:SIZE pairs before other code divides by them."""
     if c.step_batch_size_schedule is None:
         return
     *_, (_, last) = steps = parse_batch_schedule(c.step_batch_size_schedule)
@@ -48,7 +48,7 @@ def check_schedule_form(c: Settings) -> Findings:
 
 
 def _whole_microbatches(c: Settings) -> Findings:
-    """At every step of a ramp-up."""
+    """Check that every batch of the run consists of whole microbatches."""
     unit, final = samples_per_microbatch(c.run), c.global_batch_size
     assert final is not None
     product = f"micro_batch_size·dp = {c.micro_batch_size}·{c.dp} = {unit}"
@@ -94,15 +94,15 @@ BATCH: tuple[Check, ...] = (
 
 
 def _units(c: Settings) -> Findings:
-    """Everything is counted in the unit in which the length of the run is given."""
+    """Check that lengths use the unit (steps or samples) of the run's length."""
     other = "samples" if c.train_iters is not None else "iters" if c.train_samples is not None else None
     unit = "iters" if other == "samples" else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         given = [kind for kind in ("iters", "samples") if getattr(c, f"{name}_{kind}")]
         if len(given) == 2:
-            yield f"{{{name}_iters}} and {{{name}_samples}} say the same thing twice; keep one of them"
+            yield f"{{{name}_iters}} and {{{name}_samples}} set the same length; keep one of them"
         if other in given:
-            yield f"{{{name}_{other}}} does not go with train_{unit}, in which the length of this run is given; use {name}_{unit}"
+            yield f"{{{name}_{other}}} does not go with train_{unit}, which sets the length of this run; use {name}_{unit}"
 
 
 def _warmup(c: Settings) -> Findings:
@@ -131,9 +131,9 @@ def _final_decay(c: Settings) -> Findings:
 
 
 _RATES = ("adam", "sgd", "lamb", "muon", "soap", "one-sided-soap", "schedule-free-adamw")
-"""Optimizers that go by the rate of each parameter."""
+"""Optimizers with a learning rate per parameter."""
 _WHOLE = ("all-reduce", "fused-all-reduce", "distributed-optimizer", "fully-sharded")
-"""Strategies with one update of all ranks in each step."""
+"""Strategies in which all ranks make the same update in each step."""
 _DYNAMIC_SCALE = "initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis"
 SCHEDULES: tuple[Check, ...] = (
     _units,
@@ -147,7 +147,7 @@ SCHEDULES: tuple[Check, ...] = (
     *rules(
         {
             "{min_lr} is above {lr}; use at most {=lr}": lambda c: c.min_lr > c.lr,
-            "{?decoupled_lr} is below what it decays to; use --decoupled-min-lr 0": (
+            "{?decoupled_lr} is below its final value; use --decoupled-min-lr 0": (
                 lambda c: (c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr) > (c.decoupled_lr or 0.0)
             ),
             "{?decoupled_lr} does not go with {optimizer}; use --optimizer adam": lambda c: c.optimizer != "adam",
@@ -191,9 +191,9 @@ def _has_length(c: Settings) -> bool:
 
 
 def _warmups(c: Settings) -> Findings:
-    """What is to begin after a warm-up begins."""
+    """Check that each warm-up ends before the run does."""
     if not _has_length(c):
-        return  # that is said of train_samples
+        return  # reported for train_samples
     if c.grad_compression != "none":
         yield _shorter(c, "compression_warmup_steps")
     if c.strategy.weights == "local":
@@ -205,7 +205,7 @@ def _warmups(c: Settings) -> Findings:
 def _shorter(c: Settings, name: str) -> Findings:
     total = total_steps(c.run)
     if getattr(c, name) >= total:
-        yield f"{{{name}}} is not below {_length(c)}: nothing comes after this warm-up; {_fitting(name, total)}"
+        yield f"{{{name}}} is not below {_length(c)}: the run ends within this warm-up; {_fitting(name, total)}"
 
 
 def _fitting(name: str, total: int) -> str:
@@ -215,10 +215,8 @@ def _fitting(name: str, total: int) -> str:
 
 
 def _onebit_warmup(c: Settings) -> Findings:
-    """The first step at which optimizers/onebit.py may find the second moment stable must leave one to compress.
-
-    That is the second multiple of 1/(1-beta2), or the first one after the warm-up of the learning rate.
-    """
+    """Check that at least one step is left after the first at which optimizers/onebit.py may find the second moment
+    stable: the second multiple of 1/(1-beta2), or the first one after the learning rate's warm-up."""
     total, every = total_steps(c.run), max(round(1.0 / (1.0 - c.adam_beta2)), 1)
     earliest = every * max(2, _lr_warmup_steps(c) // every + 1)
     if earliest >= total:
@@ -239,7 +237,7 @@ def _lr_warmup_steps(c: Settings) -> int:
 
 
 def _exchanges(c: Settings) -> Findings:
-    """Weights that would not be exchanged once, or not be used."""
+    """Check that all weights are exchanged and used at least once."""
     if not _has_length(c) or not c.strategy.has("sync_interval"):
         return
     total, streams = total_steps(c.run), c.strategy.has("sync_delay")

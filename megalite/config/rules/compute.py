@@ -1,7 +1,6 @@
-"""Rules about the network and how its layers compute: shapes, kernels, recompute.
+"""Rules about the network and its computation: shapes, kernels, recompute.
 
-Whether a kernel works on the device is known when it is built.
-"""
+Whether a kernel works on the device is checked when it is built."""
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
@@ -11,9 +10,9 @@ from megalite.config.rules.rule import Check, Plain, Settings, divisors, owned, 
 from megalite.config.run import attention_in_tiles, stage_layers
 
 MODULES = ("core_attn", "mla_up_proj", "mlp_act", "layernorm", "mlp", "shared_experts", "moe")
-"""What selective recompute can run again."""
+"""Modules that selective recompute supports."""
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "mlp_act")
-"""Their activations can go to host memory without those of others."""
+"""Modules that can offload their activations separately."""
 
 
 def _head_size(c: Settings) -> Findings:
@@ -21,8 +20,8 @@ def _head_size(c: Settings) -> Findings:
     if c.kv_channels is None and c.hidden_size % heads and not c.multi_latent_attention:
         size, _ = divmod(c.hidden_size, heads)
         yield (
-            f"{{hidden_size}} is not divisible by {{num_attention_heads}}; use hidden_size {(size + 1) * heads}, or say the "
-            f"size of a head with --kv-channels {max(1, size)}"
+            f"{{hidden_size}} is not divisible by {{num_attention_heads}}; use hidden_size {(size + 1) * heads}, or set the "
+            f"head size with --kv-channels {max(1, size)}"
         )
 
 
@@ -33,7 +32,7 @@ def _groups(c: Settings) -> Findings:
 
 
 def _layer_lists(c: Settings) -> Findings:
-    """One number from 1 on, or a 0 or 1 for each layer."""
+    """Check for one number from 1 on, or a 0 or 1 for each layer."""
     for name in LAYER_LISTS:
         given = getattr(c, name)
         if given is None or (len(given) == 1 and given[0]):
@@ -84,17 +83,17 @@ NETWORK: tuple[Check, ...] = (
             "remove it": lambda c: not c.is_gated,
             "{?add_qkv_bias} has no effect with add_bias_linear, which gives every linear layer a bias; remove it, or add "
             "--disable-bias-linear": lambda c: c.add_bias_linear,
-            "a head size of {=head_size} is odd, but rope turns pairs of channels; use an even one, e.g. --kv-channels 64": (
+            "a head size of {=head_size} is odd, but RoPE rotates pairs of channels; use an even one, e.g. --kv-channels 64": (
                 lambda c: c.position_embedding_type == "rope" and c.head_size % 2 and not c.multi_latent_attention
             ),
-            "{?rotary_percent} of a head size of {=head_size} is {=rotary_size} channels, which are no pairs; use 1 or 0.5": (
+            "{?rotary_percent} of a head size of {=head_size} is {=rotary_size} channels, not whole pairs; use 1 or 0.5": (
                 lambda c: (
                     c.position_embedding_type == "rope"
                     and (c.rotary_size % 2 or c.rotary_size < 2)
                     and not c.multi_latent_attention
                 )
             ),
-            "{?use_mup} does not go with {optimizer}: its rates are those of Adam; use --optimizer adam": lambda c: (
+            "{?use_mup} does not go with {optimizer}: its learning rates are defined for Adam; use --optimizer adam": lambda c: (
                 c.optimizer not in ("adam", "schedule-free-adamw")
             ),
             "{?use_mup} does not go with {softmax_scale}, which it sets; remove one of them": lambda c: (
@@ -103,10 +102,10 @@ NETWORK: tuple[Check, ...] = (
             "{v_head_dim} is more than {qk_head_dim} and {qk_pos_emb_head_dim} together; use at most {=head_size}": lambda c: (
                 c.multi_latent_attention and c.v_head_dim > c.head_size
             ),
-            "{qk_pos_emb_head_dim} is odd, but rope turns pairs of channels; use e.g. 64": lambda c: (
+            "{qk_pos_emb_head_dim} is odd, but RoPE rotates pairs of channels; use e.g. 64": lambda c: (
                 c.multi_latent_attention and c.qk_pos_emb_head_dim % 2
             ),
-            "{num_query_groups} has no place in multi_latent_attention, where each of {num_attention_heads} has its own key; "
+            "{num_query_groups} does not go with multi_latent_attention, where each of {num_attention_heads} has a key; "
             "remove it": lambda c: c.multi_latent_attention and c.num_query_groups not in (None, c.num_attention_heads),
             "{!rotary_percent|rotary_interleaved|add_qkv_bias|qk_norm_all_heads} has no effect with multi_latent_attention; "
             "remove it": lambda c: c.multi_latent_attention,
@@ -116,23 +115,23 @@ NETWORK: tuple[Check, ...] = (
             "pre_norms false leaves a layer without a norm; add --post-norms": lambda c: (
                 not c.pre_norms and not c.post_norms
             ),
-            "{mtp_num_layers} needs positions that layers have themselves, not {position_embedding_type}; use "
+            "{mtp_num_layers} needs position embeddings inside the layers, not {position_embedding_type}; use "
             "--position-embedding-type rope": lambda c: (
                 c.mtp_num_layers and c.position_embedding_type == "learned_absolute"
             ),
             "{?rope_scaling} has no effect with {position_embedding_type}; use rope, or --rope-scaling none": (
                 lambda c: c.position_embedding_type != "rope"
             ),
-            "rope_scaling dynamic has no larger base for the {=rotary_size} channels that rope turns; use yarn": (
+            "rope_scaling dynamic cannot raise the base with only {=rotary_size} rotated channels; use yarn": (
                 lambda c: c.rope_scaling == "dynamic" and c.rotary_size == 2
             ),
             "{rope_beta_slow} is more than {rope_beta_fast}; use at most {=rope_beta_fast}": (
                 lambda c: c.rope_scaling == "yarn" and c.rope_beta_slow > c.rope_beta_fast
             ),
-            "{!rope_mscale|rope_mscale_all_dim} has an effect only beside the other of the two; give both or none": (
+            "{!rope_mscale|rope_mscale_all_dim} needs the other of rope_mscale and rope_mscale_all_dim; set both or neither": (
                 lambda c: (c.rope_mscale is None) != (c.rope_mscale_all_dim is None)
             ),
-            "{!rope_mscale} does not go with {rope_attention_factor}, which says the growth itself; remove one of them": lambda c: (
+            "{!rope_mscale} does not go with {rope_attention_factor}, which sets the factor itself; remove one of them": lambda c: (
                 c.rope_attention_factor is not None
             ),
             "{rope_low_freq_factor} is not below {rope_high_freq_factor}; use less than {=rope_high_freq_factor}": (
@@ -150,7 +149,8 @@ def _kernels(c: Settings) -> Findings:
 
 
 def _has_fp32_products(c: Settings) -> bool:
-    """Matrices of more than routing, Muon, SOAP and PowerSGD, which multiply in fp32 in half types too."""
+    """Return whether any matrix product is in fp32: routing, Muon, SOAP and PowerSGD use fp32 in bf16 and fp16 runs
+    too."""
     matrices = OPTIMIZERS.facts(c.optimizer).matrices_apart or c.grad_compression == "powersgd"
     of_half = c.num_experts is not None or matrices
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
@@ -160,7 +160,7 @@ def _merged_attention(c: Settings) -> Findings:
     tiled = attention_in_tiles(c.run)
     if tiled is not None and c.attention_backend not in ("auto", "flash"):
         yield (
-            f"{{attention_backend}} cannot serve {tiled}: its pieces are merged by what flash alone gives; use flash or auto"
+            f"{{attention_backend}} does not support {tiled}: merging tiles needs values that only flash returns; use flash or auto"
         )
 
 
@@ -170,37 +170,35 @@ COMPUTE: tuple[Check, ...] = (
     *without({"?tp_comm_overlap_backend": "--tp-comm-overlap", "?fp8_recipe|fp8_wgrad|fp8_param_gather": "--fp8"}),
     *rules(
         {
-            "{?attention_backend} has no effect with {attention_dropout}, for which the probabilities are kept in memory; set "
+            "{?attention_backend} has no effect with {attention_dropout}, which needs the probabilities in memory; set "
             "attention_dropout 0 or remove it": lambda c: c.attention_dropout,
             "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
                 lambda c: c.tp == 1 or not c.sequence_parallel
             ),
-            "{?tp_comm_overlap} has no effect with fp8: a tensor that comes in pieces has no one scale": (
-                lambda c: c.fp8
-            ),
-            "{?tf32} has no effect with precision {=precision}, in which nothing multiplies in fp32; use --precision fp32 or "
+            "{?tp_comm_overlap} has no effect with fp8: a tensor in pieces has no single scale": (lambda c: c.fp8),
+            "{?tf32} has no effect with precision {=precision}, which has no fp32 products; use --precision fp32 or "
             "remove it": lambda c: not _has_fp32_products(c),
-            "{?deterministic} and compile do not go together: the compiler chooses among orders of addition by timing them; keep "
-            "one of them": lambda c: c.compile,
-            "{?deterministic} and {attention_backend} do not go together: its backward adds in an order that varies; use flash or "
+            "{?deterministic} and compile do not go together: the compiler chooses the order of addition by timing; keep one of "
+            "them": lambda c: c.compile,
+            "{?deterministic} and {attention_backend} do not go together: its backward adds in a varying order; use flash or "
             "auto": lambda c: c.attention_backend == "cudnn",
-            "{?deterministic} and {dp_strategy} do not go together: what a worker gets depends on when it asks; use "
+            "{?deterministic} and {dp_strategy} do not go together: a worker's weights depend on timing; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",
-            "{?fp8_recipe} has a scale for 128 tokens, and {seq_length} / {cp} times {micro_batch_size} is no multiple of 128; "
-            "use one as --seq-length": lambda c: (
+            "{?fp8_recipe} has one scale per 128 tokens, but {seq_length} / {cp} times {micro_batch_size} is not a multiple of "
+            "128; choose --seq-length so that it is": lambda c: (
                 c.fp8 and c.fp8_recipe == "blockwise" and c.seq_length // c.cp * c.micro_batch_size % 128
             ),
-            "{?fp8_param_gather} sends one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
+            "{?fp8_param_gather} needs one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
                 lambda c: c.fp8_recipe != "tensorwise"
             ),
             "{?fp8_param_gather} has no effect with one data-parallel rank, where nothing is gathered; remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == c.instances
             ),
-            "{?fp8_param_gather} does not go with {block}, of which it is not known what multiplies in fp8; remove it": (
+            "{?fp8_param_gather} does not go with {block}: its fp8 layers are unknown; remove it": (
                 lambda c: c.block not in BLOCKS.builtin
             ),
-            # Without the first and the last layer, which stay in bf16.
+            # The first and last layer stay in bf16.
             "{?fp8} has no effect with {num_layers}; use num_layers 3 or more, or remove it": lambda c: (
                 c.num_layers < 3
             ),
@@ -224,7 +222,7 @@ def _modules(c: Settings) -> Findings:
 
 
 def _covered_modules(c: Settings) -> Findings:
-    """A module that another one contains, or that the model has not, would be named in vain."""
+    """Check that no module is contained in another or missing from the model: it would have no effect."""
     if c.recompute_granularity != "selective":
         return
     modules = c.recompute_modules
@@ -244,7 +242,7 @@ def _covered_modules(c: Settings) -> Findings:
 
 
 def _saving_modules(c: Settings) -> Findings:
-    """A module that saves nothing, or nothing alone, would be named in vain."""
+    """Check that each module saves tensors, and saves them alone: it would have no effect otherwise."""
     if not c.fine_grained_activation_offloading:
         return
     modules = c.offload_modules
@@ -253,8 +251,8 @@ def _saving_modules(c: Settings) -> Findings:
     whole_units = c.recompute_granularity == "full" and c.recompute_method == "uniform" and not c.recompute_ahead
     if whole_units and set(modules) - {"attn_norm"}:
         yield (
-            "offload_modules other than attn_norm have no effect with recompute_granularity full, which keeps the input of "
-            "layers alone; use --offload-modules attn_norm, or remove one of them"
+            "offload_modules other than attn_norm have no effect with recompute_granularity full, which only keeps the "
+            "input of layers; use --offload-modules attn_norm, or remove one of them"
         )
     if "expert_fc1" in modules and (c.num_experts is None or "moe" in again):
         reason = "recompute_modules moe, where it is recomputed" if "moe" in again else "a model without experts"
@@ -263,21 +261,21 @@ def _saving_modules(c: Settings) -> Findings:
         within = " and ".join(sorted(around))
         yield f"offload_modules mlp_act has no effect with recompute_modules {within}, where it is recomputed; remove it"
     if "qkv_linear" in modules and "layernorm" in again and not (c.qk_norm or c.multi_latent_attention):
-        yield "offload_modules qkv_linear has no effect with recompute_modules layernorm, which makes its input again; remove it"
+        yield "offload_modules qkv_linear has no effect with recompute_modules layernorm, which recomputes its input; remove it"
     if "attn_proj" in modules and not {"core_attn"} & (set(modules) | again) and not c.attention_dropout:
         yield "offload_modules attn_proj has no effect without core_attn, which keeps the same tensor; add core_attn"
 
 
 def _chosen_layers(c: Settings) -> Findings:
     stages, cut = c.pp * c.vpp, stage_layers(c.run)
-    # Without a cut by hand it is not known here, but no stage can have more than this.
+    # Without pipeline_layers the split is not known here, but no stage can have more than this.
     largest = max(cut) if cut else c.num_layers - (stages - 1)
     wanted = ["recompute_num_layers"] if c.recompute_granularity == "full" else []
     for name in [*wanted, "cpu_offloading_num_layers"]:
         if largest < 1 or getattr(c, name) <= largest:
             continue
         yield (
-            f"{{{name}}} is more than the {largest} layers of a stage of {{num_layers}} cut over pp·vpp = "
+            f"{{{name}}} is more than the {largest} layers of a stage of {{num_layers}} split over pp·vpp = "
             f"{stages}; use at most {largest}"
         )
 

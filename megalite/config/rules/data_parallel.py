@@ -1,4 +1,4 @@
-"""Rules about data-parallel strategies, optimizers and number formats: what goes with what."""
+"""Rules about combinations of data-parallel strategies, optimizers and number formats."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megalite.config.strategies import STRATEGIES
 
 
 def _of_others(chooser: str, registry: Registry[Any]) -> Check:
-    """Settings that mean something to other strategies, or optimizers, alone."""
+    """Build a rule for settings that only other strategies, or optimizers, use."""
 
     def check(c: Settings) -> Findings:
         owners: dict[str, list[str]] = {}
@@ -31,7 +31,7 @@ def _of_others(chooser: str, registry: Registry[Any]) -> Check:
 
 
 def _fragments(c: Settings) -> Findings:
-    """Of the network, and when they are exchanged."""
+    """Check the fragments of the model and the times of their exchanges."""
     if not c.strategy.has("sync_delay"):
         return
     between, rest = divmod(c.sync_interval, c.sync_fragments)
@@ -41,7 +41,7 @@ def _fragments(c: Settings) -> Findings:
     elif c.sync_delay >= between:
         yield (
             f"{{sync_delay}} is not below sync_interval / sync_fragments = {{=sync_interval}}/{{=sync_fragments}} = {between}: "
-            f"the next exchange would start before this one is used; use --sync-delay {between - 1} or less"
+            f"the next exchange would start before this one's result is used; use --sync-delay {between - 1} or less"
         )
     if c.sync_fragments > c.num_layers:
         yield "{sync_fragments} is more than {num_layers}: some would be empty; use --sync-fragments {=num_layers} or less"
@@ -76,12 +76,12 @@ STRATEGY: tuple[Check, ...] = (
     *without({"!compression_warmup_steps": "--grad-compression onebit"}),
     *rules(
         {
-            # Weights are averaged in the order of ranks anyway.
+            # Weights are always averaged by rank.
             "{!reduction_order} has no effect with {dp_strategy} and {sync_warmup_steps}; use --sync-warmup-steps 100, or "
             "remove it": lambda c: c.strategy.weights == "local" and not c.sync_warmup_steps and c.instances == 1,
-            "{?cp|ep} does not go with {dp_strategy}: its ranks step apart; leave it out, or use --dp-strategy "
+            "{?cp|ep} does not go with {dp_strategy}: its ranks update separately; leave it out, or use --dp-strategy "
             "all-reduce": lambda c: c.strategy.weights != "equal",
-            "{etp} does not go with {dp_strategy} and {tp}: experts would have other replicas than the rest; use --etp {=tp}": (
+            "{etp} does not go with {dp_strategy} and {tp}: experts would be replicated on other ranks than the rest; use --etp {=tp}": (
                 lambda c: c.strategy.weights != "equal" and c.num_experts and c.expert_tp != c.tp
             ),
             "{precision} does not go with {dp_strategy}: its ranks never agree on a loss scale; use --precision bf16": (
@@ -89,17 +89,17 @@ STRATEGY: tuple[Check, ...] = (
             ),
             "{wire_dtype} does not go with {dp_strategy}, which sends weights or never agrees on a loss scale; use --wire-dtype "
             "bf16": lambda c: c.strategy.weights != "equal" and c.wire_dtype == "fp16",
-            "{?grad_compression} does not go with {wire_dtype}: its errors have no loss scale; use --wire-dtype bf16": (
+            "{?grad_compression} does not go with {wire_dtype}: compression errors have no loss scale; use --wire-dtype bf16": (
                 lambda c: c.wire_dtype == "fp16"
             ),
-            "{?average_optimizer_state} does not go with {sync_delay}: moments are averaged at once, so that the run would wait; use "
+            "{?average_optimizer_state} does not go with {sync_delay}: moments are averaged immediately, so the run would wait; use "
             "--sync-delay 0, or remove it": lambda c: c.sync_delay > 0,
-            "{?average_optimizer_state} does not go with {optimizer}: the mean of two bases is none; remove it": (
+            "{?average_optimizer_state} does not go with {optimizer}: the mean of two eigenbases is not a basis; remove it": (
                 lambda c: OPTIMIZERS.facts(c.optimizer).sides
             ),
             "{gossip_algorithm} does not go with {gossip_graph}: its correction grows without bound from 6 ranks on; use "
             "--gossip-graph ring": lambda c: _corrects_momentum(c) and c.gossip_graph == "one-peer",
-            "{gossip_algorithm} does not go with {gossip_graph}: it keeps a copy of each peer's weights, and peers would change; use "
+            "{gossip_algorithm} does not go with {gossip_graph}: it keeps a copy of each peer's weights, but the peers would change; use "
             "--gossip-graph ring": lambda c: _sends_integers(c) and c.gossip_graph == "one-peer",
             "{?wire_dtype} has no effect with {gossip_algorithm}, which sends 8-bit integers, and {sync_warmup_steps}; use "
             "--sync-warmup-steps 100, or remove it": lambda c: (
@@ -108,30 +108,30 @@ STRATEGY: tuple[Check, ...] = (
             "{!check_replicas_interval} has no effect with dp 1, where no weight has a replica; start more ranks or remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == 1
             ),
-            "{?check_replicas_interval} has nothing to compare with {dp_strategy}, which keeps no replicas of weights; remove it": (
+            "{?check_replicas_interval} does not go with {dp_strategy}, which keeps no replicas of weights; remove it": (
                 lambda c: c.strategy.weights != "equal" or (c.strategy.shards_parameters and c.instances == 1)
             ),
             "{?check_replicas_interval} does not go with {optimizer}: its ranks take local steps; remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
             ),
-            "{?log_gradient_noise_scale} compares the gradients of data-parallel ranks, and the run has dp 1; start more ranks or "
+            "{?log_gradient_noise_scale} compares the gradients of data-parallel ranks, but the run has dp 1; start more ranks or "
             "remove it": lambda c: c.dp == 1,
             "{?log_gradient_noise_scale} does not go with {cp}: no rank has the gradient of whole samples; use --cp 1 or remove it": (
                 lambda c: c.cp > 1
             ),
-            "{?log_gradient_noise_scale} does not go with {ep} and etp {=expert_tp}: the gradients of experts are of other samples than the "
+            "{?log_gradient_noise_scale} does not go with {ep} and etp {=expert_tp}: expert gradients come from other samples than the "
             "rest; use --ep 1 with --etp {=tp}, or remove it": lambda c: (
                 c.num_experts and (c.ep > 1 or c.expert_tp != c.tp)
             ),
-            "{?log_gradient_noise_scale} does not go with {dp_strategy}, which does not have the whole gradient per rank and the sum; "
+            "{?log_gradient_noise_scale} does not go with {dp_strategy}, which lacks each rank's whole gradient or their sum; "
             "use --dp-strategy all-reduce or distributed-optimizer": (
                 lambda c: c.dp_strategy not in ("all-reduce", "distributed-optimizer")
             ),
-            "{?log_gradient_noise_scale} does not go with {shard_gradients}, which sums over ranks what each microbatch adds; use "
+            "{?log_gradient_noise_scale} does not go with {shard_gradients}, which sums every microbatch over ranks; use "
             "--no-shard-gradients or remove it": lambda c: c.shard_gradients,
-            "{?log_gradient_noise_scale} does not go with {grad_compression}: errors of the compression would be noise; use "
+            "{?log_gradient_noise_scale} does not go with {grad_compression}: compression errors would count as noise; use "
             "--grad-compression none or remove it": lambda c: c.grad_compression != "none",
-            "{?log_gradient_noise_scale} does not go with {optimizer}, which exchanges other than gradients; use --optimizer adam or "
+            "{?log_gradient_noise_scale} does not go with {optimizer}, which does not exchange gradients; use --optimizer adam or "
             "remove it": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
         }
     ),
@@ -153,10 +153,10 @@ OPTIMIZER: tuple[Check, ...] = (
             "{!freeze_threshold} has no effect with {freeze_step}, which ends the warm-up; remove one of them": (
                 lambda c: c.freeze_step is not None
             ),
-            "{!onebit_scale} has no effect with {onebit_rule}, which has one size for a bucket; remove it": (
+            "{!onebit_scale} has no effect with {onebit_rule}, which has one magnitude per bucket; remove it": (
                 lambda c: c.published_onebit
             ),
-            "{?cp|ep} does not go with {onebit_rule}, which clips each replica by itself; leave it out, or use --onebit-rule "
+            "{?cp|ep} does not go with {onebit_rule}, which clips each replica separately; leave it out, or use --onebit-rule "
             "megalite": lambda c: c.published_onebit,
             "{?sgd_nesterov} is a form of momentum, but the run has {sgd_momentum}; use --sgd-momentum 0.9, or --no-sgd-nesterov": (
                 _has_no_state
@@ -166,22 +166,22 @@ OPTIMIZER: tuple[Check, ...] = (
             "{lamb_min_coeff} is above {lamb_max_coeff}; use at most {=lamb_max_coeff}": (
                 lambda c: c.optimizer in ("lamb", "onebit-lamb") and c.lamb_min_coeff > c.lamb_max_coeff
             ),
-            "{optimizer} does not go with {dp_strategy}: it exchanges its own state, all of it on every rank; use --dp-strategy "
+            "{optimizer} does not go with {dp_strategy}: every rank exchanges its whole optimizer state; use --dp-strategy "
             "all-reduce, or --optimizer adam": lambda c: (
                 c.optimizer in ONEBIT_OPTIMIZERS and c.dp_strategy != "all-reduce"
             ),
-            "{?grad_compression} does not go with {optimizer}, which exchanges no gradients once it is frozen; use "
+            "{?grad_compression} does not go with {optimizer}, which exchanges no gradients after its warm-up; use "
             "--grad-compression none": lambda c: c.optimizer in ONEBIT_OPTIMIZERS,
-            "{?cp|ep} does not go with {optimizer}: its ranks step apart; leave it out, or use --optimizer "
+            "{?cp|ep} does not go with {optimizer}: its ranks take local steps; leave it out, or use --optimizer "
             "onebit-adam": lambda c: c.optimizer == "zero-one-adam",
-            "{optimizer} does not go with {dp_strategy}: it needs whole tensors, of which servers hold parts that change at "
+            "{optimizer} does not go with {dp_strategy}: it needs whole tensors, but servers update their parts at "
             "different times; use --optimizer adam": (
                 lambda c: (
                     (c.optimizer == "lamb" or OPTIMIZERS.facts(c.optimizer).matrices_apart)
                     and c.strategy.weights == "stale"
                 )
             ),
-            "{optimizer} does not go with {dp_strategy}: its trust ratios are of weights that all ranks share; use --optimizer "
+            "{optimizer} does not go with {dp_strategy}: its trust ratios need weights that all ranks share; use --optimizer "
             "adam, or --dp-strategy all-reduce": lambda c: c.optimizer == "lamb" and c.strategy.weights == "local",
             "{gossip_algorithm} corrects the momentum of SGD, not {optimizer}; use --optimizer sgd, or --gossip-algorithm "
             "d-psgd": lambda c: _corrects_momentum(c) and c.optimizer != "sgd",
@@ -194,50 +194,50 @@ OPTIMIZER: tuple[Check, ...] = (
             "{main_params} does not go with {dp_strategy}; use --dp-strategy distributed-optimizer, or --main-params fp32": (
                 lambda c: c.main_params == "split" and (c.strategy.served or c.strategy.weights != "equal")
             ),
-            "{main_params} does not go with {optimizer}, which keeps its own parameters; use --main-params fp32": (
+            "{main_params} does not go with {optimizer}, which keeps separate parameters; use --main-params fp32": (
                 lambda c: c.main_params == "split" and c.optimizer == "zero-one-adam"
             ),
-            "{?ema_decay} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce, or "
+            "{?ema_decay} does not go with {dp_strategy}: replicas have different weights; use --dp-strategy all-reduce, or "
             "remove it": lambda c: c.strategy.weights != "equal",
             "{?ema_decay} does not go with {optimizer}: its ranks take local steps; use --optimizer onebit-adam, or remove it": (
                 lambda c: c.optimizer == "zero-one-adam"
             ),
-            "{?ema_decay} does not go with {optimizer}, which averages itself; remove it": _averages,
-            "{optimizer} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce": (
+            "{?ema_decay} does not go with {optimizer}, which averages its weights itself; remove it": _averages,
+            "{optimizer} does not go with {dp_strategy}: replicas have different weights; use --dp-strategy all-reduce": (
                 lambda c: _averages(c) and c.strategy.weights != "equal"
             ),
-            "{optimizer} does not go with {main_params}: it trains other weights than it saves; use --main-params fp32": (
+            "{optimizer} does not go with {main_params}: the trained weights are not the saved ones; use --main-params fp32": (
                 lambda c: _averages(c) and c.main_params == "split"
             ),
-            "{optimizer} averages in place of a decay, and the run has {lr_decay_style}; use --lr-decay-style constant": (
+            "{optimizer} averages instead of decaying, but the run has {lr_decay_style}; use --lr-decay-style constant": (
                 lambda c: c.optimizer == "schedule-free-adamw" and c.lr_decay_style != "constant"
             ),
             "{optimizer} needs {adam_beta1} above 0; use --adam-beta1 0.9": (
                 lambda c: c.optimizer == "schedule-free-adamw" and c.adam_beta1 == 0.0
             ),
-            "{?qk_clip} does not go with {dp_strategy}: each replica has other weights; use --dp-strategy all-reduce, or remove "
+            "{?qk_clip} does not go with {dp_strategy}: replicas have different weights; use --dp-strategy all-reduce, or remove "
             "it": lambda c: c.strategy.weights != "equal",
-            "{?qk_clip} does not go with {optimizer}, which keeps other weights; use --optimizer muon, or remove it": (
+            "{?qk_clip} does not go with {optimizer}, which keeps separate weights; use --optimizer muon, or remove it": (
                 lambda c: c.optimizer in ONEBIT_OPTIMIZERS or _averages(c)
             ),
             "{?qk_clip} has no effect with {qk_norm}, after which the weights' size does not matter; remove one of them": (
                 lambda c: c.qk_norm and not c.multi_latent_attention
             ),
-            "{?optimizer_cpu_offload} does not go with {optimizer}, which works on more than pieces of its states; use --optimizer "
+            "{?optimizer_cpu_offload} does not go with {optimizer}, which needs its whole states at once; use --optimizer "
             "adam or remove it": lambda c: not OPTIMIZERS.facts(c.optimizer).host_passes,
             "{?optimizer_cpu_offload} does not go with {dp_strategy}: its replicas exchange main parameters; use --dp-strategy "
             "distributed-optimizer or remove it": lambda c: c.strategy.weights != "equal",
-            "{?optimizer_cpu_offload} does not go with {main_params}: whole main parameters in host memory take nothing of the "
-            "device; use --main-params fp32": lambda c: c.main_params == "split",
-            "{?optimizer_cpu_offload} has no effect with {optimizer} and {sgd_momentum} in {precision}, which keeps nothing; use "
+            "{?optimizer_cpu_offload} does not go with {main_params}: fp32 main parameters in host memory take no device "
+            "memory; use --main-params fp32": lambda c: c.main_params == "split",
+            "{?optimizer_cpu_offload} has no effect with {optimizer} and {sgd_momentum} in {precision}, which has no states; use "
             "--sgd-momentum 0.9 or remove it": lambda c: (
                 _has_no_state(c) and c.precision in ("fp32", "fp64") and c.ema_decay is None
             ),
             "{?exp_avg_dtype|exp_avg_sq_dtype} does not go with {precision}; use --precision fp32": (
                 lambda c: c.precision == "fp64"
             ),
-            "{?exp_avg_sq_dtype} with {adam_beta2} stands still when rounded to the nearest, since a step changes less than "
-            "bf16 resolves; add --stochastic-rounding, or use --adam-beta2 0.99": (
+            "{?exp_avg_sq_dtype} with {adam_beta2} would never change: a step is below the resolution of bf16 and is rounded "
+            "away; add --stochastic-rounding, or use --adam-beta2 0.99": (
                 lambda c: not c.stochastic_rounding and c.adam_beta2 > 1.0 - 2.0**-8
             ),
             "{?stochastic_rounding} has no effect with {exp_avg_dtype} and {exp_avg_sq_dtype}; use --exp-avg-dtype bf16 or "

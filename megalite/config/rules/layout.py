@@ -1,4 +1,4 @@
-"""Rules about ranks: how the axes divide the world, the model, its experts, and its pipeline's stages."""
+"""Rules about the layout: how the axes divide the world, the model, its experts and its pipeline stages."""
 
 import math
 
@@ -22,8 +22,8 @@ from megalite.config.run import stage_layers
 
 
 def resolve_dp(c: Settings, world_size: int) -> int:
-    """The data-parallel size: what tp·pp·cp leaves of the world.
-    Raises ConfigError: the world does not divide, or dp was given as another number."""
+    """Return the data-parallel size, world / (tp·pp·cp). Raises ConfigError: the world does not divide, or dp has
+    another value."""
     if world_size < 1:
         raise ConfigError(f"world size is {world_size}; it must be at least 1")
     model_ranks = c.tp * c.pp * c.cp
@@ -66,11 +66,11 @@ def _instances(c: Settings) -> Findings:
 
 
 def _compression(c: Settings) -> Findings:
-    """Of messages between stages: less than the whole must travel."""
+    """Check that compressed messages between stages are smaller than uncompressed ones."""
     width, many = {"fp64": 8, "fp32": 4}.get(c.precision, 2), 1_000_000
     if c.pipeline_compression != "none" and message_bytes(c.pipeline_compression, many, width) >= many * width:
         yield (
-            "{pipeline_compression} sends no fewer bytes than the whole in {precision}; use uint8, or topk with a share below "
+            "{pipeline_compression} does not send fewer bytes than uncompressed {precision}; use uint8, or topk with a share below "
             f"{width / (4 + width):.2g}"
         )
 
@@ -82,7 +82,9 @@ LAYOUT: tuple[Check, ...] = (
     parsed(cta_limits, "nccl_max_ctas"),
     *owned("recompute_granularity", {"?recompute_ahead": ("full",)}),
     *owned("cp_comm_type", {"hierarchical_context_parallel_sizes": ("a2a+p2p",)}),
-    *owned("attention_dropout", {"?context_parallel_load_balancer": (0.0,)}),  # with it hidden pairs are computed too
+    *owned(
+        "attention_dropout", {"?context_parallel_load_balancer": (0.0,)}
+    ),  # with dropout, hidden pairs are computed too
     *without(
         {
             "!trace_steps": "--trace",
@@ -95,13 +97,13 @@ LAYOUT: tuple[Check, ...] = (
     ),
     *rules(
         {
-            "{?pipeline_schedule} and {pipeline_schedule_file} both name the schedule; remove one of them": (
+            "{?pipeline_schedule} and {pipeline_schedule_file} both set the schedule; remove one of them": (
                 lambda c: c.pipeline_schedule_file
             ),
-            "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no two ranks send the same; remove it": (
+            "{?scatter_gather_tensors_in_pipeline} has no effect with {pp} and {tp}, where no ranks send the same message; remove it": (
                 lambda c: 1 in (c.pp, c.tp)
             ),
-            "{?scatter_gather_tensors_in_pipeline} has no effect with sequence_parallel, where ranks send parts anyway; remove it": (
+            "{?scatter_gather_tensors_in_pipeline} has no effect with sequence_parallel, where each rank sends a part; remove it": (
                 lambda c: c.tp > 1 and c.sequence_parallel
             ),
             f"{{?{_GROUP}}} has no effect with schedule {{=schedule_name}}; use --vpp 2 with --pipeline-schedule interleaved "
@@ -112,14 +114,14 @@ LAYOUT: tuple[Check, ...] = (
             "{!pipeline_costs} has no effect with schedule {=schedule_name}; use --pipeline-schedule auto or remove it": (
                 lambda c: c.schedule_name != "auto"
             ),
-            "{?pipeline_layers} and {pipeline_layout} both cut the model; remove one of them": lambda c: (
+            "{?pipeline_layers} and {pipeline_layout} both split the model; remove one of them": lambda c: (
                 c.pipeline_layout
             ),
             "{?recompute_ahead} does not change {pipeline_schedule_file}: write the R actions into the file (megalite schedule "
             "--recompute-ahead --write-csv) and remove it": lambda c: c.pipeline_schedule_file,
             "{?recompute_method|recompute_num_layers} does not go with recompute_ahead, which recomputes whole stages; remove "
             "one of them": lambda c: c.recompute_ahead,
-            "{?pipeline_memory_limit} is no size with its unit; use e.g. 12GiB or 800MB": (
+            "{?pipeline_memory_limit} is not a size with a unit; use e.g. 12GiB or 800MB": (
                 lambda c: parse_byte_size(c.pipeline_memory_limit or "") is None
             ),
             "{?nccl_max_ctas} has no effect on gloo; run on cuda, or remove it": (
@@ -128,9 +130,9 @@ LAYOUT: tuple[Check, ...] = (
             "{distributed_backend} cannot run on {device}; use gloo or auto": (
                 lambda c: c.device == "cpu" and c.distributed_backend == "nccl"
             ),
-            "{?context_parallel_load_balancer} has no effect with {cp_comm_type}, which gives each rank all queries of some heads; "
+            "{?context_parallel_load_balancer} has no effect with {cp_comm_type}, where each rank has all queries of some heads; "
             "use cp_comm_type allgather, or headtail": lambda c: c.cp > 1 and c.cp_heads == c.cp,
-            "{?context_parallel_load_balancer} has no effect without documents that hide one another, where headtail is even; "
+            "{?context_parallel_load_balancer} has no effect without separate documents, where headtail is balanced; "
             "use --reset-attention-mask, --packing best-fit or headtail": (
                 lambda c: not (c.packs_documents or c.reset_attention_mask)
             ),
@@ -143,13 +145,13 @@ LAYOUT: tuple[Check, ...] = (
 
 
 def _ranks(c: Settings) -> int:
-    """Of a pipeline stage."""
+    """Return the number of ranks of a pipeline stage."""
     assert c.dp is not None
     return c.tp * c.cp * c.dp
 
 
 def _grid(c: Settings) -> Findings:
-    """The ranks of a stage, dealt out to experts."""
+    """Check that the ranks of a stage divide among the experts."""
     if c.num_experts is None:
         return
     stage, grid = _ranks(c), c.expert_tp * c.ep
@@ -164,13 +166,13 @@ def _grid(c: Settings) -> Findings:
     own_grid = c.ep > 1 or c.expert_tp != c.tp
     if c.rank_order == "tp-cp-ep-pp-dp" and c.pp > 1 and own_grid and grid != c.tp * c.cp:
         yield (
-            "{rank_order} with {pp} puts experts and the rest of a layer into one pipeline only if etp·ep = "
+            "{rank_order} with {pp} keeps experts and the rest of a layer in one pipeline only if etp·ep = "
             f"{c.expert_tp}·{c.ep} = {grid} is tp·cp = {c.tp}·{c.cp} = {c.tp * c.cp}; use --rank-order tp-cp-ep-dp-pp"
         )
 
 
 def _expert_widths(c: Settings) -> Findings:
-    """Widths over the tensor-parallel ranks inside and beside experts."""
+    """Check the widths over the tensor-parallel ranks inside and beside experts."""
     if c.num_experts is None:
         return
     if c.expert_ffn_size % c.expert_tp:
@@ -227,12 +229,12 @@ EXPERTS: tuple[Check, ...] = (
             "{moe_router_topk} is more than {num_experts}; use at most {=num_experts}": (
                 lambda c: c.num_experts is not None and c.moe_router_topk > c.num_experts
             ),
-            "{moe_router_topk} without moe_router_pre_softmax gives every chosen expert the weight 1, from which the router "
-            "learns nothing; add --moe-router-pre-softmax, or use --moe-router-topk 2": (
+            "{moe_router_topk} without moe_router_pre_softmax gives every chosen expert the weight 1, so the router cannot "
+            "learn; add --moe-router-pre-softmax, or use --moe-router-topk 2": (
                 lambda c: c.num_experts is not None and c.moe_router_topk == 1 and not c.score_table
             ),
-            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid: a bias of about 0.001 says something of "
-            "scores from 0 to 1 alone; add --moe-router-score-function sigmoid": (
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid: a bias near 0.001 only suits "
+            "scores from 0 to 1; add --moe-router-score-function sigmoid": (
                 lambda c: (
                     c.num_experts is not None
                     and c.moe_router_enable_expert_bias
@@ -262,7 +264,7 @@ EXPERTS: tuple[Check, ...] = (
 
 
 def _widths(c: Settings) -> Findings:
-    """Heads, groups and the dense MLP over tp."""
+    """Check heads, groups and the dense MLP over tp."""
     widths = {"num_attention_heads": c.num_attention_heads}
     if not all(map(c.is_moe_layer, range(c.num_layers))):
         widths["ffn_hidden_size"] = c.ffn_size
@@ -270,13 +272,13 @@ def _widths(c: Settings) -> Findings:
     for name, size in widths.items():
         if size % c.tp:
             yield f"{name} {size} is not divisible by tp {c.tp}; use tp {works}"
-            return  # what is named works for all
+            return  # the named tp works for all
     if not whole_shares(c.query_groups, c.tp):
         yield f"{{num_query_groups}} is neither a multiple nor a divisor of {{tp}}; use tp {works}"
     sharing = c.tp // math.gcd(c.query_groups, c.tp)
     if c.qk_norm_all_heads and sharing > 1:
         yield (
-            "qk_norm_all_heads counts every key once, and {tp} ranks share those of {num_query_groups}; use tp "
+            "qk_norm_all_heads counts every key once, but {tp} ranks share the keys of {num_query_groups}; use tp "
             f"{divisors(math.gcd(*widths.values(), c.query_groups))}"
         )
     if 2 * c.head_size % sharing:
@@ -296,7 +298,7 @@ def _vocabulary(c: Settings) -> Findings:
 
 
 def _sequence(c: Settings) -> Findings:
-    """Tokens over cp, and over tp where the residual stream or the experts' tokens are split over it."""
+    """Check the tokens over cp, and over tp if the residual stream or the experts' tokens are split over it."""
     over_tp = "sequence_parallel" if c.sequence_parallel else "num_experts" if c.num_experts is not None else None
     # One number that works for both.
     halves, ranks = 2 * c.cp if c.cp > 1 else 1, c.tp * c.cp if over_tp else 1
@@ -312,7 +314,7 @@ def _sequence(c: Settings) -> Findings:
 
 
 def _warmup(c: Settings, given: list[int], unit: int) -> Findings:
-    """`unit`: of which every length is a multiple."""
+    """Check seq_length_warmup. `unit`: every length must be a multiple of it."""
     name = f"seq_length_warmup {' '.join(map(str, given))}"
     example = f"--seq-length-warmup {max(c.seq_length // 8 // unit, 1) * unit} 1000"
     if len(given) != 2 or min(given) < 1:
@@ -347,16 +349,16 @@ def _exchanged_heads(c: Settings) -> Findings:
             inner = max(d for d in divisor_list(math.gcd(c.cp, heads)) if whole_shares(groups, d))
             works = f"--hierarchical-context-parallel-sizes {inner} {c.cp // inner}"
         yield (
-            f"{{cp_comm_type}} deals out the {heads} query and {groups} key/value heads of a rank over {over} must "
+            f"{{cp_comm_type}} splits the {heads} query and {groups} key/value heads of a rank over {over} must "
             f"divide the former and be a multiple or a divisor of the latter; use {works}, or --cp-comm-type p2p"
         )
 
 
 def _stages(c: Settings) -> Findings:
-    """Each stage has something to do, and a cut that was given has the layers and stages that there are."""
+    """Check that each stage has a layer, and that a given split matches the layers and stages."""
     stages, cut = c.pp * c.vpp, stage_layers(c.run)
     product = f"pp·vpp = {c.pp}·{c.vpp} = {stages} stages"
-    # Only a cut by hand can leave the first and last stage to embedding and head alone.
+    # Only a given split can leave the first and last stage with just embedding and head.
     if c.num_layers < (stages if cut is None else max(stages - 2, 1)):
         yield f"{{num_layers}} is less than {product}, which need a layer each; use num_layers {stages}, or pp·vpp up to {{=num_layers}}"
         return
@@ -373,14 +375,14 @@ def _stages(c: Settings) -> Findings:
     elif 0 in cut[1:-1] or cut == [0]:
         yield (
             f"{given} leaves stage {cut.index(0, min(1, stages - 1))} without a layer; only the first, which has the "
-            f"embedding, and the last, which has the head, can do without: use {even}"
+            f"embedding, and the last, which has the head, may have none: use {even}"
         )
     elif sum(cut) != c.num_layers:
         yield f"{given} adds up to {sum(cut)}, but num_layers is {c.num_layers}; use {even}"
 
 
 def _even(layers: int, stages: int) -> list[int]:
-    """A cut that works; later stages get the rest, not more than one layer more. With too few the ends go without."""
+    """Return an even split; later stages get the remainder. With too few layers the ends have none."""
     if layers >= stages:
         return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
     return [int(layers == stages - 1), *[1] * (stages - 2), 0]

@@ -1,9 +1,8 @@
-"""The settings as rules see them, and the tables that most rules are a line of.
+"""The settings as rules read them, and the tables that define most rules.
 
-A line is the text of the error, and when it is one. In the text of any rule `{ep}` is `ep 2` and `{=ep}` is `2`.
-`{!a|b}` is each of these settings that the user gave, `{?a|b}` each that differs from its default: one error for each, none
-without.
-"""
+A line of a table is the error's text and its condition. In the text of any rule `{ep}` becomes `ep 2` and `{=ep}`
+becomes `2`. `{!a|b}` makes one rule for each of these settings that the user gave, `{?a|b}` for each that differs from
+its default."""
 
 import math
 import re
@@ -27,25 +26,25 @@ class _Numerics(OptimizerConfig, DataConfig, TrainingConfig, ComputeConfig):
 
 
 class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, CheckpointConfig, LoggingConfig):
-    """Every setting by its name, with what sections derive from theirs; `see` makes one."""
+    """Every setting by its name, with the properties of all sections; built by `see`."""
 
     run: RunConfig
-    """The same, for functions that take a RunConfig."""
+    """The same settings, for functions that take a RunConfig."""
     explicit: frozenset[str]
     """Settings that the user gave."""
 
     def uses(self, name: str) -> bool:
-        """It is not turned off."""
+        """Return whether the setting is neither None nor False."""
         value = getattr(self, name)
         return value is not None and value is not False
 
     def gives(self, name: str) -> bool:
-        """The user gave it, and not to turn it off."""
+        """Return whether the user gave the setting and did not turn it off."""
         return name in self.explicit and self.uses(name)
 
 
 def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
-    """The settings for rules; to read one of `wrong` raises Reported."""
+    """Build the settings for rules; reading one of `wrong` raises Reported."""
 
     seen: Settings = object.__new__(_seen_without(frozenset(wrong)))
     vars(seen).update(values_of(config), explicit=explicit)
@@ -72,15 +71,15 @@ IDLE = frozenset(
         *(name for name in settings() if name.startswith("moe_")),
     }
 )
-"""Settings that scripts of Megatron-LM give where they have no effect, as it allows: said, and ignored."""
+"""Settings that Megatron-LM scripts give even if they have no effect: they are reported and ignored."""
 
 
 class Plain(str):
-    """The text of a rule with a word of the user's in it: braces there name no setting."""
+    """Text of a rule that quotes a user's word: its braces name no setting."""
 
 
 Check = Callable[[Settings], Findings]
-"""A rule; what it yields is wrong."""
+"""A rule; it yields what is wrong."""
 _NAMED = re.compile(r"\{([=!?]?)([\w|]+)\}")
 
 
@@ -94,13 +93,13 @@ def _value(c: Settings, name: str) -> str:
 
 
 def say(c: Settings, text: str) -> str:
-    """A text with its settings: `recompute_modules mlp moe`, `ep 2`, and for a switch its name alone."""
+    """Fill in the settings of a text: `recompute_modules mlp moe`, `ep 2`, and for a switch only its name."""
     if isinstance(text, Plain):
         return text
 
     def shown(found: re.Match[str]) -> str:
         if not hasattr(c, found[2]):
-            return found[0]  # braces of a value
+            return found[0]  # braces in a value
         value = _value(c, found[2])
         return value if found[1] else found[2] if value == "True" else f"{found[2]} {value}"
 
@@ -108,7 +107,7 @@ def say(c: Settings, text: str) -> str:
 
 
 def rules(table: Mapping[str, Callable[[Settings], object]]) -> Iterator[Check]:
-    """Text of an error -> when it is one."""
+    """Build rules from the text of an error -> its condition."""
     for text, when in table.items():
         for mark, names in [found for found in _NAMED.findall(text) if found[0] in ("!", "?")] or [("", "")]:
             for name in names.split("|"):
@@ -131,7 +130,8 @@ def _rule(text: str, when: Callable[[Settings], object], mark: str, name: str) -
 
 
 def owned(setting: str, owners: Mapping[str, tuple[object, ...]]) -> Iterator[Check]:
-    """Settings, with | between and a ? before them as for `rules` -> the values of `setting` that they mean something to."""
+    """Build rules for settings, separated by | and optionally marked ? as for `rules` -> the values of `setting` for
+    which they have an effect."""
 
     def elsewhere(known: tuple[object, ...]) -> Callable[[Settings], bool]:
         return lambda c: getattr(c, setting) not in known
@@ -143,22 +143,22 @@ def owned(setting: str, owners: Mapping[str, tuple[object, ...]]) -> Iterator[Ch
 
 
 def without(table: Mapping[str, str]) -> Iterator[Check]:
-    """Settings, marked as for `rules` -> the flag, with a value that works, without which they mean nothing: where that
-    setting has its default. (0 may be a value like others: of ema_decay it is.)"""
+    """Build rules for settings, marked as for `rules` -> the flag they depend on, with a value that works. They have no
+    effect while that flag has its default. (0 may be a normal value, as for ema_decay.)"""
 
     def lacks(owner: str) -> Callable[[Settings], bool]:
         return lambda c: getattr(c, owner) == settings()[owner].default
 
     for names, remedy in table.items():
         owner = remedy.split()[0].removeprefix("--").replace("-", "_")
-        # Of a number or a choice the default says more than that it is not given.
+        # The default of a number or choice is a value worth naming.
         is_off = settings()[owner].default in (None, False)
         lacking = f"without {owner}; add" if is_off else f"with {{{owner}}}; use"
         yield from rules({f"{{{names}}} has no effect {lacking} {remedy} or remove it": lacks(owner)})
 
 
 def parsed(parse: Callable[[Any], object], name: str) -> Check:
-    """What a parser has to say against the value of a setting."""
+    """Build a rule that yields a parser's errors about the value of a setting."""
 
     def check(c: Settings) -> Findings:
         if getattr(c, name):
@@ -169,7 +169,7 @@ def parsed(parse: Callable[[Any], object], name: str) -> Check:
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number: `1, 2, 3, 6`."""
+    """Return the divisors of a number as `1, 2, 3, 6`."""
     return ", ".join(map(str, divisor_list(number)))
 
 
@@ -179,16 +179,16 @@ def divisor_list(number: int) -> list[int]:
 
 
 def whole_shares(groups: int, ranks: int) -> bool:
-    """Each rank has whole key/value heads, or several ranks share one each."""
+    """Return whether each rank has whole key/value heads, or several ranks share one each."""
     return groups % ranks == 0 or ranks % groups == 0
 
 
 def shares_of_heads(groups: int, *widths: int) -> str:
-    """The numbers of ranks that divide all widths, with `whole_shares` of the key/value heads: `1, 2, 4`."""
+    """Return the numbers of ranks that divide all widths and satisfy `whole_shares`, as `1, 2, 4`."""
     return ", ".join(str(ranks) for ranks in divisor_list(math.gcd(*widths)) if whole_shares(groups, ranks))
 
 
 def multiples(number: int, unit: int, offset: int = 0) -> str:
-    """`8 or 12`: offset plus the multiples of `unit` around `number`."""
+    """Return offset plus the multiples of `unit` around `number`, as `8 or 12`."""
     below = number // unit * unit
     return f"{below + offset} or {below + unit + offset}" if below else str(unit + offset)

@@ -1,4 +1,4 @@
-"""Rules about a run beside its numbers: data, checkpoints, hang limits, stops, reports, elastic starts."""
+"""Rules that do not concern the numbers: data, checkpoints, hang limits, stops, logging, elastic starts."""
 
 from functools import partial
 from pathlib import PurePath
@@ -12,14 +12,14 @@ from megalite.config.strategies import searched_strategies
 from megalite.config.training import WRITERS
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
-"""Those that may stop a run; SIGINT always does."""
+"""Signals that may stop a run; SIGINT always does."""
 
 
 def _sources(c: Settings) -> list[str]:
-    """The settings that name tokens: one, if all is well."""
+    """Return the settings that name a source of tokens: a legal config has one."""
     per_split = [name for name in PATH_SETTINGS[1:] if getattr(c, name)]
     made = ["mock_data"] if c.mock_data else []
-    if c.dataset is not None:  # which reads paths as it likes
+    if c.dataset is not None:  # a registered dataset may read the paths
         return ["dataset", *made]
     return (["data_path"] if c.data_path else []) + per_split[:1] + made
 
@@ -55,7 +55,7 @@ def _bpe_files(c: Settings) -> Findings:
 
 
 def _keeps_files(c: Settings) -> bool:
-    """Something is made or fetched, and kept in data_cache_path."""
+    """Return whether the run caches anything in data_cache_path."""
     named = [c.save, c.load, *(word for name in PATH_SETTINGS for word in getattr(c, name))]
     return bool(c.texts) or any(is_address(word) for word in named if word is not None)
 
@@ -79,7 +79,7 @@ DATA: tuple[Check, ...] = (
             "{?valid_data_path|test_data_path} needs train_data_path; add it, or use data_path with split": (
                 lambda c: _from_splits(c) and not c.train_data_path
             ),
-            "{?eval_interval} needs data to evaluate on; add --valid-data-path or remove it": (
+            "{?eval_interval} needs validation data; add --valid-data-path or remove it": (
                 lambda c: _from_splits(c) and not c.valid_data_path
             ),
             "{?test_data_path} has no effect without eval_interval: the test split is evaluated at the end of a run that also "
@@ -87,26 +87,26 @@ DATA: tuple[Check, ...] = (
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
             f"{{!packing|data_order|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use data_path or remove "
             "it": lambda c: c.mock_data and not c.data_path,
-            "{!packing|data_order} has no effect with {dataset}, which gives samples as they are; remove it": lambda c: (
+            "{!packing|data_order} has no effect with {dataset}, which returns whole samples; remove it": lambda c: (
                 c.dataset is not None
             ),
-            "{!data_cache_path} has no effect without documents or addresses, of which nothing is kept; use data_path or remove "
+            "{!data_cache_path} has no effect without documents or addresses to cache; use data_path or remove "
             "it": lambda c: (c.dataset is not None or (c.mock_data and not c.data_path)) and not _keeps_files(c),
             "{?packing} does not go with {data_order}, which cuts samples from one stream of documents; use packing stream or "
             "data_order megalite": lambda c: c.data_order == "megatron",
-            f"{{!{_DOCUMENTS}}} has no effect with {{packing}}, where documents never see each other and each begins at "
+            f"{{!{_DOCUMENTS}}} has no effect with {{packing}}, where documents never attend to each other and start at "
             "position 0; use packing stream or remove it": (
                 lambda c: c.packing == "best-fit" and not c.mock_data and not c.sft
             ),
-            f"{{!{_DOCUMENTS}}} has no effect with {{sft}}, where examples never see each other, each begins at position 0 and "
-            "the loss is on responses; remove it": lambda c: c.sft,
+            f"{{!{_DOCUMENTS}}} has no effect with {{sft}}, where examples never attend to each other, start at position 0 and "
+            "only responses have a loss; remove it": lambda c: c.sft,
             "{!data_cache_path} has no effect with {packing}, which keeps no index; use packing stream or remove it": (
                 lambda c: c.packing == "best-fit" and not c.mock_data and not _keeps_files(c)
             ),
             "{!data_cache_path} has no effect with {sft}, which keeps no index; remove it": lambda c: (
                 c.sft and not _keeps_files(c)
             ),
-            "{?sft} needs examples, and there are none in {mock_data}; use data_path": lambda c: c.mock_data,
+            "{?sft} needs examples, but {mock_data} has none; use data_path": lambda c: c.mock_data,
             "{?sft} packs its examples itself and does not go with {data_order}; use data_order megalite": (
                 lambda c: c.data_order == "megatron"
             ),
@@ -116,7 +116,7 @@ DATA: tuple[Check, ...] = (
             "{!text_field} has no effect with {sft}, which reads prompt and response or messages; remove it": lambda c: (
                 c.sft
             ),
-            "{!text_field} has no effect: the data paths name no text; remove it": (
+            "{!text_field} has no effect: the data paths name no text files; remove it": (
                 lambda c: not c.texts and not c.sft
             ),
             "{?tokenizer_model} and {vocab_file} are two tokenizers; keep one of them": lambda c: c.vocab_file,
@@ -145,11 +145,11 @@ CHECKPOINT: tuple[Check, ...] = (
             "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
             "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
-            "nothing can be saved at {save}, which is read alone or gone with the process; use s3://BUCKET/RUN, gs://BUCKET/RUN or "
+            "{save} cannot be saved to: it is read-only or lost with the process; use s3://BUCKET/RUN, gs://BUCKET/RUN or "
             "a folder": lambda c: (c.save or "").startswith(UNSAVED),
-            "{?export_hf} is made from checkpoints in a folder, and {save} is an address; save to a folder, or leave it out and use "
+            "{?export_hf} needs checkpoints in a folder, but {save} is an address; save to a folder, or leave it out and use "
             "megalite convert {=save} afterwards": lambda c: is_address(c.save or ""),
-            "{?ckpt_step|fresh_if_missing} does not go with {load}, which holds one model, or nothing; remove it, or give --load the "
+            "{?ckpt_step|fresh_if_missing} does not go with {load}, which is a single model; remove it, or set --load to the "
             "folder of a run's checkpoints": lambda c: hugging_face_folder(c.load) is not None,
         }
     ),
@@ -158,14 +158,14 @@ CHECKPOINT: tuple[Check, ...] = (
 
 
 def _below_collectives(c: Settings) -> Findings:
-    """Collectives must not fail, naming no rank, before the watch can say which one stands still."""
+    """Check that the watchdog reports a hang before collectives fail, which name no rank."""
     assert c.dp is not None
     for name, share in (("hang_timeout_minutes", 0.8), ("hang_save_timeout_minutes", 0.9)):
         minutes, limit = getattr(c, name), c.distributed_timeout_minutes
         if minutes is not None and c.tp * c.pp * c.cp * c.dp > 1 and minutes >= limit:
             yield (
-                f"{{{name}}} is not below {{distributed_timeout_minutes}}: collectives would fail before anyone could say which "
-                f"rank stands still; use --{name.replace('_', '-')} {share * limit:g} or --distributed-timeout-minutes "
+                f"{{{name}}} is not below {{distributed_timeout_minutes}}: collectives would fail before the watchdog could "
+                f"name the hanging rank; use --{name.replace('_', '-')} {share * limit:g} or --distributed-timeout-minutes "
                 f"{minutes / share:g}"
             )
 
@@ -177,7 +177,7 @@ HANG: tuple[Check, ...] = (
             "{?hang_save_timeout_minutes} has no effect with {hang_timeout_minutes}; remove one of them": (
                 lambda c: c.hang_timeout == 0
             ),
-            "{?hang_save_timeout_minutes} is below hang_timeout_minutes {=hang_timeout}, and is for what may take longer; use "
+            "{?hang_save_timeout_minutes} is below hang_timeout_minutes {=hang_timeout}, but saves and starts may take longer; use "
             "--hang-save-timeout-minutes {=hang_timeout} or --hang-timeout-minutes {=hang_save_timeout_minutes}": (
                 lambda c: c.hang_save_timeout < c.hang_timeout
             ),
@@ -187,7 +187,7 @@ HANG: tuple[Check, ...] = (
 
 
 def _names(c: Settings) -> Findings:
-    """Words that lists may hold."""
+    """Check the words in lists."""
     for setting, known in (("exit_signals", EXIT_SIGNALS), ("metrics", WRITERS)):
         for name in getattr(c, setting):
             if name not in known:
@@ -201,10 +201,10 @@ STOPS: tuple[Check, ...] = (
             "{!max_consecutive_skips} has no effect with {on_non_finite}; use --on-non-finite skip or remove it": (
                 lambda c: c.on_non_finite == "stop" and (not scales_loss(c.run) or c.loss_scale is not None)
             ),
-            "{?on_non_finite} does not go with {check_for_nan_in_loss_and_grad}, which lets such steps pass; keep one of them": (
+            "{?on_non_finite} does not go with {check_for_nan_in_loss_and_grad}, which ignores such steps; keep one of them": (
                 lambda c: not c.check_for_nan_in_loss_and_grad
             ),
-            "{?on_non_finite} does not go with {dp_strategy}, where the server waits for a push in every step; use "
+            "{?on_non_finite} does not go with {dp_strategy}: the server expects a push in every step; use "
             "--on-non-finite stop": lambda c: c.strategy.weights == "stale",
             "{!loss_spike_window} has no effect with {loss_spike_threshold}; use --loss-spike-threshold 10 or remove it": (
                 lambda c: c.loss_spike_threshold == 0
@@ -250,7 +250,7 @@ VISIBILITY: tuple[Check, ...] = (
             "{!wandb_entity|wandb_exp_name} has no effect without wandb_project; add --wandb-project NAME or remove it": (
                 lambda c: "wandb" not in writers(c.run)
             ),
-            "metrics wandb needs a project to write to; add --wandb-project NAME": (
+            "metrics wandb needs a project; add --wandb-project NAME": (
                 lambda c: "wandb" in c.metrics and c.wandb_project is None
             ),
             "metrics wandb needs a name for the run; add --wandb-exp-name NAME or --run-dir runs/NAME": (
@@ -263,11 +263,11 @@ VISIBILITY: tuple[Check, ...] = (
 
 
 def _elastic(c: Settings) -> Findings:
-    """An elastic run continues from what it saves, and its numbers do not depend on how many ranks there are."""
+    """Check that an elastic run resumes from its own checkpoints and has numbers independent of the ranks."""
     if not c.elastic:
         return
     save = save_folder(c.run)
-    # What is at an address has been fetched to a path by the time the ranks have met.
+    # When the ranks have met, an address has already been downloaded to a path.
     resumes_elsewhere = (
         c.load is not None
         and hugging_face_folder(c.load) is None
@@ -275,7 +275,7 @@ def _elastic(c: Settings) -> Findings:
         and is_address(c.load) == is_address(save or "")
     )
     if save is not None and resumes_elsewhere:
-        yield f"elastic continues from what it saves, but the run has {{load}} and saves to {save}; use --load {save}"
+        yield f"elastic resumes from its own checkpoints, but the run has {{load}} and saves to {save}; use --load {save}"
     for name, works in (
         ("dp_strategy", searched_strategies()),
         ("grad_compression", ("none",)),
@@ -296,15 +296,15 @@ ELASTIC: tuple[Check, ...] = (
             "elastic needs global_batch_size: by default it depends on the ranks; add e.g. --global-batch-size 512": (
                 lambda c: c.elastic and c.global_batch_size is None
             ),
-            "elastic needs save_interval and load: it continues from its last checkpoint; add --save-interval 100 --load FOLDER "
+            "elastic needs save_interval and load: it resumes from its last checkpoint; add --save-interval 100 --load FOLDER "
             "--fresh-if-missing": lambda c: c.elastic and (c.save_interval is None or c.load is None),
-            "elastic and {?finetune|ckpt_step} contradict: each restart would begin there again; remove one of them": (
+            "elastic and {?finetune|ckpt_step} contradict: each restart would start there again; remove one of them": (
                 lambda c: c.elastic
             ),
-            f"elastic and {{!{_OF_ONE_LAYOUT}}} contradict: that is for one layout; remove one of them": lambda c: (
+            f"elastic and {{!{_OF_ONE_LAYOUT}}} contradict: this setting fits one layout only; remove one of them": lambda c: (
                 c.elastic
             ),
-            "elastic and {pipeline_schedule} contradict: that is for one layout; use --pipeline-schedule 1f1b": (
+            "elastic and {pipeline_schedule} contradict: auto fits one layout only; use --pipeline-schedule 1f1b": (
                 lambda c: c.elastic and c.pipeline_schedule == "auto"
             ),
         }
