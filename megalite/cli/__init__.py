@@ -1,1 +1,1 @@
-"""Command lines: thin layers over the packages below."""
+"""Command-line interface: thin layers over the other packages."""

@@ -1,6 +1,6 @@
-"""One command line for all commands: a table of flags makes the help and reads the words.
+"""The command-line parser of all commands: a table of flags defines both the help and the parsing.
 
-argparse reports one mistake at a time; here, as for the settings of training, one answer names all that is wrong."""
+argparse reports one mistake at a time. This parser reports all of them in one error, as the settings of training do."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from typing import Any
 
 import megalite
 from megalite.cli.failures import DEBUG_FLAG, guarded
-from megalite.cli.output import show, tell
+from megalite.cli.output import notify, show
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
@@ -29,18 +29,18 @@ _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag as the help has it, `--name VALUE`, or without dashes an argument that has a place, `name VALUE`.
+    """A flag `--name VALUE`, or without dashes a positional argument `name VALUE`.
 
-    `VALUE ...` is one or more values, which make a list, `[VALUE ...]` any number, `[VALUE]` at most one."""
+    `VALUE ...` is a list of one or more values, `[VALUE ...]` a list of any number, `[VALUE]` an optional value."""
 
     form: str
-    help: str = ""  # empty: not shown
+    help: str = ""  # empty hides the flag
     type: Callable[[str], Any] = str  # `bool` takes no value; int, float and Path are checked
     default: Any = None
     choices: Collection[str] = ()
     required: bool = False
-    repeat: bool = False  # may be given again; the values make a list
-    negated: bool = False  # there is a --no-NAME too, and the default is neither
+    repeat: bool = False  # may be repeated; the values are a list
+    negated: bool = False  # --no-NAME exists too, and the default is None
     dest: str = ""
 
     @property
@@ -49,7 +49,7 @@ class Flag:
 
     @property
     def value(self) -> str:
-        """Stands for the value in the help."""
+        """Placeholder of the value in the help."""
         choices = "|".join(self.choices)
         return self.form.partition(" ")[2] or (choices if len(choices) <= 40 else "NAME")
 
@@ -58,13 +58,12 @@ class Flag:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     @property
-    def is_placed(self) -> bool:
-        """No flag: known by its place."""
+    def is_positional(self) -> bool:
         return not self.name.startswith("-")
 
     @cached_property
-    def takes(self) -> tuple[float, float]:
-        """Numbers of values, at least and at most."""
+    def arity(self) -> tuple[float, float]:
+        """Minimum and maximum number of values."""
         if self.type is bool:
             return 0, 0
         several, count = "..." in self.value, len(self.value.split())
@@ -75,80 +74,78 @@ class Flag:
         return [self.name, *([f"--no-{self.name[2:]}"] if self.negated else [])]
 
     @property
-    def shown(self) -> str:
-        """In messages and in the help."""
-        return self.value if self.is_placed else self.name
+    def label(self) -> str:
+        """Name of the flag in messages and in the help."""
+        return self.value if self.is_positional else self.name
 
     @property
     def usage(self) -> str:
-        """`--name VALUE`, as the help has it."""
+        """`--name VALUE`."""
         name = "|".join(self.spellings)
-        return self.value if self.is_placed else name if self.type is bool else f"{name} {self.value}"
+        return self.value if self.is_positional else name if self.type is bool else f"{name} {self.value}"
 
-    def converted(self, word: str) -> Any:
-        """The value of a word; ConfigError if it is none."""
+    def convert(self, word: str) -> Any:
+        """Return the value of a word. Raises ConfigError if the word is not a valid value."""
         try:
             value = _CONVERTERS.get(self.type, self.type)(word)
         except ConfigError as error:
-            raise ConfigError(f"{self.shown}: {error}") from None
+            raise ConfigError(f"{self.label}: {error}") from None
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
-            raise ConfigError(f"{self.shown}: there is no {value}{nearest(word, self.choices)} (one of {known})")
+            raise ConfigError(f"{self.label}: there is no {value}{nearest(word, self.choices)} (one of {known})")
         return value
 
 
-IMPORT = Flag("--import MODULE ...", "your modules, which register more; may be given again", repeat=True)
+IMPORT = Flag("--import MODULE ...", "your modules, which register more; may be repeated", repeat=True)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, called with its words; returns the exit status."""
+    """A command. Calling it with the words of a command line runs it and returns the exit status."""
 
     name: str
-    summary: str = ""  # in the list of the commands
+    summary: str = ""  # its line in the list of commands
     about: str = ""
     flags: Sequence[Flag] = ()
     examples: Sequence[str] = ()
     notes: str = ""
-    commands: "Mapping[str, Command]" = field(default_factory=dict)  # that it is divided into
-    exclusive: Sequence[Sequence[str]] = ()  # flags of which one may be given
-    idle: Mapping[str, str] = field(default_factory=dict)  # flag -> flags that have no effect beside it
-    one_needed: bool = False  # one of each `exclusive` must be given
+    commands: "Mapping[str, Command]" = field(default_factory=dict)  # subcommands
+    exclusive: Sequence[Sequence[str]] = ()  # groups of flags; at most one of each may be given
+    disables: Mapping[str, str] = field(default_factory=dict)  # flag -> flags that have no effect with it
+    one_required: bool = False  # one flag of each `exclusive` group is required
     settings: Sequence[str] | None = None
-    """It takes the flags of training too, behind these: `invocation` has what they say."""
-    reads: bool = True  # False: `run` gets the words
+    """If not None the command also accepts the flags of training, parsed after these words into `invocation`."""
+    parses: bool = True  # False: `run` receives the words
     foreign: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Flag of another program's command line -> what to do instead, and a pattern of the values that change nothing."""
-    bare: int | None = None  # exit status without words: then the help is shown
-    lasting: bool = False  # see `guarded`
-    run: str = (
-        ""  # `module:function`, which gets what the words say; default: `run` of the module of the command's name
-    )
+    """Flag of Megatron-LM's script -> what to do instead, and a pattern of the values that are accepted and ignored."""
+    status_without_words: int | None = None  # exit status of a call without words, which prints the help
+    long_running: bool = False  # see `guarded`
+    run: str = ""  # `module:function` that receives the parsed words; default: `run` of the module named as the command
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        with guarded(self.name, argv, lasting=self.lasting) as end:
-            end.status = self._answer(end.words)
+        with guarded(self.name, argv, long_running=self.long_running) as end:
+            end.status = self._dispatch(end.words)
         return end.status or 0
 
     @property
-    def place(self) -> str:
-        """What does the work: imported when the words have been read."""
+    def target(self) -> str:
+        """`module:function` of the implementation, imported after the words have been parsed."""
         return self.run or f"megalite.cli.{re.sub('[- ]', '_', self.name.removeprefix('megalite '))}:run"
 
-    def _answer(self, words: list[str]) -> int | None:
-        if not self.reads:
-            return imported(self.place)(words)
+    def _dispatch(self, words: list[str]) -> int | None:
+        if not self.parses:
+            return imported(self.target)(words)
         if self.commands and words and words[0] in self.commands:
             return self.commands[words[0]](words[1:])
-        if {"--help", "-h"} & set(words) or (not words and self.bare is not None):
+        if {"--help", "-h"} & set(words) or (not words and self.status_without_words is not None):
             show(self.help())
-            return 0 if words else self.bare
+            return 0 if words else self.status_without_words
         if self.settings is not None and "--help-all" in words:
             show(imported("megalite.config.help:full_help")(self.name))
             return 0
         if self.commands:
             return self._no_command(words)
-        return imported(self.place)(self.parse(words))
+        return imported(self.target)(self.parse(words))
 
     def _no_command(self, words: list[str]) -> int:
         if words[:1] == ["--version"]:
@@ -163,40 +160,39 @@ class Command:
         raise error
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """What the words say: a value for each flag, its default where it is not given. Raises ConfigError: everything
-        that is wrong with them, in one."""
-        if IMPORT.name in self.spellings:  # what values may be depends on them
+        """Return the value of each flag, or its default. Raises one ConfigError that names all problems."""
+        if IMPORT.name in self.spellings:  # the modules may register further choices
             import_modules(_imports(deque(words)))
-        reading = _Reading(self)
-        reading.found.words = list(words)
-        with reading.problems.collecting():
-            reading.read(deque(words))
+        parser = _Parser(self)
+        parser.namespace.words = list(words)
+        with parser.problems.collecting():
+            parser.parse(deque(words))
         if self.settings is not None:
-            with reading.problems.collecting():
-                if "--dry-run" in reading.rest:
+            with parser.problems.collecting():
+                if "--dry-run" in parser.rest:
                     raise ConfigError(f"--dry-run has no effect with {self.name}; remove it")
-                words = [*self.settings, *reading.rest]
+                words = [*self.settings, *parser.rest]
                 parse = imported("megalite.config.flags:parse_arguments")
-                reading.found.invocation = parse(
-                    words, others=self.spellings, shape=imported("megalite.cli.train:shape_in")
+                parser.namespace.invocation = parse(
+                    words, others=self.spellings, shape=imported("megalite.cli.train:checkpoint_settings")
                 )
-        if reading.problems.found:
-            error = ConfigError(*reading.problems.found)
+        if parser.problems.found:
+            error = ConfigError(*parser.problems.found)
             if self.settings is None:
                 error.add_note(f"{self.name} --help lists the flags")
             raise error
-        return reading.found
+        return parser.namespace
 
     @cached_property
     def spellings(self) -> dict[str, Flag]:
-        return {word: flag for flag in self.flags if not flag.is_placed for word in flag.spellings}
+        return {word: flag for flag in self.flags if not flag.is_positional for word in flag.spellings}
 
     def help(self) -> str:
-        needed = [flag.usage for flag in self.flags if flag.required or (flag.is_placed and flag.takes[0])]
-        optional = [flag.usage for flag in self.flags if flag.is_placed and not flag.takes[0]]
-        usage = [*optional, *needed, "[SETTINGS ...]" if self.settings is not None else "[OPTIONS]"]
+        required = [flag.usage for flag in self.flags if flag.required or (flag.is_positional and flag.arity[0])]
+        optional = [flag.usage for flag in self.flags if flag.is_positional and not flag.arity[0]]
+        usage = [*optional, *required, "[SETTINGS ...]" if self.settings is not None else "[OPTIONS]"]
         if self.commands:
-            usage = ["COMMAND ...", f" ({self.name} COMMAND --help says more)"]
+            usage = ["COMMAND ...", f" (see {self.name} COMMAND --help)"]
         usage = textwrap.wrap(f"usage: {self.name} {' '.join(usage)}", _WIDTH, subsequent_indent=" " * 8)
         paragraphs = ["\n".join(usage)]
         paragraphs += [textwrap.fill(part, _WIDTH) for part in self.about.split("\n") if part]
@@ -220,123 +216,122 @@ def _row(form: str, text: str) -> list[str]:
     return [f"  {form:<{_COLUMN - 2}}{lines[0]}", *(" " * _COLUMN + line for line in lines[1:])]
 
 
-class _Reading:
-    """One pass over the words: values go to the namespace, what is wrong to the problems."""
+class _Parser:
+    """Parses words in one pass into `namespace` and `problems`."""
 
     def __init__(self, command: Command) -> None:
         self.command, self.flags = command, command.spellings
-        self.problems, self.found = Problems(), Namespace()
+        self.problems, self.namespace = Problems(), Namespace()
         self.given: dict[Flag, str] = {}
-        """Flag -> how it was written."""
+        """Flag -> its spelling on the command line."""
         self.unknown: list[str] = []
         self.rest: list[str] = []
         """Words that belong to no flag of this command."""
-        self._starved: Flag | None = None
-        """The flag before, if it has fewer values than it needs."""
+        self._incomplete: Flag | None = None
+        """The previous flag, if it has too few values."""
         if command.foreign:
-            self.found.ignored = []
+            self.namespace.ignored = []
         for flag in command.flags:
             default = flag.default
             if default is None and flag.type is bool and not flag.negated:
                 default = False
-            setattr(self.found, flag.attribute, default)
+            setattr(self.namespace, flag.attribute, default)
 
-    def read(self, words: deque[str]) -> None:
-        takes_settings = self.command.settings is not None
+    def parse(self, words: deque[str]) -> None:
+        has_settings = self.command.settings is not None
         while words:
             word = words.popleft()
-            if word == "--" and not takes_settings:
+            if word == "--" and not has_settings:
                 self.rest += words
                 break
             name = word.partition("=")[0]
             name = name.replace("_", "-") if name.startswith("--") else name
-            if _FLAG.fullmatch(word) is None or (takes_settings and name not in self.flags):
+            if _FLAG.fullmatch(word) is None or (has_settings and name not in self.flags):
                 self.rest.append(word)
             elif name in self.flags:
                 self._flag(name, word, words)
             elif name in self.command.foreign:
                 self._foreign(name, word, words)
             else:
-                self._refuse(name, word)
-        if not takes_settings and not self.unknown:  # a word may be the value of an unknown flag
-            self._place()
-        self._missing()
+                self._add_unknown(name, word)
+        if not has_settings and not self.unknown:  # a word may be the value of an unknown flag
+            self._assign_positional()
+        self._check_combinations()
 
-    def _refuse(self, name: str, word: str) -> None:
+    def _add_unknown(self, name: str, word: str) -> None:
         known = [spelling for spelling, flag in self.flags.items() if flag.help]
-        meant = nearest(name, known) if name.startswith("--") else ""
-        before = (
-            f"; if it is the value of {self._starved.name} write {self._starved.name}={word}" if self._starved else ""
-        )
-        self.problems.add(f"unknown flag {name}{meant}{before}")
+        similar, before = nearest(name, known) if name.startswith("--") else "", self._incomplete
+        hint = f"; if it is the value of {before.name} write {before.name}={word}" if before else ""
+        self.problems.add(f"unknown flag {name}{similar}{hint}")
         self.unknown.append(name)
 
     def _foreign(self, name: str, word: str, rest: deque[str]) -> None:
-        """A flag that has no use here: accepted where it asks for what happens anyway."""
+        """Ignore a flag of another program if it requests what happens anyway, else add a problem."""
         instead, harmless = self.command.foreign[name]
         text = " ".join(_values(word, rest, math.inf))
         if harmless and re.fullmatch(harmless, text):
-            self.found.ignored.append(f"{name} {text}")
+            self.namespace.ignored.append(f"{name} {text}")
         else:
             self.problems.add(f"{name}: {instead}")
 
     def _flag(self, name: str, word: str, rest: deque[str]) -> None:
-        """A flag and, taken off the rest, its values."""
+        """Store a flag and its values, which are removed from `rest`."""
         flag, (_, equals, value) = self.flags[name], word.partition("=")
-        least, most = flag.takes
+        least, most = flag.arity
         values = _values(word, rest, most)
-        starved = len(values) < least
-        self._starved = flag if starved else None
+        incomplete = len(values) < least
+        self._incomplete = flag if incomplete else None
         if equals and not most:
             self.problems.add(f"{name} takes no value, got {value}")
-        elif not starved:
+        elif not incomplete:
             self._store(flag, values, name)
         elif not (rest and _FLAG.fullmatch(rest[0]) and rest[0].partition("=")[0].replace("_", "-") not in self.flags):
+            # If an unknown flag follows, its own error says what to write.
             wanted = "a value" if most == 1 else "one or more values" if most == math.inf else f"{least} values"
-            self.problems.add(f"{name} needs {wanted}")  # unless an unknown flag follows: that says what to write
+            self.problems.add(f"{name} needs {wanted}")
         self.given.setdefault(flag, name)
 
     def _store(self, flag: Flag, words: list[str], name: str) -> None:
-        before = getattr(self.found, flag.attribute)
+        before = getattr(self.namespace, flag.attribute)
         with self.problems.collecting():
-            values: Any = [flag.converted(word) for word in words]
+            values: Any = [flag.convert(word) for word in words]
             if flag.type is bool:
                 values = name == flag.name
             elif flag.repeat:
                 values = [*(before or ()), *values]
-            elif flag.takes[1] == 1:
+            elif flag.arity[1] == 1:
                 values = values[0]
             if self.command.settings is not None and flag in self.given and not flag.repeat and values != before:
                 raise ConfigError(f"{name} is given twice; keep one of them")
-            setattr(self.found, flag.attribute, values)
+            setattr(self.namespace, flag.attribute, values)
 
-    def _place(self) -> None:
-        """The remaining words, over the arguments that have a place: each gets the least that it needs."""
-        loose, missing = self.rest, []
-        places = [flag for flag in self.command.flags if flag.is_placed]
-        for index, flag in enumerate(places):
-            least, most = flag.takes
-            later = sum(each.takes[0] for each in places[index + 1 :])
-            count = int(min(most, max(len(loose) - later, least)))
-            if len(loose) < least:
-                missing.append(flag.shown)
+    def _assign_positional(self) -> None:
+        """Assign the remaining words to the positional arguments, and leave enough for the later ones."""
+        words, missing = self.rest, []
+        flags = [flag for flag in self.command.flags if flag.is_positional]
+        for index, flag in enumerate(flags):
+            least, most = flag.arity
+            later = sum(each.arity[0] for each in flags[index + 1 :])
+            count = int(min(most, max(len(words) - later, least)))
+            if len(words) < least:
+                missing.append(flag.label)
             elif count:
-                self._store(flag, loose[:count], flag.name)
-                loose = loose[count:]
+                self._store(flag, words[:count], flag.name)
+                words = words[count:]
         if missing:
             self.problems.add(f"missing: {', '.join(missing)}")
-        if loose:
-            self.problems.add(f"unexpected: {' '.join(loose)}")
+        if words:
+            self.problems.add(f"unexpected: {' '.join(words)}")
 
-    def _missing(self) -> None:
-        """Flags that must be there, except those that an unknown one may be meant for; and those that exclude others."""
+    def _check_combinations(self) -> None:
+        """Report missing flags, unless an unknown flag is probably a misspelling of one, and flags that conflict."""
         words = [*self.unknown, *self.rest] if self.command.settings is not None else self.unknown
         meant = {self.flags[name] for word in words for name in closest(word, self.flags)}
-        required = [flag for flag in self.flags.values() if flag.required and flag not in {*self.given, *meant}]
-        if required:
-            self.problems.add(f"missing: {', '.join(flag.name for flag in required)}")
+        missing = [flag.name for flag in self.flags.values() if flag.required and flag not in {*self.given, *meant}]
+        if missing:
+            self.problems.add(f"missing: {', '.join(missing)}")
         given = [flag.name for flag in self.given]
-        for name, others in self.command.idle.items():
+        for name, others in self.command.disables.items():
             for other in others.split() if name in given else ():
                 if other in given:
                     self.problems.add(f"{other} has no effect with {name}; remove one of them")
@@ -344,7 +339,7 @@ class _Reading:
             both = [name for name in given if name in group]
             if len(both) > 1:
                 self.problems.add(f"{both[0]} and {both[1]} contradict; keep one of them")
-            if self.command.one_needed and not {flag.name for flag in (*self.given, *meant)} & set(group):
+            if self.command.one_required and not {flag.name for flag in (*self.given, *meant)} & set(group):
                 self.problems.add(f"give one of {' '.join(group)}")
 
 
@@ -358,7 +353,7 @@ def _imports(words: deque[str]) -> list[str]:
 
 
 def _values(word: str, rest: deque[str], most: float) -> list[str]:
-    """Of the flag in `word`: behind its `=`, or taken off the rest."""
+    """Return the values of the flag in `word`: the text after its `=`, or words removed from `rest`."""
     _, equals, value = word.partition("=")
     values = [value] if equals else []
     while not equals and rest and len(values) < most and rest[0] != "--" and not _FLAG.fullmatch(rest[0]):
@@ -391,15 +386,15 @@ def _path(word: str) -> Path:
 
 
 def path_or_address(word: str) -> Path | str:
-    """A path, also of `hf:FOLDER`, as training has it; an address as it is."""
+    """Convert a path or `hf:FOLDER`; return an address unchanged."""
     return word if is_address(word) else hugging_face_folder(word) or _path(word)
 
 
-def fetched(place: Path | str, step: int | None) -> Path:
-    """A path as it is; the folder here to which a checkpoint has been fetched from an address."""
-    if isinstance(place, Path):
-        return place
-    folder: Path = imported("megalite.data.remote:fetch_checkpoint")(place, step, say=tell)
+def fetch(source: Path | str, step: int | None) -> Path:
+    """Download a checkpoint if `source` is an address; return its local folder."""
+    if isinstance(source, Path):
+        return source
+    folder: Path = imported("megalite.data.remote:fetch_checkpoint")(source, step, say=notify)
     return folder
 
 
@@ -407,28 +402,28 @@ _CONVERTERS: Mapping[Any, Callable[[str], Any]] = {int: _whole_number, float: _n
 
 
 def positive(word: str) -> int:
-    """A whole number of at least 1."""
+    """Convert a whole number of at least 1."""
     if not word.isdecimal() or not (number := _whole_number(word)) >= 1:
         raise ConfigError(f"takes a whole number of at least 1, such as 4, got {word}")
     return number
 
 
 def not_negative(word: str) -> float:
-    """A number of at least 0."""
+    """Convert a number of at least 0."""
     if (number := _number(word)) < 0:
         raise ConfigError(f"takes a number of at least 0, got {word}")
     return number
 
 
 def byte_size(word: str) -> float:
-    """A number of bytes with its unit."""
+    """Convert a number of bytes with its unit."""
     if (size := parse_byte_size(word)) is None:
         raise ConfigError(f"takes a size with its unit such as 500MB or 4GiB, got {word}")
     return size
 
 
 def above_zero(word: str) -> float:
-    """A number above 0."""
+    """Convert a number above 0."""
     if (number := _number(word)) <= 0:
         raise ConfigError(f"takes a number above 0, such as 300, got {word}")
     return number

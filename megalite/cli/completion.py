@@ -1,4 +1,4 @@
-"""`megalite completion`: what shells complete with, from the tables of commands and of settings."""
+"""`megalite completion`: generate shell completion from the tables of commands and settings."""
 
 from argparse import Namespace
 from collections import defaultdict
@@ -11,7 +11,7 @@ from megalite.config.describe import settings
 from megalite.config.files import preset_names
 from megalite.config.flags import RUN_OPTIONS
 
-Words = Mapping[str, Sequence[str]]  # flag -> its values, where they are few
+Words = Mapping[str, Sequence[str]]  # flag -> its choices, if any
 
 _BASH = """\
 _megalite() {
@@ -45,16 +45,16 @@ def run(flags: Namespace) -> int:
 
 
 def commands(known: Mapping[str, Command] = COMMANDS) -> Iterator[Command]:
-    """All, those that others are divided into behind them."""
+    """Yield all commands, each followed by its subcommands."""
     for command in known.values():
         yield command
         yield from commands(command.commands)
 
 
 def words_of(command: Command) -> Words:
-    """The flags of a command."""
+    """Return the flags of a command."""
     found: dict[str, Sequence[str]] = {}
-    if command.settings is not None or not command.reads:
+    if command.settings is not None or not command.parses:
         found |= {flag: preset_names() if flag == "--preset" else () for flag in RUN_OPTIONS}
         for setting in settings().values():
             negated = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
@@ -63,26 +63,26 @@ def words_of(command: Command) -> Words:
     return {"--help": ()} | found
 
 
-def _place(command: Command) -> str:
+def _path(command: Command) -> str:
     return command.name.removeprefix("megalite ")
 
 
 def _bash() -> str:
     everything = list(commands())
-    inner = [f'"{" ".join(_place(command).split()[:-1])} {_place(command).split()[-1]}"' for command in everything]
+    inner = [f'"{" ".join(_path(command).split()[:-1])} {_path(command).split()[-1]}"' for command in everything]
     values: dict[str, list[str]] = defaultdict(list)
     for command in everything:
         for flag, choices in words_of(command).items():
             if choices:
-                values[" ".join(choices)].append(f'"{_place(command)} {flag}"')
+                values[" ".join(choices)].append(f'"{_path(command)} {flag}"')
     flags = [f'"") words="{" ".join(COMMANDS)}" ;;']
     for command in everything:
         if command.commands:
-            flags.append(f'"{_place(command)}") words="{" ".join(command.commands)}" ;;')
+            flags.append(f'"{_path(command)}") words="{" ".join(command.commands)}" ;;')
         else:
-            placed = " ".join(word for flag in command.flags if flag.is_placed for word in flag.choices)
-            flags.append(f'"{_place(command)}") words="{placed}" ;;')
-            flags.append(f'"{_place(command)} -") words="{" ".join(words_of(command))}" ;;')
+            positional = " ".join(word for flag in command.flags if flag.is_positional for word in flag.choices)
+            flags.append(f'"{_path(command)}") words="{positional}" ;;')
+            flags.append(f'"{_path(command)} -") words="{" ".join(words_of(command))}" ;;')
     return _BASH % {
         "commands": " | ".join(inner),
         "values": "\n".join(f'    {" | ".join(names)}) words="{words}" ;;' for words, names in values.items()),

@@ -1,4 +1,4 @@
-"""`megalite config`: a resolved config, with where each value comes from, or the presets."""
+"""`megalite config`: show a resolved config, the source of each value, or the presets."""
 
 from argparse import Namespace
 from typing import Any
@@ -17,12 +17,12 @@ from megalite.config.validate import validate
 def run(flags: Namespace) -> int:
     invocation = flags.invocation
     if not (flags.show or flags.explain):
-        given = [source for source in invocation.provenance.values() if source != "default"]
-        if given:
-            raise ConfigError(f"{given[0].removeprefix('flag ')} has no effect with --presets; remove it")
+        sources = [source for source in invocation.provenance.values() if source != "default"]
+        if sources:
+            raise ConfigError(f"{sources[0].removeprefix('flag ')} has no effect with --presets; remove it")
         show("\n".join(preset_names()))
         return 0
-    # A resolved config belongs to a number of ranks, which the command line of a dry run may name.
+    # Resolution depends on the number of ranks; --world-size sets it, as in a dry run.
     config = validate(invocation.config, world_size_of(invocation), invocation.explicit)
     if flags.explain:
         rows = _explain(config, invocation)
@@ -34,7 +34,7 @@ def run(flags: Namespace) -> int:
 
 
 def _explain(config: RunConfig, invocation: Invocation) -> dict[str, dict[str, Any]]:
-    """Each setting that something set -> its value and source."""
+    """Return setting -> value and source, for settings that are not at their default."""
     rows = {}
     for name, value in values_of(config).items():
         source = invocation.provenance[name]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.files import free_bytes
-from megalite.cli.command import fetched
+from megalite.cli.command import fetch
 from megalite.cli.display import ByteProgress, decimal_bytes, working
 from megalite.cli.failures import INTERRUPTED
 from megalite.cli.model_commands import VERIFIED_BELOW
-from megalite.cli.output import show, tell
+from megalite.cli.output import notify, show
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
@@ -62,14 +62,14 @@ def run(flags: Namespace) -> int:
             error.add_note(kept)
         raise
     except KeyboardInterrupt:
-        tell(f"\ninterrupted; {kept_line(flags.target) or 'nothing was written'}")
+        notify(f"\ninterrupted; {kept_line(flags.target) or 'nothing was written'}")
         return INTERRUPTED
 
 
 def _convert(flags: Namespace) -> int:
     _check(flags)
     chosen = None if flags.source_format == "auto" else flags.source_format
-    flags.source = fetched(flags.source, flags.step)
+    flags.source = fetch(flags.source, flags.step)
     show(f"opening {flags.source}")
     source = open_weights(
         flags.source, format=chosen, step=flags.step, with_optimizer=flags.with_optimizer, ema=flags.weights == "ema"
@@ -134,7 +134,7 @@ def _show_tokenizer(source: Weights, weights: Weights, flags: Namespace) -> None
     show(f"         {tokenizer_line(source, weights, left_out=flags.without_tokenizer)}")
     warning = other_tokenizer(source, weights) if flags.tokenizer_model is not None else None
     if warning is not None:
-        tell(f"warning: {warning}")
+        notify(f"warning: {warning}")
 
 
 def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int:
@@ -184,15 +184,15 @@ def _verified(source: Weights, path: Path, format: Format) -> int:
         with working("verify  ") as say:
             found = verify(source, open_weights(path, format=format), log=lambda line: say(f"verify   {line} ..."))
     except ConfigError as error:
-        tell(f"error: verification failed: {error}; {left}")
+        notify(f"error: verification failed: {error}; {left}")
         return 1
     except KeyboardInterrupt:
-        tell(f"\ninterrupted while comparing; {path} is complete but was not compared")
+        notify(f"\ninterrupted while comparing; {path} is complete but was not compared")
         return INTERRUPTED
     for line in found.lines():
         show(f"verify   {line}")
     if not found.passed:
-        tell(f"error: {path} is not what {source.path} is; {left}")
+        notify(f"error: {path} is not what {source.path} is; {left}")
     return 0 if found.passed else 1
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.dry_run import world_size_of
-from megalite.cli.failures import BAD_INPUT, explained, first_signal_raises
-from megalite.cli.output import json_text, show, tell, visible
+from megalite.cli.failures import BAD_INPUT, explain, first_signal_raises
+from megalite.cli.output import json_text, notify, show, visible
 from megalite.cli.preprocess import tokenizer_config
 from megalite.config.data import SPLITS
 from megalite.config.describe import replace
@@ -62,7 +62,7 @@ def verify_datasets(flags: Namespace) -> int:
             result = verify(prefix, vocab_size=vocab_size, hashes=not flags.no_hash, on_bytes=on_bytes)
         status = OK if result.fault is None else DAMAGED
         if result.bad_side_file is not None:
-            tell(f"error: {visible(result.bad_side_file)}")
+            notify(f"error: {visible(result.bad_side_file)}")
             status = BAD_INPUT
         return status, asdict(result), _format_verified(result)
 
@@ -104,8 +104,8 @@ def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str
             try:
                 status, data, text = look(prefix)
             except (ConfigError, OSError) as error:
-                _, reason = explained(error, "megalite data")
-                tell(f"error: {visible(reason)}")
+                _, reason = explain(error, "megalite data")
+                notify(f"error: {visible(reason)}")
                 status, data, text = BAD_INPUT, {"prefix": prefix, "error": reason}, ""
             worst = max(worst, status)
             results.append(data)
@@ -291,7 +291,7 @@ def _index(invocation: Invocation) -> Iterator[dict[str, Any]]:
     notes: list[str] = []
     datasets, remarks = open_run_datasets(config, tokenizer=tokenizer, log=notes.append)
     for remark in remarks:
-        tell(remark)
+        notify(remark)
     for split, (first, stop) in samples_to_read(config).items():
         source = getattr(datasets, split)
         if source is None:
@@ -299,7 +299,7 @@ def _index(invocation: Invocation) -> Iterator[dict[str, Any]]:
         for part, start, end in _parts(source, first, stop):
             report = _prepare(part, start, end, notes)
             for note in dict.fromkeys(notes):
-                tell(note)
+                notify(note)
             notes.clear()
             yield {"split": split, **report}
 
@@ -313,7 +313,7 @@ def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
         config = replace(config, vocab_size=tokenizer.vocab_size)
     config = validate(config, world_size, invocation.explicit)
     if config.data.texts:
-        places = tokenize_text(config, None, say=tell, stopped=lambda: False)
+        places = tokenize_text(config, None, say=notify, stopped=lambda: False)
         config = dataclasses.replace(config, data=config.data.with_paths(places))
     return config, tokenizer
 

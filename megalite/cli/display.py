@@ -1,4 +1,4 @@
-"""Tables, amounts and progress of all commands."""
+"""Format tables and amounts, and show the progress of commands."""
 
 import itertools
 import re
@@ -14,17 +14,17 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from megalite.cli.output import stderr_is_terminal, tell, visible
+from megalite.cli.output import notify, stderr_is_terminal, visible
 
 _TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 60.0, 10.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent: int = 0) -> list[str]:
-    """Lines with the columns aligned, as wide as they need; `right`: columns aligned to the right."""
+    """Return lines with aligned columns. `right`: indices of right-aligned columns."""
     if not rows:
         return []
-    # By hand: rich's grid takes seconds for a thousand rows.
+    # Without rich, whose grid takes seconds for a thousand rows.
     cells = [[visible(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
 
@@ -37,7 +37,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent:
 
 
 def folded(names: Iterable[str], number: re.Pattern[str] = NUMBER) -> list[tuple[str, list[str]]]:
-    """Names that differ in numbers alone, as `layers.{0..31}.weight` with the names themselves."""
+    """Group names that differ only in numbers: return (pattern such as `layers.{0..31}.weight`, names)."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         groups.setdefault(tuple(number.split(name)), []).append(name)
@@ -51,7 +51,7 @@ def folded(names: Iterable[str], number: re.Pattern[str] = NUMBER) -> list[tuple
 
 
 def _range(numbers: Sequence[str]) -> str:
-    """`{0..3,7}`; a single one as it is."""
+    """Return `{0..3,7}`, or a single number unchanged."""
     if len(numbers) == 1:
         return numbers[0]
     runs: list[list[str]] = []
@@ -64,13 +64,13 @@ def _range(numbers: Sequence[str]) -> str:
 
 
 def short(value: object) -> str:
-    """A value as text, cut to 60 characters."""
+    """Return a value as text, truncated to 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def decimal_bytes(count: float) -> str:
-    """`1.2 GB`, in powers of 1000 as disks are sold."""
+    """Return `1.2 GB`, in powers of 1000."""
     units = ["bytes", "KB", "MB", "GB", "TB"]
     while count >= 1000 and len(units) > 1:
         count /= 1000
@@ -79,7 +79,7 @@ def decimal_bytes(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit: `1.2 ms`."""
+    """Return three digits and a unit: `1.2 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(value: float, unit: str) -> str:
-    """Three digits with the prefix that fits, such as `95.2 GF`."""
+    """Return three digits and an SI prefix: `95.2 GF`."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.3g} {prefix}{unit}"
@@ -95,14 +95,14 @@ def rate(value: float, unit: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`0:12` or `1:02:03`."""
+    """Return `0:12` or `1:02:03`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Redrawn:
-    """Lines on a terminal that are drawn over and over; nothing elsewhere."""
+    """Text that is redrawn in place on a terminal. Without a terminal nothing is printed."""
 
     def __init__(self, out: TextIO | None = None, *, stays: bool = True) -> None:
         self._shows = stderr_is_terminal() if out is None else out.isatty()
@@ -112,7 +112,7 @@ class Redrawn:
     def show(self, text: str) -> None:
         if not self._shows:
             return
-        if self._live is None:  # without a thread: workers are forked meanwhile
+        if self._live is None:  # auto_refresh starts a thread, which is unsafe with forked workers
             self._live = Live(console=self._console, auto_refresh=False, transient=not self._stays)
             self._live.start()
         self._live.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True)
@@ -125,16 +125,16 @@ class Redrawn:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Says on a terminal what takes its time, until it is done; yields what says something else."""
+    """Show a text on a terminal while the body runs; yield a function that replaces the text."""
     with closing(Redrawn(stays=False)) as line:
         line.show(f"{text} ...")
         yield line.show
 
 
 class ProgressLine:
-    """How far a command is, on stderr: a bar on a terminal, elsewhere a line a minute.
+    """Shows progress on stderr: a bar on a terminal, otherwise a line per minute.
 
-    Rates are those of the last seconds, and never count what an earlier run had done."""
+    Rates cover the last 10 seconds and exclude the work of an earlier run."""
 
     def __init__(self) -> None:
         self._start = self._shown = time.monotonic()
@@ -148,8 +148,8 @@ class ProgressLine:
     def update(
         self, done: int, total: int | None, amounts: Sequence[int], text: Callable[[Sequence[float]], str]
     ) -> None:
-        """Show it if it is time to. `total`: what `done` will be at the end; None: unknown. `amounts`: that `text`
-        wants the rates of, per second."""
+        """Show the progress if the interval has passed. `total`: final value of `done`, None if unknown. `amounts`:
+        counters; `text` receives their rates per second."""
         now = time.monotonic()
         if self._recent and now - self._shown < (_TERMINAL_SECONDS if stderr_is_terminal() else _LOG_SECONDS):
             return
@@ -168,7 +168,7 @@ class ProgressLine:
             self._draw(done, total, ", ".join(parts))
         else:
             share = [f"{min(100 * done // total, 100):3d} %"] if total else []
-            tell(", ".join([*share, *parts]))
+            notify(", ".join([*share, *parts]))
 
     def _draw(self, done: int, total: int | None, text: str) -> None:
         if self._bar is None:
@@ -181,14 +181,14 @@ class ProgressLine:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Leave the line, before something else is printed."""
+        """End the bar, before other output."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 class ByteProgress(ProgressLine):
-    """Progress of `total` bytes, which may be an estimate."""
+    """Progress in bytes. `total` may be an estimate."""
 
     def __init__(self, total: int) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from megalite.cli.kernels import chosen_kernels
-from megalite.cli.output import json_text, show, tell, visible
+from megalite.cli.output import json_text, notify, show, visible
 from megalite.cli.tool_commands import DOCTOR_SECONDS
 from megalite.config.errors import ConfigError
 from megalite.doctor import devices, host, network, ranks
@@ -39,7 +39,7 @@ def run(flags: Namespace) -> int:
         return status
     except ranks.ExchangeFailed as failure:
         # Each rank that noticed: the one that did not is the one to look at.
-        tell(f"error: {visible(str(failure))}")
+        notify(f"error: {visible(str(failure))}")
         return SICK
     finally:
         stop_distributed(agreed=agreed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.dry_run_text import format_rank, format_report
-from megalite.cli.output import json_text, tell
+from megalite.cli.output import json_text, notify
 from megalite.config.batch import (
     batch_sizes,
     microbatch_counts,
@@ -131,7 +131,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
         size = USUAL_SIZES.get(
             config.data.tokenizer_type or ("GPT2BPETokenizer" if config.data.vocab_file else ""), 32_000
         )
-        tell(f"{files[0]} is not here: a vocabulary of {size} is assumed; say another by --vocab-size")
+        notify(f"{files[0]} is not here: a vocabulary of {size} is assumed; say another by --vocab-size")
         return replace(config, vocab_size=size)
     tokenizer = build_tokenizer(config.data, None)
     if tokenizer is None:

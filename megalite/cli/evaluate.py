@@ -9,7 +9,7 @@ import torch
 from megalite.cli.display import table
 from megalite.cli.generate import open_model, run_on_ranks
 from megalite.cli.model_commands import EVALUATE
-from megalite.cli.output import json_text, show, tell
+from megalite.cli.output import json_text, notify, show
 from megalite.config.data import names_text
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
@@ -44,7 +44,7 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
         raise ConfigError(f"--data-path {text} is text, and evaluate takes token files there; use --input {text}")
     fetch_remote_files = imported("megalite.training.setup:fetch_remote_files")
     asked = replace(RunConfig(), data_path=flags.data_path or flags.input)
-    paths = fetch_remote_files(asked, world=topology.world, log=tell).data.data_path
+    paths = fetch_remote_files(asked, world=topology.world, log=notify).data.data_path
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
     stream = _stream(flags, paths, model, topology)
     length = flags.seq_length or model.seq_length

@@ -15,10 +15,10 @@ import yaml
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
 from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, noticing_removal, survey, unlisted, verify
-from megalite.cli.command import fetched
+from megalite.cli.command import fetch
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.failures import BAD_INPUT
-from megalite.cli.output import json_text, show, tell, visible
+from megalite.cli.output import json_text, notify, show, visible
 from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
 from megalite.config.errors import CheckpointError, ConfigError
@@ -37,14 +37,14 @@ def run(flags: Namespace) -> int:
     if (flags.checkpoint is None) == (flags.diff is None):
         raise ConfigError("give one checkpoint to look at, or two behind --diff")
     if flags.diff is None:
-        flags.checkpoint = fetched(flags.checkpoint, flags.step)
+        flags.checkpoint = fetch(flags.checkpoint, flags.step)
     else:
-        flags.diff = [fetched(place, flags.step) for place in flags.diff]
+        flags.diff = [fetch(place, flags.step) for place in flags.diff]
     look = _diff if flags.diff is not None else _config if flags.config else _inspect
     try:
         return look(flags)
     except RecursionError:
-        tell("error: lists nested too deeply in the manifest's config, counters or layout")
+        notify("error: lists nested too deeply in the manifest's config, counters or layout")
         return BAD_INPUT
 
 
@@ -123,7 +123,7 @@ def _diff(flags: Namespace) -> int:
     with noticing_removal(*sides):
         difference = CheckpointDiff(*sides, pattern=flags.tensors, trust_hashes=not flags.no_verify)
     for passed in passed_over:
-        tell(visible(f"{passed.path} is passed over: {passed.state}"))
+        notify(visible(f"{passed.path} is passed over: {passed.state}"))
     show(json_text(difference.data()) if flags.json else visible(difference.text()))
     return OK if difference.same else DIFFERENT
 

@@ -1,4 +1,4 @@
-"""`megalite COMMAND ...`: all commands."""
+"""`megalite COMMAND ...`: dispatch to all commands."""
 
 import sys
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ _ALL = (
     *(tool.DOCTOR, tool.KERNELS, tool.RUNS, tool.COMPLETION),
 )
 COMMANDS: Mapping[str, Command] = MappingProxyType({each.name.removeprefix("megalite "): each for each in _ALL})
-"""What does the work is imported when the words have been read: help needs no torch."""
+"""Name -> command. Implementations are imported after parsing, so that help needs no torch."""
 
 main = Command(
     "megalite",
     about="Train GPTs over many devices, and everything around it.",
     commands=COMMANDS,
     notes="megalite --version shows the version.",
-    bare=2,
-    lasting=True,
+    status_without_words=2,
+    long_running=True,
 )
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ PREPROCESS = Command(
         Flag("--dry-run", "show the inputs and the first document's tokens, write nothing", bool),
     ],
     ("megalite preprocess --input *.jsonl.zst --output-prefix corpus --tokenizer-model my.model --append-eod",),
-    idle={"--sft": "--json-keys --append-eod"},
+    disables={"--sft": "--json-keys --append-eod"},
     foreign=_FOREIGN,
 )
 
@@ -192,7 +192,7 @@ DATA_SPLIT = Command(
     ("megalite data split --input both --output-prefix part --parts 4",),
     _WRITTEN,
     exclusive=(("--parts", "--documents", "--split"),),
-    one_needed=True,
+    one_required=True,
     run="megalite.cli.data:split_one",
 )
 
@@ -206,7 +206,7 @@ DATA_INDEX = Command(
     ("megalite data index --config run.yaml --world-size 64",),
     "Takes any flags of megalite train, --world-size N and --json.",
     settings=("--dry-run",),
-    bare=0,
+    status_without_words=0,
     run="megalite.cli.data:make_indices",
 )
 
@@ -268,8 +268,8 @@ GENERATE = Command(
     ],
     ("megalite generate --load runs/first/checkpoints --prompt 'Once upon a time'",),
     exclusive=(("--prompt", "--prompts"),),
-    one_needed=True,
-    idle={"--prompt": "--prompt-key", "--chat": "--add-bos"},
+    one_required=True,
+    disables={"--prompt": "--prompt-key", "--chat": "--add-bos"},
 )
 
 EVALUATE = Command(
@@ -289,8 +289,8 @@ EVALUATE = Command(
     ],
     ("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
     exclusive=(("--data-path", "--input"),),
-    one_needed=True,
-    idle={"--data-path": "--json-key --text-documents --tokenizer-model --tiktoken-pattern"},
+    one_required=True,
+    disables={"--data-path": "--json-key --text-documents --tokenizer-model --tiktoken-pattern"},
 )
 
 CONVERT = Command(
@@ -353,5 +353,5 @@ INSPECT = Command(
         "megalite inspect --diff runs/first/checkpoints runs/second/checkpoints --step 100",
     ),
     "Exit status: 0 sound (or equal), 1 damaged (or different), 2 bad input.",
-    idle={"--config": "--diff --tensors --no-verify"},
+    disables={"--config": "--diff --tensors --no-verify"},
 )

@@ -1,4 +1,4 @@
-"""Answers on stdout and messages on stderr, also where no one reads them or they hold what a terminal cannot show."""
+"""Write answers to stdout and messages to stderr, even if the stream is closed or cannot encode the text."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 def show(text: str) -> None:
-    """Print an answer; a reader that has read enough of it (`| head`) is no error."""
+    """Print an answer to stdout. A reader that closes the pipe early (`| head`) is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -18,31 +18,31 @@ def show(text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """An answer as JSON, which has no NaN and no infinity: they are words in it, "NaN" and "Infinity"."""
+    """Return a value as JSON, with NaN and infinity as the strings "NaN" and "Infinity"."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2)
 
 
-def tell(text: str, end: str = "\n") -> None:
-    """Print a message; that stderr is closed or its reader has gone stops no work."""
+def notify(text: str, end: str = "\n") -> None:
+    """Print a message to stderr. A closed stderr is no error."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:
-    """The text without control characters, which a file of unknown origin could use to write on the screen."""
+    """Escape control characters: text from a file of unknown origin must not control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def escape_unprintable() -> None:
-    """Print escapes for what stdout's encoding lacks, such as a file name that is no UTF-8, rather than fail."""
+    """Make stdout print escapes for characters outside its encoding, such as a file name that is not UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def flush_stdout() -> None:
-    """Hand over what is printed; a reader that has gone is no error. Raises OSError: it cannot be written, on a full
-    disk say; nothing of it is then tried again."""
+    """Flush stdout. A closed pipe is no error. Raises OSError if the output cannot be written, as on a full disk; the
+    rest of the output is then dropped."""
     if sys.stdout is None:
         return
     try:
@@ -55,36 +55,34 @@ def flush_stdout() -> None:
 
 
 def stdout_has_no_reader() -> bool:
-    """It is a pipe, and its reader has gone."""
+    """Return whether stdout is a pipe without a reader."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         return any(state & select.POLLERR for _, state in poll.poll(0))
-    except (AttributeError, OSError, ValueError):  # closed, or no file at all
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
         return False
 
 
 def drop_stdout() -> None:
-    """Put the null device in stdout's place: Python flushes it once more on its way out."""
+    """Redirect stdout to the null device, because Python flushes stdout again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def occupy_closed_streams() -> None:
-    """Put the null device where stdin, stdout or stderr is closed, so that no file of the output gets its number."""
+    """Open the null device for closed stdin, stdout or stderr, so that no output file gets descriptor 0, 1 or 2."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is `number`
 
 
 def stderr_is_terminal() -> bool:
-    """Progress may be drawn on it."""
     return _is_terminal(sys.stderr)
 
 
 def stdout_is_terminal() -> bool:
-    """Answers may be in colour."""
     return _is_terminal(sys.stdout)
 
 

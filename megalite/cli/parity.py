@@ -1,4 +1,4 @@
-"""`megalite parity`: does this layout of this model give the numbers of one rank?"""
+"""`megalite parity`: check that a layout gives the same numbers as one rank."""
 
 import sys
 import time
@@ -37,14 +37,14 @@ def run(flags: Namespace) -> int:
 
 
 def _fuzz(flags: Namespace) -> int:
-    given = {name: source for name, source in flags.invocation.provenance.items() if source != "default"}
-    if set(given) - {"seed"}:
-        wrong = next(source.removeprefix("flag ") for name, source in given.items() if name != "seed")
+    sources = {name: source for name, source in flags.invocation.provenance.items() if source != "default"}
+    if set(sources) - {"seed"}:
+        wrong = next(source.removeprefix("flag ") for name, source in sources.items() if name != "seed")
         raise ConfigError(
-            f"--fuzz chooses every setting itself and takes --seed N and --steps N alone, got {wrong}; to try one layout "
+            f"--fuzz draws all settings at random and accepts only --seed N and --steps N, got {wrong}; to try one layout "
             "leave --fuzz out"
         )
-    seed = flags.invocation.config.training.seed if given else 0
+    seed = flags.invocation.config.training.seed if sources else 0
 
     def failed(line: str, report: Report) -> None:
         print(f"{line}\n  {report.verdict.splitlines()[0]}", flush=True)

@@ -1,4 +1,4 @@
-"""`megalite port`: a launch script or YAML of Megatron-LM as a command line and a config of megalite."""
+"""`megalite port`: translate a launch script or YAML of Megatron-LM to a command line and a config of megalite."""
 
 import dataclasses
 import re
@@ -28,9 +28,9 @@ _YAML_KEY = "MODEL_ARGS"
 _SLURM = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "nodes")
 _SLURM |= {"SLURM_NTASKS": "ntasks", "SLURM_NTASKS_PER_NODE": "ntasks-per-node"}
 _SLURM |= dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), "gpus-per-node")
-"""Variable of a job -> the option of sbatch that it repeats."""
+"""Environment variable of a job -> the option of sbatch that sets it."""
 
-THEIR_DEFAULTS: Mapping[str, Any] = {
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
     "lr_decay_style": "linear",
@@ -41,31 +41,31 @@ THEIR_DEFAULTS: Mapping[str, Any] = {
     "fresh_if_missing": True,
     "initial_loss_scale": 2.0**32,
 }
-"""Setting -> Megatron-LM's default where ours is another and it matters to the result: written into the config."""
+"""Setting -> Megatron-LM's default, if it differs from ours and affects the result. The config states these."""
 
 
 @dataclass
 class Launch:
-    """What a script starts."""
+    """A training run that a script starts."""
 
-    words: list[str]  # the flags of training
-    ranks: int | None = None  # where launcher or scheduler say it
-    per_node: int = 8  # of them, at most
-    launcher: list[str] = field(default_factory=list)  # `torchrun` with its flags; empty if it is none
+    words: list[str]  # flags of the training program
+    ranks: int | None = None  # None if neither the launcher nor the scheduler gives it
+    per_node: int = 8  # maximum ranks per node
+    launcher: list[str] = field(default_factory=list)  # `torchrun` with its flags; empty for other launchers
     source: str = ""  # the script or the YAML section
-    remarks: tuple[str, ...] = ()  # what reading it has to say
+    remarks: tuple[str, ...] = ()  # differences found while reading the file
     decided_by: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> the unknown word by which the script chooses its value."""
+    """`Shell.skipped`: variable -> the unknown word by which the script chooses its value."""
 
 
 @dataclass
 class Ported:
-    """A launch in megalite's words."""
+    """A launch, translated to megalite."""
 
     launch: Launch
-    invocation: Invocation  # of what can be had, with Megatron-LM's defaults
-    problems: list[str]  # what cannot be had, all of it
-    defaults: dict[str, Any]  # settings that the script leaves to Megatron-LM's defaults
+    invocation: Invocation  # the flags that megalite supports
+    problems: list[str]  # all reasons why megalite cannot run it
+    defaults: dict[str, Any]  # settings that the script leaves at Megatron-LM's defaults
 
     @property
     def config(self) -> RunConfig:
@@ -73,7 +73,7 @@ class Ported:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Setting -> value, of all that the script says or leaves to their defaults."""
+        """Setting -> value, for each setting of the script and of `defaults`."""
         values = values_of(self.config)
         named = [name for name, source in self.invocation.provenance.items() if source != "default"]
         return {name: values[name] for name in settings() if name in named or name in self.defaults}
@@ -103,12 +103,12 @@ def run(flags: Namespace) -> int:
 
 
 def read_launches(path: Path, given: Mapping[str, str]) -> list[Launch]:
-    """The trainings that a bash script starts, or that a YAML file describes. `given`: values of variables. Raises
-    ConfigError: there are none, or the file is neither."""
-    text = read_input(path, "script")
-    found = _from_yaml(text, path, given) if path.suffix in (".yaml", ".yml") else _from_script(text, path, given)
+    """Return the training runs that a bash script starts or a YAML file describes. `given`: values of variables. Raises
+    ConfigError if there is none or the file is neither."""
+    text, is_yaml = read_input(path, "script"), path.suffix in (".yaml", ".yml")
+    found = _from_yaml(text, path, given) if is_yaml else _from_script(text, path, given)
     if not found:
-        what = f"{_YAML_KEY} of flags" if path.suffix in (".yaml", ".yml") else "command that runs pretrain_gpt.py"
+        what = f"{_YAML_KEY} of flags" if is_yaml else "command that runs pretrain_gpt.py"
         raise ConfigError(f"{path} has no {what}")
     return found
 
@@ -118,7 +118,7 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
     scheduled: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE):
         _note_ranks(["sbatch", *line.split()], scheduled)
-    slurm = {name: scheduled[of] for name, of in _SLURM.items() if of in scheduled}
+    slurm = {name: scheduled[option] for name, option in _SLURM.items() if option in scheduled}
     nested: set[Path] = set()
 
     def command(shell: Shell, words: list[str]) -> None:
@@ -132,17 +132,17 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
             shell.run(" ".join(words[1:]), str(path))
         elif at is not None and words[0] not in ("echo", "ls", "cat", "printf", "cp", "test"):
             found.append(_launch(words[:at], words[at + 1 :], scheduled, str(path)))
-            found[-1].decided_by = shell.passed_over
+            found[-1].decided_by = shell.skipped
         elif other is not None and other.is_file() and other not in nested and words[0] not in ("echo", "chmod"):
             nested.add(other)
             shell.run(read_input(other, "script"), str(other))
 
-    Shell(command, {**slurm, **given}, path.parent).run(text, str(path))
+    Shell(command, {**slurm, **given}).run(text, str(path))
     return found
 
 
 def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
-    """The numbers of nodes and tasks that Slurm and MPI are given."""
+    """Store the options of Slurm and MPI that set the numbers of nodes and tasks."""
     named = {"N": "nodes", "n": "ntasks", "np": "ntasks"}
     named |= {name: name for name in ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres")}
     if words[0] in _STARTERS:
@@ -150,7 +150,7 @@ def _note_ranks(words: list[str], scheduled: dict[str, str]) -> None:
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    """The options among the words, each with the word after it, or after its `=`."""
+    """Yield (name, value) of each option; the value is the text after `=` or the next word."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-"):
@@ -158,7 +158,7 @@ def _options(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], source: str) -> Launch:
-    """From the launcher's words and those of training."""
+    """Build a Launch from the words before and after the training program."""
     start = next((i for i, word in enumerate(before) if word in _LAUNCHERS), None)
     launcher: list[str] = []
     if start is not None:
@@ -175,7 +175,7 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
         if scheduled.get("ntasks", "").isdecimal():
             nodes, each = "1", scheduled["ntasks"]
     is_known = nodes.isdecimal() and each.isdecimal()
-    # Without quotes within quotes, which bash would hand on; all flags in one word are for a script that splits them.
+    # Remove inner quotes, which bash keeps. A word that contains several flags is split, as the inner script would.
     words = [word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word for word in words]
     words = [part for word in words for part in (WORD.findall(word) if re.match(r"\s*--[\w-]+\s", word) else [word])]
     if not is_known:
@@ -184,11 +184,11 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
 
 
 def _from_yaml(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
-    """`MODEL_ARGS`, as Megatron-LM's functional tests have it; `MODEL_ARGS_2` is of a second run."""
-    twice = Problems()
-    tree = load_mapping(text, str(path), f"{_YAML_KEY}: {{--num-layers: 12}}", twice)
-    remarks = tuple(text.replace("keep one of them", "the last one counts") for text in twice.found)
-    shell = Shell(lambda shell, words: None, given, path.parent)
+    """Read `MODEL_ARGS` of Megatron-LM's functional tests; `MODEL_ARGS_2` describes a second run."""
+    repeated = Problems()
+    tree = load_mapping(text, str(path), f"{_YAML_KEY}: {{--num-layers: 12}}", repeated)
+    remarks = tuple(text.replace("keep one of them", "the last one counts") for text in repeated.found)
+    shell = Shell(lambda shell, words: None, given)
     found = []
     for key, section in tree.items():
         if isinstance(key, str) and re.fullmatch(rf"{_YAML_KEY}(_\d+)?", key) and isinstance(section, dict):
@@ -203,10 +203,9 @@ def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
     yield flag if flag.startswith("--") else f"--{flag}"
     if value is True or str(value).strip() == "true":
         return
-    values = value if isinstance(value, list) else [value]
-    for each in values:
+    for each in value if isinstance(value, list) else [value]:
         text = str(each).strip()
-        # In their files a list may be text, of words in brackets.
+        # These files also write a list as text in brackets.
         inner = re.fullmatch(r"\[([^\]]+)\]", text) if not re.search(r"[*+]", text) else None
         is_several = re.fullmatch(r"\d+( \d+)+", text)  # bash splits them
         for word in inner[1].replace(",", " ").split() if inner else text.split() if is_several else [text]:
@@ -217,7 +216,7 @@ def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
 
 
 def port(launch: Launch, *, world_size: int | None = None) -> Ported:
-    """The launch in megalite's words; nothing is raised, problems are in the answer."""
+    """Translate a launch. Problems are returned, not raised."""
     problems = Problems()
     words, dropped = _without_effect(launch.words)
     unknown = [word for word in words if is_unknown(word) and not word.startswith("--")]
@@ -227,20 +226,20 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
     named = {name for name, source in invocation.provenance.items() if source != "default"}
     defaults = {
         name: value
-        for name, value in THEIR_DEFAULTS.items()
-        if name not in named and name not in problems.wrong and _matters(name, config, named)
+        for name, value in MEGATRON_DEFAULTS.items()
+        if name not in named and name not in problems.wrong and _has_effect(name, config, named)
     }
-    if config.model.num_experts and config.model.moe_aux_loss_coeff and not _says_balancing(invocation):
-        defaults["moe_aux_loss_sequences"] = config.training.micro_batch_size  # of aux_loss
+    if config.model.num_experts and config.model.moe_aux_loss_coeff and not _sets_balancing(invocation):
+        defaults["moe_aux_loss_sequences"] = config.training.micro_batch_size  # as load balancing type aux_loss
     least = least_ranks(config)
     ranks = world_size or launch.ranks or least
     if not problems.found:
-        asked, explicit = replace(config, **defaults), invocation.explicit | set(defaults)
-        validate(asked, ranks, explicit, problems=problems)
+        whole, explicit = replace(config, **defaults), invocation.explicit | set(defaults)
+        validate(whole, ranks, explicit, problems=problems)
         if problems.found and world_size is None and ranks < least:
-            # How many nodes there are is most often said when the script is started.
+            # The number of nodes is usually given when the script is started.
             problems = Problems()
-            validate(asked, least, explicit, problems=problems)
+            validate(whole, least, explicit, problems=problems)
     launch.ranks = world_size or launch.ranks
     hints = [
         f"{word} has no value; " + _remedy(word, launch)
@@ -252,7 +251,7 @@ def port(launch: Launch, *, world_size: int | None = None) -> Ported:
 
 def _remedy(word: str, launch: Launch) -> str:
     if re.search(r"`|\$\((?!\()", word):
-        return "write into the script what it gives"
+        return "replace it in the script by its output"
     name = word.strip("${}")
     decides = launch.decided_by.get(name, "").strip("${}")
     by = f"--set {decides}=VALUE, by which the script chooses it, or " if decides not in ("", "@", name) else ""
@@ -260,7 +259,7 @@ def _remedy(word: str, launch: Launch) -> str:
 
 
 def _without_effect(words: list[str]) -> tuple[list[str], list[Note]]:
-    """Without flags that say nothing in a script, and a note of each."""
+    """Return the words without flags that have no effect in a script, and a note for each such flag."""
     kept: list[str] = []
     notes, flag = [], ""
     without = dict.fromkeys(("--rank", "--world-size"), "ranks come from the launcher")
@@ -274,13 +273,13 @@ def _without_effect(words: list[str]) -> tuple[list[str], list[Note]]:
     return kept, notes
 
 
-def _says_balancing(invocation: Invocation) -> bool:
-    said = [note.what for note in invocation.notes]
-    return "--moe-router-load-balancing-type" in said or invocation.provenance["moe_aux_loss_sequences"] != "default"
+def _sets_balancing(invocation: Invocation) -> bool:
+    noted = [note.what for note in invocation.notes]
+    return "--moe-router-load-balancing-type" in noted or invocation.provenance["moe_aux_loss_sequences"] != "default"
 
 
-def _matters(name: str, config: RunConfig, named: set[str]) -> bool:
-    """Their default has a meaning in this run."""
+def _has_effect(name: str, config: RunConfig, named: set[str]) -> bool:
+    """Return whether Megatron-LM's default of a setting affects this run."""
     match name:
         case "lr_schedule_offset":
             o = config.optimizer
@@ -301,7 +300,7 @@ def _matters(name: str, config: RunConfig, named: set[str]) -> bool:
 
 
 def command_line(ported: Ported, config_file: str | None = None) -> str:
-    """What starts it: with a file for the settings, or with all of them as flags."""
+    """Return the command that starts the run: with a config file, or with all settings as flags."""
     launcher = ported.launch.launcher
     if not launcher and ported.launch.ranks:
         ranks, each = ported.launch.ranks, ported.launch.per_node
@@ -329,13 +328,13 @@ def _plain(value: Any) -> str:
 
 
 def _quoted(word: str) -> str:
-    """For bash; variables in it stay variables, and outputs of commands as they are."""
+    """Quote a word for bash, but leave variables and command substitutions active."""
     inside = re.sub(f'({OUTPUT})|"', lambda found: found[1] or r"\"", word)
     return f'"{inside}"' if is_unknown(word) else shlex.quote(word)
 
 
 def as_yaml(ported: Ported) -> str:
-    """The config file: what the script says, by section."""
+    """Return the settings as a config file, by section."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in ported.given.items():
         tree.setdefault(settings()[name].section, {})[name] = value
@@ -343,7 +342,7 @@ def as_yaml(ported: Ported) -> str:
 
 
 def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
-    """(heading, lines): what was dropped, what differs, what is open."""
+    """Yield (heading, lines) for dropped flags, differences and words without a value."""
     notes = ported.invocation.notes
     for kind in (ALREADY_SO, NO_EFFECT_HERE):
         lines: dict[str, list[str]] = {}
@@ -365,7 +364,7 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     if model.moe_expert_capacity_factor is not None:
         differs.append("experts have room by each sequence; Megatron-LM's by the part of a microbatch on each rank")
     if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
-        differs.append("initial weights are drawn otherwise: continue from a converted checkpoint to compare")
+        differs.append("initial weights are other random numbers: continue from a converted checkpoint to compare")
     if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):
         differs.append(f"the script starts {ported.launch.ranks} ranks, which do not fit: start at least {least}")
     yield "differs", list(dict.fromkeys(differs))
@@ -376,10 +375,10 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
 
 
 def as_text(ported: Ported, written: Path | None) -> str:
-    """The answer for people."""
+    """Return the command line, the config and the remarks as text."""
     lines = [f"# {ported.launch.source}", command_line(ported, None if written is None else str(written))]
     if written is None:
-        lines += ["", "# the same as a config file", as_yaml(ported).rstrip("\n")]
+        lines += ["", "# as a config file", as_yaml(ported).rstrip("\n")]
     for heading, remarked in remarks(ported):
         lines += ["", f"# {heading}", *(f"#   {line}" for line in remarked)] if remarked else []
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import Any
 from megalite.cli.display import ByteProgress, ProgressLine, decimal_bytes
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, SENTENCEPIECE
-from megalite.cli.output import occupy_closed_streams, show, tell
+from megalite.cli.output import notify, occupy_closed_streams, show
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, nearest
@@ -39,7 +39,7 @@ def run(flags: Namespace) -> int:
         with first_signal_raises():
             job = job_of(flags)
             if flags.ignored:
-                tell(f"{', '.join(flags.ignored)}: not needed, it makes no difference here")
+                notify(f"{', '.join(flags.ignored)}: not needed, it makes no difference here")
             if flags.dry_run:
                 _show_plan(job)
                 return 0
@@ -49,7 +49,7 @@ def run(flags: Namespace) -> int:
             if result.outputs:  # a shard without input has none
                 _report(result, line.seconds)
     except Stopped as stopped:
-        tell("; ".join([stopped.how, *getattr(stopped, "__notes__", [])]))
+        notify("; ".join([stopped.reason, *getattr(stopped, "__notes__", [])]))
         return stopped.status
     return 0
 
@@ -85,19 +85,19 @@ def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
 def report_texts(config: RunConfig) -> None:
     """Say what a run would do with the texts that its data paths name."""
     for path in filter(is_address, config.data.texts):
-        tell(f"{shown(path)} would be fetched and tokenized before training")
+        notify(f"{shown(path)} would be fetched and tokenized before training")
     try:
         texts = text_data.find_texts(config)
     except ConfigError as error:  # on a laptop the files of a cluster are missing
-        tell(redact_text(f"{' '.join(config.data.texts)} would be tokenized before training, but not here: {error}"))
+        notify(redact_text(f"{' '.join(config.data.texts)} would be tokenized before training, but not here: {error}"))
         return
     for text in texts:
         documents = text_data.documents_of(text)
         if documents is not None:
-            tell(f"{text.path} is tokenized: {documents:,} documents in {text.prefix}")
+            notify(f"{text.path} is tokenized: {documents:,} documents in {text.prefix}")
         else:
             size = f"{text.files:,} file{'s' if text.files > 1 else ''}, {decimal_bytes(text.num_bytes)}"
-            tell(f"{text.path} ({size}) would be tokenized into {text.prefix}")
+            notify(f"{text.path} ({size}) would be tokenized into {text.prefix}")
 
 
 class JobProgress(ProgressLine):
@@ -124,7 +124,7 @@ class JobProgress(ProgressLine):
     def notice(self, progress: Progress) -> None:
         """Say, once, what became of an earlier run's work."""
         if progress.notice and not self._has_noticed:
-            tell(progress.notice)
+            notify(progress.notice)
         self._has_noticed = True
 
 
@@ -143,10 +143,10 @@ def summary(progress: Progress, seconds: float) -> str:
 def _report(result: Progress, seconds: float) -> None:
     if result.bad_lines:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(result.bad.items()))
-        tell(f"{result.bad_lines:,} bad lines were left out ({kinds}), the first of them:")
+        notify(f"{result.bad_lines:,} bad lines were left out ({kinds}), the first of them:")
         for fault in result.faults:
-            tell(f"  {fault}")
-    tell(summary(result, seconds))
+            notify(f"  {fault}")
+    notify(summary(result, seconds))
     for prefix in result.outputs:
         show(f"{prefix}.bin, .idx and .json: {result.documents:,} documents")
 

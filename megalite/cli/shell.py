@@ -1,15 +1,14 @@
-"""Reading bash without running it: what a launch script would start, as words, with variables, arrays and conditions.
+"""Interpret a bash launch script without running any command, and report the words of each command that it would start.
 
-Enough of the language for scripts that put flags together: assignments, arrays, quotes, `${NAME:-default}`, arithmetic,
-`if` with tests, `case`, loops over words, functions, `source`, here-documents and strings that another shell runs. Commands
-are never run: a test of a file counts as true, the output of a command other than echo as unknown. What is unknown stays as it is written."""
+The subset is what scripts use to assemble flags: assignments, arrays, quotes, `${NAME:-default}`, arithmetic, `if` with
+tests, `case`, loops over words, functions, `source`, here-documents and strings that another shell runs. Tests of files
+count as true. The output of a command other than echo is unknown, and an unknown value keeps its source text."""
 
 import dataclasses
-import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jinja2
@@ -19,88 +18,87 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megalite.cli.shell_syntax import Case, Command, For, Function, If, Lexer, Script, Token, While, parse
 from megalite.config.errors import ConfigError
 
-_MOST_COMMANDS, _MOST_TURNS, _DEEPEST = 100_000, 100, 20
+_MAX_COMMANDS, _MAX_ITERATIONS, _MAX_DEPTH = 100_000, 100, 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]]+\])?)(\+?)=(.*)", re.DOTALL)
-_ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
+_ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # an element of an associative array
 OUTPUT = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
-"""A regular expression: of a command, where only its name is known."""
-WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # the output of a command is not known, and taken for one
+"""Regular expression of a command substitution."""
+WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # a command substitution counts as one word
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
-_TEXT = re.compile(r"\$\(\s*cat\s*<<-?\s*(['\"\\]?)(\w+)['\"]?[ \t]*\n(.*)\n\s*\2\s*\)", re.DOTALL)  # what is below it
+_CAT = re.compile(r"\$\(\s*cat\s*<<-?\s*(['\"\\]?)(\w+)['\"]?[ \t]*\n(.*)\n\s*\2\s*\)", re.DOTALL)
 _ECHO = re.compile(r"(?:`|\$\()(?!\().*\becho\b", re.DOTALL)
 _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
 
 
 @dataclass
 class Shell:
-    """Follows a script and hands each command, in words, to `command`. `command`: its name and words, expanded; called
-    for all but what the shell itself understands. `given`: values of variables that the script leaves open, or takes
-    from its environment or command line."""
+    """Interprets a script and calls `command` with the expanded words of each command that is no builtin.
+
+    `given`: values of variables that come from the environment or the command line of the script."""
 
     command: Callable[["Shell", list[str]], None]
     given: Mapping[str, str]
-    folder: Path
     variables: dict[str, list[str]] = field(default_factory=dict)
     functions: dict[str, Script] = field(default_factory=dict)
-    arguments: list[str] | None = None  # of the function that is followed; None: of the script, which are not known
-    where: str = ""  # the script that is followed
+    arguments: list[str] | None = None  # arguments of the current function; None: those of the script, unknown
+    source: str = ""  # name of the current script, for errors
     depth: int = 0
-    done: int = 0
-    last: list[str] = field(default_factory=list)  # the words of the command before
-    in_doubt: str = ""  # an unknown word in a condition around what is followed
-    passed_over: dict[str, str] = field(default_factory=dict)
-    """Variable that commands which do not run would set -> the unknown word that decides, or else itself, unless it takes
-    flags alone: it is empty then."""
+    num_commands: int = 0
+    previous: list[str] = field(default_factory=list)  # words of the previous command
+    undecided: str = ""  # an unknown word in a condition around the current command
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Variable that skipped commands assign -> the unknown word that decides whether they run; without such a word the
+    variable itself, or empty if the skipped value is empty or holds flags."""
 
-    def run(self, text: str, where: str) -> None:
-        """Follow a script, or a string that a shell would run."""
-        script, before, self.where = parse(text, where), self.where, where
+    def run(self, text: str, source: str) -> None:
+        """Interpret a script, or a string that a shell would run."""
+        script, before, self.source = parse(text, source), self.source, source
         self._enter(script)
-        self.where = before
+        self.source = before
 
     def _enter(self, script: Script) -> None:
-        if self.depth >= _DEEPEST:
-            raise ConfigError(f"{self.where}: scripts and functions start one another more than {_DEEPEST} deep")
+        if self.depth >= _MAX_DEPTH:
+            raise ConfigError(f"{self.source}: scripts and functions start one another more than {_MAX_DEPTH} deep")
         self.depth += 1
         self.follow(script)
         self.depth -= 1
 
     def follow(self, script: Script) -> bool:
-        """Follow commands; whether the last one has succeeded. A test has its result, all others succeed."""
-        holds, in_doubt = True, self.in_doubt
+        """Interpret commands and return whether the last one succeeds. Every command but a test succeeds."""
+        succeeds, undecided = True, self.undecided
         for joint, negated, command in script:
             if not joint:
-                self.in_doubt = in_doubt
-            if not joint or holds == (joint == "&&"):
-                holds = self._run(command) != negated
+                self.undecided = undecided
+            if not joint or succeeds == (joint == "&&"):
+                succeeds = self._run(command) != negated
             else:
-                self._pass_over(command)
-        return holds
+                self._skip(command)
+        return succeeds
 
     def _run(self, command: Command) -> bool:
-        in_doubt = self.in_doubt
+        undecided = self.undecided
         match command:
             case If(branches):
-                # What a condition starts is not looked at.
+                # Commands inside a condition are not reported.
                 tests, taken = dataclasses.replace(self, command=lambda shell, words: None), False
                 for condition, body in branches:
-                    holds = not taken and tests.follow(condition)
-                    taken, self.in_doubt = taken or holds, tests.in_doubt
-                    (self.follow if holds else self._pass_over)(body)
+                    is_true = not taken and tests.follow(condition)
+                    taken, self.undecided = taken or is_true, tests.undecided
+                    (self.follow if is_true else self._skip)(body)
             case While(body):
-                self.in_doubt = in_doubt or "$@"
-                self._pass_over(body)
+                self.undecided = undecided or "$@"
+                self._skip(body)
             case For(name, values, body):
-                for value in [value for raw in values for value in self.expand(raw)][:_MOST_TURNS]:
+                for value in [value for raw in values for value in self.expand(raw)][:_MAX_ITERATIONS]:
                     self.assign(name, [value])
                     self.follow(body)
             case Case(word, choices):
                 text, taken = self._text(word), False
-                self.in_doubt = in_doubt or (text if is_unknown(text) else "")
+                self.undecided = undecided or (text if is_unknown(text) else "")
                 for patterns, body in choices:
-                    holds = not taken and any(_fits(text, self._text(one)) for one in patterns)
-                    taken = taken or holds
-                    (self.follow if holds else self._pass_over)(body)
+                    matches = not taken and any(fnmatchcase(text, self._text(pattern)) for pattern in patterns)
+                    taken = taken or matches
+                    (self.follow if matches else self._skip)(body)
             case Function(name, body):
                 self.functions[name] = body
             case [Token(document=str(document), text=quote)]:
@@ -109,17 +107,17 @@ class Shell:
                 return self._simple(line)
             case _:
                 return self.follow(command)
-        self.in_doubt = in_doubt
+        self.undecided = undecided
         return True
 
-    def _pass_over(self, command: Command) -> None:
-        """Note what would be set if this ran."""
+    def _skip(self, command: Command) -> None:
+        """Record the variables that a command would assign if it ran."""
         match command:
             case If(branches) | Case(_, branches):
                 for _, body in branches:
-                    self._pass_over(body)
+                    self._skip(body)
             case For(_, _, body) | While(body):
-                self._pass_over(body)
+                self._skip(body)
             case Function():
                 pass
             case list(line):
@@ -127,29 +125,29 @@ class Shell:
                     if match := _ASSIGNMENT.fullmatch(token.text):
                         name, _, raw = match.groups()
                         text = raw.strip("\"' \t\n") if token.array is None else "".join(token.array[:1])
-                        alone = "" if not text or "--" in text else f"${{{name}}}"
-                        self.passed_over[name] = self.passed_over.get(name) or self.in_doubt or alone
+                        itself = "" if not text or "--" in text else f"${{{name}}}"
+                        self.skipped[name] = self.skipped.get(name) or self.undecided or itself
             case _:
                 for step in command:
-                    self._pass_over(step.command)
+                    self._skip(step.command)
 
     def _text(self, raw: str) -> str:
         return " ".join(self.expand(raw, split=False))
 
     def _document(self, text: str) -> None:
-        """The text below `sbatch <<EOF` is a script, that below `read VARIABLE <<EOF` a value."""
-        if self.last[:1] == ["read"]:
-            self.assign(self.last[-1], [text])
+        """Interpret a here-document: `sbatch <<EOF` runs it as a script, `read VARIABLE <<EOF` assigns it."""
+        if self.previous[:1] == ["read"]:
+            self.assign(self.previous[-1], [text])
         elif "pretrain" in text:
-            self.run(text, self.where)
+            self.run(text, self.source)
 
     def _simple(self, line: list[Token]) -> bool:
-        """A test, or assignments and the words of a command; whether it succeeds."""
+        """Interpret a test, or assignments and a command; return whether it succeeds."""
         if line[0].text in ("[", "[[", "test") or line[0].text.startswith("(("):
             return self._test(line)
-        self.done += 1
-        if self.done > _MOST_COMMANDS:
-            raise ConfigError(f"{self.where} has more than {_MOST_COMMANDS} commands")
+        self.num_commands += 1
+        if self.num_commands > _MAX_COMMANDS:
+            raise ConfigError(f"{self.source} has more than {_MAX_COMMANDS} commands")
         while line and line[0].text in ("export", "local", "declare", "readonly", "typeset", "exec", "nohup", "env"):
             line = [word for word in line[1:] if not re.fullmatch(r"-[a-zA-Z]", word.text)]
         while line and (match := _ASSIGNMENT.fullmatch(line[0].text)):
@@ -159,7 +157,7 @@ class Shell:
             else:
                 self.assign(name, [self._text(raw)], add=bool(add))
             line = line[1:]
-        words = self.last = [word for token in line for word in self.expand(token.text)]
+        words = self.previous = [word for token in line for word in self.expand(token.text)]
         match words:
             case []:
                 return True
@@ -183,25 +181,25 @@ class Shell:
         self.arguments = before
 
     def _test(self, line: list[Token]) -> bool:
-        """`((...))`, `[ ... ]`, or within `[[ ... ]]` several, joined by && and ||, from left to right."""
+        """Return the result of `((...))`, `[ ... ]` or `[[ ... ]]`; && and || inside brackets associate to the left."""
         if line[0].text.startswith("(("):
             return bool(self.arithmetic(line[0].text[2:-2]))
-        holds, joint, words = True, "&&", list[str]()
+        result, joint, words = True, "&&", list[str]()
         for token in (*line[1:], Token("&&", is_operator=True)):
             if token.is_operator and token.text in ("&&", "||"):
-                if holds == (joint == "&&"):
+                if result == (joint == "&&"):
                     known, negated = ["" if is_unknown(word) else word for word in words], words[:1] == ["!"]
-                    holds = _holds(known[negated:]) != negated
-                    if not {"-z", "-n"} & {*words}:  # unknown is not set there; what a comparison would say is open
-                        self.in_doubt = self.in_doubt or next(filter(is_unknown, words), "")
+                    result = _evaluate_test(known[negated:]) != negated
+                    if not {"-z", "-n"} & {*words}:  # these take unknown as not set; a comparison stays undecided
+                        self.undecided = self.undecided or next(filter(is_unknown, words), "")
                 joint, words = token.text, []
             elif token.text not in ("]", "]]"):
                 words.append(self._text(token.text))
-        return holds
+        return result
 
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
         if not array and not add and values and re.fullmatch(r"\$\{?\w+\}?|<[A-Za-z][^<>]*>", values[0]):
-            # `CHECKPOINT=$1`: its own name says more than the place, or than `<path to it>`.
+            # For `CHECKPOINT=$1` or `CHECKPOINT=<path to it>` the name CHECKPOINT is clearer than the value.
             values = [self.given.get(name, f"${{{name}}}")]
         elif name in self.given and not array:
             values = [self.given[name]]
@@ -219,7 +217,7 @@ class Shell:
             self.variables[base] = [*self.variables.get(base, []), *values]
 
     def value(self, name: str) -> list[str] | None:
-        """Of a variable; None: unknown."""
+        """Return the value of a variable, None if it is unknown."""
         if self.arguments is not None and name.isdecimal() and name != "0":
             return self.arguments[int(name) - 1 : int(name)] or [""]
         if name in ("@", "*"):
@@ -228,15 +226,15 @@ class Shell:
             return self.variables[name]
         if name in self.given:
             return [self.given[name]]
-        return [""] if self.passed_over.get(name) == "" else None
+        return [""] if self.skipped.get(name) == "" else None
 
     def expand(self, raw: str, *, split: bool = True) -> list[str]:
-        """The words that a raw word becomes. Inside double quotes nothing is split, but an array's `[@]` is one word each."""
+        """Expand a raw word into words. Double quotes prevent splitting, but `[@]` gives one word per element."""
         fields, started, quoted, at = [""], False, False, 0
         while at < len(raw):
             char, start = raw[at], at
             if char == '"':
-                # An empty array by itself makes no word, two quotes make an empty one.
+                # `""` is an empty word, `"${EMPTY_ARRAY[@]}"` is no word.
                 quoted, started, at = not quoted, started or raw[at + 1 : at + 2] == '"', at + 1
             elif char == "'" and not quoted:
                 at = raw.index("'", at + 1) + 1
@@ -268,18 +266,18 @@ class Shell:
         return fields if started else []
 
     def _reference(self, raw: str, at: int) -> tuple[int, list[str]]:
-        """The expansion that begins here: where it ends, and its values; an unknown one as it is written."""
+        """Expand what begins at `at`; return the end and the values, or the source text if they are unknown."""
         lexer = Lexer(raw, "script")
         end = lexer.skip(at)
         text = raw[at:end]
         if text.startswith("$(("):
             number = self.arithmetic(text[3:-2])
             return end, [text if number is None else str(number)]
-        if document := _TEXT.fullmatch(text):
+        if document := _CAT.fullmatch(text):
             return end, [document[3] if document[1] else "".join(self.expand(quoted(document[3])))]
         if _ECHO.match(text):
-            said = self._said(text[1 if text[0] == "`" else 2 : -1])
-            return end, [text if said is None else said]
+            echoed = self._echoed(text[1 if text[0] == "`" else 2 : -1])
+            return end, [text if echoed is None else echoed]
         if text[:2] == "${":
             values = self._modified(text[2:-1])
             return end, [text] if values is None else values
@@ -291,19 +289,20 @@ class Shell:
             return end, values[:1] or [""]
         return end, [text]
 
-    def _said(self, script: str) -> str | None:
-        """The output of commands that only test and echo; None: of others, which is unknown."""
-        found: list[list[str]] = []
-        variables, keep = dict(self.variables), lambda shell, words: found.append(words)
+    def _echoed(self, script: str) -> str | None:
+        """Return the output of a script that only tests and echoes; None if it runs another command."""
+        commands: list[list[str]] = []
+        variables, record = dict(self.variables), lambda shell, words: commands.append(words)
         try:
-            dataclasses.replace(self, command=keep, variables=variables).run(script, "script")
+            dataclasses.replace(self, command=record, variables=variables).run(script, "script")
         except ConfigError:
             return None
-        echoed = [" ".join(words[1 + (words[1:2] == ["-n"]) :]) for words in found if words[0] == "echo"]
-        return " ".join(echoed) if len(echoed) == len(found) else None
+        if any(words[0] != "echo" for words in commands):
+            return None
+        return " ".join(" ".join(words[1 + (words[1:2] == ["-n"]) :]) for words in commands)
 
     def _modified(self, inner: str) -> list[str] | None:
-        """`${inner}`."""
+        """Expand `${inner}`; None if the value is unknown."""
         match = _MODIFIED.fullmatch(inner)
         if match is None:
             return None
@@ -313,8 +312,8 @@ class Shell:
         if length:
             several = index in ("[@]", "[*]")
             return [str(len(values) if several else len("".join(values[:1])))] if known and values is not None else None
-        if values is None and index == "[@]" and not self.passed_over.get(name):
-            return []  # no array comes from the environment
+        if values is None and index == "[@]" and not self.skipped.get(name):
+            return []  # bash cannot import an array from the environment
         if index and values is not None:
             place = "".join(self.expand(index[1:-1], split=False))
             at = self.variables.get(
@@ -347,6 +346,7 @@ class Shell:
         return [_cut(value, rest) for value in values] if known else None
 
     def arithmetic(self, text: str) -> int | None:
+        """Evaluate an integer expression; None if a variable in it is unknown."""
         words = re.sub(r"\$\{?(\w+)\}?|\b([A-Za-z_]\w*)", lambda m: (self.value(m[1] or m[2]) or ["?"])[0], text)
         try:
             words = re.sub(r"!(?!=)", " not ", words.replace("&&", " and ").replace("||", " or "))
@@ -357,17 +357,17 @@ class Shell:
 
 
 def quoted(text: str) -> str:
-    """Of a document, in which quotes mean nothing."""
+    """Wrap text in double quotes and escape its own."""
     return '"' + text.replace('"', '\\"') + '"'
 
 
 def is_unknown(text: str) -> bool:
-    """Something in it has no value: it stands there as the script has it."""
+    """Return whether the text contains an expansion without a known value."""
     return _UNKNOWN.search(text) is not None
 
 
 class _Arithmetic(ImmutableSandboxedEnvironment):
-    """jinja2's expressions, with bash's division: of whole numbers, towards 0."""
+    """jinja2's expressions with bash's integer division, which rounds towards 0."""
 
     intercepted_binops = frozenset({"/", "%", "**"})
 
@@ -384,7 +384,7 @@ _ARITHMETIC = _Arithmetic()
 
 
 def _cut(value: str, rest: str) -> str:
-    """`${NAME%pattern}` and its kin, and `${NAME/old/new}`; anything else leaves the value as it is."""
+    """Apply an operator of `${NAME...}`: `#`, `##`, `%`, `%%`, `/`, `//`, `^^` or `,,`; others change nothing."""
     if rest in ("^^", ",,"):
         return value.upper() if rest == "^^" else value.lower()
     if rest[0] == "/":
@@ -394,32 +394,29 @@ def _cut(value: str, rest: str) -> str:
     pattern = rest[2:] if greedy else rest[1:]
     if mark not in "#%":
         return value
-    cuts = range(len(value) + 1)
-    pieces = (
-        [(value[cut:], value[:cut]) for cut in cuts] if mark == "#" else [(value[:cut], value[cut:]) for cut in cuts]
-    )
-    fitting = [kept for kept, gone in pieces if fnmatch.fnmatchcase(gone, pattern)]
-    return (min if greedy else max)(fitting, key=len) if fitting else value
+    halves = [(value[:cut], value[cut:]) for cut in range(len(value) + 1)]
+    if mark == "#":
+        matches = [tail for head, tail in halves if fnmatchcase(head, pattern)]
+    else:
+        matches = [head for head, tail in halves if fnmatchcase(tail, pattern)]
+    return (min if greedy else max)(matches, key=len, default=value)
 
 
-_fits = fnmatch.fnmatchcase
-
-
-def _holds(words: list[str]) -> bool:
-    """One test, of words without its brackets."""
-    for joint, every in (("-o", any), ("-a", all)):
+def _evaluate_test(words: list[str]) -> bool:
+    """Evaluate a test without its brackets."""
+    for joint, combine in (("-o", any), ("-a", all)):
         if joint in words[1:-1]:
             at = words.index(joint, 1)
-            return every((_holds(words[:at]), _holds(words[at + 1 :])))
+            return combine((_evaluate_test(words[:at]), _evaluate_test(words[at + 1 :])))
     match words:
         case ["-n", word] | [word]:
             return word != ""
         case ["-z", word]:
             return word == ""
         case [left, "=" | "==", right]:
-            return _fits(left, right)
+            return fnmatchcase(left, right)
         case [left, "!=", right]:
-            return not _fits(left, right)
+            return not fnmatchcase(left, right)
         case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, right]:
             if not (left.lstrip("-").isdecimal() and right.lstrip("-").isdecimal()):
                 return False

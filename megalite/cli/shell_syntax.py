@@ -1,4 +1,4 @@
-"""A bash script as its words and operators, quotes and all, and these as a tree of commands. Nothing has a value here."""
+"""Split a bash script into words and operators, and parse them into a tree of commands. Words keep their quotes."""
 
 import re
 from collections.abc import Iterator
@@ -10,45 +10,45 @@ from megalite.config.errors import ConfigError
 _OPERATORS = ("&&", "||", ";;", "<<<", "<<-", "<<", "|&", ";", "|", "&", "(", ")", "<", ">", "\n")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>|>\||>|<)(?![<(])(&[\d-])?[ \t]*")
 _ARITHMETIC = re.compile(r"\(\([^\n]*?\)\)(?=[\s;&|]|$)")
-_BLANK = re.compile(r"<([A-Za-z][^<>\n$]*(?<=[\w.]))>")
-"""What the reader is to fill in, `<path to the data>`: a variable without a value here."""
+_PLACEHOLDER = re.compile(r"<([A-Za-z][^<>\n$]*(?<=[\w.]))>")
+"""A placeholder such as `<path to the data>`. It counts as a variable without a value."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A raw word, quotes and all, or an operator; a word may be an array's `NAME=(`, with its raw words."""
+    """A raw word with its quotes, or an operator."""
 
     text: str
     is_operator: bool = False
-    array: tuple[str, ...] | None = None
-    document: str | None = None  # of `<<`: the text below
+    array: tuple[str, ...] | None = None  # raw words of the array if `text` is `NAME=` of `NAME=(...)`
+    document: str | None = None  # text of a here-document
 
 
 class Lexer:
-    def __init__(self, text: str, where: str) -> None:
-        # A backslash at the end of a comment continues nothing.
+    def __init__(self, text: str, source: str) -> None:
+        # A backslash at the end of a comment does not join lines.
         text = re.sub(r"(?m)(^[ \t]*#.*?|[ \t]#[^'\"\n]*?)\\+$", r"\1", text.replace("\r\n", "\n"))
-        text = re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1 ", text)  # two of them are one for the script below `<<EOF`
-        self._text, self._where, self._at = text, where, 0
-        self._documents: list[tuple[str, bool]] = []
+        text = re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1 ", text)  # an even number are escaped backslashes
+        self._text, self._source, self._at = text, source, 0
+        self._documents: list[tuple[str, bool]] = []  # delimiter and whether tabs are stripped, of open here-documents
 
-    def tokens(self, *, inside: bool = False) -> Iterator[Token]:
-        """Up to the end, or inside an array up to its closing parenthesis."""
+    def tokens(self, *, in_array: bool = False) -> Iterator[Token]:
+        """Yield tokens up to the end, or in an array up to its closing parenthesis."""
         text = self._text
         while self._at < len(text):
             char = text[self._at]
-            if char in " \t" or (inside and char == "\n"):
+            if char in " \t" or (in_array and char == "\n"):
                 self._at += 1
             elif char == "#":
                 end = text.find("\n", self._at)
                 self._at = len(text) if end < 0 else end
-            elif not inside and (arithmetic := _ARITHMETIC.match(text, self._at)):
+            elif not in_array and (arithmetic := _ARITHMETIC.match(text, self._at)):
                 self._at = arithmetic.end()
                 yield Token(arithmetic[0])
-            elif inside and char == ")":
+            elif in_array and char == ")":
                 self._at += 1
                 return
-            elif _BLANK.match(text, self._at):
+            elif _PLACEHOLDER.match(text, self._at):
                 yield Token(self._word())
             elif redirection := _REDIRECTION.match(text, self._at):
                 self._at = redirection.end()
@@ -61,11 +61,11 @@ class Lexer:
                 word = self._word()
                 if re.fullmatch(r"[A-Za-z_]\w*\+?=", word) and text.startswith("(", self._at):
                     self._at += 1
-                    yield Token(word, array=tuple(token.text for token in self.tokens(inside=True)))
+                    yield Token(word, array=tuple(token.text for token in self.tokens(in_array=True)))
                 else:
                     yield Token(word)
-        if inside:
-            raise ConfigError(f"{self._where}: an array is not closed; add )")
+        if in_array:
+            raise ConfigError(f"{self._source}: an array is not closed; add )")
 
     def _operator(self, operator: str) -> Iterator[Token]:
         if operator in ("<<", "<<-"):
@@ -88,42 +88,43 @@ class Lexer:
             self._documents = []
 
     def _word(self) -> str:
-        """A raw word: up to white space or an operator outside quotes."""
+        """Read a raw word, up to white space or an operator outside quotes."""
         text, word = self._text, ""
         while self._at < len(text):
-            start, blank = self._at, _BLANK.match(text, self._at)
-            if text[start] in " \t\n;|&()<>" and blank is None:
+            start, placeholder = self._at, _PLACEHOLDER.match(text, self._at)
+            if text[start] in " \t\n;|&()<>" and placeholder is None:
                 break
-            self._at = blank.end() if blank else self.skip(start)
-            word += "${" + re.sub(r"\W+", "_", blank[1]) + "}" if blank else text[start : self._at]
+            self._at = placeholder.end() if placeholder else self.skip(start)
+            word += "${" + re.sub(r"\W+", "_", placeholder[1]) + "}" if placeholder else text[start : self._at]
         return word
 
     def skip(self, at: int) -> int:
-        """Behind the character, the quoted text or the expansion that begins here."""
+        """Return the position after the character, quoted text or expansion that begins at `at`."""
         text, char = self._text, self._text[at]
         if char == "\\":
             return min(at + 2, len(text))
         if char == "'":
-            return self._behind("'", at + 1, literal=True)
+            return self._after("'", at + 1, literal=True)
         if char in '"`':
-            return self._behind(char, at + 1)
+            return self._after(char, at + 1)
         for opening, closing in (("${", "}"), ("$((", "))"), ("$(", ")")):
             if text.startswith(opening, at):
-                return self._behind(closing, at + len(opening))
+                return self._after(closing, at + len(opening))
         return at + 1
 
-    def _behind(self, closing: str, at: int, *, literal: bool = False) -> int:
+    def _after(self, closing: str, at: int, *, literal: bool = False) -> int:
+        """Return the position after the next `closing`, past nested quotes and expansions unless `literal`."""
         text = self._text
         while at < len(text):
             if text.startswith(closing, at):
                 return at + len(closing)
             nested = not literal and (text[at] in "\\`" or text[at] == "$" or (text[at] in "\"'" and closing != '"'))
             at = self.skip(at) if nested and text[at] != closing else at + 1
-        raise ConfigError(f"{self._where}: a {closing} is missing")
+        raise ConfigError(f"{self._source}: a {closing} is missing")
 
 
 class If(NamedTuple):
-    branches: "list[tuple[Script, Script]]"  # conditions with what follows them; that of `else` is empty
+    branches: "list[tuple[Script, Script]]"  # (condition, body); the condition of `else` is empty
 
 
 class For(NamedTuple):
@@ -133,14 +134,14 @@ class For(NamedTuple):
 
 
 class While(NamedTuple):
-    """A loop over what is not known here."""
+    """A `while`, `until` or `select` loop. Its condition is unknown."""
 
     body: "Script"
 
 
 class Case(NamedTuple):
     word: str
-    branches: "list[tuple[list[str], Script]]"  # patterns with what follows them
+    branches: "list[tuple[list[str], Script]]"  # (patterns, body)
 
 
 class Function(NamedTuple):
@@ -149,30 +150,29 @@ class Function(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A command, and how it hangs on the one before: by `&&`, by `||` or not at all."""
+    """A command and the operator before it."""
 
-    joint: str
+    joint: str  # "&&", "||" or ""
     negated: bool
     command: "Command"
 
 
 Script = tuple[Step, ...]
-Command = list[Token] | If | For | While | Case | Function | Script  # a list: its words, or the text below `<<`
-_PASSED_OVER = ("}", "do", "then", "time", "done", "fi", "esac", "else")
-_JOINTS = ("&&", "||")
+Command = list[Token] | If | For | While | Case | Function | Script  # a list is a simple command or a here-document
+_IGNORED = ("}", "do", "then", "time", "done", "fi", "esac", "else")
 
 
-def parse(text: str, where: str) -> Script:
-    """Raises ConfigError: something is not closed."""
+def parse(text: str, source: str) -> Script:
+    """Parse a script. `source`: its name for errors. Raises ConfigError if a construct is not closed."""
     try:
-        return _Parser(text, where).until()[0]
+        return _Parser(text, source).until()[0]
     except IndexError:
-        raise ConfigError(f"{where} ends within a command") from None
+        raise ConfigError(f"{source} ends within a command") from None
 
 
 class _Parser:
-    def __init__(self, text: str, where: str) -> None:
-        self._tokens, self._where, self._at = list(Lexer(text, where).tokens()), where, 0
+    def __init__(self, text: str, source: str) -> None:
+        self._tokens, self._source, self._at = list(Lexer(text, source).tokens()), source, 0
         self._tokens.append(Token("\n", is_operator=True))
 
     def _next(self) -> Token:
@@ -180,7 +180,7 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def until(self, *ends: str) -> tuple[Script, str]:
-        """The commands up to a word of `ends`, and that word."""
+        """Parse commands up to a word of `ends`; return them and that word."""
         steps: list[Step] = []
         joint, negated = "", False
         while self._at < len(self._tokens):
@@ -190,14 +190,14 @@ class _Parser:
             elif token.text in ends:
                 return tuple(steps), token.text
             elif token.is_operator:
-                joint = token.text if token.text in _JOINTS else ""
+                joint = token.text if token.text in ("&&", "||") else ""
             elif token.text == "!":
                 negated = True
-            elif token.text not in _PASSED_OVER:
+            elif token.text not in _IGNORED:
                 steps.append(Step(joint, negated, self._command(token)))
                 joint, negated = "", False
         if ends:
-            raise ConfigError(f"{self._where}: {' or '.join(ends)} is missing")
+            raise ConfigError(f"{self._source}: {' or '.join(ends)} is missing")
         return tuple(steps), ""
 
     def _command(self, first: Token) -> Command:
@@ -208,7 +208,7 @@ class _Parser:
                 return self._case()
             case "for":
                 name, *values = self._line()
-                return For(name, values[1:], self.until("done")[0])  # without `in`
+                return For(name, values[1:], self.until("done")[0])  # values[0] is `in`
             case "while" | "until" | "select":
                 self.until("do")
                 return While(self.until("done")[0])

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from megalite.cli.display import ProgressLine, Redrawn, duration, table
 from megalite.cli.failures import Stopped, first_signal_raises
-from megalite.cli.output import show, tell
+from megalite.cli.output import notify, show
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.reading import gc_paused
@@ -44,7 +44,7 @@ def run(flags: Namespace) -> int:
     try:
         return _sweep(flags)
     except Stopped as stopped:
-        tell(stopped.how + ("" if flags.output is None else "; the same command continues from here"))
+        notify(stopped.reason + ("" if flags.output is None else "; the same command continues from here"))
         return stopped.status
 
 

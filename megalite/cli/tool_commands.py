@@ -19,8 +19,8 @@ TRAIN = Command(
     "megalite train",
     "train a GPT, as pretrain_gpt.py does; --dry-run shows the layout first",
     run="megalite.cli.train:main",
-    reads=False,
-    lasting=True,
+    parses=False,
+    long_running=True,
 )
 
 CONFIG = Command(
@@ -35,9 +35,9 @@ CONFIG = Command(
     ("megalite config --show --preset gpt2-124m --tp 2 --world-size 8",),
     "--show and --explain check the config for --world-size N ranks (default tp·pp·cp·dp) and take --json.",
     exclusive=(("--show", "--explain", "--presets"),),
-    one_needed=True,
+    one_required=True,
     settings=("--dry-run",),
-    bare=0,
+    status_without_words=0,
 )
 
 COMPLETION = Command(
@@ -47,7 +47,7 @@ COMPLETION = Command(
     [Flag("shell SHELL", "bash or zsh", choices=("bash", "zsh"))],
     ("megalite completion bash",),
     'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc.',
-    bare=0,
+    status_without_words=0,
 )
 
 PORT = Command(
@@ -79,7 +79,7 @@ REHEARSE = Command(
     ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
     "Takes any flags of megalite train, --world-size N, --rank N and --json. Exit status: 0, or 1 if ranks do not match.",
     settings=("--dry-run",),
-    bare=0,
+    status_without_words=0,
 )
 
 SCHEDULE = Command(
@@ -117,7 +117,7 @@ SCHEDULE = Command(
         "megalite schedule --schedule zb-v --pp 4 --microbatches 8",
         "megalite schedule --compare 1f1b interleaved zb-h1 --pp 4 --microbatches 8",
     ),
-    idle={
+    disables={
         "--csv": "--schedule --pp --vpp --microbatches --group --warm-up --recompute-ahead --forward-only",
         "--compare": "--schedule --forward-only --write-csv --lowered",
         "--forward-only": "--recompute-ahead",
@@ -155,7 +155,7 @@ PLAN = Command(
     ],
     ("megalite plan --preset llama2-7b --cluster dgx-a100 --gpus 64 --global-batch-size 1024",),
     settings=(),
-    bare=2,
+    status_without_words=2,
 )
 
 PLAN_FIT = Command(
@@ -251,7 +251,7 @@ SWEEP = Command(
         Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to what was measured, into new files", Path),
     ],
     ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
-    idle={
+    disables={
         "--dry-run": "--timeout --limit --retry --report-only --calibrate",
         "--report-only": "--timeout --limit --retry",
     },
@@ -278,7 +278,7 @@ PARITY = Command(
     ("megalite parity --preset gpt2-124m --tp 2 --pp 2",),
     "Exit status: 0 the same, 1 different, 2 bad input.",
     settings=("--dry-run",),
-    bare=0,
+    status_without_words=0,
 )
 
 DOCTOR = Command(
@@ -299,7 +299,7 @@ DOCTOR = Command(
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor",
     ),
     "Exit status: 0 no error, 1 an error, 2 bad input.",
-    idle={"--no-self-test": "--seconds"},
+    disables={"--no-self-test": "--seconds"},
 )
 
 KERNELS = Command(

@@ -1,4 +1,4 @@
-"""`megalite train`, and what pretrain_gpt.py calls."""
+"""`megalite train`, also called by pretrain_gpt.py."""
 
 import contextlib
 import gc
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megalite
-from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, refuse
-from megalite.cli.output import show, stdout_is_terminal, tell
+from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, report_error
+from megalite.cli.output import notify, show, stdout_is_terminal
 from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.exit_codes import INTERRUPTED
@@ -24,18 +24,19 @@ from megalite.watchdog.processes import started_at
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
-_IMPORTED = time.time()  # stands for the start of the process where the system does not say it; torch is imported later
+_IMPORT_TIME = time.time()  # replaces the start time of the process if the system does not report it
 
-EXIT_FILE = "STOP"  # in the folder of the run, where no other is given
+EXIT_FILE = "STOP"  # default name in the folder of the run
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
-    """Train, or show help or a dry run; returns the exit status."""
-    with guarded("megalite train", argv, lasting=True) as end:
-        invocation = parse_arguments(end.words, world_size=_of_environment("WORLD_SIZE", 1), shape=shape_in)
+    """Train, or show help or a dry run. Return the exit status."""
+    with guarded("megalite train", argv, long_running=True) as end:
+        world_size = _environment_number("WORLD_SIZE", 1)
+        invocation = parse_arguments(end.words, world_size=world_size, shape=checkpoint_settings)
         if is_first_rank():
             for remark in invocation.remarks:
-                tell(remark)
+                notify(remark)
         if invocation.help is not None:
             name = "full_help" if invocation.help == "all" else "basic_help"
             show(imported(f"megalite.config.help:{name}")(program))
@@ -47,20 +48,20 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             show(imported("megalite.cli.dry_run:dry_run")(invocation))
         else:
             config, stops = invocation.config, _stop_requests(invocation.config)
-            if config.data.texts:  # the workers inherit it: they are the parallelism
+            if config.data.texts:  # the worker processes, which inherit this, are the parallelism
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             with _stopped_at_start(config, end), _training(stops, end):
                 end.status = _trainer(invocation, stops).fit().exit_code
-            # An error that a frame of its traceback still names is a cycle, and keeps every process group alive;
-            # gloo aborts the process, and spoils the status, if its threads are joined as late as the interpreter's end.
+            # An error in a reference cycle with its traceback keeps the process groups alive. gloo aborts the process,
+            # with another exit status, if its threads are joined only when the interpreter exits.
             gc.collect()
             if end.status == INTERRUPTED and is_first_rank():
-                tell("interrupted")
+                notify("interrupted")
     return end.status or 0
 
 
 def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
-    # Not at the top: help and dry run start in a fraction of the time that importing torch takes.
+    # Imports torch, which help and dry run do not need.
     from megalite.training.trainer import Trainer
 
     config, sources = invocation.config, invocation.provenance.items()
@@ -71,16 +72,16 @@ def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
         log=RunLog(),
         stops=stops,
         watched=True,
-        started=started_at(os.getpid()) or _IMPORTED,
+        started=started_at(os.getpid()) or _IMPORT_TIME,
         take_layout=imported("megalite.planner.elastic:take_layout") if config.parallel.elastic else None,
         tokenize=imported("megalite.cli.preprocess:tokenize_text") if config.data.texts else None,
     )
 
 
-def shape_in(load: str, step: int | None) -> Mapping[str, Any] | None:
-    """The model, the sequence length and the tokenizer of what --load names; None where there is nothing."""
+def checkpoint_settings(load: str, step: int | None) -> Mapping[str, Any] | None:
+    """Return the settings of model, sequence length and tokenizer of a checkpoint; None if `load` has none."""
     read = partial(imported("megalite.conversion.start:settings_in"), load, step)
-    if is_address(load) and _of_environment("WORLD_SIZE", 1) > 1:  # else each of a thousand ranks would ask a store
+    if is_address(load) and _environment_number("WORLD_SIZE", 1) > 1:  # only rank 0 reads from a remote store
         read = partial(imported("megalite.topology.topology:of_rank_0"), read)
     found: Mapping[str, Any] | None = read()
     return found
@@ -94,13 +95,13 @@ def _stop_requests(config: RunConfig) -> StopRequests:
         minutes=training.exit_duration_in_mins,
         file=None if file is None else Path(file),
         patience=training.exit_timeout_seconds,
-        say=lambda line: tell(f"rank {_of_environment('RANK', 0)}: {line}"),
+        say=lambda line: notify(f"rank {_environment_number('RANK', 0)}: {line}"),
     )
 
 
 @contextlib.contextmanager
 def _stopped_at_start(config: RunConfig, end: End) -> Iterator[None]:
-    """Around the others: a stop may come before there is a Trainer, while torch is imported."""
+    """Handle a stop request that arrives before the Trainer exists, while torch is imported."""
     try:
         yield
     except StopRun as stop:
@@ -111,21 +112,21 @@ def _stopped_at_start(config: RunConfig, end: End) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training(stops: StopRequests, end: End) -> Iterator[None]:
-    """Listen for stops, and end as the exit statuses say; torchrun gets the traceback of an unexpected error."""
+    """Listen for stop requests, and set the exit status of an error. torchrun records unexpected errors."""
     with stops.listen(), _recorded():
         try:
             yield
         except Exception as error:
             if not hasattr(error, "exit_code"):
-                _let_the_first_be_seen(error)
+                _delay_if_not_first(error)
                 raise
-            with contextlib.suppress(StopRun):  # torchrun's SIGTERM, because rank 0 has ended by the same error
-                end.status = refuse(error, "megalite train")
+            with contextlib.suppress(StopRun):  # torchrun sends SIGTERM when rank 0 has ended with the same error
+                end.status = report_error(error, "megalite train")
 
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[None]:
-    """What torchelastic's `record` does, without its frame."""
+    """Record errors as torchelastic's `record` does, without its frame in the traceback."""
     if UNDER_TORCHRUN not in os.environ:
         yield
         return
@@ -140,18 +141,18 @@ def _recorded() -> Iterator[None]:
         raise
 
 
-def _let_the_first_be_seen(error: Exception) -> None:
-    """torchrun takes the earliest error, to the second, for the root cause, and ends all others when it has seen it."""
+def _delay_if_not_first(error: Exception) -> None:
+    """Wait if another rank failed first: torchrun takes the earliest error, to the second, as root cause."""
     from megalite.data_parallel.peers import is_failure_of_other_rank
 
     if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and is_failure_of_other_rank(error):
         rank = os.environ.get("RANK", "0")
-        tell(f"rank {rank} was not the first to fail: {error}")
+        notify(f"rank {rank} was not the first to fail: {error}")
         time.sleep(2.0)
 
 
-def _of_environment(name: str, default: int) -> int:
-    """What torchrun says; that it is a number is checked where the ranks meet."""
+def _environment_number(name: str, default: int) -> int:
+    """Return a variable of torchrun, or the default if it is no number: `Launch.from_environment` reports that."""
     word = os.environ.get(name, "")
     return int(word) if word.isdecimal() else default
 
@@ -166,7 +167,9 @@ _COLOURS = {
 
 
 class RunLog:
-    """The log on stdout: each line with the time of day, in colour on a terminal. That stdout cannot be written, as on a full disk, ends no run; that its reader has gone does."""
+    """The log on stdout: each line with the time of day, in colour on a terminal.
+
+    A run continues if stdout cannot be written, as on a full disk. It ends if the reader of a pipe has closed it."""
 
     def __init__(self) -> None:
         self._failed, self._day = 0, ""
@@ -182,7 +185,7 @@ class RunLog:
             raise
         except OSError as error:
             if not self._failed:
-                tell(f"warning: cannot write the log: {error.strerror}; training continues")
+                notify(f"warning: cannot write the log: {error.strerror}; training continues")
             self._failed += 1
             return
         if self._failed:
@@ -194,7 +197,7 @@ def _print(line: str) -> None:
     if not stdout_is_terminal():
         print(line, flush=True)
         return
-    from rich.console import Console  # which a file needs not
+    from rich.console import Console
     from rich.text import Text
 
     text = Text(line)

@@ -36,9 +36,9 @@ def raising(error: BaseException) -> Callable[[], int]:
     return run
 
 
-def guarded(run: Callable[[], int | None], program: str, *, lasting: bool = False) -> int | None:
+def guarded(run: Callable[[], int | None], program: str, *, long_running: bool = False) -> int | None:
     """The exit status of a call as a command."""
-    with guarding(program, [], lasting=lasting) as end:
+    with guarding(program, [], long_running=long_running) as end:
         end.status = run() or 0
     return end.status
 
@@ -98,14 +98,14 @@ def test_a_bug_is_one_line_that_says_where(capsys: Captured) -> None:
 
 def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
     with pytest.raises(TypeError):
-        guarded(bug, "x", lasting=True)
+        guarded(bug, "x", long_running=True)
     with pytest.raises(OSError, match="Input/output error"):
-        guarded(raising(OSError(errno.EIO, "Input/output error", "b")), "x", lasting=True)
-    assert guarded(raising(ConfigError("a")), "x", lasting=True) == BAD_INPUT
-    assert guarded(raising(KeyboardInterrupt()), "x", lasting=True) == INTERRUPTED
+        guarded(raising(OSError(errno.EIO, "Input/output error", "b")), "x", long_running=True)
+    assert guarded(raising(ConfigError("a")), "x", long_running=True) == BAD_INPUT
+    assert guarded(raising(KeyboardInterrupt()), "x", long_running=True) == INTERRUPTED
     assert capsys.readouterr().err == "error: a\ninterrupted\n"
     error = IsADirectoryError(errno.EISDIR, "Is a directory", "b")
-    assert guarded(raising(error), "x", lasting=True) == BAD_INPUT
+    assert guarded(raising(error), "x", long_running=True) == BAD_INPUT
     assert capsys.readouterr().err == "error: b: Is a directory; give a file, not a folder\n"
 
 
@@ -262,7 +262,7 @@ def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(sys, "stdout", log)
         line = RunLog()
 
-        with guarding("megalite train", [], lasting=True) as end:
+        with guarding("megalite train", [], long_running=True) as end:
             line("before")
             kept = os.dup(log.fileno())
             os.dup2(full, log.fileno())

@@ -117,7 +117,7 @@ def all_of(known: Mapping[str, Command]) -> Iterator[Command]:
 def test_help_has_at_most_110_columns() -> None:
     for command in all_of(COMMANDS):
         texts = [
-            command.help() if command.reads else "",
+            command.help() if command.parses else "",
             full_help(command.name) if command.settings is not None else "",
         ]
         wide = [line for text in texts for line in text.splitlines() if len(line) > 110]

@@ -19,7 +19,7 @@ Captured = pytest.CaptureFixture[str]
 def commands(script: str, **given: str) -> list[list[str]]:
     """What a script would run."""
     found: list[list[str]] = []
-    Shell(lambda shell, words: found.append(words), given, Path()).run(script, "test")
+    Shell(lambda shell, words: found.append(words), given).run(script, "test")
     return found
 
 
@@ -283,7 +283,7 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
         "--attention-output-gate is refused",
         "--init-method-xavier-uniform is refused",
         "${SEED} has no value; give it by --set NAME=VALUE",
-        "$(steps) has no value; write into the script what it gives",
+        "$(steps) has no value; replace it in the script by its output",
     ):
         assert part in said.err
     assert main(["port", str(case), "--set", "SEED=7"]) == 2

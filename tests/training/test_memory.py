@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.cli.failures import refuse
+from megalite.cli.failures import report_error
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
@@ -42,7 +42,7 @@ def test_the_host_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("rank 0 (host ")
     assert ") ran out of host memory when it asked for 4096000000 bytes; the planner counts " in said
     assert "--micro-batch-size 2" in said and said.endswith("megalite plan finds layouts that fit")
-    assert refuse(raised.value, "x") == 2 and capsys.readouterr().err == f"error: {said}\n"
+    assert report_error(raised.value, "x") == 2 and capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_any_other_error_passes() -> None:
