@@ -1,4 +1,4 @@
-"""`megalite convert`: weights from and to megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
+"""`megalite convert`: convert weights between megalite's checkpoints, Hugging Face folders and Megatron-LM's checkpoints."""
 
 from argparse import Namespace
 from contextlib import closing
@@ -54,7 +54,7 @@ _ONLY_FOR = {
 
 
 def run(flags: Namespace) -> int:
-    """Convert; 0 if all went well, 1 if source and target differ, 2 on bad input or a disk that is full."""
+    """Convert. Return 0 on success, 1 if source and target differ, 2 on bad input or a full disk."""
     try:
         return _convert(flags)
     except OSError as error:
@@ -82,7 +82,7 @@ def _convert(flags: Namespace) -> int:
     dtype = DTYPES.get(flags.dtype)
     _show_tokenizer(source, weights, flags)
     total = _bytes(weights, flags, dtype)
-    _need_room(flags.target, total)
+    _check_free_space(flags.target, total)
     with closing(ByteProgress(total)) as progress:
         path = _write(weights, flags, dtype, progress)
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -90,12 +90,12 @@ def _convert(flags: Namespace) -> int:
     seconds = progress.seconds
     rate = f"{decimal_bytes(size / max(seconds, 1e-9))}/s"
     show(f"wrote    {path}: {len(files)} files, {decimal_bytes(size)} in {seconds:.1f} s ({rate})")
-    wanted = flags.verify
-    if wanted is None:
-        wanted = parameter_count(weights.model) < VERIFIED_BELOW
-        if not wanted:
+    verifies = flags.verify
+    if verifies is None:
+        verifies = parameter_count(weights.model) < VERIFIED_BELOW
+        if not verifies:
             show(f"verify   not done: {parameter_count(weights.model):,} parameters; --verify does it")
-    return _verified(source, path, flags.to) if wanted else 0
+    return _verify(source, path, flags.to) if verifies else 0
 
 
 def _check(flags: Namespace) -> None:
@@ -117,7 +117,7 @@ def _with_changes(weights: Weights, flags: Namespace) -> Weights:
         weights = WithTokenizer(weights, tokenizer_folder_files(flags.tokenizer_model))
     elif flags.without_tokenizer:
         weights = WithTokenizer(weights, ())
-    elif flags.to == "megatron":  # the tokenizer only gives a name there, so one that cannot be had is no obstacle
+    elif flags.to == "megatron":  # the target stores only the tokenizer's name, so missing files are no error
         try:
             named_tokenizer_files(weights.tokenizer_files)
         except ConfigError:
@@ -129,7 +129,7 @@ def _with_changes(weights: Weights, flags: Namespace) -> Weights:
 
 def _show_tokenizer(source: Weights, weights: Weights, flags: Namespace) -> None:
     if flags.to == "megatron":
-        show("         no tokenizer goes along with a megatron target: give Megatron-LM its files yourself")
+        show("         a megatron target contains no tokenizer: give its files to Megatron-LM")
         return
     show(f"         {tokenizer_line(source, weights, left_out=flags.without_tokenizer)}")
     warning = other_tokenizer(source, weights) if flags.tokenizer_model is not None else None
@@ -144,22 +144,21 @@ def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int
     for name, shape in parameter_shapes(model).items():
         size = shape.size
         if flags.to == "huggingface" and name in ("embedding.word.weight", "head.weight"):
-            size = size // model.padded_vocab_size * (model.vocab_size or 0)  # it leaves out the padding
+            size = size // model.padded_vocab_size * (model.vocab_size or 0)  # without the padding
         total += size * (dtype or weights.dtype(name)).itemsize
         if flags.with_optimizer:
             total += size * torch.float32.itemsize * len(innermost(weights).training.states)  # type: ignore[attr-defined]
     return total
 
 
-def _need_room(target: Path, total: int) -> None:
-    """Refuse to start what cannot be finished."""
+def _check_free_space(target: Path, total: int) -> None:
+    """Raise ConversionError if the disk has no room for the rest of the target."""
     workplace = workplace_of(target)
-    there = [path for path in workplace.rglob("*") if path.is_file()] if workplace.is_dir() else []
-    free = free_bytes(target)
-    missing = total - sum(path.stat().st_size for path in there)
+    written = [path for path in workplace.rglob("*") if path.is_file()] if workplace.is_dir() else []
+    free, missing = free_bytes(target), total - sum(path.stat().st_size for path in written)
     if free < missing:
         raise ConversionError(
-            f"{target} needs {missing:,} more bytes, free there: {free:,}; make room, or give another"
+            f"{target} needs {missing:,} more bytes, but {free:,} are free; make room, or give another folder"
         )
 
 
@@ -167,32 +166,32 @@ def _write(weights: Weights, flags: Namespace, dtype: torch.dtype | None, progre
     def log(line: str) -> None:
         show(f"         {line}")
 
-    how: dict[str, Any] = {"dtype": dtype, "advance": progress.advance, "log": log}
+    options: dict[str, Any] = {"dtype": dtype, "advance": progress.advance, "log": log}
     if flags.to == "megatron":
         implementation = flags.transformer_impl or TRANSFORMER_IMPLEMENTATIONS[0]
-        how |= {"tp": flags.tp or 1, "pp": flags.pp or 1}
-        return write_megatron(weights, flags.target, implementation=implementation, **how)
-    how["max_file_bytes"] = int(flags.max_shard_size or DEFAULT_FILE_BYTES)
+        options |= {"tp": flags.tp or 1, "pp": flags.pp or 1}
+        return write_megatron(weights, flags.target, implementation=implementation, **options)
+    options["max_file_bytes"] = int(flags.max_shard_size or DEFAULT_FILE_BYTES)
     if flags.to == "native":
-        return write_native(weights, flags.target, **how)
-    return write_huggingface(weights, flags.target, family=flags.family, **how)
+        return write_native(weights, flags.target, **options)
+    return write_huggingface(weights, flags.target, family=flags.family, **options)
 
 
-def _verified(source: Weights, path: Path, format: Format) -> int:
-    left = f"the target was written and is left at {path}; do not use it"
+def _verify(source: Weights, path: Path, format: Format) -> int:
+    remedy = f"the target remains at {path}; do not use it"
     try:
-        with working("verify  ") as say:
-            found = verify(source, open_weights(path, format=format), log=lambda line: say(f"verify   {line} ..."))
+        with working("verify  ") as update:
+            found = verify(source, open_weights(path, format=format), log=lambda line: update(f"verify   {line} ..."))
     except ConfigError as error:
-        notify(f"error: verification failed: {error}; {left}")
+        notify(f"error: verification failed: {error}; {remedy}")
         return 1
     except KeyboardInterrupt:
-        notify(f"\ninterrupted while comparing; {path} is complete but was not compared")
+        notify(f"\ninterrupted during verification; {path} is complete but not verified")
         return INTERRUPTED
     for line in found.lines():
         show(f"verify   {line}")
     if not found.passed:
-        notify(f"error: {path} is not what {source.path} is; {left}")
+        notify(f"error: {path} differs from {source.path}; {remedy}")
     return 0 if found.passed else 1
 
 
@@ -203,12 +202,12 @@ def described(weights: Weights) -> str:
     written = ""
     if isinstance(weights, NativeWeights):
         sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
-        by = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
-        written = f", written by {', '.join(by) or 'one rank'}"
+        layout = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
+        written = f", written by {', '.join(layout) or 'one rank'}"
     elif isinstance(weights, HuggingFaceWeights) and weights.dequantised is not None:
         written = f", of which {weights.dequantised}"
     if model.mtp_num_layers:
-        written += f"; with layers that predict further tokens ({model.mtp_num_layers})"
+        written += f"; with {model.mtp_num_layers} MTP layers"
     return (
         f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
         f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "
@@ -217,46 +216,45 @@ def described(weights: Weights) -> str:
 
 
 def tokenizer_line(source: Weights, weights: Weights, *, left_out: bool) -> str:
-    """Which tokenizer goes along with the weights to be written, and if none does, why."""
+    """Return the tokenizer files of the target, or the reason why it has none."""
     if not has_tokenizer(weights.tokenizer_files):
         if left_out:
-            return "no tokenizer goes along (--without-tokenizer)"
+            return "without tokenizer (--without-tokenizer)"
         if isinstance(source, NativeWeights) and source.missing_tokenizer is not None:
-            gone = source.missing_tokenizer
-            return f"the checkpoint's tokenizer {gone}: none goes along; --tokenizer-model PATH adds it"
+            return f"without tokenizer: the checkpoint's tokenizer {source.missing_tokenizer}; --tokenizer-model PATH adds it"
         without_files = tokenizer_of(weights)
         if without_files is not None:
             name = without_files.name
-            ids = "are the bytes of the text in UTF-8" if name == "ByteLevelTokenizer" else "stand for no text"
-            return f"no tokenizer file goes along: {name} has none; ids {ids}, and {without_files.eod} ends a document"
-        return "no tokenizer goes along; --tokenizer-model PATH adds one"
+            ids = "are the bytes of the text in UTF-8" if name == "ByteLevelTokenizer" else "represent no text"
+            return f"without tokenizer file: {name} has none; ids {ids}, and {without_files.eod} ends a document"
+        return "without tokenizer; --tokenizer-model PATH adds one"
     return f"tokenizer: {', '.join(path.name for path in weights.tokenizer_files)}"
 
 
 def other_tokenizer(source: Weights, weights: Weights) -> str | None:
-    """A warning, if the tokenizer to be written is not the one that a checkpoint was trained with."""
+    """Return a warning if the tokenizer of the target differs from the one that the checkpoint was trained with."""
     if not isinstance(source, NativeWeights) or source.recorded_tokenizer is None:
         return None
     recorded, file = source.recorded_tokenizer, weights.tokenizer_files[0]
-    theirs = f"sha256 {recorded[:12]}..., vocabulary {source.model.vocab_size}"
+    original = f"sha256 {recorded[:12]}..., vocabulary {source.model.vocab_size}"
     try:
-        given = tokenizer_of(weights)
+        tokenizer = tokenizer_of(weights)
     except ConfigError as error:
-        return f"{file} was not compared with the checkpoint's tokenizer ({theirs}): {error}"
-    if given is None or given.fingerprint() == recorded:
+        return f"{file} was not compared with the checkpoint's tokenizer ({original}): {error}"
+    if tokenizer is None or tokenizer.fingerprint() == recorded:
         return None
     return (
-        f"{file} (sha256 {given.fingerprint()[:12]}..., vocabulary {given.vocab_size}) is not the tokenizer that "
-        f"{source.path} was trained with ({theirs})"
+        f"{file} (sha256 {tokenizer.fingerprint()[:12]}..., vocabulary {tokenizer.vocab_size}) is not the tokenizer that "
+        f"{source.path} was trained with ({original})"
     )
 
 
 def kept_line(target: Path) -> str:
-    """Where the files of an unfinished conversion are kept, if there are any."""
+    """Return where the files of an unfinished conversion are; empty if there are none."""
     try:
         workplace = workplace_of(target)
         if not workplace.is_dir():
             return ""
-    except (OSError, ConfigError):  # this is asked while another error is reported
+    except (OSError, ConfigError):  # must not hide the error that is being reported
         return ""
-    return f"what is done is kept in {workplace}: run the same command to continue, or remove it"
+    return f"finished files are in {workplace}: run the same command to continue, or remove the folder"

@@ -1,4 +1,4 @@
-"""`megalite data`: look into token files, verify, merge and split them, and make the large indices of a run before it starts."""
+"""`megalite data`: inspect, verify, merge and split token files, and build the large indices of a run in advance."""
 
 import dataclasses
 import time
@@ -49,7 +49,7 @@ _BAR = 30
 
 
 def verify_datasets(flags: Namespace) -> int:
-    """0 if all are sound, 1 if one is damaged, 2 if one could not be checked."""
+    """Return 0 if all datasets are sound, 1 if one is damaged, 2 if one could not be read."""
     tokenizer = _tokenizer(flags)
     vocab_size = flags.vocab_size if tokenizer is None else tokenizer.vocab_size
     if vocab_size is not None and vocab_size < 1:
@@ -58,7 +58,7 @@ def verify_datasets(flags: Namespace) -> int:
     def check(prefix: str) -> tuple[int, dict[str, Any], str]:
         if tokenizer is not None:
             require_recorded_tokenizer(prefix, tokenizer)
-        with _showing(dataset_bytes(prefix)) as on_bytes:
+        with _byte_progress(dataset_bytes(prefix)) as on_bytes:
             result = verify(prefix, vocab_size=vocab_size, hashes=not flags.no_hash, on_bytes=on_bytes)
         status = OK if result.fault is None else DAMAGED
         if result.bad_side_file is not None:
@@ -66,20 +66,20 @@ def verify_datasets(flags: Namespace) -> int:
             status = BAD_INPUT
         return status, asdict(result), _format_verified(result)
 
-    return _each(flags, check)
+    return _for_each_dataset(flags, check)
 
 
 def inspect_datasets(flags: Namespace) -> int:
-    """0 if all were shown, 2 if one could not be."""
+    """Return 0 if all datasets were shown, 2 if one could not be read."""
     tokenizer = _tokenizer(flags)
     if tokenizer is None and flags.vocab_size is not None:
         raise ConfigError(
             f"vocab_size {flags.vocab_size} has no effect without a tokenizer: add --tokenizer-type NullTokenizer"
         )
     if tokenizer is not None and flags.documents is None:
-        raise ConfigError("a tokenizer shows the text of documents: say which, as in --documents 0:3")
+        raise ConfigError("a tokenizer shows the text of documents: choose them, e.g. --documents 0:3")
 
-    def look(prefix: str) -> tuple[int, dict[str, Any], str]:
+    def describe(prefix: str) -> tuple[int, dict[str, Any], str]:
         dataset = IndexedDataset(prefix)
         facts = inspect(dataset)
         if flags.documents is not None:
@@ -93,16 +93,16 @@ def inspect_datasets(flags: Namespace) -> int:
         parts = [_format_facts(facts), *map(_format_document, facts.get("shown_documents", []))]
         return OK, facts, "\n".join(parts)
 
-    return _each(flags, look)
+    return _for_each_dataset(flags, describe)
 
 
-def _each(flags: Namespace, look: Callable[[str], tuple[int, dict[str, Any], str]]) -> int:
-    """Look at each dataset and show what `look` gives: (status, data, text). One that cannot be read stops no other."""
+def _for_each_dataset(flags: Namespace, report: Callable[[str], tuple[int, dict[str, Any], str]]) -> int:
+    """Print the (status, data, text) of each dataset and return the worst status. Unreadable datasets are skipped."""
     worst, results = OK, []
     with first_signal_raises():
         for prefix in find_prefixes(flags.datasets):
             try:
-                status, data, text = look(prefix)
+                status, data, text = report(prefix)
             except (ConfigError, OSError) as error:
                 _, reason = explain(error, "megalite data")
                 notify(f"error: {visible(reason)}")
@@ -132,11 +132,11 @@ def merge_datasets(flags: Namespace) -> int:
     check_output_prefix(flags.output_prefix, example="whole")
     prefixes = find_prefixes(flags.input)
     files = [path for path in (Path(f"{prefix}.bin") for prefix in prefixes) if path.exists()]
-    with _showing(sum(path.stat().st_size for path in files)) as on_bytes:
+    with _byte_progress(sum(path.stat().st_size for path in files)) as on_bytes:
         written = merge(prefixes, flags.output_prefix, dtype=flags.dtype, on_bytes=on_bytes)
     show(visible(f"{_format_written(written)}, of {len(prefixes)} datasets"))
     if not written.files:
-        show("no side file: a dataset has none, or they name different vocabularies; tokenizers were not compared")
+        show("no side file written: a dataset has none, or vocabularies differ; tokenizers were not compared")
     return OK
 
 
@@ -144,39 +144,39 @@ def split_one(flags: Namespace) -> int:
     check_output_prefix(flags.output_prefix, example="part")
     [prefix, *more] = find_prefixes([flags.input])
     if more:
-        raise ConfigError(f"{flags.input} holds {1 + len(more)} datasets; give the prefix of one")
+        raise ConfigError(f"{flags.input} contains {1 + len(more)} datasets; give the prefix of one")
     dataset = IndexedDataset(prefix)
     if not dataset.num_documents:
-        raise ConfigError(f"{prefix} has no documents to split; give one that has")
+        raise ConfigError(f"{prefix} has no documents to split; give a dataset with documents")
     base = flags.output_prefix
-    left_out: list[str] = []
+    empty: list[str] = []
     if flags.split is not None:
         parts = parts_of_split(dataset, flags.split)
         named = [(f"{base}_{name}", part) for name, part in zip(SPLITS, parts, strict=True)]
         outputs = [(name, part) for name, part in named if part]
-        left_out = [name for name, part in named if not part]
+        empty = [name for name, part in named if not part]
     else:
         if flags.parts is not None:
             parts = parts_of_equal_tokens(dataset, flags.parts)
         else:
             parts = [parse_documents(text, dataset) for text in flags.documents]
-        # As wide as the last, so that a folder lists them in order.
+        # Zero-padded, so that a listing of the folder is in order.
         width = len(str(len(parts) - 1))
         names = [f"{base}_{number:0{width}d}" for number in range(len(parts))]
         outputs = list(zip(names if len(parts) > 1 else [base], parts, strict=True))
     total = sum(Part.of(dataset, part).num_bytes for part in parts)
-    with _showing(total) as on_bytes:
+    with _byte_progress(total) as on_bytes:
         all_written = split_dataset(prefix, outputs, on_bytes=on_bytes)
     for written, (_, part) in zip(all_written, outputs, strict=True):
         show(visible(f"{_format_written(written)}, documents {part.start} to {part.stop - 1}"))
-    for name in left_out:
+    for name in empty:
         show(visible(f"{name}: no documents, not written"))
     return OK
 
 
 @contextmanager
-def _showing(total: int) -> Iterator[Callable[[int], None]]:
-    """Progress of `total` bytes, which Ctrl-C ends cleanly."""
+def _byte_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress of `total` bytes; Ctrl-C ends it cleanly."""
     with first_signal_raises(), closing(ByteProgress(total)) as progress:
         yield progress.advance
 
@@ -191,14 +191,14 @@ def _tokenizer(flags: Namespace) -> Tokenizer | None:
 
 
 def _format_verified(result: Verified) -> str:
-    """A dataset in a line: sound, with what was compared and what was not, or damaged, with the first fault."""
+    """Return the result for a dataset in one line: sound, with the checks done and skipped, or the first fault."""
     if result.fault is not None:
         return f"{result.prefix}: damaged: {result.fault.text}"
     counts = f"{result.documents:,} documents, {result.tokens:,} {result.dtype} tokens, {decimal_bytes(result.bytes)}"
     if result.largest_id is None:
         ids = "no ids"
     elif result.vocab_size is None:
-        ids = f"ids up to {result.largest_id} (compared with nothing: give --vocab-size)"
+        ids = f"ids up to {result.largest_id} (not compared: give --vocab-size)"
     else:
         ids = f"ids up to {result.largest_id}, vocab_size {result.vocab_size}"
     parts = [counts, ids]
@@ -218,7 +218,7 @@ def _format_written(written: Written) -> str:
 
 
 def _format_facts(facts: dict[str, Any]) -> str:
-    """The dict of `tools.inspect.inspect` in lines."""
+    """Format the dict of `preprocess.verify.inspect`."""
     lengths, files = facts["document_lengths"], facts["bytes"]
     notes = [f"{facts['empty_documents']:,} without tokens"] if facts["empty_documents"] else []
     if facts["sequences"] != facts["documents"]:
@@ -250,7 +250,7 @@ def _format_document(document: dict[str, Any]) -> str:
 
 
 def _histogram(buckets: dict[str, int]) -> list[str]:
-    """Documents by length, with bars; a bucket goes up to twice its start."""
+    """Return bars of the number of documents by length. A bucket extends up to twice its start."""
     if not buckets:
         return []
     most = max(buckets.values())
@@ -263,10 +263,10 @@ def _histogram(buckets: dict[str, int]) -> list[str]:
 
 
 def _side_file(side: dict[str, Any]) -> list[str]:
-    """What it says beyond what the files themselves do; --json has all."""
+    """Format the fields of the side file that the data files do not contain; --json shows all."""
     names = ("tokenizer", "append_eod", "key", "bad_lines", "part_of")
-    said = {name: side[name] for name in names if name in side}
-    text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    fields = {name: side[name] for name in names if name in side}
+    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     return ["  side file", *(f"    {line}" for line in text.splitlines())]
 
 
@@ -281,8 +281,10 @@ def make_indices(flags: Namespace) -> int:
         show(json_text(reports))
     elif not reports:
         data = invocation.config.data
-        packed = f"{'sft' if data.sft else 'packing best-fit'} keeps no index: which documents go together is found in memory"
-        show(f"{packed} for each epoch" if data.packs_documents else "this data needs no index")
+        packed = (
+            f"{'sft' if data.sft else 'packing best-fit'} stores no index: documents are packed in memory in each epoch"
+        )
+        show(packed if data.packs_documents else "this data needs no index")
     return 0
 
 
@@ -321,7 +323,7 @@ def _resolve(invocation: Invocation) -> tuple[RunConfig, Tokenizer | None]:
 def _parts(
     source: SampleSource, first: int, stop: int
 ) -> Iterator[tuple[GPTDataset | MegatronDataset | MegatronBlend, int, int]]:
-    """The datasets with an index, and which of their samples are read."""
+    """Yield (dataset, first, stop) of each dataset with an index and the range of its samples that the run reads."""
     if isinstance(source, BlendedDataset):
         for part, start, end in zip(source.datasets, source.counts(first), source.counts(stop), strict=True):
             yield from _parts(part, start, end)
@@ -337,17 +339,17 @@ def _parts(
 def _prepare(
     part: GPTDataset | MegatronDataset | MegatronBlend, first: int, stop: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Make the indices of a dataset or blend for the samples first <= i < stop, and say what was made.
+    """Build the indices of a dataset or blend for the samples first <= i < stop, and return a report.
 
-    Of a blend there are no documents, tokens and samples per epoch; of small ones, which are not kept, no folder.
+    For a blend documents, tokens and samples per epoch are None; for a small index, which is not stored, the folder.
     """
     cache = part.cache
     assert cache is not None, "build_datasets gives each a cache"
     started = time.perf_counter()
-    made = part.prepare(first, stop)
+    indices = part.prepare(first, stop)
     facts: dict[str, Any] = dict.fromkeys(("documents", "tokens", "samples_per_epoch"))
     if isinstance(part, MegatronBlend):
-        made = made[:1]  # those of its datasets are made before
+        indices = indices[:1]  # the others belong to its datasets, which are reported separately
         name = f"the choice among {len(part.datasets)} datasets"
     else:
         name = part.indexed.prefix
@@ -356,16 +358,16 @@ def _prepare(
             "tokens": part.num_tokens,
             "samples_per_epoch": part.samples_per_epoch,
         }
-    kept = [one for one in made if one is not None]
+    stored = [index for index in indices if index is not None]
     small = part.index_bytes < cache.small_bytes
-    if not small and len(kept) < len(made):
-        raise ConfigError("; ".join(notes) or f"the index of {part.name} could not be kept in {cache.folder}")
+    if not small and len(stored) < len(indices):
+        raise ConfigError("; ".join(notes) or f"the index of {part.name} could not be stored in {cache.folder}")
     return {
         "name": name,
         "samples": (first, stop),
         "index_bytes": part.index_bytes,
-        "indices": len(kept),
-        "built": sum(one.built for one in kept),
+        "indices": len(stored),
+        "built": sum(index.built for index in stored),
         "folder": None if small else str(cache.folder),
         "seconds": time.perf_counter() - started,
         **facts,
@@ -373,18 +375,18 @@ def _prepare(
 
 
 def _format_index(report: dict[str, Any]) -> str:
-    """Two lines: what is read, and what was made for it."""
+    """Return two lines: the samples that the run reads, and the indices built for them."""
     first, stop = report["samples"]
     read = f"{report['split']}: {report['name']}"
     if report["documents"] is not None:
         read += f": {report['documents']} documents, {report['tokens']} tokens"
     if report["samples_per_epoch"]:
         epochs = (stop - first) / report["samples_per_epoch"]
-        read += f", {report['samples_per_epoch']} samples an epoch; the run reads {epochs:.2f} epochs, samples {first} to {stop}"
+        read += f", {report['samples_per_epoch']} samples per epoch; the run reads {epochs:.2f} epochs, samples {first} to {stop}"
     else:
         read += f"; the run reads samples {first} to {stop}"
     size = decimal_bytes(report["index_bytes"])
     if report["folder"] is None:
-        return f"{read}\n  its index has {size}: made in memory when the run starts, nothing to keep"
-    made = f"{report['built']} built, {report['indices'] - report['built']} found, in {report['seconds']:.1f} s"
-    return f"{read}\n  {report['indices']} indices of {size} in {report['folder']}: {made}"
+        return f"{read}\n  its index has {size}: the run builds it in memory"
+    counts = f"{report['built']} built, {report['indices'] - report['built']} found, in {report['seconds']:.1f} s"
+    return f"{read}\n  {report['indices']} indices of {size} in {report['folder']}: {counts}"

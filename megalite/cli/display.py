@@ -24,7 +24,7 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), *, indent:
     """Return lines with aligned columns. `right`: indices of right-aligned columns."""
     if not rows:
         return []
-    # Without rich, whose grid takes seconds for a thousand rows.
+    # Not by rich: its grid takes seconds for a thousand rows.
     cells = [[visible(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
 

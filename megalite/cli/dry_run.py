@@ -1,7 +1,7 @@
-"""`--dry-run`: what a config does on any number of ranks, and with `--rank` what one of them holds, as data.
+"""`--dry-run`: report groups, stages, memory and schedule of a config on any number of ranks, or on one, as data.
 
-dry_run_text.py prints it; docs/dry-run.md explains each key. Sizes are in bytes, layer ranges half open, FLOPs those of the
-model.
+dry_run_text.py formats the reports; docs/dry-run.md explains each key. Sizes are in bytes, layer ranges half open,
+FLOPs those of the model.
 """
 
 from pathlib import Path
@@ -55,23 +55,23 @@ from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.layout import ParallelLayout
 
 LISTED_RANKS = 64
-"""Up to this world size every rank and every group is listed; above, the first groups of each kind."""
+"""Largest world size for which all ranks and groups are listed. Above it only the first groups of each kind are."""
 LISTED_GROUPS = 4
 GRID_STAGES, GRID_MICROBATCHES = 8, 16
-"""The schedule is drawn up to this many virtual stages and microbatches."""
+"""Largest number of virtual stages and of microbatches for which the schedule is drawn."""
 USUAL_SIZES = {"GPT2BPETokenizer": 50_257, "HuggingFaceTokenizer": 128_256, "TikTokenizer": 131_072}
-"""Vocabulary of a kind of tokenizer, for a dry run without its files: nothing but sizes depends on it. Others: 32,000."""
+"""Assumed vocabulary size by tokenizer type if the tokenizer's files are missing; 32,000 for other types."""
 _HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 _HOST = "host_bytes"
 
 
 def world_size_of(invocation: Invocation) -> int:
-    """--world-size if it was given, else the least that fits."""
+    """Return --world-size, or the smallest world size of the layout if the flag is missing."""
     return invocation.world_size or least_ranks(invocation.config)
 
 
 def dry_run(invocation: Invocation) -> str:
-    """What `--dry-run` prints: text, or JSON with --json; with --rank of that rank alone."""
+    """Return the report as text, or as JSON with --json; with --rank the report of that rank."""
     config, world_size, explicit = invocation.config, world_size_of(invocation), invocation.explicit
     with gc_paused():
         if invocation.rank is None:
@@ -82,17 +82,12 @@ def dry_run(invocation: Invocation) -> str:
 
 
 def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Everything `--dry-run` shows; the dict is what `--json` prints.
-
-    Args:
-        config: as parsed; it is validated here.
-        explicit: `Invocation.explicit`.
-    """
+    """Validate a config and return the report of `--dry-run`. `explicit`: see `Invocation`."""
     config = checked(config, world_size, explicit)
     layout, stages = layout_of(config), plan_stages(config)
     *smaller, largest = microbatch_counts(config)
     for count in smaller:
-        if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
+        if config.parallel.schedule_name != "auto":  # auto accepts any number of microbatches and is slow to build
             schedule_of(config, count)
     schedule = schedule_of(config, largest)
     if config.parallel.pipeline_memory_limit is not None:
@@ -115,7 +110,7 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
 
 
 def checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig:
-    """The config, validated, with a vocabulary; what that has no part in is reported first."""
+    """Validate a config and add the vocabulary size. Errors of other settings come before those of the tokenizer."""
     config = validate(with_vocabulary(validate(config, world_size, explicit)), world_size, explicit)
     if config.checkpoint.export_hf is not None:
         choose_family(config.model, config.training.seq_length, None)
@@ -123,15 +118,15 @@ def checked(config: RunConfig, world_size: int, explicit: frozenset[str]) -> Run
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The config with the size of its tokenizer's vocabulary, a usual one where its files are not here."""
+    """Set the vocabulary size from the tokenizer, or to a usual size if the tokenizer's files are missing."""
     if config.model.vocab_size is not None:
         return config
     files = [file for file in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if file]
-    if files and not any(map(_is_here, files)):
+    if files and not any(map(_exists, files)):
         size = USUAL_SIZES.get(
             config.data.tokenizer_type or ("GPT2BPETokenizer" if config.data.vocab_file else ""), 32_000
         )
-        notify(f"{files[0]} is not here: a vocabulary of {size} is assumed; say another by --vocab-size")
+        notify(f"{files[0]} is missing: a vocabulary of {size} is assumed; set another with --vocab-size")
         return replace(config, vocab_size=size)
     tokenizer = build_tokenizer(config.data, None)
     if tokenizer is None:
@@ -139,10 +134,10 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, vocab_size=tokenizer.vocab_size)
 
 
-def _is_here(file: str) -> bool:
+def _exists(file: str) -> bool:
     try:
         return Path(file).exists()
-    except OSError:  # a name that no file can have
+    except OSError:  # not a valid file name, for example too long
         return False
 
 
@@ -164,12 +159,12 @@ def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _kinds(layout: ParallelLayout) -> list[str]:
-    """Kinds of groups; those that cp is cut in only where it is."""
-    cut = 1 < layout.cp_heads < layout.cp
-    return [kind for kind in layout.kinds if cut or kind not in ("cp-heads", "cp-keys")]
+    """Return the kinds of groups. cp-heads and cp-keys are included only if cp is split into both."""
+    is_split = 1 < layout.cp_heads < layout.cp
+    return [kind for kind in layout.kinds if is_split or kind not in ("cp-heads", "cp-keys")]
 
 
-def _place_report(plan: StagePlan) -> dict[str, Any]:
+def _layers_report(plan: StagePlan) -> dict[str, Any]:
     return {
         "first_layer": plan.first_layer,
         "last_layer": plan.last_layer,
@@ -183,7 +178,7 @@ def _stage_report(config: RunConfig, plan: StagePlan) -> dict[str, Any]:
     return {
         "stage": plan.stage,
         "pipeline_rank": plan.rank,
-        **_place_report(plan),
+        **_layers_report(plan),
         "layers": plan.num_layers,
         "parameters": sum(shape.size for shape in shapes),
         "parameters_per_rank": sum(local_size(shape, config) for shape in shapes),
@@ -191,7 +186,7 @@ def _stage_report(config: RunConfig, plan: StagePlan) -> dict[str, Any]:
 
 
 def _memory_report(config: RunConfig, schedule: Schedule, layout: ParallelLayout) -> dict[str, Any]:
-    """At the largest batch."""
+    """Return the memory at the largest batch size."""
     rows = [
         {"pipeline_rank": rank, **vars(memory), "total_bytes": memory.total_bytes}
         for rank, memory in enumerate(planned_memory(config, schedule))
@@ -233,7 +228,7 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
         "seq_length": t.seq_length,
         "tokens_per_step": sizes[-1] * t.seq_length,
         "batch_sizes": list(sizes),
-        "rampup_samples": _final_from(config),
+        "rampup_samples": _rampup_samples(config),
         "train_steps": total_steps(config) if length_known else None,
         "train_samples": samples,
         "train_tokens": None if samples is None else tokens_after(config, total_steps(config), samples),
@@ -241,8 +236,8 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _final_from(config: RunConfig) -> int:
-    """Samples after which the batch has its final size."""
+def _rampup_samples(config: RunConfig) -> int:
+    """Return the number of samples after which the batch has its final size."""
     if schedule := schedule_in_samples(config):
         return schedule[-1][0]
     return config.training.rampup_batch_size[2] if config.training.rampup_batch_size else 0
@@ -252,36 +247,33 @@ def _model_report(config: RunConfig) -> dict[str, Any]:
     model, s = config.model, config.training.seq_length
     palm = flops_per_token(model, s, "palm")
     assert config.training.global_batch_size is not None
-    tokens, again = s * config.training.global_batch_size, flops_per_token_with_recompute(config)
+    tokens, recomputed = s * config.training.global_batch_size, flops_per_token_with_recompute(config)
+    megatron = flops_per_token(model, s, "megatron")
     return {
         "parameters": parameter_count(model),
         "padded_vocab_size": model.padded_vocab_size,
-        "flops_per_token": {"palm": palm, "megatron": flops_per_token(model, s, "megatron"), "with_recompute": again},
+        "flops_per_token": {"palm": palm, "megatron": megatron, "with_recompute": recomputed},
         "flops_per_step": palm * tokens,
-        "flops_per_step_with_recompute": again * tokens,
+        "flops_per_step_with_recompute": recomputed * tokens,
     }
 
 
 def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Everything `--dry-run --rank` shows.
+    """Return the report of `--dry-run --rank` for a config from `checked`.
 
-    Parameters, buckets and state are those of this very rank, to the byte; activations, workspace and communication
-    those of its pipeline rank, at the largest batch.
-
-    Args:
-        config: validated, vocabulary known.
+    Parameters, buckets and states are exact for this rank. Activations, workspace and communication are those of its
+    pipeline rank, at the largest batch size.
     """
     layout = layout_of(config)
     if rank >= layout.world_size:
         last = layout.world_size - 1
         raise ConfigError(f"rank is {rank}, but a world of {last + 1} has the ranks 0 to {last}; use --rank {last}")
     schedule = schedule_of(config, microbatch_counts(config)[-1])
-    place, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
-    found = {kind: layout.group_of(kind, rank) for kind in _kinds(layout)}
+    pipeline_rank, buckets = layout.coordinate(rank).pp, held_buckets(config, rank)
     groups = {
         kind: {"index": ranks.index(rank), "size": len(ranks), "ranks": list(ranks)}
-        for kind, ranks in found.items()
-        if ranks is not None
+        for kind in _kinds(layout)
+        if (ranks := layout.group_of(kind, rank)) is not None
     }
     experts = {"ep": "ep", "etp": "expert-tp", "edp": "expert-dp"}
     return {
@@ -293,28 +285,28 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
         },
         "groups": groups,
         "stages": [
-            {"stage": plan.stage, "chunk": chunk, **_place_report(plan)}
+            {"stage": plan.stage, "chunk": chunk, **_layers_report(plan)}
             for chunk, plan in enumerate(stages_of_rank(config, rank))
         ],
         "parameters": [_parameter(config, held) for held in held_parameters(config, rank)],
         "buckets": [_bucket(held) for held in buckets],
         "memory": _rank_memory(config, rank, schedule, buckets),
-        "communication": communication_rows(config, place, schedule.num_microbatches),
+        "communication": communication_rows(config, pipeline_rank, schedule.num_microbatches),
         "schedule": {"name": schedule.name, "microbatches": schedule.num_microbatches},
-        "actions": [str(action) for action in lowered(config, schedule).actions[place]],
+        "actions": [str(action) for action in lowered(config, schedule).actions[pipeline_rank]],
     }
 
 
 def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> list[dict[str, Any]]:
-    """By group and operation the bytes of a step on a rank at this place of the pipeline.
+    """Return the communication volume per step of a rank at this pipeline rank, by group and operation.
 
-    `basis` says what they are of where steps are not alike.
+    `basis` is not empty if steps differ in volume; it names the steps that the row describes.
     """
     sizes, rows = group_sizes(config), []
+    prefixes = ("inter-", "intra-") if config.parallel.strategy.weights == "local" else ("intra-",)
     for (group, operation), volume in sorted(step_volumes(config, pipeline_rank, num_microbatches).items()):
-        exchanging = ("inter-", "intra-") if config.parallel.strategy.weights == "local" else ("intra-",)
-        of_replicas = any(group.removeprefix(prefix) in ("dp-cp", "expert-dp") for prefix in exchanging)
-        changes = of_replicas and operation != "all-reduce"
+        is_of_replicas = any(group.removeprefix(prefix) in ("dp-cp", "expert-dp") for prefix in prefixes)
+        varies = is_of_replicas and operation != "all-reduce"
         rows.append(
             {
                 "pipeline_rank": pipeline_rank,
@@ -323,7 +315,7 @@ def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: 
                 "operation": operation,
                 "volume_bytes": volume,
                 "sent_bytes": round(volume * wire_factor(operation, sizes[group])),
-                "basis": time_basis(config) if changes else "",
+                "basis": time_basis(config) if varies else "",
             }
         )
     return rows
@@ -355,17 +347,17 @@ def _bucket(held: HeldBucket) -> dict[str, Any]:
 
 
 def _rank_memory(config: RunConfig, rank: int, schedule: Schedule, buckets: list[HeldBucket]) -> dict[str, int]:
-    place = layout_of(config).coordinate(rank).pp
-    planned = planned_memory(config, schedule)[place]
+    pipeline_rank = layout_of(config).coordinate(rank).pp
+    planned = planned_memory(config, schedule)[pipeline_rank]
     parts = {
         **{name: sum(getattr(held, name) for held in buckets) for name in _HELD},
         "activation_bytes": planned.activation_bytes,
         "workspace_bytes": planned.workspace_bytes,
     }
-    host = host_peaks(config, plan_stages(config), schedule)[place] + sum(held.host_bytes for held in buckets)
-    squares = held_matrix_bytes(config, rank)
+    host = host_peaks(config, plan_stages(config), schedule)[pipeline_rank] + sum(held.host_bytes for held in buckets)
+    matrices = held_matrix_bytes(config, rank)
     if config.optimizer.optimizer_cpu_offload:
-        host += squares
+        host += matrices
     else:
-        parts["optimizer_bytes"] += squares
+        parts["optimizer_bytes"] += matrices
     return {**parts, "total_bytes": sum(parts.values()), _HOST: host}

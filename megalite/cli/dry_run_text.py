@@ -1,4 +1,4 @@
-"""The reports of a dry run as text, for a terminal about 110 columns wide."""
+"""Format the reports of a dry run as text, for a terminal of about 110 columns."""
 
 import re
 import textwrap
@@ -10,7 +10,7 @@ from megalite.cli.display import NUMBER, folded, table
 from megalite.config.byte_size import format_bytes
 
 _SHOWN = 16
-"""Ranks, stages, and actions at the beginning of the list; half as many groups, and actions at the end."""
+"""Maximum number of ranks, stages, and actions at the start of the list; half of it for groups and last actions."""
 _LINE = 110
 
 
@@ -30,7 +30,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 def format_rank(report: dict[str, Any]) -> str:
     parts = [
-        _place(report),
+        _groups(report),
         _chunks(report["stages"]),
         _parameters(report["parameters"]),
         _buckets(report["buckets"]),
@@ -96,12 +96,12 @@ def _ends(stage: dict[str, Any]) -> str:
 
 
 def _layer_range(first: int, stop: int) -> str:
-    """Layers `first <= i < stop` in words."""
+    """Return the layers `first <= i < stop` as text."""
     return "none" if first == stop else _range(first, stop - 1)
 
 
 def _alike(stages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours with the same number of layers and parameters, together; a run ends where the pipeline turns round."""
+    """Group consecutive stages with equal numbers of layers and parameters, on consecutive pipeline ranks."""
     runs: list[list[dict[str, Any]]] = []
     for row in stages:
         same = bool(runs) and all(runs[-1][-1][key] == row[key] for key in ("layers", "parameters", "embedding"))
@@ -152,7 +152,7 @@ def _communication(rows: list[dict[str, Any]], pipeline_rank: int | None = None)
         if pipeline_rank in (None, row["pipeline_rank"])
     ]
     which = "" if pipeline_rank is None else f" of a rank of pipeline rank {pipeline_rank}"
-    title = f"Communication{which} in a step (see docs/parallelism.md)"
+    title = f"Communication{which} per step (see docs/parallelism.md)"
     return [title, *table(cells, right={3}, indent=2)] if cells else []
 
 
@@ -171,7 +171,7 @@ def _schedule(schedule: dict[str, Any]) -> list[str]:
 def _batch(batch: dict[str, Any]) -> list[str]:
     lines = [
         f"Batch: {batch['micro_batch_size']} sequences x {batch['dp']} data-parallel x {batch['microbatches']} microbatches "
-        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens in a step"
+        f"= {batch['global_batch_size']} sequences = {batch['tokens_per_step']:,} tokens per step"
     ]
     sizes = batch["batch_sizes"]
     if len(sizes) > 1:
@@ -181,7 +181,7 @@ def _batch(batch: dict[str, Any]) -> list[str]:
     if batch["seq_length_warmup"] is not None:
         start, steps = batch["seq_length_warmup"]
         lines.append(
-            f"  sequences: {start:,} tokens at first, {batch['seq_length']:,} after {steps:,} steps; sizes here are for the latter"
+            f"  sequences: {start:,} tokens at first, {batch['seq_length']:,} after {steps:,} steps; sizes are for the latter"
         )
     if batch["train_steps"] is not None:
         steps, samples, tokens = (batch[f"train_{what}"] for what in ("steps", "samples", "tokens"))
@@ -200,7 +200,7 @@ def _model(model: dict[str, Any]) -> list[str]:
     ]
 
 
-def _place(report: dict[str, Any]) -> list[str]:
+def _groups(report: dict[str, Any]) -> list[str]:
     at, groups = report["coordinate"], report["groups"]
     dense = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
     experts = ", ".join(f"{axis} {at[axis]}" for axis in ("ep", "etp", "edp"))
@@ -227,7 +227,7 @@ def _chunks(stages: list[dict[str, Any]]) -> list[str]:
 
 
 def _parameters(rows: list[dict[str, Any]]) -> list[str]:
-    """One line per parameter; those of one stage that are alike but for the number of their layer share theirs."""
+    """Return a line per parameter. Parameters of a stage that differ only in the layer number share a line."""
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         key = (row["stage"], NUMBER.sub("", row["name"]), str(row["slice"]), str(row["global_shape"]))
@@ -252,12 +252,12 @@ def _buckets(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for row in rows:
         replicas = f"{row['index']} of {row['size']} in {row['group']}" if row["size"] > 1 else "no replica"
-        held = ", ".join(format_bytes(row[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer"))
+        sizes = ", ".join(format_bytes(row[f"{part}_bytes"]) for part in ("parameter", "gradient", "optimizer"))
         names = row["parameters"]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        elements = f"{row['elements']:,} elements, {replicas}: {held}; {names[0]}{more}"
+        elements = f"{row['elements']:,} elements, {replicas}: {sizes}; {names[0]}{more}"
         cells.append([f"stage {row['stage']}", elements])
-    title = f"Buckets: {len(rows)}; what is kept here of parameters, gradients and optimizer state"
+    title = f"Buckets: {len(rows)}; bytes of parameters, gradients and optimizer state on this rank"
     return [title, *table(cells, indent=2)]
 
 
@@ -270,6 +270,6 @@ def _actions(report: dict[str, Any]) -> list[str]:
         hidden = len(actions) - _SHOWN - _SHOWN // 2
         shown = [*actions[:_SHOWN], f"... {hidden} more ...", *actions[-(_SHOWN // 2) :]]
     return [
-        f"Actions of a step: {schedule['name']}, {schedule['microbatches']} microbatches: {counts}",
+        f"Actions per step: {schedule['name']}, {schedule['microbatches']} microbatches: {counts}",
         *textwrap.wrap(" ".join(shown), _LINE, initial_indent="  ", subsequent_indent="  "),
     ]

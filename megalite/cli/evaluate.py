@@ -1,4 +1,4 @@
-"""`megalite evaluate`: loss and perplexity of a model on token files or text, on any tp x pp x dp."""
+"""`megalite evaluate`: measure loss and perplexity of a model on token files or text, on any tp x pp x dp."""
 
 import sys
 from argparse import Namespace
@@ -41,10 +41,10 @@ def run(flags: Namespace) -> int:
 
 def _evaluate(flags: Namespace, topology: Topology) -> None:
     if text := next(filter(names_text, flags.data_path or ()), None):
-        raise ConfigError(f"--data-path {text} is text, and evaluate takes token files there; use --input {text}")
+        raise ConfigError(f"--data-path {text} is text, but evaluate needs token files there; use --input {text}")
     fetch_remote_files = imported("megalite.training.setup:fetch_remote_files")
-    asked = replace(RunConfig(), data_path=flags.data_path or flags.input)
-    paths = fetch_remote_files(asked, world=topology.world, log=notify).data.data_path
+    remote = replace(RunConfig(), data_path=flags.data_path or flags.input)
+    paths = fetch_remote_files(remote, world=topology.world, log=notify).data.data_path
     model = open_model(flags, topology, needs_tokenizer=flags.input is not None)
     stream = _stream(flags, paths, model, topology)
     length = flags.seq_length or model.seq_length
@@ -57,7 +57,7 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
 
 
 def _stream(flags: Namespace, paths: list[str], model: InferenceModel, topology: Topology) -> TokenStream:
-    """The tokens to predict: token files are read by every rank, text by rank 0, which sends it to the others."""
+    """Return the tokens to predict. Every rank reads token files; rank 0 reads text and broadcasts its tokens."""
     stream = TokenStream([])
     with topology.world.errors_on_all_ranks():
         try:
@@ -100,10 +100,10 @@ def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
 
 
 def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
-    cut = f"{found.windows:,} windows of {windows.length}, stride {windows.stride}"
+    count = f"{found.windows:,} windows of {windows.length}, stride {windows.stride}"
     rows = [
         ("model", str(model.path)),
-        ("tokens", f"{found.tokens:,} predicted, in {cut}"),
+        ("tokens", f"{found.tokens:,} predicted, in {count}"),
         ("loss", f"{found.loss:.6f}"),
         ("perplexity", f"{found.perplexity:.4f}"),
     ]

@@ -148,7 +148,7 @@ def report_error(error: Exception, program: str) -> int:
     if isinstance(error, RankError) or not hasattr(error, "exit_code") or is_first_rank():
         notify(text)
         file = os.environ.get(_ERROR_FILE)
-        if file:  # torchrun prints it at the end of its report, below a traceback of its own
+        if file:  # torchrun prints it at the end of its report, below its traceback
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
             with suppress(OSError):
                 Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""`megalite generate`: text from a checkpoint of any layout or a Hugging Face folder, on any tp x pp.
+"""`megalite generate`: generate text with a checkpoint of any layout or a Hugging Face folder, on any tp x pp.
 
-What it shares with `evaluate` comes first: the layout and the model that the flags name."""
+The first functions, which open the model, also serve `evaluate`."""
 
 import json
 import sys
@@ -31,13 +31,13 @@ DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
 def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
-    """The layout that the flags and the number of ranks make.
+    """Return the layout for the flags and the number of ranks.
 
-    Ranks that neither --tp nor --pp speaks of are one tp group, or with `data_parallel` replicas of the model."""
-    for axis, instead in (("cp", "a sequence is not split"), ("ep", "experts are split by --tp")):
+    If --tp is missing the remaining ranks form one tp group, or with `data_parallel` replicas of the model."""
+    for axis, reason in (("cp", "a sequence is not split"), ("ep", "experts are split by --tp")):
         if getattr(flags, axis) != 1:
             raise ConfigError(
-                f"--{axis} {getattr(flags, axis)}: there is no {axis} here ({instead}); leave it out and use --tp and --pp"
+                f"--{axis} {getattr(flags, axis)} is not supported ({reason}); leave it out and use --tp and --pp"
             )
     pp = flags.pp or 1
     tp = flags.tp or (1 if data_parallel else max(1, world_size // pp))
@@ -51,13 +51,13 @@ def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> Para
 
 
 def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
-    """The model that the flags name, on the ranks of the topology."""
+    """Load the model of the flags on the ranks of the topology."""
 
     def log(line: str) -> None:
         if topology.rank == 0:
             print(line, file=sys.stderr)
 
-    load, tokenizer_model = taken_here(flags.load, flags.ckpt_step, flags.tokenizer_model, topology, log)
+    load, tokenizer_model = local_paths(flags.load, flags.ckpt_step, flags.tokenizer_model, topology, log)
     return load_model(
         load,
         topology,
@@ -70,15 +70,15 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
     )
 
 
-def taken_here(
+def local_paths(
     load: Path | str, step: int | None, tokenizer_model: str | None, topology: Topology, log: Callable[[str], None]
 ) -> tuple[Path, str | None]:
-    """A model's folder and a tokenizer's path; what is at an address is fetched once for each node.
+    """Return the local folder of a model and the path of a tokenizer; download addresses once per node.
 
-    Collectives: those of `fetch_remote_files`, where one is an address."""
+    Collectives: those of `fetch_remote_files`, if one is an address."""
     if is_address(str(load)) or is_address(tokenizer_model or ""):
-        asked = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
-        found = imported("megalite.training.setup:fetch_remote_files")(asked, world=topology.world, log=log)
+        remote = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
+        found = imported("megalite.training.setup:fetch_remote_files")(remote, world=topology.world, log=log)
         if not Path(found.checkpoint.load).exists():
             raise CheckpointMissing(f"no complete checkpoint at {load}; give the address of the folder of steps")
         load, tokenizer_model = found.checkpoint.load, found.data.tokenizer_model
@@ -86,7 +86,7 @@ def taken_here(
 
 
 def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], *, data_parallel: bool) -> int:
-    """Join the other ranks and work; returns the exit status. `data_parallel`: see `layout_of`."""
+    """Join the other ranks, call `work` and return the exit status. `data_parallel`: see `layout_of`."""
     launch = Launch.from_environment()
     layout = layout_of(flags, launch.world_size, data_parallel=data_parallel)
     device = launch.device(flags.device)
@@ -96,11 +96,11 @@ def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], 
 
 
 def run(flags: Namespace) -> int:
-    _sampling(flags)
-    given = next((name for name in ("top_k", "top_p", "seed") if getattr(flags, name) is not None), None)
-    if flags.temperature == 0.0 and given is not None:
-        flag = f"--{given.replace('_', '-')} {getattr(flags, given)}"
-        raise ConfigError(f"{flag} has no effect with --temperature 0, which takes the likeliest token; leave it out")
+    _sampling(flags)  # checks the values
+    unused = next((name for name in ("top_k", "top_p", "seed") if getattr(flags, name) is not None), None)
+    if flags.temperature == 0.0 and unused is not None:
+        flag = f"--{unused.replace('_', '-')} {getattr(flags, unused)}"
+        raise ConfigError(f"{flag} has no effect with --temperature 0 (the most likely token); leave it out")
     if flags.stop and "" in flags.stop:
         raise ConfigError("--stop is empty; give the text to end before, or leave it out")
     return run_on_ranks(flags, _generate, data_parallel=False)
@@ -126,16 +126,16 @@ def _generate(flags: Namespace, topology: Topology) -> None:
     texts = topology.world.broadcast_json(texts)
     model = open_model(flags, topology)
     assert model.tokenizer is not None
-    tokenizer, before = model.tokenizer, _beginning(model, flags.add_bos)
-    if flags.chat:  # its templates write the beginning themselves
-        texts, before = _through_template(tokenizer, texts), []
-    prompts = [before + tokenizer.encode(text) for text in texts]
+    tokenizer, start = model.tokenizer, _start_tokens(model, flags.add_bos)
+    if flags.chat:  # chat templates contain the start tokens
+        texts, start = _apply_template(tokenizer, texts), []
+    prompts = [start + tokenizer.encode(text) for text in texts]
 
     def text_of(prompt: Sequence[int]) -> GrowingText:
         return GrowingText(tokenizer.decode, prompt, flags.stop or ())
 
     output = _open_output(flags.output, topology)
-    made = generate_batch(
+    continuations = generate_batch(
         Chain(model.stage, topology),
         prompts,
         _sampling(flags),
@@ -144,36 +144,34 @@ def _generate(flags: Namespace, topology: Topology) -> None:
         make_text=text_of if topology.rank == 0 or flags.stop else None,
     )
     if topology.rank == 0:
-        _show(made, texts, output)
+        _print(continuations, texts, output)
     else:
-        deque(made, maxlen=0)  # this rank's part; rank 0 prints
+        deque(continuations, maxlen=0)  # run this rank's part without output
 
 
-def _show(made: Iterator[Continuation], prompts: Sequence[str], output: TextIO | None) -> None:
-    shown, tokens, start = _Shown(prompts, output), 0, time.perf_counter()
-    for continuation in made:
+def _print(continuations: Iterator[Continuation], prompts: Sequence[str], output: TextIO | None) -> None:
+    printer, tokens, start = _Printer(prompts, output), 0, time.perf_counter()
+    for continuation in continuations:
         tokens += continuation.finish != "eod"
-        shown.take(continuation)
+        printer.take(continuation)
     seconds = time.perf_counter() - start
     if output is not None:
         output.close()
     print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _beginning(model: InferenceModel, add_bos: bool | None) -> list[int]:
-    """The tokens that every prompt begins with."""
+def _start_tokens(model: InferenceModel, add_bos: bool | None) -> list[int]:
+    """Return the tokens to put before every prompt."""
     wanted = model.is_huggingface if add_bos is None else add_bos
     tokenizer = model.tokenizer
     found = tokenizer.beginning() if wanted and isinstance(tokenizer, HuggingFaceTokenizer) else []
     if add_bos and not found:
-        raise ConfigError(
-            f"--add-bos has no effect on {model.path}: its tokenizer has no tokens that a text begins with; leave it out"
-        )
+        raise ConfigError(f"--add-bos has no effect on {model.path}: its tokenizer has no start tokens; leave it out")
     return found
 
 
-def _through_template(tokenizer: Tokenizer, prompts: Sequence[Any]) -> list[str]:
-    """What the model sees of prompts: texts that a user says, or whole chats."""
+def _apply_template(tokenizer: Tokenizer, prompts: Sequence[Any]) -> list[str]:
+    """Apply the chat template to prompts, which are messages of a user or lists of messages."""
     template = require_chat_template(tokenizer, "--chat")
     try:
         return [
@@ -188,7 +186,7 @@ def _refuse_existing(output: Path | None) -> None:
     if output is None:
         return
     if output.exists() or output.is_symlink():
-        raise ConfigError(f"--output {output} is there already; remove it, or give another")
+        raise ConfigError(f"--output {output} exists; remove it, or give another file")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist; make it first")
 
@@ -203,9 +201,10 @@ def _open_output(path: Path | None, topology: Topology) -> TextIO | None:
             raise ConfigError(f"--output {path}: {error.strerror}; give a file that can be written") from None
 
 
-class _Shown:
-    """Texts on their way out, in the order of the prompts: one alone as it grows, several each when it is complete.
-    `prompts`: what goes before them. `output`: gets a line of JSON for each; None: they are printed."""
+class _Printer:
+    """Prints texts in the order of the prompts: a single text while it grows, several texts each when it is complete.
+
+    `output`: file that receives a line of JSON for each text; None: stdout."""
 
     def __init__(self, prompts: Sequence[str], output: TextIO | None) -> None:
         self._prompts, self._output = prompts, output

@@ -1,4 +1,4 @@
-"""`megalite inspect`: what is in a checkpoint, whether it is sound, and how two of them differ."""
+"""`megalite inspect`: show and verify a checkpoint, or compare two."""
 
 import json
 import math
@@ -25,24 +25,24 @@ from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.run import RunConfig
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1
-OWN = {
+RUN_SETTINGS = {
     "checkpoint": ("save", "load", "ckpt_step", "fresh_if_missing", "finetune"),
     "logging": ("run_dir", "tensorboard_dir"),
 }
-"""Section -> settings that say where a run lives and what it starts from: another run that took them over would write
-into the same folders, and remove checkpoints there."""
+"""Section -> settings with the folders and the start of a run. Another run with these values would write into the same
+folders and remove checkpoints there."""
 
 
 def run(flags: Namespace) -> int:
     if (flags.checkpoint is None) == (flags.diff is None):
-        raise ConfigError("give one checkpoint to look at, or two behind --diff")
+        raise ConfigError("give one checkpoint to inspect, or two after --diff")
     if flags.diff is None:
         flags.checkpoint = fetch(flags.checkpoint, flags.step)
     else:
-        flags.diff = [fetch(place, flags.step) for place in flags.diff]
-    look = _diff if flags.diff is not None else _config if flags.config else _inspect
+        flags.diff = [fetch(checkpoint, flags.step) for checkpoint in flags.diff]
+    command = _diff if flags.diff is not None else _config if flags.config else _inspect
     try:
-        return look(flags)
+        return command(flags)
     except RecursionError:
         notify("error: lists nested too deeply in the manifest's config, counters or layout")
         return BAD_INPUT
@@ -53,7 +53,7 @@ def _inspect(flags: Namespace) -> int:
     rows: dict[str, dict[str, Any]] | None = None
     with noticing_removal(shown):
         if flags.tensors is not None and shown.sound:
-            # Reading tensors takes torch, and to import it takes longer than all the rest.
+            # Imports torch, which takes longer than all the rest.
             from megalite.cli.inspect_tensors import tensor_statistics
 
             rows = tensor_statistics(shown, flags.tensors)
@@ -63,78 +63,78 @@ def _inspect(flags: Namespace) -> int:
             parts = [_table_of(surveyed)] if len(surveyed) > 1 else []
             parts.append(f"{_described(shown)}\n{_state(shown)}")
             parts += [] if rows is None else [_statistics(rows)]
-            parts.append(_passed_over(surveyed, shown))
+            parts.append(_damaged(surveyed, shown))
             show(visible("\n\n".join(part for part in parts if part)))
     return DAMAGED if any(found.faults for found in surveyed) else OK
 
 
 def _config(flags: Namespace) -> int:
-    """The manifest carries its sha256: its config is right even where other files are not."""
+    """Print the config of the manifest, which has a checksum: it is valid even if other files are damaged."""
     surveyed = survey(flags.checkpoint, flags.step)
     found = next((found for found in surveyed if found.manifest is not None), None)
     if found is None or found.manifest is None:
         if surveyed[0].gone:
             raise CheckpointRemoved(surveyed[0].path)
         raise CheckpointError(f"{flags.checkpoint}: {surveyed[0].path.name} is {surveyed[0].state}")
-    config, left_out = _for_another_run(_in_order(found.manifest.config))
+    config, removed = _for_another_run(_in_order(found.manifest.config))
     if flags.json:
         show(json_text(config))
         return OK
-    values = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in left_out.items())
-    names = ", ".join(name for own in OWN.values() for name in own)
-    # The path in quotes, so that a line break in it does not end the comment.
+    values = ", ".join(f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in removed.items())
+    names = ", ".join(name for settings in RUN_SETTINGS.values() for name in settings)
+    # json quotes the path, so that a line break in it does not end the comment.
     head = (
-        f"# {json.dumps(str(found.path), ensure_ascii=False)}, without its run's own folders and start ({names}); "
+        f"# {json.dumps(str(found.path), ensure_ascii=False)}, without the folders and the start of its run ({names}); "
         f"it had {values or 'none of them set'}"
     )
-    # YAML escapes whatever a terminal would not show as it is.
+    # YAML escapes control characters.
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=False).removesuffix("\n")
     show(f"{visible(head)}\n{text}")
     return OK
 
 
 def _for_another_run(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config without the `OWN` settings, and those of them that were set, by name."""
+    """Return the config without `RUN_SETTINGS`, and the values of those that were set."""
     kept: dict[str, Any] = {}
-    left_out: dict[str, Any] = {}
+    removed: dict[str, Any] = {}
     for section, values in config.items():
-        own = OWN.get(section, ())
+        names = RUN_SETTINGS.get(section, ())
         kept[section] = values
         if isinstance(values, dict):
-            kept[section] = {name: value for name, value in values.items() if name not in own}
-            left_out |= {name: value for name, value in values.items() if name in own and value not in (None, False)}
-    return kept, left_out
+            kept[section] = {name: value for name, value in values.items() if name not in names}
+            removed |= {name: value for name, value in values.items() if name in names and value not in (None, False)}
+    return kept, removed
 
 
 def _diff(flags: Namespace) -> int:
     sides: list[FoundCheckpoint] = []
-    passed_over: list[FoundCheckpoint] = []
+    skipped: list[FoundCheckpoint] = []
     for path in flags.diff:
         surveyed, found = _newest_sound(path, flags)
         if not found.sound:
-            # Damage that only hashing shows leaves tensors that can be read.
+            # If only the hashes are wrong the tensors can still be read.
             hashed = found.manifest is not None and not flags.no_verify
-            remedy = "; --no-verify compares it all the same" if hashed and survey(found.path)[0].sound else ""
+            remedy = "; --no-verify compares it anyway" if hashed and survey(found.path)[0].sound else ""
             raise CheckpointError(f"{found.path} is {found.state}{remedy}")
-        passed_over += surveyed[: surveyed.index(found)]
+        skipped += surveyed[: surveyed.index(found)]
         sides.append(found)
     from megalite.cli.inspect_tensors import CheckpointDiff
 
     with noticing_removal(*sides):
         difference = CheckpointDiff(*sides, pattern=flags.tensors, trust_hashes=not flags.no_verify)
-    for passed in passed_over:
-        notify(visible(f"{passed.path} is passed over: {passed.state}"))
+    for found in skipped:
+        notify(visible(f"{found.path} is passed over: {found.state}"))
     show(json_text(difference.data()) if flags.json else visible(difference.text()))
     return OK if difference.same else DIFFERENT
 
 
 def _newest_sound(path: Path, flags: Namespace) -> tuple[list[FoundCheckpoint], FoundCheckpoint]:
-    """All that is there, and the one to show: the newest that verifies, else the newest that says anything."""
+    """Return all checkpoints, and the one to show: the newest sound one, else the newest with a readable manifest."""
     surveyed = survey(path, flags.step)
     for index, found in enumerate(surveyed):
         if not flags.no_verify:
-            with working(f"verifying {found.path.name}") as say:
-                found = surveyed[index] = verify(found, partial(_progress, found, say))
+            with working(f"verifying {found.path.name}") as update:
+                found = surveyed[index] = verify(found, partial(_progress, found, update))
         if found.sound:
             return surveyed, found
     for found in surveyed:
@@ -143,10 +143,10 @@ def _newest_sound(path: Path, flags: Namespace) -> tuple[list[FoundCheckpoint], 
     return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
 
 
-def _progress(found: FoundCheckpoint, say: Callable[[str], None], files: int, done: int) -> None:
+def _progress(found: FoundCheckpoint, update: Callable[[str], None], files: int, done: int) -> None:
     assert found.manifest is not None and found.bytes is not None
-    total = len(found.manifest.files)
-    say(f"verifying {found.path.name}: {files} of {total} files, {format_bytes(done)} of {format_bytes(found.bytes)}")
+    total, size = len(found.manifest.files), format_bytes(found.bytes)
+    update(f"verifying {found.path.name}: {files} of {total} files, {format_bytes(done)} of {size}")
 
 
 def _data(
@@ -179,7 +179,7 @@ def _data(
 
 
 _DIGITS = re.compile(r"\d+")
-_MAX_FILES = 16  # files listed one by one
+_MAX_FILES = 16  # more files are grouped by name
 
 
 def _table_of(surveyed: Sequence[FoundCheckpoint]) -> str:
@@ -189,12 +189,12 @@ def _table_of(surveyed: Sequence[FoundCheckpoint]) -> str:
         rows.append([found.path.name, files, "-" if found.bytes is None else format_bytes(found.bytes), found.state])
     lines = table(rows, right={1, 2})
     if any(found.state == "complete" for found in surveyed):
-        lines.append("complete: all files are there and of the right length; --step N verifies their sha256 too")
+        lines.append("complete: all files exist with the right length; --step N verifies their sha256 too")
     return "\n".join(lines)
 
 
 def _described(found: FoundCheckpoint) -> str:
-    """All that a checkpoint says about itself, in some thirty lines."""
+    """Return the contents of a checkpoint in about thirty lines."""
     manifest = found.manifest
     if manifest is None:
         return f"checkpoint   {found.path}"
@@ -208,15 +208,15 @@ def _described(found: FoundCheckpoint) -> str:
     ]
     extra = unlisted(found)
     if extra:
-        rows.append(("also there", f"{', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''} (not read)"))
+        rows.append(("other files", f"{', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''} (not read)"))
     lines = [f"{name:<12} {value}" for name, value in rows]
     return "\n".join([*lines, *_files(manifest), *_weights(manifest), *_states(manifest), *_settings(manifest.config)])
 
 
 def _origin(found: FoundCheckpoint, manifest: Manifest) -> str:
     written = datetime.fromtimestamp((found.path / MANIFEST_NAME).stat().st_mtime)
-    apart = ("megalite", "kernels")
-    code = {name: value for name, value in manifest.code.items() if name not in apart and value is not None}
+    special = ("megalite", "kernels")
+    code = {name: value for name, value in manifest.code.items() if name not in special and value is not None}
     kernels = manifest.code.get("kernels")
     if isinstance(kernels, dict) and kernels:
         code["kernels"] = kernels_in_words({name: str(backend) for name, backend in kernels.items()})
@@ -251,22 +251,22 @@ def _weights(manifest: Manifest) -> list[str]:
 
 
 def _tensor_rows(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
-    """Tensors that are alike but for the numbers in their names share a row."""
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    """Return a row for each group of tensors that differ only in the numbers in their names."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name in sorted(entries, key=_natural):
-        alike.setdefault((entries[name].dtype, entries[name].global_shape), []).append(name)
+        groups.setdefault((entries[name].dtype, entries[name].global_shape), []).append(name)
     rows = []
-    for (dtype, shape), names in alike.items():
+    for (dtype, shape), names in groups.items():
         for pattern, members in folded(names):
-            parts = sorted({len(entries[name].parts) for name in members})
-            cut = f"{parts[0]}" if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
+            counts = sorted({len(entries[name].parts) for name in members})
+            parts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
             count = f"x{len(members)}" if len(members) > 1 else ""
-            rows.append([pattern, str(list(shape)), dtype, count, "" if cut == "1" else f"in {cut} parts"])
+            rows.append([pattern, str(list(shape)), dtype, count, "" if parts == "1" else f"in {parts} parts"])
     return sorted(rows, key=lambda row: _natural(row[0]))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """To sort 10 behind 9."""
+    """Return a sort key that orders 10 after 9."""
     return [(int(word) if word.isdigit() else -1, word) for word in re.split(r"(\d+)", name)]
 
 
@@ -275,7 +275,7 @@ def _bytes(entries: Iterable[TensorEntry]) -> int:
 
 
 def _states(manifest: Manifest) -> list[str]:
-    """The optimizer's states: their tensors are named and shaped as the weights."""
+    """Return the optimizer states; their tensors have the names and shapes of the weights."""
     states: dict[str, list[TensorEntry]] = {}
     for key, entry in manifest.tensors.items():
         group, _, _ = key.partition(":")
@@ -292,9 +292,9 @@ def _states(manifest: Manifest) -> list[str]:
 
 
 def _settings(config: Mapping[str, Any]) -> list[str]:
-    """The settings that are not at their defaults, a line a section."""
+    """Return the settings that are not at their defaults, one line per section."""
     defaults = _defaults()
-    lines = ["config       what is not at its default (--json shows all)"]
+    lines = ["config       settings that are not at their default (--json shows all)"]
     for section, values in _in_order(config).items():
         usual = defaults.get(section, {})
         changed = short(values)
@@ -306,7 +306,7 @@ def _settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with sections and settings in the order of the tables instead of the alphabet's; unknown ones last."""
+    """Return the config with sections and settings in the order of `RunConfig`; unknown ones last."""
     defaults = _defaults()
 
     def order(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,30 +320,30 @@ def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """As JSON has them: lists for tuples."""
+    """Return the default config with JSON types: lists instead of tuples."""
     defaults: dict[str, Any] = json.loads(json.dumps(asdict(RunConfig())))
     return defaults
 
 
 def _state(found: FoundCheckpoint) -> str:
-    """The outcome: sound, or what is wrong with which file."""
+    """Return the result of the verification: sound, or the faults of each file."""
     if found.faults:
         return "\n".join(["damaged:", *(f"  {fault}" for fault in found.faults)])
     assert found.manifest is not None and found.bytes is not None
     files = f"{len(found.manifest.files)} files, {format_bytes(found.bytes)}"
     if found.verified:
         return f"verified     {files}: sha256 OK"
-    return f"complete     {files}: all there and of the right length; not hashed"
+    return f"complete     {files}: all exist with the right length; not hashed"
 
 
-def _passed_over(surveyed: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> str:
-    """A line for each damaged checkpoint but the one shown; empty if there is none."""
-    passed = [found for found in surveyed if found.faults and found is not shown]
-    return "\n".join(f"{found.path.name} is {found.state}; shown is {shown.path.name}" for found in passed)
+def _damaged(surveyed: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> str:
+    """Return a line for each damaged checkpoint except the one shown."""
+    damaged = [found for found in surveyed if found.faults and found is not shown]
+    return "\n".join(f"{found.path.name} is {found.state}; shown is {shown.path.name}" for found in damaged)
 
 
 def _statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of statistics; `rows` by tensor, as `megalite.checkpoint.compare.Statistics` has them."""
+    """Return a table of statistics. `rows`: tensor -> fields of `megalite.checkpoint.compare.Statistics`."""
     lines = [["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]]
     for name, row in rows.items():
         numbers = ["-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")]

@@ -1,4 +1,4 @@
-"""The parts of `megalite inspect` that read tensors, and so need torch: statistics, and how two checkpoints differ."""
+"""Compute the parts of `megalite inspect` that read tensors and need torch: statistics and differences."""
 
 import difflib
 import math
@@ -14,22 +14,22 @@ from megalite.checkpoint.survey import FoundCheckpoint
 from megalite.cli.display import short, table
 from megalite.config.errors import CheckpointError
 
-_SHOWN = 20  # rows of a list of differences
-_PLACES = (
+_SHOWN = 20  # maximum rows of a list of differences
+_IGNORED = (
     "config.checkpoint",
     "config.logging",
     "config.data.tokenizer_model",
     "config.data.vocab_file",
     "config.data.merge_file",
 )
-"""Fields of the manifest that say where and how a run was kept: two runs can hardly have the same."""
+"""Fields of the manifest with paths and the like. They do not make two checkpoints different."""
 
 
 def tensor_statistics(found: FoundCheckpoint, pattern: str) -> dict[str, dict[str, Any]]:
-    """Statistics of the tensors with a name in their file (`layers.0.norm.weight`, `exp_avg/...`) that matches."""
+    """Return statistics of the tensors with a file key (`layers.0.norm.weight`, `exp_avg/...`) that matches."""
     checkpoint = _open(found)
     rows = {}
-    for key in _chosen(checkpoint.keys(), pattern, f"{found.path} has no"):
+    for key in _matching(checkpoint.keys(), pattern, f"{found.path} has no"):
         entry = checkpoint.entry(key)
         shape = {"shape": list(entry.global_shape), "dtype": entry.dtype}
         rows[file_key(key)] = shape | _plain(asdict(statistics(checkpoint, key)))
@@ -37,33 +37,33 @@ def tensor_statistics(found: FoundCheckpoint, pattern: str) -> dict[str, dict[st
 
 
 def _open(found: FoundCheckpoint) -> Checkpoint:
-    assert found.manifest is not None, "callers show what is wrong with a damaged one"
+    assert found.manifest is not None, "callers report damaged checkpoints"
     return Checkpoint(found.path, found.manifest)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
 
 
-def _chosen(keys: list[str], pattern: str, who: str) -> list[str]:
-    chosen = [key for key in keys if fnmatchcase(file_key(key), pattern)]
-    if not chosen:
+def _matching(keys: list[str], pattern: str, subject: str) -> list[str]:
+    matching = [key for key in keys if fnmatchcase(file_key(key), pattern)]
+    if not matching:
         names = [file_key(key) for key in keys]
         near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
         hint = f"; it has {near[0]}, for instance" if near else ""
         wider = f"*{pattern.strip('*')}*"
         remedy = f"; try '{wider}'" if wider not in (pattern, "**") else ""
-        raise CheckpointError(f"--tensors {pattern}: {who} tensor of such a name{hint}{remedy}")
-    return chosen
+        raise CheckpointError(f"--tensors {pattern}: {subject} tensor of such a name{hint}{remedy}")
+    return matching
 
 
 class CheckpointDiff:
-    """How two checkpoints differ, in what they say of themselves and in their tensors. `pattern`: only tensors of
-    matching names are compared, and nothing else; None: everything is. `trust_hashes`: see `compare`. Raises
-    CheckpointError: neither has a tensor that matches, or a file is not what the manifest says."""
+    """Differences of two checkpoints in manifest fields and tensors. `pattern`: compare only matching tensors and no
+    fields; None: compare everything. `trust_hashes`: see `compare`. Raises CheckpointError if no tensor matches or if a
+    file contradicts the manifest."""
 
     def __init__(
         self, first: FoundCheckpoint, second: FoundCheckpoint, *, pattern: str | None, trust_hashes: bool
@@ -72,19 +72,19 @@ class CheckpointDiff:
         one, other = _open(first), _open(second)
         keys = sorted({*one.keys(), *other.keys()})
         if pattern is not None:
-            keys = _chosen(keys, pattern, "neither checkpoint has a")
+            keys = _matching(keys, pattern, "neither checkpoint has a")
         fields = {} if pattern is not None else _differing_fields(one.manifest, other.manifest)
-        self.places = {
+        self.ignored = {
             name: values
             for name, values in fields.items()
-            if any(name == place or name.startswith(f"{place}.") for place in _PLACES)
+            if f"{name}.".startswith(tuple(f"{each}." for each in _IGNORED))
         }
-        self.fields = {name: values for name, values in fields.items() if name not in self.places}
+        self.fields = {name: values for name, values in fields.items() if name not in self.ignored}
         self.tensors: Comparison = compare(one, other, keys, trust_hashes=trust_hashes)
 
     @property
     def same(self) -> bool:
-        """Nothing differs but where the runs were kept."""
+        """Whether nothing differs except ignored fields."""
         return not self.fields and self.tensors.same
 
     def data(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class CheckpointDiff:
             "second": str(self._paths[1]),
             "same": self.same,
             "fields": {name: list(values) for name, values in self.fields.items()},
-            "fields_not_counted": {name: list(values) for name, values in self.places.items()},
+            "fields_not_counted": {name: list(values) for name, values in self.ignored.items()},
             "only_first": list(tensors.only_first),
             "only_second": list(tensors.only_second),
             "declared": {
@@ -106,12 +106,12 @@ class CheckpointDiff:
         }
 
     def text(self) -> str:
-        """For people; the last line sums it up."""
+        """Return the differences as text; the last line is a summary."""
         tensors = self.tensors
         lines = [f"A  {self._paths[0]}", f"B  {self._paths[1]}"]
         for title, fields in (
             ("fields that differ (A | B):", self.fields),
-            ("paths and the like that differ and do not count (A | B):", self.places),
+            ("paths and the like that differ and do not count (A | B):", self.ignored),
         ):
             if fields:
                 rows = [[name, short(a), "|", short(b)] for name, (a, b) in fields.items()]
@@ -135,7 +135,7 @@ class CheckpointDiff:
     def _summary(self) -> str:
         tensors = self.tensors
         if self.same:
-            but = ", but for fields that do not count" if self.places else ""
+            but = ", except fields that do not count" if self.ignored else ""
             return f"equal: {tensors.compared} tensor{'s' if tensors.compared != 1 else ''}, bit for bit{but}"
         counts = [
             (len(self.fields), "field", ""),
@@ -143,9 +143,9 @@ class CheckpointDiff:
             (len(tensors.only_second), "tensor", " only in B"),
             (len(tensors.declared), "tensor", " of another dtype or shape"),
         ]
-        said = [f"{count} {what}{'s' if count > 1 else ''}{where}" for count, what, where in counts if count]
-        said.append(f"values of {len(tensors.differing)} of the {tensors.compared} tensors in both")
-        return f"different: {', '.join(said)}"
+        parts = [f"{count} {what}{'s' if count > 1 else ''}{where}" for count, what, where in counts if count]
+        parts.append(f"values of {len(tensors.differing)} of the {tensors.compared} tensors in both")
+        return f"different: {', '.join(parts)}"
 
 
 def _kind(entry: TensorEntry) -> str:
@@ -153,13 +153,13 @@ def _kind(entry: TensorEntry) -> str:
 
 
 def _shown(lines: list[str], head: int = 0) -> list[str]:
-    """The first of many lines, of which `head` are a heading."""
+    """Truncate a list of lines. `head`: number of heading lines."""
     limit = _SHOWN + head
     return lines if len(lines) <= limit else [*lines[:limit], f"  ... and {len(lines) - limit} more (--json has all)"]
 
 
 def _differing_fields(one: Manifest, other: Manifest) -> dict[str, tuple[Any, Any]]:
-    """What the manifests say differently, files and tensors aside: dotted name -> both values; None where it lacks."""
+    """Return dotted name -> both values of each field that differs; None for a missing field."""
     sides = []
     for manifest in (one, other):
         flat: dict[str, Any] = {"step": manifest.step, "tokenizer": manifest.tokenizer}

@@ -1,4 +1,4 @@
-"""`megalite kernels`: which kernels there are, which can run here, and which would."""
+"""`megalite kernels`: list all kernels, whether they can run on this device, and which would be chosen."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "l2norm": 1 << 24,
     }
 )
-"""Sizes of the last dimension, or of a flat buffer, in a model of hidden size 4096; the others have 4096 itself."""
+"""Operation -> size of the last dimension or flat buffer in a model of hidden size 4096, if it is not 4096."""
 
 TYPES = (torch.bfloat16, torch.float32)
 FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer
@@ -36,13 +36,13 @@ FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer
 class Row:
     operation: str
     backend: str
-    reason: str | None  # why it cannot be used here, or None
-    not_for: Mapping[str, str]  # type -> why it does not take that one
+    reason: str | None  # why the backend cannot run on this device; None if it can
+    not_for: Mapping[str, str]  # dtype that the backend does not support -> reason
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What would serve a typical use."""
+    """The backend chosen for an operation, size and dtype."""
 
     operation: str
     size: int
@@ -77,21 +77,21 @@ def _types(operation: str) -> tuple[torch.dtype, ...]:
 def _rows(operation: str, device: str) -> list[Row]:
     rows = []
     for backend in backends_of(operation):
-        here = why_not_backend(backend, device) or kernel_of(operation, backend).why_not_here()
+        unusable = why_not_backend(backend, device) or kernel_of(operation, backend).why_not_here()
         refused = {}
-        if here is None:
+        if unusable is None:
             uses = [KernelUse(device, dtype, SIZES.get(operation, 4096)) for dtype in _types(operation)]
             reasons = {str(use.dtype): why_not(operation, backend, use) for use in uses}
             refused = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
-        rows.append(Row(operation, backend, here, refused))
+        rows.append(Row(operation, backend, unusable, refused))
     return rows
 
 
-def chosen_kernels(device: torch.device, given: Sequence[str] = ()) -> list[Chosen]:
-    """What would serve each operation of a model of hidden size 4096, with `kernels` as given."""
-    requests, found = kernel_requests([*given]), []
-    for finding in unknown_kernels(requests):
-        raise ConfigError(finding)
+def chosen_kernels(device: torch.device, kernels_setting: Sequence[str] = ()) -> list[Chosen]:
+    """Return the backend chosen for each operation of a model of hidden size 4096, under a setting of `kernels`."""
+    requests, found = kernel_requests([*kernels_setting]), []
+    for problem in unknown_kernels(requests):
+        raise ConfigError(problem)
     Kernels(requests).check(device)
     for operation in OPERATIONS:
         size = SIZES.get(operation, 4096)
@@ -108,8 +108,8 @@ def chosen_kernels(device: torch.device, given: Sequence[str] = ()) -> list[Chos
 
 def _table(rows: Sequence[Row]) -> str:
     cells = [("operation", "backend", "status")]
-    for place, row in enumerate(rows):
-        first = place == 0 or rows[place - 1].operation != row.operation
+    for index, row in enumerate(rows):
+        first = index == 0 or rows[index - 1].operation != row.operation
         refused = "; ".join(f"not {_short(dtype)}: {reason}" for dtype, reason in row.not_for.items())
         status = row.reason or ("ready" if not refused else f"ready; {refused}")
         cells.append((row.operation if first else "", row.backend, status))

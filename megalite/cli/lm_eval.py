@@ -1,18 +1,18 @@
-"""lm-evaluation-harness with models of megalite: `python -m megalite.cli.lm_eval --model megalite --model_args load=FOLDER`.
+"""Run lm-evaluation-harness on a model: `python -m megalite.cli.lm_eval --model megalite --model_args load=FOLDER`.
 
-The package lm_eval is optional. Under torchrun every rank runs the same tasks, and the model is spread over the ranks; the harness
-reports on the first."""
+The package lm_eval is optional. Under torchrun the model is split over the ranks, all ranks run the same tasks, and the
+harness reports on rank 0."""
 
 import sys
 from typing import Any
 
-import lm_eval.models  # noqa: F401  # or the harness would forget its own models once it knows another
+import lm_eval.models  # noqa: F401  # registers the harness' models, which it skips after another registration
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalite.cli.generate import DTYPES, taken_here
+from megalite.cli.generate import DTYPES, local_paths
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.conversion.inference import load_model
@@ -29,9 +29,11 @@ _TIMEOUT_MINUTES = 30.0
 
 @register_model("megalite")
 class MegaliteLM(TemplateLM):
-    """A checkpoint of any layout, or a Hugging Face folder, on tp x pp ranks; what is left of them shares requests out.
+    """A checkpoint of any layout, or a Hugging Face folder, on tp x pp ranks. Further ranks are replicas that share the
+    requests.
 
-    Args, all of them in --model_args: as the flags of `megalite evaluate`. `max_gen_toks`: where a task says no length.
+    The arguments, given in --model_args, are those of `megalite evaluate`, and `max_gen_toks`: maximum number of new
+    tokens if a task sets none.
     """
 
     def __init__(
@@ -55,15 +57,18 @@ class MegaliteLM(TemplateLM):
         launch = Launch.from_environment()
         if launch.world_size % (tp * pp):
             raise ConfigError(f"tp {tp} x pp {pp} does not divide the {launch.world_size} ranks that were started")
-        layout, on = ParallelLayout(tp=tp, pp=pp, dp=launch.world_size // (tp * pp)), launch.device(device or "auto")
-        start_distributed(launch, on, backend="auto", timeout_minutes=_TIMEOUT_MINUTES)
-        self._topology = Topology.create(layout, rank=launch.rank, device=on, timeout_minutes=_TIMEOUT_MINUTES)
+        layout = ParallelLayout(tp=tp, pp=pp, dp=launch.world_size // (tp * pp))
+        self._device = launch.device(device or "auto")
+        start_distributed(launch, self._device, backend="auto", timeout_minutes=_TIMEOUT_MINUTES)
+        self._topology = Topology.create(
+            layout, rank=launch.rank, device=self._device, timeout_minutes=_TIMEOUT_MINUTES
+        )
 
         def log(line: str) -> None:
             if launch.rank == 0:
                 print(line, file=sys.stderr)
 
-        folder, tokenizer_model = taken_here(load, ckpt_step, tokenizer_model, self._topology, log)
+        folder, tokenizer_model = local_paths(load, ckpt_step, tokenizer_model, self._topology, log)
         self._model = load_model(
             folder,
             self._topology,
@@ -73,38 +78,38 @@ class MegaliteLM(TemplateLM):
             log=log,
         )
         assert self._model.tokenizer is not None
-        self._tokens, self._most = self._model.tokenizer, int(max_gen_toks)
+        self._tokenizer, self._max_new_tokens = self._model.tokenizer, int(max_gen_toks)
         self._chain = Chain(self._model.stage, self._topology)
-        self._batch_size, self._device = int(batch_size), on
+        self._batch_size = int(batch_size)
 
     @property
     def eot_token_id(self) -> int:
-        return self._tokens.eod
+        return self._tokenizer.eod
 
     @property
     def max_length(self) -> int:
-        """Tokens that a prediction may see."""
+        """Context length in tokens."""
         return self._model.seq_length
 
     @property
     def tokenizer_name(self) -> str:
-        return self._tokens.fingerprint()
+        return self._tokenizer.fingerprint()
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the tokenizer's template, which the harness keeps with the results."""
+        """Return the source of the tokenizer's template, which the harness stores with the results."""
         if isinstance(chat_template, str):
             raise ConfigError(
-                f"--apply_chat_template {chat_template}: give no name; the tokenizer's default one is used"
+                f"--apply_chat_template {chat_template}: give no name; the tokenizer's default template is used"
             )
-        return require_chat_template(self._tokens, "--apply_chat_template").source
+        return require_chat_template(self._tokenizer, "--apply_chat_template").source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A task's question and the examples before it, up to the answer, or to the end of what the task answers itself."""
-        template = require_chat_template(self._tokens, "--apply_chat_template")
+        """Return the prompt for a chat. Without `add_generation_prompt` it ends inside the last message."""
+        template = require_chat_template(self._tokenizer, "--apply_chat_template")
         return template.prompt(chat_history, begun=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return [int(token) for token in self._tokens.encode(string)]
+        return [int(token) for token in self._tokenizer.encode(string)]
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         scored = []
@@ -120,13 +125,13 @@ class MegaliteLM(TemplateLM):
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []
         for index, request in enumerate(requests):
-            cut = get_rolling_token_windows(
+            rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            for context, continuation in map(make_disjoint_window, cut):
+            for context, continuation in map(make_disjoint_window, rolling):
                 windows.append((None, context, continuation))
                 owners.append(index)
         totals = [0.0] * len(requests)
@@ -136,32 +141,31 @@ class MegaliteLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         texts = []
-        for context, how in (request.args for request in requests):
-            stops = (
-                [how["until"]] if isinstance(how.get("until"), str) else [stop for stop in how.get("until", ()) if stop]
-            )
-            most = min(int(how.get("max_gen_toks", self._most)), self.max_length - 1)
+        for context, options in (request.args for request in requests):
+            until, is_sampled = options.get("until", ()), bool(options.get("do_sample"))
+            stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+            limit = min(int(options.get("max_gen_toks", self._max_new_tokens)), self.max_length - 1)
             sampling = Sampling(
-                max_new_tokens=most,
-                temperature=float(how.get("temperature", 1.0)) if how.get("do_sample") else 0.0,
-                top_k=how.get("top_k") if how.get("do_sample") else None,
-                top_p=how.get("top_p") if how.get("do_sample") else None,
+                max_new_tokens=limit,
+                temperature=float(options.get("temperature", 1.0)) if is_sampled else 0.0,
+                top_k=options.get("top_k") if is_sampled else None,
+                top_p=options.get("top_p") if is_sampled else None,
             )
-            prompt = (self.tok_encode(context) or [self.prefix_token_id])[most - self.max_length :]
+            prompt = (self.tok_encode(context) or [self.prefix_token_id])[limit - self.max_length :]
 
             def text_of(ids: Any, stops: list[str] = stops) -> GrowingText:
-                return GrowingText(self._tokens.decode, ids, stops)
+                return GrowingText(self._tokenizer.decode, ids, stops)
 
             for last in generate_batch(self._chain, [prompt], sampling, end_ids=self._model.end_ids, make_text=text_of):
                 done = last
             assert done.text is not None
             texts.append(done.text.text)
-            self.cache_hook.add_partial("generate_until", (context, how), texts[-1])
+            self.cache_hook.add_partial("generate_until", (context, options), texts[-1])
         return texts
 
 
 def main() -> None:
-    """The harness's own command line, with `megalite` among its models."""
+    """Run the harness' command line with `megalite` among its models."""
     agreed = False
     try:
         cli_evaluate()

@@ -1,6 +1,6 @@
-"""`megalite plan` and `megalite plan-fit`: which layout to use before a device is rented, and constants fitted to measured steps.
+"""`megalite plan` and `megalite plan-fit`: find the fastest layouts, and fit the cost model to measured steps.
 
-What a plan says of speed and memory is a prediction; plan-fit makes it that of one's own machine."""
+Speed and memory of a plan are predictions. plan-fit calibrates them to a machine."""
 
 import math
 import re
@@ -40,12 +40,12 @@ from megalite.planner.search.space import Request, fixed_settings, parse_constra
 from megalite.planner.whole_run import WholeRun
 from megalite.sweep.spec import ignored
 
-_WIDTH = 160  # of a timeline where there is no terminal
+_WIDTH = 160  # columns of a timeline without a terminal
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def run(flags: Namespace) -> int:
-    request, cluster, stack = asked(flags)
+    request, cluster, stack = search_inputs(flags)
     tokens = _tokens(flags.tokens)
     figures = {
         name: getattr(flags, name) for name in ("gpu_hour_price", "mtbf_hours", "save_seconds", "restart_seconds")
@@ -64,7 +64,7 @@ def run(flags: Namespace) -> int:
         written.append(flags.html)
     deciding = None
     if flags.resolve is not None:
-        cluster_file, stack_file = map(_from_anywhere, (flags.cluster, flags.stack))
+        cluster_file, stack_file = map(_absolute, (flags.cluster, flags.stack))
         deciding = deciding_sweep(plan, cluster_file, stack_file, ignored(plan.candidates[0].config))
     if deciding is not None:
         write_text(flags.resolve, yaml.safe_dump(deciding, sort_keys=False, allow_unicode=True))
@@ -80,9 +80,9 @@ def run(flags: Namespace) -> int:
         parts.append("\n".join(f"wrote {path}" for path in written))
     if flags.resolve is not None:
         parts.append(
-            "No other layout is a tie: there is nothing to resolve."
+            "No other layout ties with the best: there is nothing to resolve."
             if deciding is None
-            else f"Run the {len(deciding['list'])} layouts that are a tie: megalite sweep {flags.resolve} --output FOLDER"
+            else f"Run the {len(deciding['list'])} tied layouts: megalite sweep {flags.resolve} --output FOLDER"
         )
     if lines:
         parts.append("\n".join(["Start it on each node with the first line, or with the second:", *lines]))
@@ -90,8 +90,8 @@ def run(flags: Namespace) -> int:
     return 0
 
 
-def _from_anywhere(name_or_path: str) -> str:
-    """A file by its whole path, since a sweep may lie elsewhere; a name as it is."""
+def _absolute(name_or_path: str) -> str:
+    """Return the absolute path of a file, since the sweep may be in another folder; return a name unchanged."""
     path = Path(name_or_path)
     return str(path.absolute()) if path.is_file() else name_or_path
 
@@ -104,8 +104,7 @@ def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareSt
     return f"The step of the best layout{note}, in seconds:\n{render_grid(timeline, width=width)}"
 
 
-def asked(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
-    """What to search, on which machines and with which software."""
+def search_inputs(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
     cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
     limit = flags.max_memory or cluster.accelerator.memory_bytes * USUAL_MEMORY
     return request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit), cluster, stack
@@ -114,14 +113,14 @@ def asked(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
 def _tokens(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMBT]?)", text, re.ASCII | re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"--tokens is {text}; it is a number above 0 such as 300B or 1.5T")
+        raise ConfigError(f"--tokens is {text}; give a number above 0 such as 300B or 1.5T")
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
 def request_of(
     invocation: Invocation, cluster: Cluster, ranks: int, constraints: Sequence[str], limit: float
 ) -> Request:
-    """Settings that are searched become constraints, the others the config that every layout shares."""
+    """Build the search: given settings that the search decides become constraints, the others apply to all layouts."""
     refuse_not_searched(invocation.config, invocation.explicit)
     fixed = fixed_settings(invocation.config, invocation.explicit)
     for text in constraints:
@@ -135,7 +134,7 @@ def request_of(
     if invocation.provenance["precision"] == "default":
         peaks = cluster.accelerator.peak_flops
         order = [precision for precision in ("bf16", "fp16", "fp32", "fp64") if precision in peaks]
-        best = max(order, key=lambda precision: peaks[precision])  # the first of equals
+        best = max(order, key=lambda precision: peaks[precision])  # of equal peaks the first
         config = with_settings(config, precision=best)
     config = with_vocabulary(config)
     return request_for(config, world_size=ranks, fixed=fixed, memory_limit=limit, cluster=cluster)
@@ -154,21 +153,21 @@ def run_fit(flags: Namespace) -> int:
         return Machine(found.cluster, found.stack)
 
     with working(f"fitting {len(rows)} steps"):
-        kept = _left_out(rows, flags.leave_out, fitted) if flags.leave_out else None
+        cross_errors = _cross_validate(rows, flags.leave_out, fitted) if flags.leave_out else None
         after = fitted(rows)
     changed = {
         name: (before.value(name), after.value(name))
         for name in after.names()
         if before.value(name) != after.value(name)
     }
-    errors = {"before": _errors(rows, before), "after": _errors(rows, after)} | (
-        {} if kept is None else {"left out": kept}
-    )
+    errors = {"before": _errors(rows, before), "after": _errors(rows, after)}
+    if cross_errors is not None:
+        errors["left out"] = cross_errors
     written = []
     if flags.output is not None:
         stack = after.stack
-        if kept is not None:
-            spread = sorted(map(abs, kept))[math.ceil(0.8 * len(kept)) - 1]
+        if cross_errors is not None:
+            spread = sorted(map(abs, cross_errors))[math.ceil(0.8 * len(cross_errors)) - 1]
             where = f"measured: {source}, those of each {flags.leave_out} left out of the fit once"
             stack = replace(stack, spread=spread, provenance={**stack.provenance, "spread": where})
         written = [flags.output, save_machine(after.cluster, stack, flags.output)]
@@ -184,8 +183,8 @@ def run_fit(flags: Namespace) -> int:
     return 0
 
 
-def _left_out(rows: Sequence[Row], column: str, fitted: Any) -> list[float]:
-    """Errors of the rows with each value of a column, by constants that are fitted on the others."""
+def _cross_validate(rows: Sequence[Row], column: str, fitted: Any) -> list[float]:
+    """Return the error of each row, predicted by constants fitted to the rows with other values of the column."""
     values = [row.cells.get(column, "") for row in rows]
     different = list(dict.fromkeys(values))
     if not any(values):
@@ -205,7 +204,7 @@ def _left_out(rows: Sequence[Row], column: str, fitted: Any) -> list[float]:
 
 
 def _errors(rows: Sequence[Row], machine: Machine) -> list[float]:
-    """Predicted over measured, less 1."""
+    """Return predicted / measured - 1 of each row."""
     predicted = [predict(row.measured.config, *machine).step_seconds for row in rows]
     return [found / row.measured.seconds - 1.0 for found, row in zip(predicted, rows)]
 
@@ -224,11 +223,11 @@ def _fit_text(
     rows: Sequence[Row], errors: dict[str, list[float]], changed: dict[str, tuple[float, float]], column: str | None
 ) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.cells if name not in TIMES)
-    apart = [name for name in names if len({row.cells.get(name, "") for row in rows}) > 1]
-    lines = [["line", "seconds", *errors, *apart]]
+    varying = [name for name in names if len({row.cells.get(name, "") for row in rows}) > 1]
+    lines = [["line", "seconds", *errors, *varying]]
     for at, row in enumerate(rows):
         shown = [f"{each[at]:+.1%}" for each in errors.values()]
-        cells = [row.cells.get(name, "") for name in apart]
+        cells = [row.cells.get(name, "") for name in varying]
         lines.append([str(row.number), f"{row.measured.seconds:.4g}", *shown, *cells])
     kinds = [["error", "mean", "median", "worst", "bias"]]
     for name, each in errors.items():

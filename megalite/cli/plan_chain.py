@@ -1,4 +1,4 @@
-"""`megalite plan-chain`: stages, replicas and placement for a chain of layers on a hierarchical cluster."""
+"""`megalite plan-chain`: choose stages, replicas and placement for a chain of layers on a hierarchical cluster."""
 
 import json
 from argparse import Namespace
@@ -31,9 +31,9 @@ def run(flags: Namespace) -> int:
         panel = Panel(
             timeline=answer.drawing(),
             peaks=tuple(map(format_bytes, planned.best.memory)),
-            summary=f"{profile.name} on {cluster.name}: {samples}; a rank is a stage",
+            summary=f"{profile.name} on {cluster.name}: {samples}; each rank is a stage",
         )
-        write_text(flags.svg, draw_svg([panel], unit="ms", peak="what a device of the stage holds at most"))
+        write_text(flags.svg, draw_svg([panel], unit="ms", peak="peak memory of a device of the stage"))
     text = json.dumps(answer.data()) if flags.json else "\n".join(answer.lines(details=flags.compare))
     show(text if flags.json or flags.svg is None else f"{text}\nwrote {flags.svg}")
     return 0
@@ -48,13 +48,13 @@ class _Answer:
     memory: float
 
     def drawing(self) -> Timeline:
-        """The step of the best plan on a clock, in milliseconds."""
+        """Return the timeline of the best plan's step, in milliseconds."""
         plan = self.planned.best.plan
         costs = plan_costs(plan, self.profile, self.cluster)
         return timeline(plan, costs, run_plan(plan, costs, self.cluster))
 
     def lines(self, *, details: bool) -> Iterator[str]:
-        """The plan, the others beside it, and the timeline; `details`: the stages of the others too."""
+        """Yield the plan, the comparison with the baselines and the timeline; with `details` the baselines' stages."""
         planned, cluster = self.planned, self.cluster
         devices = f"{cluster.num_gpus} devices of {format_bytes(self.memory)}"
         yield f"{self.profile.name} on {cluster.name} ({devices}), {self.samples} samples per step"
@@ -96,7 +96,7 @@ class _Answer:
         return table(rows, right=range(1, 6))
 
     def data(self) -> dict[str, Any]:
-        """The same with stable keys."""
+        """Return the answer with stable keys, for JSON."""
         planned = self.planned
         return {
             "profile": self.profile.name,
@@ -137,7 +137,7 @@ class _Answer:
 
 
 def _ranges(ids: tuple[int, ...]) -> str:
-    """`0-3,8`."""
+    """Return device numbers as `0-3,8`."""
     parts: list[list[int]] = []
     for number in ids:
         if parts and number == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""`megalite preprocess` and `megalite train-tokenizer`: jsonl, text and parquet files to token files, or to a tokenizer."""
+"""`megalite preprocess` and `megalite train-tokenizer`: turn jsonl, text or parquet into token files or a tokenizer."""
 
 import os
 from argparse import Namespace
@@ -32,21 +32,21 @@ _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
 
 def run(flags: Namespace) -> int:
-    """Run the command: 0 if all went well, bad lines or not; 130 or 143 after Ctrl-C or SIGTERM."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers inherit it: they are the parallelism
+    """Run the command. Return 0 even with bad lines, 130 after Ctrl-C, 143 after SIGTERM."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes are the parallelism
     occupy_closed_streams()
     try:
         with first_signal_raises():
             job = job_of(flags)
             if flags.ignored:
-                notify(f"{', '.join(flags.ignored)}: not needed, it makes no difference here")
+                notify(f"{', '.join(flags.ignored)}: ignored, it has no effect in megalite")
             if flags.dry_run:
                 _show_plan(job)
                 return 0
             with closing(JobProgress()) as line:
                 result = preprocess(job, line.take)
                 line.notice(result)
-            if result.outputs:  # a shard without input has none
+            if result.outputs:  # a shard without input writes nothing
                 _report(result, line.seconds)
     except Stopped as stopped:
         notify("; ".join([stopped.reason, *getattr(stopped, "__notes__", [])]))
@@ -77,19 +77,19 @@ def job_of(flags: Namespace) -> PreprocessJob:
 
 
 def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
-    """`preprocess.text_data.tokenize_text` with its progress on stderr."""
-    with closing(JobProgress(tells_notice=False)) as line:
+    """Call `preprocess.text_data.tokenize_text` and show its progress on stderr."""
+    with closing(JobProgress(shows_notice=False)) as line:
         return text_data.tokenize_text(*args, **more, on_progress=line.take)
 
 
 def report_texts(config: RunConfig) -> None:
-    """Say what a run would do with the texts that its data paths name."""
+    """Report what a run would do with the texts among its data paths."""
     for path in filter(is_address, config.data.texts):
         notify(f"{shown(path)} would be fetched and tokenized before training")
     try:
         texts = text_data.find_texts(config)
-    except ConfigError as error:  # on a laptop the files of a cluster are missing
-        notify(redact_text(f"{' '.join(config.data.texts)} would be tokenized before training, but not here: {error}"))
+    except ConfigError as error:  # the files may exist only on the cluster
+        notify(redact_text(f"{' '.join(config.data.texts)} would be tokenized before training: {error}"))
         return
     for text in texts:
         documents = text_data.documents_of(text)
@@ -101,9 +101,9 @@ def report_texts(config: RunConfig) -> None:
 
 
 class JobProgress(ProgressLine):
-    def __init__(self, *, tells_notice: bool = True) -> None:
+    def __init__(self, *, shows_notice: bool = True) -> None:
         super().__init__()
-        self._has_noticed = not tells_notice
+        self._notice_done = not shows_notice
 
     def take(self, progress: Progress) -> None:
         self.notice(progress)
@@ -122,14 +122,14 @@ class JobProgress(ProgressLine):
         self.update(progress.disk_bytes, progress.disk_total, amounts, text)
 
     def notice(self, progress: Progress) -> None:
-        """Say, once, what became of an earlier run's work."""
-        if progress.notice and not self._has_noticed:
+        """Print once whether the work of an earlier run is used."""
+        if progress.notice and not self._notice_done:
             notify(progress.notice)
-        self._has_noticed = True
+        self._notice_done = True
 
 
 def summary(progress: Progress, seconds: float) -> str:
-    """What a finished run did; rates are of this run alone."""
+    """Return the totals of a finished job. Rates exclude the work of an earlier run."""
     documents, tokens = progress.documents - progress.kept_documents, progress.tokens - progress.kept_tokens
     text, seconds = progress.input_bytes - progress.kept_bytes, max(seconds, 1e-9)
     return (
@@ -172,25 +172,25 @@ def _show_plan(job: PreprocessJob) -> None:
         show(f"  {prefix}.bin, .idx and .json")
 
 
-_OTHER_KINDS = {
+_KIND_ALIASES = {
     "gptsentencepiecetokenizer": "SentencePieceTokenizer",
     "llama3tokenizer": "HuggingFaceTokenizer",
     "qwentokenizer": "HuggingFaceTokenizer",
 }
-"""Other names that scripts have, in lower case, of kinds that give the same ids."""
+"""Lower-case name in scripts -> tokenizer type with the same ids."""
 _ADDS_START = "llama2tokenizer"
 
 
 def tokenizer_config(flags: Namespace) -> DataConfig:
-    """The settings of the flags that name a tokenizer."""
+    """Return the settings of the tokenizer flags."""
     names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
     kind = None if flags.tokenizer_type is None else tokenizer_kind(flags.tokenizer_type)
     return DataConfig(tokenizer_type=kind, **{name: getattr(flags, name) for name in names})
 
 
 def tokenizer_kind(name: str) -> str:
-    """The kind that a script means, in upper or lower case."""
-    known = {kind.lower(): kind for kind in KINDS} | _OTHER_KINDS
+    """Return the tokenizer type of a name in any case, or of an alias."""
+    known = {kind.lower(): kind for kind in KINDS} | _KIND_ALIASES
     if name.lower() in known:
         return known[name.lower()]
     if name.lower() == _ADDS_START:
@@ -210,30 +210,30 @@ def run_train_tokenizer(flags: Namespace) -> int:
 
 def _train(flags: Namespace) -> tuple[TrainingText, Path]:
     if flags.max_megabytes * 1e6 < 1:
-        raise ConfigError(f"max_megabytes {flags.max_megabytes} is no amount of text; try --max-megabytes 20")
+        raise ConfigError(f"max_megabytes {flags.max_megabytes} is less than a byte; try --max-megabytes 20")
     if flags.pattern is not None and flags.type != BYTE_LEVEL:
-        raise ConfigError(f"{flags.type} does not read pattern ({flags.pattern}); use --type {BYTE_LEVEL}")
+        raise ConfigError(f"--pattern {flags.pattern} has no effect with --type {flags.type}; use --type {BYTE_LEVEL}")
     inputs = find_inputs(flags.input)
-    most = int(flags.max_megabytes * 1e6)
-    # On the disk a corpus may be longer than its text, or shorter where it is compressed.
-    with closing(ByteProgress(min(most, sum(item.size or most for item in inputs)))) as progress:
-        text = TrainingText(inputs, flags.json_keys, most, progress.advance)
-        wanted = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
+    limit = int(flags.max_megabytes * 1e6)
+    # An estimate: the files contain more than the text, or less if they are compressed.
+    with closing(ByteProgress(min(limit, sum(item.size or limit for item in inputs)))) as progress:
+        text = TrainingText(inputs, flags.json_keys, limit, progress.advance)
+        target = {"output_prefix": flags.output_prefix, "vocab_size": flags.vocab_size}
         if flags.type == BYTE_LEVEL:
-            return text, train_byte_level(text, words=flags.pattern or "gpt2", **wanted)
-        return text, train_sentencepiece(text, model_type=SENTENCEPIECE[flags.type], **wanted)
+            return text, train_byte_level(text, words=flags.pattern or "gpt2", **target)
+        return text, train_sentencepiece(text, model_type=SENTENCEPIECE[flags.type], **target)
 
 
 def _report_training(text: TrainingText, path: Path, tokenizer: Tokenizer) -> None:
     spread = " (a share that is spread evenly over the inputs; see --max-megabytes)" if text.is_share else ""
     bad = f", {text.bad} bad lines left out" if text.bad else ""
     show(f"read {decimal_bytes(text.num_bytes)} of text in {text.documents} documents{spread}{bad}")
-    held = text.held_out
-    if held:
-        num_bytes = sum(len(document.encode("utf-8")) for document in held)
-        tokens = sum(len(ids) for ids in tokenizer.encode_batch(held))
-        share = f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)}"
-        show(f"{share} in {len(held)} documents that were held out")
+    held_out = text.held_out
+    if held_out:
+        num_bytes = sum(len(document.encode("utf-8")) for document in held_out)
+        tokens = sum(len(ids) for ids in tokenizer.encode_batch(held_out))
+        ratio = f"{num_bytes / max(tokens, 1):.2f} bytes per token on {decimal_bytes(num_bytes)}"
+        show(f"{ratio} in {len(held_out)} documents that were held out")
     else:
         show("too few documents to hold some out: bytes per token are not measured")
     show(f"{path}: {tokenizer.vocab_size} pieces; use it with --tokenizer-model {path}")

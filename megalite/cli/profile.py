@@ -1,4 +1,4 @@
-"""`megalite profile`: measures this machine and writes a cluster file for the planner."""
+"""`megalite profile`: measure this machine and write a cluster file for the planner."""
 
 import datetime
 import shlex
@@ -38,14 +38,14 @@ from megalite.topology.topology import Launch, Topology, joined
 
 LEAST_SECONDS = 1.0
 
-_BASE_STACK = "fused"  # what megalite itself runs: flash attention, gradients summed during the last backward
+_BASE_STACK = "fused"  # as megalite: flash attention, gradients reduced during the last backward
 
 
 main = PROFILE
 
 
 def run(flags: Namespace) -> int:
-    """Measure and write. Every rank calls it at the same time."""
+    """Measure and write. All ranks must call it together."""
     launch = Launch.from_environment()
     device = launch.device(flags.device)
     dtypes = _dtypes(flags, device)
@@ -57,7 +57,7 @@ def run(flags: Namespace) -> int:
 def profile(
     flags: Namespace, launch: Launch, device: torch.device, dtypes: Sequence[str], *, made: ProcessGroups | None = None
 ) -> None:
-    """What ranks that have joined do; rank 0 prints and writes. `made`: as for `Topology.create`."""
+    """Measure on ranks that have joined. Rank 0 prints and writes. `made`: see `Topology.create`."""
     layout = ParallelLayout(dp=launch.world_size)
     world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
     machine, base, nominal, stack = _prepare(flags, world, dtypes)
@@ -82,10 +82,10 @@ def profile(
 
 
 def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
-    """What to measure, and the other numbers of the command line; needs no other rank."""
+    """Check --seconds and return the dtypes to measure. Needs no other rank."""
     if not LEAST_SECONDS <= flags.seconds < float("inf"):
         raise ConfigError(
-            f"--seconds is {flags.seconds:g}; measuring takes at least {LEAST_SECONDS:g} s, and 60 are good"
+            f"--seconds is {flags.seconds:g}; measuring takes at least {LEAST_SECONDS:g} s, 60 s are recommended"
         )
     names = [name for word in flags.dtype or () for name in word.split(",")]
     for name in names:
@@ -95,7 +95,7 @@ def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
 
 
 def _prepare(flags: Namespace, world: Group, dtypes: Sequence[str]) -> tuple[Machine, Cluster, bool, SoftwareStack]:
-    """All that can be wrong is found here, on every rank, before anything is measured."""
+    """Check all inputs on every rank before measuring. Return machine, base cluster, if it is nominal, and stack."""
     machine = describe_machine(world)
     with world.errors_on_all_ranks():
         base, nominal = stand_in(machine, flags.like)
@@ -149,14 +149,14 @@ def _write(flags: Namespace, measured: Measurements, base: Cluster, *, nominal: 
     show(f"wrote {flags.output}" + (f" and {flags.output_stack}" if flags.output_stack else ""))
 
 
-NOISY = 0.25  # spread above which a row is marked
+NOISY = 0.25  # rows with a larger spread are marked
 
-_Row = tuple[list[str], Timing, float, float | None]  # cells, the time, what a second makes, and its peak
+_Row = tuple[list[str], Timing, float, float | None]  # cells, time, speed per second, peak speed
 
 
 def format_profile(measured: Measurements, fitted: Fitted, stack: SoftwareStack, nominal: Cluster | None) -> str:
-    """Tables of what was measured, then the constants that came of it. `nominal`: the cluster with the vendor's figures of
-    this accelerator, if there is one."""
+    """Return tables of the measurements and the fitted constants. `nominal`: cluster with the vendor's figures of this
+    accelerator, if known."""
     shown = [*_tables(measured, nominal), _constants(measured, fitted, stack)]
     groups = (measured.gemms, measured.attention, measured.memory, measured.passes, measured.collectives)
     timings = [row.timing for rows in groups for row in rows]
@@ -164,8 +164,8 @@ def format_profile(measured: Measurements, fitted: Fitted, stack: SoftwareStack,
     noisy = sum(timing.spread > NOISY for timing in timings)
     if noisy:
         shown.append(
-            f"* {noisy} of {len(timings)} measurements spread by more than {NOISY:.0%}: something else runs here, or "
-            "--seconds is short"
+            f"* {noisy} of {len(timings)} measurements spread by more than {NOISY:.0%}: other programs run on this machine, or "
+            "--seconds is too short"
         )
     return "\n\n".join(shown)
 
@@ -175,12 +175,12 @@ def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
     bandwidth, shares = None if nominal is None else nominal.accelerator.memory_bandwidth, nominal is not None
     rows: list[_Row] = [
         (
-            [f"{one.dtype} {one.product}", f"{one.m} x {one.n} x {one.k}"],
-            one.timing,
-            one.flops_per_second,
-            peaks.get(one.dtype),
+            [f"{gemm.dtype} {gemm.product}", f"{gemm.m} x {gemm.n} x {gemm.k}"],
+            gemm.timing,
+            gemm.flops_per_second,
+            peaks.get(gemm.dtype),
         )
-        for one in measured.gemms
+        for gemm in measured.gemms
     ]
     yield _table("Matrix products", ["product", "m x n x k"], rows, "FLOP/s", "F", shares=shares)
     rows = []
@@ -196,7 +196,7 @@ def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
     ]
     yield _table("Memory", ["pass", "elements"], rows, "bytes/s", "B", shares=shares)
     if not measured.passes:
-        yield "Passes of small stages are measured on CPUs alone"
+        yield "Passes of small stages are measured only on CPUs"
     else:
         rows = []
         for one_pass in measured.passes:
@@ -207,7 +207,7 @@ def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
         head = ["pass", "hidden", "sequence", "layers", "vocabulary"]
         yield _table("Passes of small stages, one sequence", head, rows)
     if not measured.collectives:
-        yield "Between ranks nothing was measured: start several with torchrun"
+        yield "Communication was not measured: start several ranks with torchrun"
         return
     rows = [
         (
@@ -224,43 +224,44 @@ def _tables(measured: Measurements, nominal: Cluster | None) -> Iterator[str]:
 def _table(
     title: str, head: list[str], rows: Sequence[_Row], speed: str = "", unit: str = "", *, shares: bool = False
 ) -> str:
-    """The first column to the left, the others to the right. `speed`: how what a second makes is called."""
+    """Return a table with a left-aligned first column. `speed`: heading of the speed column; empty: no such column."""
     lines = [[*head, "time", "spread", *([speed] if speed else []), *(["of peak"] if shares else [])]]
-    for cells, timing, made, peak in rows:
+    for cells, timing, per_second, peak in rows:
         spread = f"{timing.spread:.0%}{'*' if timing.spread > NOISY else ''}"
-        share = [f"{made / peak:.0%}" if peak else "-"] if shares else []
-        lines.append([*cells, duration(timing.seconds), spread, *([rate(made, unit)] if speed else []), *share])
+        share = [f"{per_second / peak:.0%}" if peak else "-"] if shares else []
+        lines.append([*cells, duration(timing.seconds), spread, *([rate(per_second, unit)] if speed else []), *share])
     return "\n".join([title, *table(lines, right=range(1, len(lines[0])), indent=2)])
 
 
 def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> str:
-    """What the files say, and how well the planner's formulas give the measured times with it."""
+    """Return the fitted constants, and the mean error of the planner's formulas with them."""
     cluster, mean_errors = fitted
     accelerator, node, network, share = cluster.accelerator, cluster.node, cluster.network, cluster.efficiency
     crowd = []
     if measured.turns is not None:
         crowd.append(
-            f"  {measured.machine.ranks_per_core:g} ranks per core: with every second one waiting the others are "
-            f"{measured.turns.speedup:.2f} times as fast, which makes {node.ranks_per_core:.2f}"
+            f"  {measured.machine.ranks_per_core:g} ranks per core: if every second one waits, the others are "
+            f"{measured.turns.speedup:.2f} times as fast; effectively {node.ranks_per_core:.2f} ranks per core"
         )
     assumed = ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"
     errors = ", ".join(f"{name} {error:.0%}" for name, error in mean_errors.items())
     peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
     lines = [
         f"Cluster {cluster.name}: {cluster.description}",
-        f"  peak {peaks}; products reach {share.gemm:.0%}, an operation {duration(accelerator.kernel_seconds)} more",
+        f"  peak {peaks}; products reach {share.gemm:.0%}, each operation adds {duration(accelerator.kernel_seconds)}",
         f"  memory {rate(accelerator.memory_bandwidth, 'B')}/s, operations reach {share.memory:.0%}",
-        f"  in a node {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
-        f"{duration(node.link_latency)} a step of a collective and {duration(node.message_steps * node.link_latency)} a "
-        f"message; collectives reach {share.link:.0%}, messages {share.p2p:.0%}",
+        f"  node: {node.accelerators} accelerators, link {rate(node.link_bandwidth, 'B')}/s, latency "
+        f"{duration(node.link_latency)} per step of a collective and "
+        f"{duration(node.message_steps * node.link_latency)} per message; collectives reach {share.link:.0%}, messages "
+        f"{share.p2p:.0%}",
         *crowd,
-        f"  across nodes {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
+        f"  network: {network.nics} x {rate(network.nic_bandwidth, 'B')}/s, latency {duration(network.latency)}; "
         f"collectives reach {share.network:.0%}",
-        f"  the host: {duration(stack.operation_seconds)} an operation, {duration(stack.microbatch_seconds)} a pass of a "
+        f"  host: {duration(stack.operation_seconds)} per operation, {duration(stack.microbatch_seconds)} per pass of a "
         f"stage, {duration(stack.step_seconds)} per step; fused attention at {stack.attention_efficiency:.0%} of products",
-        f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their bytes",
+        f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their memory traffic",
         f"  not measured: {assumed}",
-        f"  formulas beside measured times, mean error: {errors}",
+        f"  mean error of the planner's formulas: {errors}",
     ]
     return "\n".join(lines)
 

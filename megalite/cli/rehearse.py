@@ -1,4 +1,4 @@
-"""`megalite rehearse`: a training step of any rank, without devices or peers, and a proof for all of them."""
+"""`megalite rehearse`: run a training step of any rank without devices or peers, and prove properties of all ranks."""
 
 from argparse import Namespace
 from collections import Counter
@@ -18,11 +18,11 @@ from megalite.rehearsal.run import Rehearsal, check, rehearse, rehearse_world
 from megalite.watchdog.processes import usable_cores
 
 FAULTY = 1
-_SHOWN = 12  # lines of a list
+_SHOWN = 12  # maximum lines of a list
 
 
 def run(flags: Namespace) -> int:
-    """Rehearse, print, and return 1 if ranks would deadlock or do not agree."""
+    """Rehearse and print. Return 1 if ranks would deadlock or start different operations."""
     invocation = flags.invocation
     world_size = world_size_of(invocation)
     config = checked(invocation.config, world_size, invocation.explicit)
@@ -39,11 +39,9 @@ def run(flags: Namespace) -> int:
     memory = planned_memory(config)
     facts = [_facts(config, each, memory) for each in rehearsals]
     if invocation.json:
-        found = {"world_size": world_size, "ranks": facts, "faults": faults}
-        show(json_text(found))
+        show(json_text({"world_size": world_size, "ranks": facts, "faults": faults}))
     else:
-        for line in _text(layout_of(config).world_size, facts, faults):
-            show(line)
+        show("\n".join(_text(layout_of(config).world_size, facts, faults)))
     return FAULTY if faults else 0
 
 
@@ -86,13 +84,14 @@ def _waits(counts: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def _communication(operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    counts = Counter((one.kind, one.name, one.dtype) for one in operations)
-    nbytes: Counter[tuple[str, str, str]] = Counter()
-    for one in operations:
-        nbytes[one.kind, one.name, one.dtype] += one.nbytes
+    counts, num_bytes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for operation in operations:
+        key = operation.kind, operation.name, operation.dtype
+        counts[key] += 1
+        num_bytes[key] += operation.nbytes
     return [
-        {"group": kind, "operation": name, "dtype": dtype, "count": count, "bytes": nbytes[kind, name, dtype]}
-        for (kind, name, dtype), count in counts.items()
+        {"group": key[0], "operation": key[1], "dtype": key[2], "count": count, "bytes": num_bytes[key]}
+        for key, count in counts.items()
     ]
 
 
@@ -102,8 +101,7 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
         *("rank", "tp cp dp pp", "parameters", "built", "peak", "in"),
         *("planned", "kernels F", "B", "step", "host waits", "operations"),
     ]
-    rows = [head, *([*_row(found)] for found in facts)]
-    lines += [*table(rows, right=set(range(2, len(head))) - {5}), ""]
+    lines += [*table([head, *map(_row, facts)], right=set(range(2, len(head))) - {5}), ""]
     if host := max(found["host_bytes"] for found in facts):
         planned = max(found["planned_host_bytes"] for found in facts)
         lines += [f"pinned host memory: at most {format_bytes(host)} on a rank, planned {format_bytes(planned)}", ""]
@@ -112,23 +110,21 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
         for each in found["synchronisations"]:
             key = each["place"], each["why"]
             places[key] = max(places[key], each["count"])
-    lines += ["host waits for the device (most times a step on one rank):"]
+    lines += ["host waits for the device (per step, maximum over ranks):"]
     lines += table([[f"  {place}", why, f"{count}"] for (place, why), count in places.most_common(_SHOWN)], right={2})
     late: dict[str, tuple[int, int]] = {}
     for each in (each for found in facts for each in found["late_reads"]):
         count, least = late.get(each["place"], (0, each["least_kernels"]))
         late[each["place"]] = max(count, each["count"]), min(least, each["least_kernels"])
     if late:
-        lines += ["", "host reads of what began to come in an earlier action, which the device had more to do behind:"]
-        lines += [
-            f"  {place}: {count} times, behind it {least} kernels or more" for place, (count, least) in late.items()
-        ]
+        lines += ["", "host reads of a copy that an earlier action started, with more kernels queued after the copy:"]
+        lines += [f"  {place}: {count} times, {least} kernels or more" for place, (count, least) in late.items()]
     exchanged: dict[tuple[str, str, str], tuple[int, int]] = {}
     for found in facts:
         for each in found["communication"]:
-            key3 = each["group"], each["operation"], each["dtype"]
-            exchanged[key3] = max(exchanged.get(key3, (0, 0)), (each["count"], each["bytes"]))
-    lines += ["", "communication (most on one rank):"]
+            operation = each["group"], each["operation"], each["dtype"]
+            exchanged[operation] = max(exchanged.get(operation, (0, 0)), (each["count"], each["bytes"]))
+    lines += ["", "communication (maximum over ranks):"]
     lines += table(
         [["  group", "operation", "type", "count", "bytes"]]
         + [
@@ -139,7 +135,7 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
     )
     lost = {(each["waited"], each["covered"]): each for found in facts for each in found["overlap_lost"]}
     if lost:
-        lines += ["", "overlap lost: to wait for the first is, on NCCL, to wait for the second too"]
+        lines += ["", "overlap lost: on NCCL, waiting for the first operation also waits for the second"]
         lines += [
             f"  {each['waited']} | {each['covered']}: {each['times']} times, {each['kernels']} kernels or more too early"
             for each in lost.values()
@@ -155,7 +151,7 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
 
 
 def _saves(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """What the ranks write of a checkpoint."""
+    """Return what each rank writes to a checkpoint."""
     head = ["  rank", "bytes", "files", "host memory of --async-save", "peak", "host waits"]
     rows, exchanged = [head], Counter[tuple[str, str]]()
     for found in facts:
@@ -168,8 +164,8 @@ def _saves(facts: Sequence[dict[str, Any]]) -> list[str]:
             exchanged[key] = max(exchanged[key], each["count"])
     lines = ["", "a checkpoint of these steps: what each rank writes", *table(rows, right=set(range(1, len(head))))]
     if exchanged:
-        said = (f"{count} {name} over {kind}" for (name, kind), count in exchanged.items())
-        lines.append(f"  its communication (most on one rank): {', '.join(said)}")
+        operations = ", ".join(f"{count} {name} over {kind}" for (name, kind), count in exchanged.items())
+        lines.append(f"  its communication (maximum over ranks): {operations}")
     lines.append("  not rehearsed: writing and hashing, the manifest of rank 0, the removal of older checkpoints")
     return lines
 

@@ -1,11 +1,12 @@
-"""`megalite runs`: the runs in and below a folder, how they stand, and their curves.
+"""`megalite runs`: list the runs in and below a folder, with their status and curves.
 
-Read from sessions.json, metrics.jsonl and config.yaml, none of which need be whole."""
+Reads sessions.json, metrics.jsonl and config.yaml, each of which may be missing or incomplete."""
 
 import dataclasses
 import math
 import os
 import platform
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,10 @@ from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
 from megalite.training.sinks import read_records
 
 METRICS = "metrics.jsonl"
-_NO_RUNS_BELOW = {"checkpoints", "tensorboard", "profile", "wandb"}
-_SPEED_OVER = 20  # last steps of which the mean speed is shown
+_SKIPPED_FOLDERS = {"checkpoints", "tensorboard", "profile", "wandb"}
+_SPEED_STEPS = 20  # number of last steps in the mean speed
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
-_NUMBERS = range(3, 10)  # columns of numbers
+_NUMBERS = range(3, 10)  # columns with numbers
 
 Curve = Sequence[tuple[float, float]]
 
@@ -50,17 +51,17 @@ def run(flags: Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    name: str  # its folder, below the one that was asked for
+    name: str  # path relative to the listed folder
     status: str  # `running`, `finished`, `stopped`, `failed`, `killed`, `silent for ...` on another host, or `unknown`
-    started: float | None  # time of day of its first start
+    started: float | None  # Unix time of the first start
     starts: int
     ranks: int | None
     layout: str
     step: int
     total_steps: int | None
-    loss: float | None  # of the last step
+    loss: float | None  # loss of the last step
     valid_loss: float | None
-    tokens_per_second: float | None  # over the last steps
+    tokens_per_second: float | None  # mean of the last `_SPEED_STEPS` steps
     goodput: float | None
     losses: Curve
     valid_losses: Curve
@@ -68,7 +69,7 @@ class RunFolder:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """The runs in and below a folder, by name."""
+    """Return the runs in and below a folder, ordered by name."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; give a folder with runs in it (their --run-dir), e.g. runs")
@@ -85,21 +86,21 @@ def _run_folders(folder: Path) -> Iterator[Path]:
     for place, below, files in os.walk(folder):
         if METRICS in files or FILE in files:
             yield Path(place)
-        below[:] = sorted(name for name in below if name not in _NO_RUNS_BELOW and not name.startswith("."))
+        below[:] = sorted(name for name in below if name not in _SKIPPED_FOLDERS and not name.startswith("."))
 
 
 def read_run(path: Path, name: str) -> RunFolder:
-    """One run, however little of it is there."""
+    """Read one run, even if files are missing or incomplete."""
     train, sessions = read_records(path / METRICS, "train"), read_sessions(path)
     losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
-    valid = _curve(read_records(path / METRICS, "valid"), "valid_loss")
-    last = [speed for _, speed in speeds[-_SPEED_OVER:]]
+    valid, written = _curve(read_records(path / METRICS, "valid"), "valid_loss"), _last_write(path)
+    last = [speed for _, speed in speeds[-_SPEED_STEPS:]]
     if sessions and sessions[-1].ended is None:
-        sessions[-1].seen = max(sessions[-1].seen, _touched(path))
+        sessions[-1].seen = max(sessions[-1].seen, written)
     goodput = goodput_of(sessions) if sessions else None
     return RunFolder(
         name=name,
-        status=status_of(sessions, _touched(path)),
+        status=status_of(sessions, written),
         started=sessions[0].started if sessions else None,
         starts=len(sessions),
         ranks=sessions[-1].ranks if sessions else None,
@@ -108,7 +109,7 @@ def read_run(path: Path, name: str) -> RunFolder:
         total_steps=_total_steps(path / "config.yaml"),
         loss=losses[-1][1] if losses else None,
         valid_loss=valid[-1][1] if valid else None,
-        tokens_per_second=len(last) / sum(1.0 / speed for speed in last) if last and min(last) > 0 else None,
+        tokens_per_second=statistics.harmonic_mean(last) if last and min(last) > 0 else None,
         goodput=goodput.fraction if goodput is not None and goodput.wall > 0.0 else None,
         losses=losses,
         valid_losses=valid,
@@ -116,7 +117,8 @@ def read_run(path: Path, name: str) -> RunFolder:
     )
 
 
-def status_of(sessions: Sequence[Session], touched: float) -> str:
+def status_of(sessions: Sequence[Session], last_write: float) -> str:
+    """Return the status of a run. `last_write`: Unix time of the last write to its files."""
     if not sessions:
         return "unknown"
     last = sessions[-1]
@@ -124,10 +126,10 @@ def status_of(sessions: Sequence[Session], touched: float) -> str:
         return last.ended
     if last.host == platform.node():
         return "running" if _is_alive(last.pid) else "killed"
-    quiet = (time.time() - touched) / 60.0
-    if quiet < 10.0:
+    minutes = (time.time() - last_write) / 60.0
+    if minutes < 10.0:
         return "running"
-    return f"silent for {quiet:.0f} min" if quiet < 120.0 else f"silent for {quiet / 60.0:.0f} h"
+    return f"silent for {minutes:.0f} min" if minutes < 120.0 else f"silent for {minutes / 60.0:.0f} h"
 
 
 def _is_alive(pid: int) -> bool:
@@ -140,13 +142,13 @@ def _is_alive(pid: int) -> bool:
     return pid > 0
 
 
-def _touched(path: Path) -> float:
+def _last_write(path: Path) -> float:
     times = [(path / name).stat().st_mtime for name in (METRICS, FILE) if (path / name).exists()]
     return max(times, default=0.0)
 
 
 def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value); NaN, which the file spells as a text, stays NaN."""
+    """Return (step, value) of each record. The file stores NaN as text, which becomes NaN again."""
     found = []
     for record in records:
         try:
@@ -165,8 +167,8 @@ def _total_steps(path: Path) -> int | None:
 
 
 def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[int] = ()) -> None:
-    """Losses, training and validation, and speed over steps, by matplotlib; the ending of the file gives the format.
-    `marked`: steps with a vertical line."""
+    """Draw losses and speed over steps with matplotlib. The suffix of `path` gives the format. `marked`: steps with a
+    vertical line."""
     remedy = "pip install 'megalite[plot]', or use megalite runs --html"
     figures = optional("matplotlib.figure", f"drawing needs matplotlib; {remedy}")
     drawn = figures.Figure(layout="constrained", figsize=(9, 8))
@@ -223,7 +225,7 @@ def _number(value: float | None, how: str) -> str:
 
 
 def _page(runs: Sequence[RunFolder], title: str) -> str:
-    """HTML: the curves of all runs in one picture each, and a row for each run."""
+    """Return an HTML page with a table of the runs and one figure per curve."""
     figures = [
         _figure("Training loss", runs, "losses", "loss (nats per token)"),
         _figure("Validation loss", runs, "valid_losses", "loss (nats per token)"),

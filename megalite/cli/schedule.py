@@ -1,4 +1,6 @@
-"""`megalite schedule`: build or read a pipeline schedule, prove it, run it on a clock, and draw it; compare several."""
+"""`megalite schedule`: build or read a pipeline schedule, prove it, simulate it and draw it; compare several.
+
+The first part computes a `Study` of each schedule, the second formats studies, the third is the command."""
 
 import json
 import re
@@ -33,62 +35,65 @@ from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.pipeline.ir.validate import validate, validate_written
 from megalite.planner.page import Row, Section, Table, page
 
-_WIDTH = 240  # of the grid where there is no terminal
-_SECONDS_OF_NO_UNIT = 1e-3  # in a trace, a unit that has no name is a millisecond
+_WIDTH = 240  # columns of the grid without a terminal
+_DEFAULT_UNIT_SECONDS = 1e-3  # in a trace, one unit of costs without a named unit
+_SHOWN_RANKS = 64
+_LIVE = "live activations, in microbatches x stages"
 
+MAX_CELLS = 1_000_000
+"""Maximum number of (stage, microbatch) pairs; more would take minutes and gigabytes without further insight."""
 
-MOST_CELLS = 1_000_000
-"""(stage, microbatch) pairs; more would take minutes and gigabytes, and show nothing that fewer do not."""
+# ---- study
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the command line asks of each schedule."""
+    """Options of the command line that apply to each schedule."""
 
     num_ranks: int
     num_microbatches: int
-    num_chunks: int | None  # None: what the schedule needs
+    num_chunks: int | None  # None: as many as the schedule needs
     group: int | None = None
     warm_up: str | None = None
     recompute_ahead: bool = False
     forward_only: bool = False
     table: CostTable
-    limit: float | None = None  # bytes; without sizes in the table, microbatches' activations of all stages per rank
+    limit: float | None = None  # bytes per rank; if the table has no sizes, microbatches of a rank's whole share
     recv_prefetch: int = 1
     send_window: int = 1
 
 
 @dataclass(frozen=True)
 class Study:
-    """A schedule that has been proved, on its clock."""
+    """A proved and simulated schedule."""
 
     schedule: Schedule
     program: Program
     timeline: Timeline
     sends: tuple[int, ...]
     peak_receives: tuple[int, ...]
-    peak_bytes: tuple[float, ...] | None  # per rank; None if the costs say nothing of memory
+    peak_bytes: tuple[float, ...] | None  # per rank; None if the costs have no sizes
 
     @cached_property
     def peak_deferred(self) -> tuple[int, ...]:
-        """Per rank, the most (stage, microbatch) pairs of which the I has run and the W has not."""
+        """Per rank, the maximum number of (stage, microbatch) pairs with a finished I and a pending W."""
         if self.schedule.forward_only:
             return (0,) * self.schedule.num_ranks
         return tuple(max((units.deferred for units in live_units(row)), default=0) for row in self.schedule.actions)
 
     @property
     def ideal(self) -> float:
-        """The time that the busiest rank computes: no order of its actions takes less."""
+        """Compute time of the busiest rank, a lower bound of the makespan."""
         return max(self.timeline.busy)
 
     @cached_property
     def peak_shares(self) -> float:
-        """The most live activations on any rank, in microbatches of its whole share of the model."""
+        """Maximum live activations over ranks, in microbatches of a rank's whole share of the model."""
         peaks = enumerate(self.timeline.peak_activations)
         return max(peak / max(1, len(self.schedule.stages_of(rank))) for rank, peak in peaks)
 
     def as_data(self, *, lowered: bool = False) -> dict[str, Any]:
-        """Everything, for JSON. Times are in the unit of the costs."""
+        """Return all results for JSON. Times are in the unit of the costs."""
         schedule, timeline = self.schedule, self.timeline
         ranks = [
             {
@@ -127,13 +132,11 @@ class Study:
 
 
 def study_named(name: str, request: Request) -> Study:
-    """Builds the schedule of that name and studies it."""
+    """Build and study the schedule of that name."""
     _check_amount(request)
     if name == AUTO:
         if request.forward_only:
-            raise ConfigError(
-                "there is nothing to build for forwards alone; use --forward-only with another --schedule"
-            )
+            raise ConfigError("schedule auto has no --forward-only; use --forward-only with another --schedule")
         return _best(_placements(request), lambda placement: _study_auto(placement, request))
     num_chunks = request.num_chunks or (1 if PIPELINE_SCHEDULES.facts(name).chunks == "one" else 2)
     if request.forward_only:
@@ -152,26 +155,26 @@ def study_named(name: str, request: Request) -> Study:
 
 
 def study_file(schedule: Schedule, request: Request) -> Study:
-    """Studies a schedule that somebody wrote."""
+    """Study a schedule from a file."""
     _check_amount(request)
     try:
         validate_written(schedule)
         return study(schedule, request)
     except ScheduleError as error:
-        raise ScheduleError(f"{error}\ndrawn as far as it gets:\n{render_grid(schedule)}") from None
+        raise ScheduleError(f"{error}\ndrawn until it blocks:\n{render_grid(schedule)}") from None
 
 
 def study(schedule: Schedule, request: Request) -> Study:
-    """Lowers, proves and simulates."""
+    """Lower, prove and simulate a schedule."""
     program = lower(schedule, recv_prefetch=request.recv_prefetch, send_window=request.send_window)
     sizes = request.table.sizes(schedule.placement)
-    counted = sizes if sizes is not None or request.limit is None else _shares(schedule.placement)
-    report = validate(program, sizes=counted, limit=request.limit)
+    limited = sizes if sizes is not None or request.limit is None else _shares(schedule.placement)
+    report = validate(program, sizes=limited, limit=request.limit)
     costs = request.table.costs(schedule.placement, ahead=bool(schedule.recomputed))
     timeline = simulate(program, costs)
     if not timeline.makespan:
         raise ConfigError(
-            f"{request.table.source}: all that schedule {schedule.name} does takes no time; give its actions a cost above 0"
+            f"{request.table.source}: all actions of schedule {schedule.name} cost 0; give at least one a cost above 0"
         )
     peaks = report.peak_bytes if sizes is not None else None
     peak_bytes = None if peaks is None else tuple(peak.size for peak in peaks)
@@ -180,15 +183,15 @@ def study(schedule: Schedule, request: Request) -> Study:
 
 def _check_amount(request: Request) -> None:
     cells = request.num_ranks * (request.num_chunks or 1) * request.num_microbatches
-    if cells > MOST_CELLS:
+    if cells > MAX_CELLS:
         raise ConfigError(
             f"pp {request.num_ranks} x vpp {request.num_chunks or 1} x microbatches {request.num_microbatches} are "
-            f"{cells:,} cells; use at most {MOST_CELLS:,} (schedules are periodic: fewer microbatches show the same)"
+            f"{cells:,} cells; use at most {MAX_CELLS:,} (schedules are periodic: fewer microbatches show the same)"
         )
 
 
 def _placements(request: Request) -> Iterator[tuple[int, ...]]:
-    """Where `auto` may put the stages: loops, and with two stages per rank a V as well."""
+    """Yield the placements that `auto` tries: loops, and with two stages per rank a V."""
     for num_chunks in (1, 2) if request.num_chunks is None else (request.num_chunks,):
         yield loop_placement(request.num_ranks, num_chunks)
         if num_chunks == 2:
@@ -210,14 +213,14 @@ def _study_auto(placement: tuple[int, ...], request: Request) -> Study:
 
 
 def _shares(placement: tuple[int, ...]) -> Sizes:
-    """Per rank a microbatch's activations in all its stages are 1, and nothing else takes memory."""
+    """Return sizes in which one microbatch takes 1 over all stages of a rank, and nothing else takes memory."""
     sizes = replace(CostTable(), memory=MemoryTable(activation=1.0)).sizes(placement)
     assert sizes is not None
     return sizes
 
 
 def _best(placements: Iterator[tuple[int, ...]], build: Callable[[tuple[int, ...]], Study]) -> Study:
-    """The quickest of those that can be built; with equal times the first, which has fewer messages."""
+    """Return the fastest study. Of equal times the first wins, which sends fewer messages."""
     found: list[Study] = []
     errors: list[ConfigError] = []
     for placement in placements:
@@ -231,22 +234,22 @@ def _best(placements: Iterator[tuple[int, ...]], build: Callable[[tuple[int, ...
 
 
 def compare(names: Sequence[str], request: Request, own: Schedule | None = None) -> tuple[list[Study], dict[str, str]]:
-    """Studies of all the named schedules that can be had, `own` first; and for the others the reason.
+    """Return studies of the possible schedules, `own` first, and the reason for each impossible one.
 
-    Chunks are those of interleaved and looped-bfs, the group is interleaved's, the warm-up 1f1b's; auto tries one and
-    two chunks and the V."""
+    The number of chunks applies to interleaved and looped-bfs, the group to interleaved, the warm-up to 1f1b. auto
+    tries one chunk, two chunks and the V."""
     studies: list[Study] = []
     refused: dict[str, str] = {}
-    wanted = [] if own is None else [(own.name, partial(study, own, request))]
+    builders = [] if own is None else [(own.name, partial(study, own, request))]
     for name in names:
-        its = replace(
+        adapted = replace(
             request,
             num_chunks=request.num_chunks if PIPELINE_SCHEDULES.facts(name).chunks == "several" else None,
             group=request.group if name == "interleaved" else None,
             warm_up=request.warm_up if name == "1f1b" else None,
         )
-        wanted.append((name, partial(study_named, name, its)))
-    for name, build in wanted:
+        builders.append((name, partial(study_named, name, adapted)))
+    for name, build in builders:
         try:
             studies.append(build())
         except ConfigError as error:
@@ -255,6 +258,105 @@ def compare(names: Sequence[str], request: Request, own: Schedule | None = None)
         reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(f"none of these schedules is possible\n{reasons}")
     return studies, refused
+
+
+# ---- text and pictures
+
+
+def format_study(study: Study, *, unit: str, width: int, lowered: bool) -> str:
+    """Return the grid, the summary, and with `lowered` the actions of the program."""
+    columns = {}
+    if any(study.peak_deferred):
+        columns["for W"] = [str(peak) for peak in study.peak_deferred]
+    if study.peak_bytes is not None:
+        columns["memory"] = [format_bytes(round(peak)) for peak in study.peak_bytes]
+    grid = render_grid(study.timeline, width=width, max_ranks=_SHOWN_RANKS, wrap=True, columns=columns)
+    if "for W" in columns:
+        grid += "; for W: those that still wait for their W"
+    parts = [grid, f"{summary(study, unit)}\nsends per step, by rank: {' '.join(map(str, study.sends))}"]
+    if lowered:
+        actions = study.program.actions
+        longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)
+        parts.append("program:\n" + render_lists(actions, {}, width=longest + 40, max_ranks=study.schedule.num_ranks))
+    return "\n\n".join(parts)
+
+
+def summary(study: Study, unit: str) -> str:
+    """Return makespan and bubble in one line."""
+    timeline = study.timeline
+    name = f" {unit}" if unit else ""
+    return (
+        f"makespan {timeline.makespan:.6g}{name} ({timeline.makespan / study.ideal:.3f} of the ideal {study.ideal:.6g}), "
+        f"bubble {timeline.bubble_fraction:.1%}, without a barrier between steps {timeline.span_bubble_fraction:.1%}"
+    )
+
+
+def peak_texts(study: Study) -> tuple[str, ...]:
+    """Return the peak memory per rank: bytes if the costs have sizes, else live activations."""
+    if study.peak_bytes is not None:
+        return tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
+    return tuple(map(str, study.timeline.peak_activations))
+
+
+def meaning_of_peaks(studies: Sequence[Study]) -> str:
+    """Return what the numbers of `peak_texts` mean. All studies share their costs."""
+    return _LIVE if studies[0].peak_bytes is None else "memory of one step's activations and messages"
+
+
+_MEANING = (
+    "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
+    "activations, and for W, those that still wait for their W, in whole shares per rank; its sends per step",
+)
+
+
+def comparison(studies: Sequence[Study], unit: str) -> list[list[str]]:
+    """Return a heading and a row per schedule."""
+    bytes_known = any(study.peak_bytes is not None for study in studies)
+    heading = ["schedule", "vpp", f"makespan{f' ({unit})' if unit else ''}", "of ideal", "bubble", "no barrier"]
+    heading += ["peak", "for W", *(["memory"] if bytes_known else []), "sends"]
+    rows = [heading]
+    for study in studies:
+        timeline = study.timeline
+        chunks = study.schedule.num_chunks
+        row = [study.schedule.name, str(chunks), f"{timeline.makespan:.6g}"]
+        row += [f"{timeline.makespan / study.ideal:.3f}", f"{timeline.bubble_fraction:.1%}"]
+        row += [f"{timeline.span_bubble_fraction:.1%}", f"{study.peak_shares:.4g}"]
+        row.append(f"{max(study.peak_deferred) / chunks:.4g}")
+        if study.peak_bytes is not None:
+            row.append(format_bytes(round(max(study.peak_bytes))))
+        rows.append([*row, str(max(study.sends))])
+    return rows
+
+
+def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
+    """Return a table of schedules, and the reason for each impossible one."""
+    rows = comparison(studies, unit)
+    lines = [*table(rows, right=range(1, len(rows[0]))), "", *_MEANING]
+    if refused:
+        lines += ["", *(f"{name}: not possible: {reason}" for name, reason in refused.items())]
+    return "\n".join(lines)
+
+
+def _drawn(studies: Sequence[Study], unit: str) -> str:
+    panels = [Panel(study.timeline, peak_texts(study), summary(study, unit)) for study in studies]
+    return draw_svg(panels, unit=unit, peak=meaning_of_peaks(studies))
+
+
+def html_page(studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> str:
+    """Return a page with the comparison, the impossible schedules and a drawing of each schedule."""
+    head, *rows = comparison(studies, unit)
+    missing = [f"{name}: not possible: {reason}" for name, reason in refused.items()]
+    first = studies[0].schedule
+    return page(
+        f"Pipeline schedules, {first.num_ranks} ranks, {first.num_microbatches} microbatches",
+        [
+            Section(texts=[" ".join(_MEANING), *missing], table=Table(head, [Row(row) for row in rows], left=(0,))),
+            Section(figures=[(_drawn(studies, unit), "")]),
+        ],
+    )
+
+
+# ---- command
 
 
 def run(flags: Namespace) -> int:
@@ -268,15 +370,13 @@ def run(flags: Namespace) -> int:
 
 
 def _check_flags(flags: Namespace) -> None:
-    """No flag is without effect, and the sizes are there."""
-    several = flags.compare is not None
+    """Require --pp and --microbatches, and refuse flags without effect."""
     for flag in ("--pp", "--microbatches") if flags.csv is None else ():
         if getattr(flags, flag[2:]) is None:
             raise ConfigError(f"{flag} is missing; write e.g. megalite schedule --pp 4 --microbatches 8")
-    named = flags.compare if several else []
-    wanted = (named or NAMES) if several else (_name(flags),)
+    names = (_name(flags),) if flags.compare is None else flags.compare or NAMES
     for flag, value, name in (("--group", flags.group, "interleaved"), ("--warm-up", flags.warm_up, "1f1b")):
-        if value is not None and (name not in wanted or flags.forward_only):
+        if value is not None and (name not in names or flags.forward_only):
             raise ConfigError(f"{flag} {value} has no effect without schedule {name} for training; remove it")
 
 
@@ -325,36 +425,17 @@ def _request(flags: Namespace, table: CostTable, own: Schedule | None) -> Reques
 
 
 def _limit(text: str, table: CostTable) -> float:
-    """Bytes if the table has sizes, else microbatches."""
+    """Parse --memory-limit: bytes, or microbatches if the table has no sizes."""
     size = parse_byte_size(text)
     if size is not None and table.memory is None:
         raise ConfigError(
-            f"--memory-limit {text} is in bytes, of which {table.source} say nothing; give microbatches such as 4"
+            f"--memory-limit {text} is in bytes, but no sizes are set ({table.source}); give microbatches such as 4"
         )
     if size is None and re.fullmatch(r"\d+(\.\d*)?(e\d{1,2})?", text.strip(), re.ASCII):
         size = float(text)
     if not size:
         raise ConfigError(f"--memory-limit is {text}; use bytes such as 12GiB or 800MB, or microbatches such as 4")
     return size
-
-
-def _drawn(studies: Sequence[Study], unit: str) -> str:
-    panels = [Panel(study.timeline, peak_texts(study), summary(study, unit)) for study in studies]
-    return draw_svg(panels, unit=unit, peak=meaning_of_peaks(studies))
-
-
-def html_page(studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> str:
-    """The comparison as a table, with what could not be had, and each schedule on a clock."""
-    head, *rows = comparison(studies, unit)
-    missing = [f"{name}: not possible: {reason}" for name, reason in refused.items()]
-    first = studies[0].schedule
-    return page(
-        f"Pipeline schedules, {first.num_ranks} ranks, {first.num_microbatches} microbatches",
-        [
-            Section(texts=[" ".join(_MEANING), *missing], table=Table(head, [Row(row) for row in rows], left=(0,))),
-            Section(figures=[(_drawn(studies, unit), "")]),
-        ],
-    )
 
 
 def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> list[str]:
@@ -366,7 +447,7 @@ def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str
     if flags.html is not None:
         texts[flags.html] = html_page(studies, refused, unit)
     if flags.trace is not None:
-        scale = UNITS[unit] if unit else _SECONDS_OF_NO_UNIT
+        scale = UNITS[unit] if unit else _DEFAULT_UNIT_SECONDS
         sources = {
             study.schedule.name: [
                 event._replace(start=event.start * scale, end=event.end * scale) for event in study.timeline.events
@@ -377,81 +458,3 @@ def _write(flags: Namespace, studies: Sequence[Study], refused: Mapping[str, str
     for path, text in texts.items():
         write_text(path, text)
     return [str(path) for path in texts]
-
-
-_SHOWN_RANKS = 64
-_LIVE = "live activations, in microbatches x stages"
-
-
-def format_study(study: Study, *, unit: str, width: int, lowered: bool) -> str:
-    """The grid, what the step takes, and with `lowered` the lists of the program."""
-    columns = {}
-    if any(study.peak_deferred):
-        columns["for W"] = [str(peak) for peak in study.peak_deferred]
-    if study.peak_bytes is not None:
-        columns["memory"] = [format_bytes(round(peak)) for peak in study.peak_bytes]
-    grid = render_grid(study.timeline, width=width, max_ranks=_SHOWN_RANKS, wrap=True, columns=columns)
-    if "for W" in columns:
-        grid += "; for W: those that still wait for their W"
-    parts = [grid, f"{summary(study, unit)}\nsends per step, by rank: {' '.join(map(str, study.sends))}"]
-    if lowered:
-        actions = study.program.actions
-        longest = max(sum(len(str(action)) + 1 for action in row) for row in actions)
-        parts.append("program:\n" + render_lists(actions, {}, width=longest + 40, max_ranks=study.schedule.num_ranks))
-    return "\n\n".join(parts)
-
-
-def summary(study: Study, unit: str) -> str:
-    """Length and losses of the step in a line."""
-    timeline = study.timeline
-    name = f" {unit}" if unit else ""
-    return (
-        f"makespan {timeline.makespan:.6g}{name} ({timeline.makespan / study.ideal:.3f} of the ideal {study.ideal:.6g}), "
-        f"bubble {timeline.bubble_fraction:.1%}, without a barrier between steps {timeline.span_bubble_fraction:.1%}"
-    )
-
-
-def peak_texts(study: Study) -> tuple[str, ...]:
-    """Per rank its peak memory: bytes if they are known, else live activations."""
-    if study.peak_bytes is not None:
-        return tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
-    return tuple(map(str, study.timeline.peak_activations))
-
-
-def meaning_of_peaks(studies: Sequence[Study]) -> str:
-    """What `peak_texts` gives for these studies, which share their costs."""
-    return _LIVE if studies[0].peak_bytes is None else "memory of one step's activations and messages"
-
-
-_MEANING = (
-    "no barrier: the bubble if the next step may start at once; of the fullest rank: peak, microbatches with live",
-    "activations, and for W, those that still wait for their W, in whole shares per rank; its sends per step",
-)
-
-
-def comparison(studies: Sequence[Study], unit: str) -> list[list[str]]:
-    """A heading, and a row a schedule."""
-    bytes_known = any(study.peak_bytes is not None for study in studies)
-    heading = ["schedule", "vpp", f"makespan{f' ({unit})' if unit else ''}", "of ideal", "bubble", "no barrier"]
-    heading += ["peak", "for W", *(["memory"] if bytes_known else []), "sends"]
-    rows = [heading]
-    for study in studies:
-        timeline = study.timeline
-        chunks = study.schedule.num_chunks
-        row = [study.schedule.name, str(chunks), f"{timeline.makespan:.6g}"]
-        row += [f"{timeline.makespan / study.ideal:.3f}", f"{timeline.bubble_fraction:.1%}"]
-        row += [f"{timeline.span_bubble_fraction:.1%}", f"{study.peak_shares:.4g}"]
-        row.append(f"{max(study.peak_deferred) / chunks:.4g}")
-        if study.peak_bytes is not None:
-            row.append(format_bytes(round(max(study.peak_bytes))))
-        rows.append([*row, str(max(study.sends))])
-    return rows
-
-
-def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, unit: str) -> str:
-    """A row a schedule, then those that could not be had with the reason."""
-    rows = comparison(studies, unit)
-    lines = [*table(rows, right=range(1, len(rows[0]))), "", *_MEANING]
-    if refused:
-        lines += ["", *(f"{name}: not possible: {reason}" for name, reason in refused.items())]
-    return "\n".join(lines)

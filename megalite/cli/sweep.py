@@ -25,20 +25,20 @@ from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make a run a rank of another job."""
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Not inherited by runs: a run with these variables would join another job."""
 _LAUNCHERS = {
     "sbatch": "megalite.sweep.execute:SbatchLauncher",
     "ray": "megalite.sweep.clusters:RayLauncher",
     "kubernetes": "megalite.sweep.clusters:KubernetesLauncher",
 }
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
-_WIDEST = 60  # characters of a label and a status
-_ABOVE_BELOW = 4  # lines of a terminal that the table leaves free
+_MAX_CHARACTERS = 60  # of a label or a status
+_FREE_LINES = 4  # lines of a terminal that the table leaves free
 
 
 def run(flags: Namespace) -> int:
-    """0 if every run has a result, 130 after Ctrl-C."""
+    """Run the sweep. Return 0 if every run has a result, 130 after Ctrl-C."""
     if flags.output is None and not flags.dry_run:
         raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
     try:
@@ -64,7 +64,7 @@ def _sweep(flags: Namespace) -> int:
     if expansion.left_out:
         words.append(f"{expansion.left_out} left out by exclude and only")
     if expansion.ignored:
-        words.append(f"the runs do not go by {', '.join(expansion.ignored)} of the base")
+        words.append(f"the runs ignore {', '.join(expansion.ignored)} of the base")
     room = device_room(spec.memory_limit, machine)
     if room is not None and any(is_built_without_limit(each.config) for each in expansion.candidates):
         words.append(f"auto builds schedules within {format_bytes(room)} per rank")
@@ -111,7 +111,7 @@ def _launcher(name: str, spec: SweepSpec) -> Launcher:
         kind = imported(_LAUNCHERS[name])
         launcher: Launcher = kind(getattr(spec, name), environment=spec.environment, program=spec.program)
         return launcher
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    inherited = {name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES}
     return LocalLauncher(environment=inherited | dict(spec.environment), program=spec.program)
 
 
@@ -150,14 +150,14 @@ def _write(spec: SweepSpec, runs: Sequence[Run], store: Store) -> None:
 def format_table(
     runs: Sequence[Run], results: Mapping[str, Result], progress: Sequence[Progress] = (), steps: int = 0
 ) -> list[str]:
-    """A head and a line for each run; columns as wide as they need."""
-    under_way = {each.run.key: each for each in progress}
-    rows = [_row(run, results.get(run.key), under_way.get(run.key), steps) for run in runs]
+    """Return a heading and a line for each run."""
+    running = {each.run.key: each for each in progress}
+    rows = [_row(run, results.get(run.key), running.get(run.key), steps) for run in runs]
     return table([_HEAD, *rows], right=range(1, len(_HEAD) - 1))
 
 
 def _row(run: Run, result: Result | None, progress: Progress | None, steps: int) -> tuple[str, ...]:
-    """The measured memory where there is any, else the predicted one of the fullest rank, with a ~ before it."""
+    """Return the cells of a run. Predicted memory, of the fullest rank, has a ~ and is shown if none was measured."""
     predicted, memory = "", ""
     if run.predicted is not None:
         predicted = _seconds(run.predicted.step_seconds)
@@ -166,13 +166,13 @@ def _row(run: Run, result: Result | None, progress: Progress | None, steps: int)
         memory = format_bytes(result.memory_bytes)
     shown = None if progress is not None else result
     return (
-        _cut(run.label),
+        _truncate(run.label),
         str(run.ranks),
         predicted,
         _seconds(shown.step_seconds if shown else None),
         f"{shown.tokens_per_second:.0f}" if shown and shown.tokens_per_second else "",
         memory,
-        _cut(_status(run, shown, progress, steps)),
+        _truncate(_status(run, shown, progress, steps)),
     )
 
 
@@ -186,8 +186,8 @@ def _status(run: Run, result: Result | None, progress: Progress | None, steps: i
     return result.status if result.error is None else f"{result.status}: {result.error}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"
 
 
 def _seconds(value: float | None) -> str:
@@ -195,8 +195,9 @@ def _seconds(value: float | None) -> str:
 
 
 class LiveTable:
-    """Shows how a sweep continues: on a terminal the table itself, drawn over and over, elsewhere a line for each
-    result. `results`: as they stand; the caller of `update` has put the new ones in. `steps`: of each run."""
+    """Shows the progress of a sweep: on a terminal a table that is redrawn, otherwise a line for each result.
+
+    `results`: results so far; the caller adds new ones before it calls `update`. `steps`: steps of each run."""
 
     def __init__(self, runs: Sequence[Run], results: Mapping[str, Result], *, steps: int, out: TextIO) -> None:
         self._runs, self._results, self._steps, self._out = runs, results, steps, out
@@ -227,10 +228,10 @@ class LiveTable:
         print(line, file=self._out, flush=True)
 
     def _window(self, progress: Sequence[Progress]) -> list[str]:
-        """The table, and of one longer than the screen what is around the run under way."""
+        """Return the table, or the part around the active run if the table is longer than the screen."""
         head, *rows = format_table(self._runs, self._results, progress, self._steps)
         active = {each.run.key for each in progress}
         at = next((index for index, run in enumerate(self._runs) if run.key in active), len(rows))
-        room = max(shutil.get_terminal_size().lines - _ABOVE_BELOW, 1)
+        room = max(shutil.get_terminal_size().lines - _FREE_LINES, 1)
         first = min(max(at - room // 2, 0), max(len(rows) - room, 0))
         return [head, *rows[first : first + room]]

@@ -1,4 +1,4 @@
-"""The flags of the commands that plan, start, measure and show runs. Without torch, as `model_commands`."""
+"""Define the flags of the commands that plan, start, measure and show runs. Imports no torch, as `model_commands`."""
 
 from pathlib import Path
 
@@ -26,10 +26,10 @@ TRAIN = Command(
 CONFIG = Command(
     "megalite config",
     "show a resolved config, or the presets",
-    "Show what the settings come to.",
+    "Show the resolved settings of a command line.",
     [
         Flag("--show", "the resolved config as YAML", bool),
-        Flag("--explain", "each setting that is not at its default, and where it comes from", bool),
+        Flag("--explain", "each setting that is not at its default, with its source", bool),
         Flag("--presets", "names of the presets", bool),
     ],
     ("megalite config --show --preset gpt2-124m --tp 2 --world-size 8",),
@@ -43,37 +43,37 @@ CONFIG = Command(
 COMPLETION = Command(
     "megalite completion",
     "shell completion of commands, flags and their values",
-    "Print the completion script of a shell, for megalite and for pretrain_gpt.py where that is called by its name.",
+    "Print the completion script of a shell, for megalite and for pretrain_gpt.py if it is called by its name.",
     [Flag("shell SHELL", "bash or zsh", choices=("bash", "zsh"))],
     ("megalite completion bash",),
-    'eval "$(megalite completion bash)" goes into ~/.bashrc, with zsh into ~/.zshrc.',
+    'Add eval "$(megalite completion bash)" to ~/.bashrc, or the same with zsh to ~/.zshrc.',
     status_without_words=0,
 )
 
 PORT = Command(
     "megalite port",
-    "turn a launch script or YAML of Megatron-LM into ours",
+    "translate a launch script or YAML of Megatron-LM",
     "Read a launch script of Megatron-LM (bash that runs pretrain_gpt.py by torchrun, srun or python) or a model_config.yaml "
-    "of its tests, and print the command line, the config, what was dropped and what differs. Nothing is run: variables "
-    "without a value stay as they are written. docs/from_megatron.md says more.",
+    "of its tests, and print the command line, the config, dropped flags and differences. Nothing in the script is run; "
+    "variables without a value stay in the output. See docs/from_megatron.md.",
     [
         Flag("script SCRIPT", "a bash script, or YAML with MODEL_ARGS", Path),
-        Flag("--set NAME=VALUE", "the value of a variable, or of an argument: 1=checkpoints; repeat it", repeat=True),
-        Flag("--world-size N", "ranks; default: what the launcher says", positive),
-        Flag("--output FILE", "write the config there", Path),
+        Flag("--set NAME=VALUE", "value of a variable or of an argument (1=checkpoints); may be repeated", repeat=True),
+        Flag("--world-size N", "ranks; default: those of the launcher", positive),
+        Flag("--output FILE", "write the config to a file", Path),
     ],
     ("megalite port train_llama3_8b.sh --set 1=checkpoints --output run.yaml",),
-    "Exit status: 0, or 2 if something in it cannot be had: all of it is named.",
+    "Exit status: 0, or 2 if something is not supported: the error names all of it.",
 )
 
 REHEARSE = Command(
     "megalite rehearse",
     "run a training step of any rank of any layout without devices or peers",
-    "Run the real training step of one rank, or of one rank of each kind, on tensors without contents: peak memory, kernels, "
-    "where the host waits for the device, every communication in its order; with --all-kinds a proof that all groups of the "
-    "world match and that nothing deadlocks. docs/rehearsal.md says what it shows and what it cannot.",
+    "Run the real training step of one rank, or of one rank of each kind, on tensors without contents. Shows peak memory, "
+    "kernels, waits of the host for the device and every communication in order; with --all-kinds also a proof that all "
+    "groups of the world match and that nothing deadlocks. docs/rehearsal.md explains the output and its limits.",
     [
-        Flag("--all-kinds", "both corners of each pipeline place, and the proof", bool),
+        Flag("--all-kinds", "the first and last rank of each pipeline rank, and the proof", bool),
         Flag("--workers N", "processes; default: the usable cores", positive),
     ],
     ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
@@ -85,9 +85,9 @@ REHEARSE = Command(
 SCHEDULE = Command(
     "megalite schedule",
     "draw, compare and check pipeline schedules",
-    "Draw a pipeline schedule on a clock, with the bubble and the peak memory of each rank; compare schedules; check a "
+    "Draw the timeline of a pipeline schedule, with the bubble and the peak memory of each rank; compare schedules; check a "
     "schedule that you wrote before training with it. Costs are those of a rank's whole share of the model for one "
-    "microbatch; without --costs forward, input gradient and weight gradient take 1 each. docs/schedules.md explains it.",
+    "microbatch; without --costs forward, input gradient and weight gradient take 1 each. See docs/schedules.md.",
     [
         Flag(
             "--schedule NAME", f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)", choices=PIPELINE_SCHEDULES
@@ -96,17 +96,17 @@ SCHEDULE = Command(
         Flag("--csv FILE", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path),
         Flag("--compare [NAME ...]", "several schedules in one table (default all)", choices=PIPELINE_SCHEDULES),
         Flag("--pp P", "pipeline ranks", positive),
-        Flag("--vpp V", "stages per rank (default: what the schedule needs)", positive),
-        Flag("--microbatches M", "microbatches in a step", positive),
-        Flag("--group N", "interleaved: microbatches of a group (default: least)", int),
-        Flag("--warm-up", "1f1b: least warm-up, or twice as deep (default pa)", choices=("pa", "pb")),
-        Flag("--recompute-ahead", "recompute before the gradient is there", bool),
+        Flag("--vpp V", "stages per rank (default: as the schedule needs)", positive),
+        Flag("--microbatches M", "microbatches per step", positive),
+        Flag("--group N", "interleaved: microbatches per group (default: minimum)", int),
+        Flag("--warm-up", "1f1b: shortest warm-up (pa, default), or twice as deep (pb)", choices=("pa", "pb")),
+        Flag("--recompute-ahead", "recompute before the gradient arrives", bool),
         Flag("--forward-only", "evaluation: no backwards", bool),
         Flag("--costs FILE", "JSON: times, links and bytes", Path),
-        Flag("--memory-limit SIZE", "of a rank: bytes such as 12GiB; without --costs live microbatches such as 4"),
-        Flag("--recv-prefetch N", "receives are posted N actions early", int, default=1),
-        Flag("--send-window N", "sends that may be pending on a link", int, default=1),
-        Flag("--lowered", "show the program too: sends, receives, reductions", bool),
+        Flag("--memory-limit SIZE", "per rank: bytes such as 12GiB; without --costs live microbatches such as 4"),
+        Flag("--recv-prefetch N", "post receives N actions early", int, default=1),
+        Flag("--send-window N", "maximum pending sends on a link", int, default=1),
+        Flag("--lowered", "also show the program with sends, receives and reductions", bool),
         _JSON,
         Flag("--write-csv FILE", "write the schedule, for --csv", Path),
         Flag("--svg FILE", "write a picture", Path),
@@ -126,30 +126,30 @@ SCHEDULE = Command(
 
 PLAN = Command(
     "megalite plan",
-    "the fastest layouts of a model on a cluster, with their time, memory and launch lines",
-    "Find the fastest layouts that fit. Any setting of megalite train may be given; those that the search decides (--tp, "
-    "--pp, ...) then are constraints. docs/plan.md explains what is printed.",
+    "find the fastest layouts of a model on a cluster, with their time, memory and launch lines",
+    "Find the fastest layouts that fit. All settings of megalite train are allowed; those that the search decides (--tp, "
+    "--pp, ...) become constraints. docs/plan.md explains the output.",
     [
-        Flag("--cluster NAME", "machines: a name that comes with megalite, or a YAML file", required=True),
-        Flag("--gpus N", "ranks; with --objective cost the most of them", positive, required=True),
+        Flag("--cluster NAME", "machines: a cluster of megalite, or a YAML file", required=True),
+        Flag("--gpus N", "ranks; with --objective cost the maximum", positive, required=True),
         Flag("--stack NAME", "software: fused (default) or unfused, or a YAML file", default="fused"),
         Flag(
             "--objective",
-            "what is least: time (default), cost in GPU hours, memory",
+            "minimize time (default), cost in GPU hours, or memory",
             choices=("time", "cost", "memory"),
             default="time",
         ),
         Flag("--fix NAME=VALUE,..", "allow only these values, e.g. schedule=zb-v; may be repeated", repeat=True),
         Flag("--max-memory SIZE", "per rank, e.g. 70GB; default 90 % of the device's", byte_size),
-        Flag("--tokens N", "length of the training of which the time is shown, e.g. 1.5T (300B)", default="300B"),
-        Flag("--gpu-hour-price N", "money per GPU hour; default the cluster file's, if it has one", above_zero),
-        Flag("--mtbf-hours N", "GPU hours from one failure to the next, for goodput; with --save-seconds", above_zero),
-        Flag("--save-seconds N", "that a checkpoint holds training up", above_zero),
-        Flag("--restart-seconds N", "from a failure until training continues (600)", above_zero, default=600.0),
+        Flag("--tokens N", "length of the whole training, for its time and cost, e.g. 1.5T (300B)", default="300B"),
+        Flag("--gpu-hour-price N", "price of a GPU hour; default: that of the cluster file", above_zero),
+        Flag("--mtbf-hours N", "mean GPU hours between failures, for goodput; with --save-seconds", above_zero),
+        Flag("--save-seconds N", "seconds that a checkpoint delays training", above_zero),
+        Flag("--restart-seconds N", "seconds from a failure until training continues (600)", above_zero, default=600.0),
         Flag("--top N", "layouts to show (5)", positive, default=5),
-        Flag("--output FILE", "write the best as a config for training, the others beside it", Path),
+        Flag("--output FILE", "write the best layout as a config for training, the others beside it", Path),
         Flag("--html FILE", "write a report: one file, no network", Path),
-        Flag("--resolve FILE", "write a sweep of the layouts that are a tie, which decides between them", Path),
+        Flag("--resolve FILE", "write a sweep that measures the tied layouts", Path),
         Flag("--explain", "draw the step of the best layout", bool),
         _JSON,
     ],
@@ -161,21 +161,19 @@ PLAN = Command(
 PLAN_FIT = Command(
     "megalite plan-fit",
     "fit a cluster and a stack to measured steps, for plan and sweep",
-    "Read a table of measured steps, fit the efficiencies and constants that explain them, and show the error of each row. "
-    "docs/planner.md says which constants there are.",
+    "Read a table of measured steps, fit efficiencies and constants to them, and show the error of each row. "
+    "docs/planner.md lists the constants.",
     [
         Flag(
             "rows ROWS.csv",
             "CSV: gpus, seconds (or tokens_per_second_per_gpu), and settings by name; a line per step",
             Path,
         ),
-        Flag(
-            "--cluster NAME", "machines to begin with: a name that comes with megalite, or a YAML file", required=True
-        ),
-        Flag("--stack NAME", "software to begin with (fused)", default="fused"),
-        Flag("--fit CONSTANT", "only this constant, e.g. gemm; may be repeated", repeat=True),
-        Flag("--leave-out COLUMN", "also fit without the rows of each value of a column, and judge by those"),
-        Flag("--output FILE.yaml", "write the cluster there, and the stack beside it", Path),
+        Flag("--cluster NAME", "initial cluster: a cluster of megalite, or a YAML file", required=True),
+        Flag("--stack NAME", "initial software stack (fused)", default="fused"),
+        Flag("--fit CONSTANT", "fit only this constant, e.g. gemm; may be repeated", repeat=True),
+        Flag("--leave-out COLUMN", "cross-validate: predict the rows of each value of a column from the others"),
+        Flag("--output FILE.yaml", "write the cluster to this file, and the stack beside it", Path),
         _JSON,
     ],
     ("megalite plan-fit steps.csv --cluster dgx-h100 --leave-out hidden_size --output ours.yaml",),
@@ -185,19 +183,19 @@ PLAN_FIT = Command(
 PLAN_CHAIN = Command(
     "megalite plan-chain",
     "cut and place a chain of unequal layers (DAPPLE's planner), beside PipeDream's",
-    "Which layers make a stage, on how many devices and on which: the fastest synchronous step for a model given as a "
-    "chain of measured layers. PipeDream's plan, pure data parallelism and a straight pipeline are judged by the same "
-    "simulator. docs/planner_chain.md explains all of it.",
+    "Group the layers of a model, given as a chain of measured layers, into stages and place them on devices, so that the "
+    "synchronous step is fastest. The same simulator evaluates PipeDream's plan, pure data parallelism and a straight "
+    "pipeline. See docs/planner_chain.md.",
     [
-        Flag("profile PROFILE", "YAML: the layers; or a synthetic one such as vgg-19 (the page names all)"),
+        Flag("profile PROFILE", "YAML: the layers; or a synthetic profile such as vgg-19 (listed on that page)"),
         Flag(
             "--cluster NAME",
             "machines x devices such as 2x8 or 16x1@10 (Gbit/s), A, B or C of the DAPPLE paper, or a YAML file",
             required=True,
         ),
-        Flag("--global-batch-size N", "samples of a step", int, required=True),
-        Flag("--memory SIZE", "of a device, such as 16GB (default: the cluster's)", byte_size),
-        Flag("--compare", "the stages of the plans it is compared with, too", bool),
+        Flag("--global-batch-size N", "samples per step", int, required=True),
+        Flag("--memory SIZE", "memory per device, such as 16GB (default: the cluster's)", byte_size),
+        Flag("--compare", "also show the stages of the other plans", bool),
         _JSON,
         Flag("--svg FILE", "write the timeline as a picture", Path),
     ],
@@ -207,24 +205,24 @@ PLAN_CHAIN = Command(
 PROFILE = Command(
     "megalite profile",
     "measure this machine and write a cluster file for plan and sweep",
-    "Measure matrix products, attention, memory and small operations of this machine, and under torchrun what moves "
-    "between its ranks, and write a cluster file: megalite plan --cluster FILE. docs/profile.md",
+    "Measure matrix products, attention, memory and small operations of this machine, and under torchrun the "
+    "communication between its ranks, and write a cluster file: megalite plan --cluster FILE. See docs/profile.md.",
     [
         Flag("--output FILE", "cluster file to write (.yaml)", Path, required=True),
-        Flag("--output-stack FILE", "write a stack file too: what the host takes to start operations", Path),
-        Flag("--seconds N", "how long to measure (60)", float, default=60.0),
+        Flag("--output-stack FILE", "also write a stack file: times of the host to start operations", Path),
+        Flag("--seconds N", "duration of the measurement (60)", float, default=60.0),
         Flag(
             "--dtype NAME ...",
-            f"precisions to measure, of {', '.join(PRECISIONS)}; the first decides efficiencies (bf16 on a GPU, fp32 on a "
-            "CPU)",
+            f"precisions to measure, of {', '.join(PRECISIONS)}; efficiencies are those of the first (bf16 on a GPU, fp32 on "
+            "a CPU)",
         ),
         Flag("--device", "(auto)", default="auto", choices=_DEVICE),
         Flag(
             "--like CLUSTER",
-            "name or file of the cluster that stands in for what is not measured; default: the one with this "
-            "accelerator, or cpu-box",
+            "name or file of the cluster with figures for what is not measured; default: the one with this accelerator, "
+            "or cpu-box",
         ),
-        Flag("--name NAME", "of the cluster; default: that of the file"),
+        Flag("--name NAME", "name of the cluster; default: that of the file"),
     ],
     (
         "megalite profile --output my-cluster.yaml",
@@ -235,20 +233,19 @@ PROFILE = Command(
 SWEEP = Command(
     "megalite sweep",
     "run many configurations for a few steps and compare them",
-    "Check every configuration of a grid, a list or a plan, train each for a few steps, and compare speed and memory, "
-    "measured and predicted. What is done is not run again: the same command continues after a kill. docs/sweep.md "
-    "explains all of it.",
+    "Check every configuration of a grid, a list or a plan, train each for a few steps, and compare measured and predicted "
+    "speed and memory. Finished runs are not repeated: the same command continues after a kill. See docs/sweep.md.",
     [
-        Flag("sweep SWEEP.yaml", "which configurations, and for how long", Path),
-        Flag("--output FOLDER", "results and runs; continues if it is there", Path),
-        Flag("--dry-run", "check and predict all, run nothing", bool),
+        Flag("sweep SWEEP.yaml", "the configurations and the number of steps", Path),
+        Flag("--output FOLDER", "folder for results and runs; an existing one is continued", Path),
+        Flag("--dry-run", "check and predict all configurations, run nothing", bool),
         Flag("--strict", "stop if any configuration is refused", bool),
-        Flag("--launcher", "torchrun here, or jobs (local)", default="local", choices=_LAUNCHERS),
-        Flag("--timeout SECONDS", "of a run; over the file's (300)", above_zero),
+        Flag("--launcher", "local torchrun, or jobs (local)", default="local", choices=_LAUNCHERS),
+        Flag("--timeout SECONDS", "limit of a run; overrides the file (300)", above_zero),
         Flag("--limit N", "launch at most N runs this time", positive),
-        Flag("--retry", "run again what did not end well", bool),
-        Flag("--report-only", "write table and report from the results there are", bool),
-        Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to what was measured, into new files", Path),
+        Flag("--retry", "repeat runs that failed", bool),
+        Flag("--report-only", "write table and report from existing results", bool),
+        Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to the measurements, into new files", Path),
     ],
     ("megalite sweep sweep.yaml --dry-run", "megalite sweep sweep.yaml --output runs/sweep"),
     disables={
@@ -260,18 +257,18 @@ SWEEP = Command(
 PARITY = Command(
     "megalite parity",
     "check that a layout gives the numbers of one rank, on this CPU",
-    "Shrinks the model to laptop size, trains it on one rank and in the layout (gloo on this CPU, float64) and compares "
-    "every loss, gradient and weight. Takes the flags of megalite train, except strategies, compression and optimizers "
-    "that are not meant to give the numbers of one rank. --precision NAME runs both in it: fp64 (default), fp32, bf16 or "
-    "fp16; --world-size N is the ranks of the layout (default tp·pp·cp·dp with dp at most 2, and at most 8); with "
+    "Shrink the model to laptop size, train it on one rank and in the layout (gloo on this CPU, float64) and compare every "
+    "loss, gradient and weight. Takes the flags of megalite train, except strategies, compression and optimizers that are "
+    "not meant to give the numbers of one rank. --precision NAME sets the precision of both: fp64 (default), fp32, bf16 or "
+    "fp16; --world-size N sets the ranks of the layout (default tp·pp·cp·dp with dp at most 2, and at most 8); with "
     "--no-eod-mask-loss all tokens count (default: uneven masks); --json prints the comparison as JSON. docs/parity.md "
     "explains the table.",
     [
         Flag("--steps N", "steps to train (3)", positive, default=3),
-        Flag("--tolerance X", "largest relative difference (1e-9 in fp64)", not_negative),
+        Flag("--tolerance X", "maximum relative difference (1e-9 in fp64)", not_negative),
         Flag(
             "--fuzz SECONDS",
-            "draw random layouts and models for so long, with --seed N; prints a line that repeats each failure",
+            "test random layouts and models for this time, with --seed N; print a command that repeats each failure",
             not_negative,
         ),
     ],
@@ -283,15 +280,15 @@ PARITY = Command(
 
 DOCTOR = Command(
     "megalite doctor",
-    "look at this machine: versions, devices, network, disk; test collectives and products; what to fix",
-    "Look at versions, devices, kernels, network and disk, test matrix products and collectives for a few seconds, and "
-    "say what to fix. Under torchrun all ranks of the job test together, and hosts that differ, fail or are slow are "
-    "named. docs/doctor.md explains the findings.",
+    "check this machine: versions, devices, network, disk, collectives and products; list what to fix",
+    "Examine versions, devices, kernels, network and disk, test matrix products and collectives for a few seconds, and "
+    "list what to fix. Under torchrun all ranks of the job test together, and the report names hosts that differ, fail or "
+    "are slow. docs/doctor.md explains the findings.",
     [
-        Flag("--run-dir DIR", "folder of which the disk is tested; need not be there yet (.)", Path, default=Path()),
-        Flag("--device", "device that is tested (auto: cuda where there is one)", default="auto", choices=_DEVICE),
-        Flag("--seconds N", f"that products and collectives take together ({DOCTOR_SECONDS:g})", float),
-        Flag("--no-self-test", "look only: no products, no collectives", bool),
+        Flag("--run-dir DIR", "folder on the disk to test; it need not exist (.)", Path, default=Path()),
+        Flag("--device", "device to test (auto: cuda if there is one)", default="auto", choices=_DEVICE),
+        Flag("--seconds N", f"duration of the tests of products and collectives ({DOCTOR_SECONDS:g})", float),
+        Flag("--no-self-test", "skip the tests of products and collectives", bool),
         Flag("--json", "print JSON: every finding with its data", bool),
     ],
     (
@@ -304,12 +301,12 @@ DOCTOR = Command(
 
 KERNELS = Command(
     "megalite kernels",
-    "operations, their kernels, what can run here or why not, and what would be chosen",
-    "Operations, their kernels of each backend, whether they can run here or why not, and which would serve a model of "
-    "hidden size 4096, also with --kernels of a run. docs/kernels.md",
+    "list operations and kernels, why some cannot run on this machine, and which would be chosen",
+    "List the kernels of each operation and backend, whether they can run on this machine or why not, and which one a model "
+    "of hidden size 4096 would use. See docs/kernels.md.",
     [
-        Flag("--device", "the device asked about (cuda where there is one)", choices=("cpu", "cuda")),
-        Flag("--kernels CHOICES", "as a run takes it: apex, or apex,adam=torch"),
+        Flag("--device", "device (default: cuda if there is one)", choices=("cpu", "cuda")),
+        Flag("--kernels CHOICES", "setting --kernels of a run: apex, or apex,adam=torch"),
         IMPORT,
         _JSON,
     ],
@@ -318,13 +315,13 @@ KERNELS = Command(
 
 RUNS = Command(
     "megalite runs",
-    "list runs, how they stand, and compare their curves",
-    "List the runs in and below a folder: how each stands, its last loss, speed and goodput. Reads what runs leave in "
-    "their --run-dir; a run that is under way may be looked at.",
+    "list runs with their status, and compare their curves",
+    "List the runs in and below a folder with status, last loss, speed and goodput. Reads the files in their --run-dir, "
+    "also while a run is active.",
     [
-        Flag("folder DIR", "a run (its --run-dir), or a folder with runs in it", Path),
-        Flag("--html FILE", "write one page with their curves; it needs nothing else", Path),
-        Flag("--png FILE", "draw their curves (with matplotlib); the ending gives the format: .png, .svg, .pdf", Path),
+        Flag("folder DIR", "a run (its --run-dir), or a folder that contains runs", Path),
+        Flag("--html FILE", "write a report with the curves: one file, no network", Path),
+        Flag("--png FILE", "draw the curves with matplotlib; the suffix gives the format: .png, .svg, .pdf", Path),
         Flag("--json", "print the list, with the curves, as JSON", bool),
     ],
     ("megalite runs runs --html runs/compare.html", "megalite runs runs/first --png loss.svg"),

@@ -60,7 +60,7 @@ def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
     assert "layers.{7..8}.experts.{0..1}.weight [40] F32 x2 in 20 parts" in lines
     assert any(line.startswith("weights-{00000..00019}.safetensors x20, ") for line in lines)
     assert "optimizer none" in lines and "tokenizer none" in lines
-    assert "also there model.pt (not read)" in lines
+    assert "other files model.pt (not read)" in lines
 
 
 def test_listing_needs_no_torch(real: Path) -> None:
@@ -95,7 +95,7 @@ def test_without_verifying(folder: Path, capsys: Captured) -> None:
     newest = folder / "step-0000002"
     flip_last_bit(newest / WEIGHTS)
     assert inspect(newest, "--no-verify") == OK
-    assert "of the right length; not hashed" in said(capsys)
+    assert "with the right length; not hashed" in said(capsys)
     (newest / WEIGHTS).write_bytes(b"")
     assert inspect(newest, "--no-verify") == DAMAGED
     assert f"{WEIGHTS}: 0 bytes long, the manifest says" in said(capsys)
@@ -184,7 +184,7 @@ def test_paths_of_the_runs_do_not_count(tmp_path: Path, capsys: Captured) -> Non
     lines = [" ".join(line.split()) for line in said(capsys).splitlines()]
     at = lines.index("paths and the like that differ and do not count (A | B):")
     assert "config.data.tokenizer_model a/tok.model | b/tok.model" in lines[at:]
-    assert lines[-1] == "equal: 1 tensor, bit for bit, but for fields that do not count"
+    assert lines[-1] == "equal: 1 tensor, bit for bit, except fields that do not count"
     assert inspect("--diff", *sides, "--json") == OK
     data = json.loads(said(capsys))
     assert data["same"] and data["fields"] == {}
@@ -198,7 +198,7 @@ def test_paths_of_the_runs_do_not_count(tmp_path: Path, capsys: Captured) -> Non
 def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     newest = folder / "step-0000002"
     cases: Sequence[tuple[list[str | Path], str]] = [
-        ([], "give one checkpoint to look at, or two behind --diff"),
+        ([], "give one checkpoint to inspect, or two after --diff"),
         ([folder, "--diff", folder, folder], "give one checkpoint"),
         ([folder, "--config", "--tensors", "*"], "--tensors has no effect with --config"),
         ([folder, "--config", "--no-verify"], "--no-verify has no effect"),

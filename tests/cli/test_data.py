@@ -29,7 +29,7 @@ def test_verify(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out.splitlines() == [
         f"{prefix}: sound: 6 documents, 13 uint16 tokens, 212 bytes; ids up to 13, vocab_size 14; sha256 as in the "
         "side file",
-        f"{plain}: sound: 6 documents, 13 uint16 tokens, 212 bytes; ids up to 13 (compared with nothing: give "
+        f"{plain}: sound: 6 documents, 13 uint16 tokens, 212 bytes; ids up to 13 (not compared: give "
         "--vocab-size); sha256 not compared: no side file",
     ]
     assert main(["verify", prefix, "--no-hash"]) == 0
@@ -99,7 +99,7 @@ def test_inspect_refuses_what_has_no_effect(prefix: str, tmp_path: Path, capsys:
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
     plain = write(tmp_path / "plain", MIXED)
     for flags, message in (
-        ([prefix, *null, "14"], "say which, as in --documents 0:3"),
+        ([prefix, *null, "14"], "choose them, e.g. --documents 0:3"),
         ([prefix, "--vocab-size", "14"], "vocab_size 14 has no effect"),
         ([prefix, "--max-tokens", "0"], "--max-tokens: takes a whole number of at least 1, such as 4, got 0"),
         ([prefix, "--documents", "9"], "has the documents 0 to 5"),
@@ -116,7 +116,7 @@ def test_merge(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert main(["merge", "--input", str(tmp_path), "--output-prefix", output]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{output}.bin and .idx: 12 documents, 26 uint16 tokens, of 2 datasets",
-        "no side file: a dataset has none, or they name different vocabularies; tokenizers were not compared",
+        "no side file written: a dataset has none, or vocabularies differ; tokenizers were not compared",
     ]
     assert both(output) == pack(MIXED + MIXED)
     assert main(["merge", "--input", plain, prefix, "--output-prefix", output]) == 2
@@ -144,7 +144,7 @@ def test_split(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert test == f"{out}_test: no documents, not written"
     assert not Path(f"{out}_test.bin").exists()
     assert main(["split", "--input", str(tmp_path / "new"), "--output-prefix", out, "--parts", "2"]) == 2
-    assert "holds 7 datasets; give the prefix of one" in capsys.readouterr().err
+    assert "contains 7 datasets; give the prefix of one" in capsys.readouterr().err
     empty = write(tmp_path / "empty", [])
     assert main(["split", "--input", empty, "--output-prefix", out, "--parts", "2"]) == 2
     assert "empty has no documents to split" in capsys.readouterr().err

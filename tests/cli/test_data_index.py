@@ -32,8 +32,8 @@ def test_small_indices_are_not_kept(
     monkeypatch.undo()
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "a: 10 documents, 170 tokens, 21 samples an epoch; the run reads 2.38 epochs" in out
-    assert "its index has 120 bytes: made in memory when the run starts, nothing to keep" in out
+    assert "a: 10 documents, 170 tokens, 21 samples per epoch; the run reads 2.38 epochs" in out
+    assert "its index has 120 bytes: the run builds it in memory" in out
     assert not (tmp_path / "cache").exists()
 
 
@@ -92,4 +92,4 @@ def test_bad_input_help_and_mock_data(words: list[str], capsys: pytest.CaptureFi
     assert main(["--mock-data", "--train-iters", "5", "--vocab-size", "9"]) == 0
     assert capsys.readouterr().out == "this data needs no index\n"
     assert main([*words, "--packing", "best-fit"]) == 0
-    assert capsys.readouterr().out.startswith("packing best-fit keeps no index: ")
+    assert capsys.readouterr().out.startswith("packing best-fit stores no index: ")

@@ -53,7 +53,7 @@ def test_errors_are_told_and_end_in_1(monkeypatch: pytest.MonkeyPatch, capsys: C
         yield Finding(topic="a", name="two", level="warning", text="so so", remedy="mend it a little")
         yield Finding(topic="b", name="three", level="error", text="bad\x1b[2J", remedy="mend it")
 
-    monkeypatch.setattr(doctor, "_alone", found)
+    monkeypatch.setattr(doctor, "_local_findings", found)
     assert main(["doctor", "--device", "cpu"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "a",

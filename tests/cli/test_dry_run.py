@@ -130,7 +130,7 @@ def test_text() -> None:
         "each rank alone: cp, ep",
         "Rank 0 1 2 3 4 5 6 7",
         "dp 0 0 1 1 0 0 1 1",
-        "Batch: 1 sequences x 2 data-parallel x 8 microbatches = 16 sequences = 4,096 tokens in a step",
+        "Batch: 1 sequences x 2 data-parallel x 8 microbatches = 16 sequences = 4,096 tokens per step",
         "run: 30 steps, 480 samples, 122,880 tokens",
     ):
         assert line in lines
@@ -207,7 +207,7 @@ def test_text_of_a_rank() -> None:
     assert " ".join(row.split()) == (
         "layers.{16..23}.moe.experts.down.weight 1 x 4096 x 14336 bf16 112.00 MiB [5:6] of 8 along 0, each of 8 layers"
     )
-    actions = text[text.index("Actions of a step: 1f1b, 16 microbatches: 16 RECV_F, 16 F, 16 SEND_F") :]
+    actions = text[text.index("Actions per step: 1f1b, 16 microbatches: 16 RECV_F, 16 F, 16 SEND_F") :]
     assert " 2RECV_F0 2RECV_F1 2F0 2SEND_F0 " in actions and " more ... " in actions
     assert actions.endswith(" 2REDUCE_GRAD")
     assert max(map(len, text.splitlines())) <= 140

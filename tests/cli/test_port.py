@@ -211,7 +211,7 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     assert "--no-rope-fusion" not in launch.words and "--deterministic-mode" in launch.words
     assert main(["train", *launch.words, "--dry-run"]) == 0
     said = capsys.readouterr()
-    assert "is not here: a vocabulary of 50257 is assumed" in said.err
+    assert "is missing: a vocabulary of 50257 is assumed" in said.err
     assert "already so: --log-timers-to-tensorboard --transformer-impl; no effect here: --ckpt-format" in said.err
     assert main(["port", str(case), "--output", str(ported)]) == 0
     assert main(["train", "--config", str(ported), "--dry-run"]) == 0

@@ -212,7 +212,7 @@ def test_a_bad_schedule_is_shown_with_its_cell(name: str, text: str, says: tuple
     for part in says:
         assert part in said.err
     if name != "misplaced":
-        assert "rank 0: " in said.err and "drawn as far as it gets:" in said.err
+        assert "rank 0: " in said.err and "drawn until it blocks:" in said.err
 
 
 @pytest.mark.parametrize(("costs", "limit", "says"), [

@@ -85,7 +85,7 @@ def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pyte
     assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
     assert (tmp_path / "with" / "vocab.json").is_file()
     assert run(gpt, tmp_path / "without", "--to", "native", "--without-tokenizer") == 0
-    assert "no tokenizer goes along" in capsys.readouterr().out
+    assert "without tokenizer" in capsys.readouterr().out
     assert NativeWeights(tmp_path / "without").tokenizer_files == []
     assert run(tmp_path / "without", tmp_path / "x", "--to", "native", "--without-tokenizer") == 0
     words = ["--to", "huggingface", "--tokenizer-model", tmp_path / "data"]
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_is_done(
         patch.setattr(ByteProgress, "advance", interrupted)
         assert run(gpt, tmp_path / "target", *words) == 130
     kept_in = workplace_of(tmp_path / "target")
-    said = f"interrupted; what is done is kept in {kept_in}: run the same command to continue, or remove it"
+    said = f"interrupted; finished files are in {kept_in}: run the same command to continue, or remove the folder"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
     kept = {path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")}
@@ -157,7 +157,7 @@ def test_a_target_unlike_its_source_is_status_1(
     assert run(gpt, tmp_path / "target", "--to", "native") == 1
     said = capsys.readouterr()
     assert f"verify   weights: {name} differs by up to" in said.out and "FAILED" in said.out
-    left = f"the target was written and is left at {tmp_path / 'target'}; do not use it"
+    left = f"the target remains at {tmp_path / 'target'}; do not use it"
     assert said.err.splitlines()[-1].endswith(left)
     assert run(gpt, tmp_path / "unseen", "--to", "native", "--no-verify") == 0
     assert "verify" not in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_told_at_once(
     monkeypatch.setattr(convert, "free_bytes", lambda folder: 5000)
     assert run(gpt, tmp_path / "target", "--to", "native") == 2
     error = capsys.readouterr().err
-    assert "more bytes, free there: 5,000" in error
+    assert "more bytes, but 5,000 are free" in error
     assert not workplace_of(tmp_path / "target").exists()
 
 

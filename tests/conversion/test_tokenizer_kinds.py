@@ -105,7 +105,7 @@ def test_bytes(tmp_path: Path, capsys: Captured) -> None:
         assert run(source, tmp_path / target, "--to", "huggingface", *flags) == 0
         said = capsys.readouterr().out
         none = "ByteLevelTokenizer has none; ids are the bytes of the text in UTF-8, and 256 ends a document"
-        assert (f"no tokenizer file goes along: {none}\n" in said) is (target == "hf")
+        assert (f"without tokenizer file: {none}\n" in said) is (target == "hf")
         for name in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / target / name).read_text())["eos_token_id"] == 256
     assert run(source, tmp_path / "b", "--to", "native") == 0

@@ -156,7 +156,7 @@ def test_the_tables_have_a_row_a_measurement_and_shares_of_the_vendor_s_peaks() 
     products, attention, memory, passes, between, constants, mark = (part.splitlines() for part in said)
     assert [len(part) - 2 for part in (products, attention, memory)] == [36, 2, 6]
     assert len(between) - 2 == len(measured.collectives) and passes == [
-        "Passes of small stages are measured on CPUs alone"
+        "Passes of small stages are measured only on CPUs"
     ]
     assert products[1].split()[-3:] == ["FLOP/s", "of", "peak"]
     share = first.flops_per_second / base.peak("bf16")

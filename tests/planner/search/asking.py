@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 def asked(flags: str) -> Asked:
     """What `megalite plan` makes of these flags."""
-    return Asked(*plan.asked(PLAN.parse(flags.split())))
+    return Asked(*plan.search_inputs(PLAN.parse(flags.split())))
 
 
 def layouts_of(request: Request) -> list[Layout]:
