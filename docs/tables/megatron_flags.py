@@ -1,4 +1,4 @@
-"""Coming from Megatron-LM: its flags beside ours, and those that set something else."""
+"""Write the tables of docs/from_megatron.md: flags that differ from Megatron-LM's, and flags that set others."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,39 +17,39 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "hidden_dropout": "theirs is 0.1",
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "other initial weights, the same on any layout",
-        "moe_aux_loss_coeff": "over each sequence; as theirs with `--moe-router-load-balancing-type aux_loss`",
+        "moe_aux_loss_coeff": "over each sequence; as in Megatron-LM with `--moe-router-load-balancing-type aux_loss`",
         "moe_expert_capacity_factor": "over each sequence, not over a rank's microbatch",
         # parallel
-        "cp_comm_type": "one for all layers",
-        "pipeline_layout": "m comes right before L, and can be left out",
+        "cp_comm_type": "the same for all layers",
+        "pipeline_layout": "m comes right before L, and is optional",
         "ddp_bucket_size": "theirs is max(40 million, 1 million · dp)",
         "overlap_grad_reduce": "theirs is off unless given",
         "overlap_param_gather": "theirs is off unless given",
-        "fp8_param_gather": "each rank keeps its own part of the weights in bf16",
+        "fp8_param_gather": "each rank keeps its part of the weights in bf16",
         # optimizer
-        "optimizer": "adam, sgd, muon, and soap as in the paper, where theirs differs; `dist_muon` is muon with `--dp-strategy "
+        "optimizer": "adam, sgd, muon, and soap as in the paper, unlike theirs; `dist_muon` is muon with `--dp-strategy "
         "distributed-optimizer`",
         "lr_decay_style": "theirs is linear",
-        "lr_warmup_init": "as theirs with `--lr-schedule-offset megatron`; else the first step runs above it",
+        "lr_warmup_init": "as in Megatron-LM with `--lr-schedule-offset megatron`; else the first step exceeds it",
         "muon_momentum": "theirs is 0.9",
         "muon_nesterov": "theirs is off unless given",
         "muon_scale": "theirs is 1",
         # data
         "tokenizer_type": "inferred from the files unless given; without BERT's",
-        "sft": "packed by best fit, where theirs pads",
+        "sft": "packs by best fit; theirs pads",
         "num_workers": "threads; theirs is 2 processes",
         # training
         "step_batch_size_schedule": "`--global-batch-size`, forbidden there, must be the last size",
-        "rampup_batch_size": "works; in recent versions of theirs it has no effect",
-        "seed": "other numbers than theirs",
+        "rampup_batch_size": "works; recent versions of Megatron-LM ignore it",
+        "seed": "gives other random numbers",
         "initial_loss_scale": "theirs is 2^32",
-        "recompute_modules": "mlp_act is of dense MLPs and shared experts too",
+        "recompute_modules": "mlp_act also covers dense MLPs and shared experts",
         "fine_grained_activation_offloading": "goes with `--cpu-offloading-num-layers`",
-        "offload_modules": "as `--recompute-modules`; tensors of any size go",
+        "offload_modules": "as `--recompute-modules`; offloads tensors of any size",
         "eval_interval": "none unless given; theirs is 1000",
         "eval_iters": "theirs is 100",
-        "exit_duration_in_mins": "status 75; theirs ends with 0",
-        "exit_signals": "always heard; theirs takes one, and only if asked",
+        "exit_duration_in_mins": "status 75; theirs is 0",
+        "exit_signals": "always active; theirs takes one, and only if given",
         # compute
         "fp8_recipe": "without mxfp8; `blockwise` is e4m3 throughout",
         # checkpoint
@@ -62,17 +62,17 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "record_memory_history": "the snapshot is written when memory runs out",
     }
 )
-"""Setting that Megatron-LM has under one of its flags, with a difference -> the difference."""
+"""Setting that differs from Megatron-LM's -> the difference."""
 
 
 def their_flag(name: str) -> str:
-    """How Megatron-LM spells the flag of a setting: its long name where ours is short."""
+    """Return Megatron-LM's flag of a setting: the long name if ours is short."""
     flags = settings()[name].flags
     return flags[0] if len(flags) == 1 else flags[1]
 
 
 def settings_table() -> str:
-    """Settings that both have with a difference, one line for each difference."""
+    """Return a line for each difference between settings that both have."""
     lines: dict[str, list[str]] = {}
     for name, difference in THEIRS.items():
         flag, default = their_flag(name), default_of(settings()[name].default)
@@ -87,12 +87,12 @@ DERIVED_MEANING = {
     "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
     "--group-query-attention": "needs `num_query_groups`, which alone is enough",
     "--use-distributed-optimizer": "`dp_strategy: distributed-optimizer`, unless another flag shards parameters too",
-    "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with a layer less on the first stage",
-    "--account-for-loss-in-pipeline-split": "`pipeline_layers` with a layer less on the last stage",
-    "--eval-global-batch-size": "nothing, where it is `global_batch_size`; refused else",
+    "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with one layer less on the first stage",
+    "--account-for-loss-in-pipeline-split": "`pipeline_layers` with one layer less on the last stage",
+    "--eval-global-batch-size": "nothing if equal to `global_batch_size`, else refused",
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
     "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
-    "--moe-router-load-balancing-type": "`aux_loss` is `moe_aux_loss_sequences` of a microbatch, `seq_aux_loss` of 1; `none` is "
+    "--moe-router-load-balancing-type": "`moe_aux_loss_sequences`: `aux_loss` a microbatch, `seq_aux_loss` 1; `none`: "
     "`moe_aux_loss_coeff: 0`",
     "--rope-type": "with rope, `--rotary-scaling-factor` sets nothing",
     "--use-rope-scaling": "`rope_scaling: llama3`, without `multi_latent_attention`",
@@ -104,7 +104,7 @@ VALUE_MEANING = {
     "--data-args-path": "`data_path`, read from a text file",
     "--per-split-data-args-path": "`train_data_path`, `valid_data_path` and `test_data_path`, read from a JSON file",
     "--save-retain-interval": "`keep_latest: 1` and `keep_every` of that many steps",
-    "--window-size": "`sliding_window` of one key more than the left number, for the query's own",
+    "--window-size": "`sliding_window` = left number + 1, for the query's position",
     "--rotary-seq-len-interpolation-factor": "`rope_scaling: linear` with `rope_scaling_factor`",
     "--padded-vocab-size": "`vocab_size`, and `make_vocab_size_divisible_by: 1`",
     "--pad-vocab-size-to": "`vocab_size`, and `make_vocab_size_divisible_by: 1`",
@@ -112,7 +112,7 @@ VALUE_MEANING = {
 
 
 def other_flags() -> list[str]:
-    """Megatron-LM's flags that stand for settings of another name by their value: `flag`, `flag`: settings."""
+    """Return lines `flag`, `flag`: settings, for Megatron-LM's flags with an effect that depends on their value."""
     lines = [f"`{flag}`: {DERIVED_MEANING[flag]}" for flag in DERIVED]
     lines += [f"`{flag}`: {VALUE_MEANING[flag]}" for flag in FROM_VALUE]
     for name, words in VALUES.items():
@@ -124,5 +124,5 @@ def other_flags() -> list[str]:
 
 
 def other_flags_table() -> str:
-    """Flags that stand for settings of another name or form."""
+    """Return the table of flags that set other settings."""
     return "".join(f"- {line}\n" for line in other_flags())
