@@ -168,10 +168,11 @@ class Executor:
         activation_shape: Shape of the tensors sent between stages.
         shared: Ranks with equal tensors. Each sends its part of a tensor and all-gathers the parts received (Narayanan
             et al. 2021, section 4.1). None: each rank sends whole tensors.
-        compression: A value of `pipeline_compression`. reducer: None in forward-only programs. deferred: For each stage
-        of this rank with a split backward. check_memory: Compare the live tensors with the replay of the program after
-        each action, and raise
-            AssertionError if they differ.
+        compression: A value of `pipeline_compression`.
+        reducer: None in forward-only programs.
+        deferred: One for each stage of this rank with a split backward.
+        check_memory: After each action, compare the live tensors with the replay of the program; raise AssertionError
+            if they differ.
     """
 
     def __init__(
