@@ -1,1 +1,1 @@
-"""Attention over a sequence that is split among ranks."""
+"""Context parallelism: attention over a sequence that is split over ranks."""

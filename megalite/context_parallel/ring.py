@@ -1,7 +1,7 @@
-"""Attention over a sequence that is split among ranks, and over tiles: no rank ever holds all keys.
+"""Attention over a sequence that is split over ranks, computed in tiles by a ring or after an all-gather of the keys.
 
-Keys and values go round the ring of ranks, or all of them are gathered at once. With every block that comes by, a rank
-computes the tiles of its queries against it and merges them by the logsumexp of their scores:
+Keys and values are passed round the ring of ranks, or gathered at once. For each received block a rank computes the
+tiles of its queries and merges them by the logsumexp of their scores:
 
     out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)
 
@@ -30,82 +30,82 @@ def ring_attention(
     v: Tensor,
     *,
     cp: Group,
-    held: tuple[Spans, ...],
+    spans: tuple[Spans, ...],
     visibility: Visibility,
     softcap: float | None = None,
     sink: Tensor | None = None,
     gathers: bool = False,
 ) -> Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v over the keys of all n ranks of `cp` that each query may see, [b, heads, s/n, d].
+    """Return softmax(q·kᵀ/sqrt(d))·v over the visible keys of all n ranks of `cp`, [b, heads, s/n, d].
 
-    The result is a view of memory [s/n, b, heads, d], so that the output projection reads it in place. Kept for the
-    backward: q, k, v, the result and its logsumexp; never scores, nor other ranks' keys. The next block of keys is under
-    way while the tiles of the present one are computed, and in the backward the sums of dk and dv follow one step behind.
+    The result is a view of memory [s/n, b, heads, d], which the output projection reads without a copy. The backward's
+    saved tensors are q, k, v, the result and its logsumexp, but neither scores nor other ranks' keys. The next block of
+    keys is transferred during the tiles of the current one; in the backward, dk and dv follow one step later.
 
     Args:
         q: [b, heads, s/n, d]; k, v: [b, groups, s/n, d], heads a multiple of groups.
-        held: of each rank the true positions of its rows.
+        spans: positions of each rank's rows in the sequence.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores of each query, with a value of 0. Merging starts with it.
-        gathers: every rank gets all keys and values at once, and again in the backward.
+        sink: [heads], an extra logit in each query's softmax with a value of 0; the first term of the merge.
+        gathers: gather all keys and values at once, and again in the backward, instead of the ring.
 
-    Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1 of
-    their gradients in fp32 (fp64 for fp64). Where it gathers, an all-gather of k and v; backward the same and a
+    Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1
+        of
+    their gradients in fp32 (fp64 for fp64). With `gathers`: an all-gather of k and v; backward the same and a
     reduce-scatter of the gradients.
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
-    return _RingAttention.apply(q, k, v, sink, _Ring(cp, held, visibility, softcap, gathers and cp.size > 1))
+    return _RingAttention.apply(q, k, v, sink, _Ring(cp, spans, visibility, softcap, gathers and cp.size > 1))
 
 
-def largest_logits(q: Tensor, k: Tensor, *, cp: Group, held: tuple[Spans, ...], visibility: Visibility) -> Tensor:
-    """The largest q·kᵀ/sqrt(d) of each head among the pairs of this rank's queries and the keys that they see: fp32 or fp64
-    [heads]. Arguments as of `ring_attention`, without gradients.
+def largest_logits(q: Tensor, k: Tensor, *, cp: Group, spans: tuple[Spans, ...], visibility: Visibility) -> Tensor:
+    """Return the largest q·kᵀ/sqrt(d) of each head over this rank's queries and their visible keys: fp32 or fp64
+    [heads].
 
-    Collectives: an all-gather of k over cp.
+    Arguments as in `ring_attention`; without gradients. Collectives: an all-gather of k over cp.
     """
-    k = gather_sequence(k, cp=cp, dim=2, held=held)
+    k = gather_sequence(k, cp=cp, dim=2, spans=spans)
     largest = q.new_full((q.shape[1],), -torch.inf, dtype=_wide(q.dtype))
-    for samples, tiles in batch_tiles(visibility, held[cp.rank], ((0, k.shape[2]),)):
+    for samples, tiles in batch_tiles(visibility, spans[cp.rank], ((0, k.shape[2]),)):
         for tile in tiles:
-            rows, columns = _places(samples, tile)
-            queries, seen = _stacked(tile.count, q[rows], k[columns])
-            torch.maximum(largest, tile_largest(queries, seen, tile.kind), out=largest)
+            rows, columns = _indices(samples, tile)
+            queries, keys = _stacked(tile.count, q[rows], k[columns])
+            torch.maximum(largest, tile_largest(queries, keys, tile.kind), out=largest)
     return largest
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Who holds what, and which of it this rank computes."""
+    """Distribution of the sequence over `cp`, and the tiles of this rank."""
 
     cp: Group
-    held: tuple[Spans, ...]
+    spans: tuple[Spans, ...]
     visibility: Visibility
     softcap: float | None
     gathers: bool
 
     def tiles(self, step: int) -> Iterator[tuple[slice, Tile]]:
-        """Samples and tiles of this rank's queries against the keys that it has at `step`."""
-        keys = joined_spans(self.held, self.cp.size)[0] if self.gathers else self.held[self.cp.rank - step]
-        for samples, tiles in batch_tiles(self.visibility, self.held[self.cp.rank], keys):
+        """Yield samples and tiles of this rank's queries with the keys of `step`."""
+        keys = joined_spans(self.spans, self.cp.size)[0] if self.gathers else self.spans[self.cp.rank - step]
+        for samples, tiles in batch_tiles(self.visibility, self.spans[self.cp.rank], keys):
             yield from ((samples, tile) for tile in tiles)
 
     def keys_and_values(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """At step i the keys and values of the rank i places back, the next ones under way meanwhile; or at once all, in
-        true order."""
+        """Yield (step i, keys and values of rank - i) during the transfer of the next; or all at once, by position."""
         if self.gathers:
-            keys, values = gathered(torch.stack((k, v)), self.cp, 3, self.held)
+            keys, values = gathered(torch.stack((k, v)), self.cp, 3, self.spans)
             yield 0, keys, values
             return
-        if self.cp.size == 1:  # nothing to send: no copy
+        if self.cp.size == 1:  # skip the copy
             yield 0, k, v
             return
-        present = torch.stack((k, v))
+        current = torch.stack((k, v))
         for step in range(self.cp.size - 1):
-            following, exchange = self.cp.rotate_async(present)
-            yield step, present[0], present[1]
+            following, exchange = self.cp.rotate_async(current)
+            yield step, current[0], current[1]
             exchange.wait()
-            present = following
-        yield self.cp.size - 1, present[0], present[1]
+            current = following
+        yield self.cp.size - 1, current[0], current[1]
 
 
 class _RingAttention(Function):
@@ -115,14 +115,14 @@ class _RingAttention(Function):
         wide = _wide(q.dtype)
         out = q.new_zeros((length, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         logsumexp = q.new_full((b, heads, length), float("-inf"), dtype=wide)
-        if sink is not None:  # one more key, with a value of 0: merging begins with it
+        if sink is not None:  # the sink is a first key with a value of 0
             logsumexp.copy_(sink.view(-1, 1))
         for step, keys, values in ring.keys_and_values(k, v):
             for samples, tile in ring.tiles(step):
-                rows, columns = _places(samples, tile)
-                queries, seen, mixed = _stacked(tile.count, q[rows], keys[columns], values[columns])
-                found = tile_forward(queries, seen, mixed, tile.kind, ring.softcap)
-                _merge(out[rows], logsumexp[rows], *(_in_a_row(each, tile.count) for each in found))
+                rows, columns = _indices(samples, tile)
+                tile_q, tile_k, tile_v = _stacked(tile.count, q[rows], keys[columns], values[columns])
+                result = tile_forward(tile_q, tile_k, tile_v, tile.kind, ring.softcap)
+                _merge(out[rows], logsumexp[rows], *(_unstacked(each, tile.count) for each in result))
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, logsumexp, sink)
@@ -138,20 +138,20 @@ class _RingAttention(Function):
         for step, keys, values in ring.keys_and_values(k, v):
             grad_kv = k.new_zeros((2, *keys.shape), dtype=wide)
             for samples, tile in ring.tiles(step):
-                rows, columns = _places(samples, tile)
+                rows, columns = _indices(samples, tile)
                 whole = grad_out[rows], q[rows], keys[columns], values[columns], out[rows], logsumexp[rows]
-                grad, queries, seen, mixed, result, lse = _stacked(tile.count, *whole)
-                found = tile_backward(grad, queries, seen, mixed, result, lse, tile.kind, ring.softcap)
-                dq, dk, dv = (_in_a_row(each, tile.count) for each in found)
+                grad, tile_q, tile_k, tile_v, tile_out, lse = _stacked(tile.count, *whole)
+                grads = tile_backward(grad, tile_q, tile_k, tile_v, tile_out, lse, tile.kind, ring.softcap)
+                dq, dk, dv = (_unstacked(each, tile.count) for each in grads)
                 grad_q[rows] += dq
                 grad_kv[0][columns] += dk
                 grad_kv[1][columns] += dv
             if ring.gathers:
-                own = reduced(grad_kv, ring.cp, 3, ring.held)
+                own = reduced(grad_kv, ring.cp, 3, ring.spans)
             elif step == 0:
-                own = grad_kv  # stays at home; what the other ranks add comes last
+                own = grad_kv  # this rank's own block; the other ranks' sum is added last
             else:
-                # The sum for a block follows it one step behind, so that it travels under the next tiles.
+                # The gradient sum of a block follows the block one step later, so its transfer overlaps the next tiles.
                 if arriving is not None:
                     exchange.wait()
                     grad_kv += arriving
@@ -160,7 +160,7 @@ class _RingAttention(Function):
             exchange.wait()
             own += arriving
         grad_sink = None
-        if sink is not None:  # P·(0 - D), as its value is 0
+        if sink is not None:  # P·(0 - D), because the sink's value is 0
             probability = (sink.to(wide).view(-1, 1) - logsumexp).exp_()
             grad_sink = -(probability * (grad_out.to(wide) * out).sum(dim=-1)).sum(dim=(0, 2)).to(sink.dtype)
         return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), grad_sink, None
@@ -169,32 +169,32 @@ class _RingAttention(Function):
 Index = tuple[slice, slice, slice]
 
 
-def _places(samples: slice, tile: Tile) -> tuple[Index, Index]:
-    """Rows and columns of all squares of a tile, in [b, heads, s, ...]."""
-    further = (tile.count - 1) * (tile.q[1] - tile.q[0])
+def _indices(samples: slice, tile: Tile) -> tuple[Index, Index]:
+    """Return the indices of rows and columns of all squares of a tile, in [b, heads, s, ...]."""
+    extra = (tile.count - 1) * (tile.q[1] - tile.q[0])
     return (
-        (samples, slice(None), slice(tile.q[0], tile.q[1] + further)),
-        (samples, slice(None), slice(tile.k[0], tile.k[1] + further)),
+        (samples, slice(None), slice(tile.q[0], tile.q[1] + extra)),
+        (samples, slice(None), slice(tile.k[0], tile.k[1] + extra)),
     )
 
 
-def _stacked(count: int, *whole: Tensor) -> Sequence[Tensor]:
-    """Each [b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are to a kernel as samples."""
-    return whole if count == 1 else [x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for x in whole]
+def _stacked(count: int, *tensors: Tensor) -> Sequence[Tensor]:
+    """Reshape each [b, heads, count·n, ...] -> [b·count, heads, n, ...]: squares of a tile are samples to a kernel."""
+    return tensors if count == 1 else [x.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for x in tensors]
 
 
-def _in_a_row(x: Tensor, count: int) -> Tensor:
+def _unstacked(x: Tensor, count: int) -> Tensor:
     """The inverse of `_stacked`."""
     return x if count == 1 else x.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What partial results add up in."""
+    """Return the type in which partial results are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _merge(out: Tensor, logsumexp: Tensor, tile_out: Tensor, tile_logsumexp: Tensor) -> None:
-    """In place: `out` and `logsumexp` of some keys become those of these and the tile's keys."""
+    """Merge a tile's result into `out` and `logsumexp`, in place."""
     both = torch.logaddexp(logsumexp, tile_logsumexp)
     out.mul_((logsumexp - both).exp_().unsqueeze(-1))
     out.addcmul_(tile_out, (tile_logsumexp - both).exp_().unsqueeze(-1))

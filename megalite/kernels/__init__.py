@@ -1,1 +1,1 @@
-"""The hot operations, one file each, torch first. Every function takes float64 too, so that it can be its own proof."""
+"""Kernels of the hot operations, one file each. torch's support float64 too, so tests can compare exactly."""

@@ -1,6 +1,6 @@
-"""Fused attention: causal through torch's scaled_dot_product_attention, and tiles that also give the logsumexp.
+"""Fused attention: causal through torch's scaled_dot_product_attention, and tiles that also return the logsumexp.
 
-A tile is a piece of the (query, key) plane that needs no mask. Because its forward gives the logsumexp of its scores,
+A tile is a piece of the (query, key) plane that needs no mask. Because its forward returns the logsumexp of its scores,
 tiles computed at different times, or with keys of other ranks, merge into the exact softmax.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class TileKind(Enum):
-    """Which of a tile's (row, column) pairs are visible; rows are queries, columns are keys."""
+    """Shape of the visible part of a tile; rows are queries, columns are keys."""
 
-    FULL = "full"  # all of a rectangle
+    FULL = "full"  # every pair of a rectangle
     CAUSAL = "causal"  # row i of a square sees the columns j <= i
     EDGE = "edge"  # row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed
 
@@ -25,14 +25,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v for q [b, heads, s_q, d] and k, v [b, groups, s_k, d], heads a multiple of groups.
+    """Return softmax(q·kᵀ/sqrt(d))·v for q [b, heads, s_q, d] and k, v [b, groups, s_k, d], heads a multiple of groups.
 
-    With a causal mask, and then s_k = s_q; or without, where every key is visible (one query after a cache).
+    A causal mask requires s_k = s_q. Without `causal` every key is visible (one query after a cache).
     """
     repeats = q.shape[1] // k.shape[1]
     if repeats == 1 or (q.is_cuda and q.dtype in HALVES):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
-    # Neither the CPU's fused kernel nor CUDA's for fp32 has a grouped form.
+    # Neither the CPU's fused kernel nor CUDA's fp32 kernel supports grouped keys.
     k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -40,16 +40,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) ->
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor | None, softcap: float | None = None, sink: Tensor | None = None
 ) -> Tensor:
-    """softmax(q·kᵀ/sqrt(d))·v of one query a row, [b, heads, 1, d], against the keys of a cache, [b, groups, n, d].
+    """Return softmax(q·kᵀ/sqrt(d))·v for one query per sequence [b, heads, 1, d] and cached keys [b, groups, n, d].
 
-    Values may have another width than keys.
-
-    The query heads that share a key/value head are the rows of one product: the cache is read once and not repeated.
+    Values may have a different width from keys. The query heads that share a key/value head are the rows of one matrix
+    product, so the cache is read once and never repeated.
 
     Args:
-        visible: boolean [b, 1, 1, n], which keys a row sees; None: all of them.
+        visible: boolean [b, 1, 1, n], the keys that each sequence attends to; None: all keys.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores, with a value of 0.
+        sink: [heads], an extra logit in each head's softmax, with a value of 0.
     """
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
@@ -58,8 +57,8 @@ def cached_attention(
         if visible is not None:
             scores = scores.masked_fill(visible.logical_not(), -math.inf)
         if sink is not None:
-            beside = sink.to(scores.dtype).view(1, k.shape[1], -1, 1).expand(b, -1, -1, -1)
-            scores = torch.cat((scores, beside), dim=-1)
+            sinks = sink.to(scores.dtype).view(1, k.shape[1], -1, 1).expand(b, -1, -1, -1)
+            scores = torch.cat((scores, sinks), dim=-1)
         return (scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype) @ v).reshape(b, heads, 1, -1)
     return F.scaled_dot_product_attention(queries, k, v, attn_mask=visible).reshape(b, heads, 1, -1)
 
@@ -67,9 +66,10 @@ def cached_attention(
 def tile_forward(
     q: Tensor, k: Tensor, v: Tensor, kind: TileKind, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(S)·v and log Σ exp S over the visible keys of one tile, S = q·kᵀ/sqrt(d); outside autograd.
+    """Return softmax(S)·v and log Σ exp S over the visible keys of one tile, S = q·kᵀ/sqrt(d); outside autograd.
 
-    With a `softcap` c, S = c·tanh(q·kᵀ/(c·sqrt(d))): no fused kernel takes that, so some rows at a time are multiplied out.
+    With a `softcap` c, S = c·tanh(q·kᵀ/(c·sqrt(d))). No fused kernel supports that: scores are computed for
+    `SOFTCAPPED_ROWS` queries at a time.
 
     Args:
         q: [b, heads, s_q, d].
@@ -98,7 +98,7 @@ def tile_forward(
 
 
 def tile_largest(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
-    """The largest score of each head in one tile, fp32 or fp64 [heads]; arguments as of `tile_forward`."""
+    """Return the largest score of each head in one tile, fp32 or fp64 [heads]; arguments as in `tile_forward`."""
     if kind is TileKind.EDGE:
         return tile_largest(q.flip(2), k.flip(2), TileKind.CAUSAL)
     causal, k = kind is TileKind.CAUSAL, for_every_head(k, q.shape[1])
@@ -107,18 +107,18 @@ def tile_largest(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
 
 
 SOFTCAPPED_ROWS = 512
-"""Queries that have their capped scores in memory at once."""
+"""Number of queries per block; the scores of one block exist at a time."""
 
 
 def _rows(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Some queries at a time, and how many keys they see."""
+    """Yield blocks of queries, each with the number of keys up to the last visible one."""
     for first in range(0, q.shape[2], SOFTCAPPED_ROWS):
         stop = min(first + SOFTCAPPED_ROWS, q.shape[2])
         yield slice(first, stop), stop if causal else k.shape[2]
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """`tile_forward` in matrix products; causal: of the last rows of a square."""
+    """Compute `tile_forward` with plain matrix products; with `causal`, q are the last rows of a square."""
     scores = _scores(q, k, causal, softcap)
     return (scores.softmax(dim=-1) @ v.to(scores.dtype)).to(q.dtype), scores.logsumexp(dim=-1)
 
@@ -133,13 +133,13 @@ def tile_backward(
     kind: TileKind,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one tile adds to the gradients of q, k and v: [b, heads, s_q, d] and twice [b, groups, s_k, d], in q's dtype.
+    """Return one tile's part of the gradients of q [b, heads, s_q, d], k and v [b, groups, s_k, d], in q's dtype.
 
-    With P = exp(S - logsumexp) and D = rowsum(grad_out·out), both of the whole softmax over every tile,
-    dS = P·(grad_out·vᵀ - D); so the sum over tiles is the gradient. With a `softcap` c that is times 1 - (S/c)².
+    With P = exp(S - logsumexp) and D = rowsum(grad_out·out), both of the softmax over all tiles,
+    dS = P·(grad_out·vᵀ - D), so the sum over tiles is the gradient. A `softcap` c multiplies dS by 1 - (S/c)².
 
     Args:
-        grad_out, out: [b, heads, s_q, d], of all tiles merged; and so is `logsumexp` [b, heads, s_q].
+        grad_out, out: [b, heads, s_q, d], for all tiles merged, like `logsumexp` [b, heads, s_q].
         q, k, v, kind, softcap: as in `tile_forward`.
     """
     if kind is TileKind.EDGE:
@@ -178,7 +178,7 @@ def _fused_on_cpu(q: Tensor) -> bool:
 
 
 def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The flash kernel takes grouped keys as they are."""
+    """Run the flash kernel, which supports grouped keys."""
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, logsumexp
 
@@ -186,30 +186,30 @@ def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[
 def _cuda_flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Without dropout the random state is not read, and dense sequences have no cumulative lengths."""
+    """Run the flash backward. Without dropout it ignores the seed; dense sequences need no cumulative lengths."""
     seed = q.new_empty(2, dtype=torch.uint64)
     saved = (grad_out, q, k, v, out, logsumexp, None, None, q.shape[2], k.shape[2])
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*saved, 0.0, causal, seed, seed.new_empty(()))
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor as fused kernels read it: they follow every stride but the last."""
+    """Return the tensor with a last stride of 1, which the fused kernels require; other strides may be anything."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def for_every_head(tensor: Tensor, heads: int) -> Tensor:
-    """Keys or values [b, groups, s, d] -> [b, heads, s, d]."""
+    """Repeat keys or values [b, groups, s, d] -> [b, heads, s, d]."""
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
 def _for_each_group(grad: Tensor, groups: int) -> Tensor:
-    """The adjoint of `for_every_head`: [b, heads, s, d] -> [b, groups, s, d]."""
+    """Sum gradients over each group (the adjoint of `for_every_head`): [b, heads, s, d] -> [b, groups, s, d]."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, softcap: float | None) -> Tensor:
-    """q·kᵀ/sqrt(d), capped, in fp32 or fp64, -inf where hidden; causal: of the last rows of a square."""
+    """Return capped q·kᵀ/sqrt(d) in fp32 or fp64, -inf if masked; with `causal`, q are the last rows of a square."""
     if q.dtype in HALVES:
         q, k = q.float(), k.float()
     scores = (q @ k.mT) / math.sqrt(q.shape[-1])
@@ -231,15 +231,14 @@ def _backward(
     causal: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`tile_backward` in matrix products, where no fused kernel takes the type or the cap; causal: of the last rows of a
-    square."""
+    """Compute `tile_backward` with plain matrix products; with `causal`, q are the last rows of a square."""
     dtype = q.dtype
     scores = _scores(q, k, causal, softcap)
     probabilities = (scores - logsumexp.unsqueeze(-1)).exp()
     grad_out, q, k, v, out = (tensor.to(probabilities.dtype) for tensor in (grad_out, q, k, v, out))
     inner = (grad_out * out).sum(dim=-1, keepdim=True)
     grad_scores = probabilities * (grad_out @ v.mT - inner) / math.sqrt(q.shape[-1])
-    if softcap is not None:  # hidden ones are -inf, and have a probability of 0
+    if softcap is not None:  # the clamp replaces the -inf of masked scores, which have probability 0
         grad_scores *= 1.0 - (scores.clamp_(min=-softcap) / softcap).square_()
     grads = grad_scores @ k, grad_scores.mT @ q, probabilities.mT @ grad_out
     return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)

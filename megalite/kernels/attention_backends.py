@@ -1,7 +1,7 @@
-"""Which kernel computes causal attention: one of torch's, pinned by name or as torch chooses, or ours.
+"""Choose the kernel for causal attention: a torch kernel, pinned by name or chosen by torch, or `blocked_attention`.
 
-A pinned kernel is torch's operator itself, so that nothing is decided per call. Ours (`blocked`) multiplies scores in
-fp32 and the rest in bf16, for CPUs on which torch's flash kernel is slower than that."""
+A pinned kernel calls torch's operator directly, without torch's choice on each call. `blocked` computes scores in fp32
+and the other products in bf16, for CPUs on which torch's flash kernel is slower."""
 
 import inspect
 import math
@@ -23,22 +23,22 @@ from megalite.kernels.bases import Function
 from megalite.kernels.probes import cpu_kinds
 from megalite.kernels.self_check import LIMITS, Inputs, relative, through
 
-SCORES = 1 << 20  # elements of the scores that are there at once, for as many heads as fit: some MB, which caches hold
+SCORES = 1 << 20  # elements of scores per block, which sets the heads per block: a few MB, small enough for CPU caches
 
 
 def why_not_blocked(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why it cannot serve, or None."""
+    """Return the reason why `blocked_attention` cannot be used, or None."""
     if device.type != "cpu":
-        return f"there is none on {device.type}"
+        return f"it does not exist on {device.type}"
     if dtype != torch.bfloat16:
-        return f"it takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"it requires bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return "this torch or this processor has no bf16 products of oneDNN's"
+        return "oneDNN has no bf16 matrix products in this torch build or on this processor"
     return None
 
 
 class _Blocked(Function):
-    """Of [n, s, d]: n heads, of all samples."""
+    """Causal attention of [n, s, d], where n counts the heads of all samples."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class _Blocked(Function):
         half, scale = q.dtype, 1.0 / math.sqrt(q.shape[2])
         grad_out = grad_out.contiguous()
         grad_q = torch.empty(q.shape, dtype=half)
-        # Blocks of queries add up in fp32.
+        # Contributions of the query blocks are summed in fp32.
         grad_k, grad_v = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
         for heads, rows, keys, p in _probabilities(q, k):
             grad = grad_out[heads, rows]
@@ -67,9 +67,9 @@ class _Blocked(Function):
 
 
 def _probabilities(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """(heads, queries, the keys that they see, their probabilities [heads, queries, keys] in fp32) of each block."""
+    """Yield (heads, queries, visible keys, probabilities [heads, queries, keys] in fp32) for each block."""
     count, seq, size = q.shape
-    queries = 128 if seq <= 1024 else 256  # small blocks leave out more, large ones read the keys less often
+    queries = 128 if seq <= 1024 else 256  # small blocks skip more masked scores, large ones read the keys less often
     together = max(1, SCORES // (queries * seq))
     hidden = torch.full((queries, queries), -math.inf).triu_(1)
     for head in range(0, count, together):
@@ -83,7 +83,7 @@ def _probabilities(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice, 
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool = False) -> Tensor:
-    """`causal_attention` of bf16 tensors on a CPU; without a mask it is that. `grouped` is without meaning here."""
+    """`causal_attention` for bf16 on a CPU; without a mask it calls `causal_attention`. `grouped` has no effect."""
     if not causal:
         return causal_attention(q, k, v, causal=False)
     b, heads, seq, size = q.shape
@@ -91,13 +91,13 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, g
     return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(b, heads, seq, size)
 
 
-BLOCKED_BECAUSE = "quicker than torch's flash in bf16 on processors like this one"
-_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # of torch's SDPBackend
+BLOCKED_BECAUSE = "faster than torch's flash in bf16 on processors like this one"
+_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # values of torch's SDPBackend
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention looks like: query heads, and groups of key and value heads."""
+    """Device, type and sizes of one rank's attention: query heads, and groups of key and value heads."""
 
     device: torch.device
     dtype: torch.dtype
@@ -106,32 +106,32 @@ class AttentionShape:
     head_size: int
 
     def tensors(self, seq: int, *, grouped: bool = True) -> list[Tensor]:
-        """Queries, keys and values of one sample, of zeros; without `grouped` keys and values for every head."""
+        """Return zero queries, keys and values of one sample; without `grouped`, keys and values have all heads."""
         groups = self.groups if grouped else self.heads
         shapes = [(1, heads, seq, self.head_size) for heads in (self.heads, groups, groups)]
         return [torch.zeros(each, dtype=self.dtype, device=self.device, requires_grad=True) for each in shapes]
 
 
 class AttentionChoice(NamedTuple):
-    """What computes causal attention."""
+    """The chosen kernel for causal attention."""
 
-    kernel: Callable[..., Tensor]  # takes what `causal_attention` takes
+    kernel: Callable[..., Tensor]  # same arguments as `causal_attention`
     backend: str  # flash, cudnn, efficient, blocked or math
-    why: str  # asked for, or torch's choice, or what was measured
+    why: str  # the reason, for the log
 
 
 def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> AttentionChoice:
-    """The kernel for causal attention.
+    """Return the kernel for causal attention.
 
     Args:
-        backend: flash, cudnn, efficient, blocked or math. auto: `blocked_attention` where that was measured to be quicker,
-            else `causal_attention`, and which of them torch takes for it.
-        seq: length of a sequence, by which torch may choose.
+        backend: flash, cudnn, efficient, blocked or math. auto: `blocked_attention` on the processors on which it was
+            measured to be faster, else `causal_attention` with the backend that torch chooses.
+        seq: sequence length, on which torch's choice may depend.
 
     Raises:
-        ConfigError: what was asked for is not there, or does not take this shape; with the reason.
+        ConfigError: the backend does not exist on this device or does not support this shape.
     """
-    if shape.device.type == "meta":  # shapes alone: nothing will be computed
+    if shape.device.type == "meta":  # shapes alone: no kernel will run
         return AttentionChoice(partial(_KERNELS["flash", "cuda"], grouped=True), backend, "not on a device")
     if backend == "auto":
         if "amd-avx512" in cpu_kinds() and why_not_blocked(shape.device, shape.dtype) is None:
@@ -145,8 +145,8 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         else:
-            return AttentionChoice(kernel, backend, "asked for")
-    raise ConfigError(f"attention_backend {backend} cannot be had: {reason}; use attention_backend auto")
+            return AttentionChoice(kernel, backend, "requested")
+    raise ConfigError(f"attention_backend {backend} cannot be used: {reason}; use attention_backend auto")
 
 
 def _torchs_choice(shape: AttentionShape, seq: int) -> str:
@@ -156,41 +156,41 @@ def _torchs_choice(shape: AttentionShape, seq: int) -> str:
 
 
 def _why_not(backend: str, shape: AttentionShape) -> str | None:
-    """Why the shape cannot be given to the backend, or None: what needs no device first, then what torch says."""
+    """Return why the backend does not support the shape, or None; checks that need no device come before torch's."""
     device = shape.device.type
     if (backend, device) not in _KERNELS:
-        there = ", ".join(name for name, of in _KERNELS if of == device)
-        return f"there is none on {device}, which has {there}"
+        available = ", ".join(name for name, of in _KERNELS if of == device)
+        return f"it does not exist on {device}, which has {available}"
     if backend == "blocked":
         return why_not_blocked(shape.device, shape.dtype)
     if device == "cuda" and backend in ("flash", "cudnn"):
         if shape.dtype not in HALVES:
-            return f"it takes bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
+            return f"it supports bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if shape.head_size % 8:
-            return f"it takes head sizes that are multiples of 8, not {shape.head_size}"
+            return f"it supports head sizes that are multiples of 8, not {shape.head_size}"
     if device == "cuda" and backend != "math" and not _takes(backend, shape, grouped=False):
-        return "torch's warning on stderr says why"
+        return "see torch's warning on stderr"
     return None
 
 
 def _takes(backend: str, shape: AttentionShape, *, grouped: bool) -> bool:
-    """What torch itself says; `grouped`: of keys with fewer heads than the queries; without, it writes why not to stderr."""
+    """Return torch's verdict, with its reason on stderr; `grouped`: for fewer key heads than query heads, silently."""
     q, k, v = shape.tensors(128, grouped=grouped)
     takes = getattr(torch.backends.cuda, f"can_use_{backend}_attention")
     return bool(takes(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped), not grouped))
 
 
 def _takes_groups(backend: str, shape: AttentionShape) -> bool:
-    """Keys with fewer heads than the queries can be given to the kernel as they are."""
+    """Return whether the kernel supports keys with fewer heads than the queries."""
     if shape.heads == shape.groups or shape.device.type != "cuda" or backend == "efficient":
         return False
     return backend == "math" or _takes(backend, shape, grouped=True)
 
 
 def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Tensor]:
-    """One of torch's operators, of (q, k, v, causal, grouped), as a kernel that takes what `causal_attention` takes.
+    """Wrap a torch operator of (q, k, v, causal, grouped) as a kernel with the arguments of `causal_attention`.
 
-    Its argument `grouped`: the operator takes keys and values with fewer heads than the queries.
+    The kernel's argument `grouped`: the operator supports keys and values with fewer heads than the queries.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool) -> Tensor:
@@ -204,28 +204,28 @@ def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) ->
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None, document_starts: tuple[tuple[int, ...], ...] | None
 ) -> Tensor:
-    """Causal attention within documents and a window, of whole sequences, by one flash kernel on CUDA.
+    """Causal attention of whole sequences within documents and a window, by one flash kernel on CUDA.
 
     Args:
         q: [b, heads, s, d]; k, v: [b, groups, s, d].
-        window: keys that a query sees, its own among them; None: all before it.
-        document_starts: of each sample the ascending first positions of its documents; None: each is one.
+        window: number of visible keys per query, including its own position; None: all keys up to it.
+        document_starts: per sample the ascending first positions of its documents; None: each sample is one document.
     """
-    kernel = imported("torch.nn.attention.varlen:varlen_attn")  # when needed: it takes seconds
+    kernel = imported("torch.nn.attention.varlen:varlen_attn")  # imported late because it takes seconds
     b, heads, s, d = q.shape
     bounds, longest = _bounds(document_starts or ((0,),) * b, s, q.device)
     q, k, v = (tensor.permute(0, 2, 1, 3).reshape(b * s, -1, d) for tensor in (q, k, v))
-    # torch 2.11 takes grouped keys without the argument.
+    # torch 2.11 supports grouped keys without the argument.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
-    seen = (-1 if window is None else window - 1, 0)
-    out = kernel(q, k, v, bounds, bounds, longest, longest, window_size=seen, **grouped)
+    bounds_of_window = (-1 if window is None else window - 1, 0)
+    out = kernel(q, k, v, bounds, bounds, longest, longest, window_size=bounds_of_window, **grouped)
     assert isinstance(out, Tensor)
     return out.view(b, s, heads, d).permute(0, 2, 1, 3)
 
 
 @lru_cache(maxsize=8)
 def _bounds(document_starts: tuple[tuple[int, ...], ...], s: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where documents begin and the last one ends, in the samples one behind the other, and the longest one's length."""
+    """Return the cumulative document boundaries over the concatenated samples, and the longest document's length."""
     places = [sample * s + start for sample, starts in enumerate(document_starts) for start in starts]
     places.append(len(document_starts) * s)
     bounds = torch.tensor(places, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -234,16 +234,16 @@ def _bounds(document_starts: tuple[tuple[int, ...], ...], s: int, device: torch.
 
 @cache
 def why_not_varlen(shape: AttentionShape) -> str | None:
-    """Why `varlen_attention` must not serve, or None: what it takes, then its numbers on a few rows."""
+    """Return why `varlen_attention` must not be used, or None: an unsupported shape, or wrong numbers on a few rows."""
     if shape.device.type != "cuda":
-        return f"there is none on {shape.device.type}"
+        return f"it does not exist on {shape.device.type}"
     if shape.dtype not in HALVES or shape.head_size % 8 or shape.head_size > 256:
-        return f"it takes bfloat16 and float16 and head sizes up to 256 that are multiples of 8, not {shape.head_size}"
+        return f"it supports bfloat16 and float16 and head sizes up to 256, multiples of 8, not {shape.head_size}"
     return varlen_fault(shape)
 
 
 def varlen_fault(shape: AttentionShape) -> str | None:
-    """What is wrong with `varlen_attention` on a few rows with documents and a window, or None."""
+    """Return the first error of `varlen_attention` on a few rows with documents and a window, or None."""
     b, s, window, starts = 2, 64, 9, ((0, 3, 40), (0,))
     inputs, sizes = Inputs(shape.dtype, str(shape.device)), (shape.heads, shape.groups, shape.groups)
     drawn = [inputs.normal(b, heads, s, shape.head_size) for heads in sizes]
@@ -264,7 +264,7 @@ def varlen_fault(shape: AttentionShape) -> str | None:
     right, limit = through(masked, [tensor.float() for tensor in drawn]), LIMITS[shape.dtype]
     for name, wanted in right.items():
         if not (off := relative(found[name], wanted)) <= limit:  # NaN too
-            return f"{name} is off by {off:.1e} of its norm, and {limit:.0e} is allowed"
+            return f"{name} has a relative error of {off:.1e}, more than {limit:.0e}"
     return None
 
 
@@ -301,4 +301,4 @@ _KERNELS: Mapping[tuple[str, str], Callable[..., Tensor]] = MappingProxyType(
         ("efficient", "cuda"): _pinned(_efficient),
         ("math", "cuda"): _pinned(_math),
     }
-)  # backend and device -> the kernel
+)  # (backend, device) -> kernel

@@ -1,4 +1,4 @@
-"""The bases of the autograd functions and modules of layers: torch's, without what takes the host's time for nothing."""
+"""Base classes for autograd functions and modules of layers: torch's, without host overhead that is never needed."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class _Direct(FunctionMeta):
         name, backward, differentiates = cls.__qualname__, made.backward, torch.is_grad_enabled
 
         def apply(ctx: Any, *grads: Any) -> Any:
-            if differentiates():  # how what a forward saves was made is not known here
+            if differentiates():  # saved tensors carry no graph here, so a second derivative would be wrong
                 raise RuntimeError(f"{name} has no second derivative: call backward without create_graph=True")
             return backward(ctx, *grads)
 
@@ -21,30 +21,30 @@ class _Direct(FunctionMeta):
 
 
 class Function(torch.autograd.Function, metaclass=_Direct):
-    """Without what `apply` does for functorch alone; the engine calls `backward` itself, and looks for no other rule."""
+    """An autograd function without the functorch part of `apply`; the engine calls `backward` directly."""
 
     apply = torch._C._FunctionBase.__dict__["apply"]
 
 
 class Module(torch.nn.Module):
-    """Calls `forward` and hooks without torch's frame for modules that are compiled as a whole: these never are. A parameter
-    in the place of another, as `load_state_dict(assign=True)` puts it there, is as that one has it (`replaced_by`)."""
+    """A module that calls `forward` and hooks without torch's wrapper for compiled modules, which are never used here.
+    A parameter that replaces another (`load_state_dict(assign=True)`) passes through the old one's `replaced_by`."""
 
     __call__ = torch.nn.Module._call_impl
 
     def compile(self, *args: Any, **settings: Any) -> None:
-        """Raises TypeError: it cannot be, as a whole."""
+        """Raise TypeError: a megalite model cannot be compiled as a whole."""
         raise TypeError(
-            "torch.compile cannot take a model of megalite as a whole: its layers write their backward themselves; use "
-            "compile=True of configure (--compile), which compiles what is between matrix products"
+            "torch.compile cannot compile a whole megalite model: its layers define their own backward; use "
+            "compile=True of configure (--compile), which compiles the operations between matrix products"
         )
 
     @property
     def _initialize_hook(self) -> None:
-        """What torch.compile(module) asks for when it is called."""
+        """Raise TypeError when `torch.compile(module)` reads this attribute."""
         self.compile()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # what to_empty() and to() call
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # called by to_empty() and to()
         former = dict(self._parameters)
         super()._apply(fn, recurse)
         for name, param in self._parameters.items():

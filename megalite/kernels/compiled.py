@@ -1,10 +1,10 @@
-"""torch's kernels between matrix products, fused by torch.compile.
+"""Fuse the torch kernels between matrix products with torch.compile.
 
-What it compiles are the plain formulas: what the autograd functions of these kernels do by hand (keep little, make the
-rest again) the compiler's partitioner does by itself. Sums and norms are in fp32 for half types (fp64 for fp64) as there;
-what is fused is rounded once, at its end. Matrix products, attention, collectives and the gradients that are added to
-main gradients stay outside: they are one kernel each already, and they call back into the run while a backward is on its
-way, which a graph cannot.
+The plain formulas are compiled: the compiler's partitioner chooses what to save for the backward and what to
+recompute, which the autograd functions of these kernels do by hand. Sums and norms are in fp32 for half types (fp64 for
+fp64), as in those kernels; a fused result is rounded once. Matrix products, attention, collectives and sums into main
+gradients stay outside: each is one kernel already, and they call back into the run during the backward, which a graph
+cannot do.
 """
 
 from collections.abc import Callable
@@ -88,11 +88,11 @@ FORMULAS: dict[Kernel, Kernel] = {
     swiglu: _swiglu,
     geglu: _geglu,
     gated: _gated,
-}  # A kernel of torch -> what is compiled in its place
+}  # torch kernel -> the formula that is compiled in its place
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """Why torch.compile cannot be used for the device, or None: it is tried on one addition."""
+    """Return why torch.compile cannot be used on the device, or None; it is tried on one addition."""
     try:
         torch.compile(lambda x: x + 1, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:
@@ -101,9 +101,9 @@ def why_not_compile(device: torch.device) -> str | None:
 
 
 def compiled(kernel: Any) -> Any:
-    """What to call instead of one of torch's kernels, or of a `partial` of it; anything else as it is.
+    """Return the compiled form of a torch kernel or of a `partial` of one; any other kernel unchanged.
 
-    Compiled at the first call with each shape, type and set of options.
+    It is compiled at the first call with each shape, type and set of options.
     """
     if isinstance(kernel, partial):
         return partial(compiled(kernel.func), *kernel.args, **kernel.keywords)
@@ -113,11 +113,11 @@ def compiled(kernel: Any) -> Any:
 
 @cache
 def _compile(formula: Kernel) -> Kernel:
-    """Once a process: modules share what is compiled."""
+    """Compile once per process; all modules share the result."""
     graph = torch.compile(formula, fullgraph=True, dynamic=False)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A parameter's attributes are none of the graph's business, nor its Python class.
+        # Plain views: the graph must not depend on a parameter's attributes or Python class.
         plain = (arg.view_as(arg) if isinstance(arg, torch.nn.Parameter) else arg for arg in args)
         return graph(*plain, **kwargs)
 

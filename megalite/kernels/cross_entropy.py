@@ -1,7 +1,7 @@
-"""Cross-entropy over some columns of the logits: what a rank adds to the sums, and its part of the gradient.
+"""Compute one rank's part of the vocab-parallel cross-entropy: its sums over its columns, and its part of the gradient.
 
-Logits are the largest activation of a step. On a CPU each pass over them costs as much as its arithmetic, so they are taken
-block by block, all passes over a block while it is in the cache; and nothing of their size is kept in addition.
+Logits are the largest activation of a step. On a CPU each pass over them costs as much as its arithmetic, so they are
+processed in blocks, with all passes over a block while it is in the cache; no second tensor of their size is allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,22 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 17  # logits of a block: half a mebibyte of fp32
+_BLOCK = 1 << 17  # logits per block: 0.5 MiB of fp32
 
 
 def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What this rank's columns add to the loss of each token.
+    """Return this rank's contribution to the loss of each token.
 
     With (m_r, d_r) of each rank r, log Σ_r d_r·exp(m_r) is the log-sum-exp of the whole row.
 
     Args:
-        logits: [n, v], columns `first` to `first` + v of the vocabulary; None: all of it. Those in fp32 and fp64 are
-            overwritten.
-        labels: [n] in the whole vocabulary.
+        logits: [n, v], columns `first` to `first` + v of the vocabulary; None: the whole vocabulary. fp32 and fp64
+            logits are overwritten.
+        labels: [n], indices into the whole vocabulary.
 
     Returns:
         [3, n] in fp32 (fp64 for fp64 logits): m, d = Σ exp(z - m), for which m need not be the maximum, and the label's
-        z - m, 0 where it is another rank's. Beside it the tensors that `cross_entropy_backward` takes.
+        z - m, or 0 if another rank has the label's column. Then the `saved` tensors of `cross_entropy_backward`.
     """
     wide = _wide(logits)
     stats = logits.new_empty((3, logits.shape[0], 1), dtype=wide)
@@ -43,14 +43,14 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
 def cross_entropy_backward(
     saved: Sequence[Tensor], labels: Tensor, first: int | None, logsumexp: Tensor | None, grad: Tensor
 ) -> Tensor:
-    """(softmax - one at the label)·grad for this rank's columns [n, v], in the place of the logits.
+    """Return (softmax - one-hot label)·grad for this rank's columns [n, v], written over the logits.
 
     Args:
-        saved: of the forward: exp(z - m), or in half precision, which a second rounding would cost digits, the logits
-            still; m [n, 1]; and the log-sum-exp [n, 1] of this rank's columns.
+        saved: from the forward: exp(z - m), or in half precision the logits, to avoid a second rounding; m [n, 1]; the
+            log-sum-exp [n, 1] of this rank's columns.
         labels, first: as in the forward.
-        logsumexp: [n], log Σ exp z over all ranks' columns; None: there are no others.
-        grad: [n], of each token's loss.
+        logsumexp: [n], log Σ exp z over all ranks' columns; None: this rank has all columns.
+        grad: [n], the gradient of each token's loss.
     """
     logits, maximum, own = saved
     logsumexp, grad = own if logsumexp is None else logsumexp.unsqueeze(1), grad.unsqueeze(1)
@@ -71,7 +71,7 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _own_columns(labels: Tensor, first: int | None, columns: int) -> tuple[Tensor | None, Tensor]:
-    """Which labels are another rank's, [n, 1], if any can be; the column of each, [n, 1], 0 for those."""
+    """Return the mask [n, 1] of labels of other ranks (None with one rank), and local columns [n, 1], 0 for those."""
     labels = labels.unsqueeze(1)
     if first is None:
         return None, labels
@@ -81,7 +81,7 @@ def _own_columns(labels: Tensor, first: int | None, columns: int) -> tuple[Tenso
 
 
 def _blocks(logits: Tensor, *columns: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Some rows of all at a time: on a GPU, where launches count more than passes, all of them."""
+    """Yield blocks of rows of all tensors; on a GPU, where launches cost more than passes, one block with all rows."""
     n, v = logits.shape
     rows = n if logits.device.type != "cpu" else max(1, _BLOCK // max(v, 1))
     if n <= rows:

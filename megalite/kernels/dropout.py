@@ -1,4 +1,4 @@
-"""Dropout masks: each element follows from what it belongs to, with the same bits on any device and in any layout."""
+"""Draw dropout masks that depend only on sample, head, row and column: the same bits on any device and layout."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = 8
-"""Elements of a row that one call of the generator makes: four words of 64 bits, each two elements, the low half first."""
+"""Elements per generator call: four 64-bit words of two elements each, the low half first."""
 
 
 class DropoutMask(Protocol):
@@ -22,7 +22,7 @@ class DropoutMask(Protocol):
 
 
 def threshold(p: float) -> int:
-    """Elements below it fall, of the numbers from 0 to 2^32 - 1."""
+    """Return the integer in [0, 2^32) below which a random number drops its element."""
     return min(round(p * (1 << 32)), (1 << 32) - 1)
 
 
@@ -30,14 +30,14 @@ def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int]
     """Fill `keep` [samples, heads, rows, n]: true with probability 1 - p.
 
     Elements 8·j to 8·j + 7 of row r are Philox4x64-10 (Salmon et al., SC 2011) of the key (key, sample) and the counter
-    (r·ceil(n/8) + j + 1, 0, head, 0). Here numpy's generator draws them, on the host.
+    (r·ceil(n/8) + j + 1, 0, head, 0). This kernel draws them with numpy's generator on the host.
 
     Args:
-        keep: boolean, dense in its last dimension.
-        rows: int64, the places of the rows in the whole of them: each rank draws its own alone.
-        key: of 63 bits; what the mask is for.
-        samples: their numbers.
-        first_head: the number of the first of `heads`.
+        keep: boolean, contiguous in its last dimension.
+        rows: int64, the global indices of this rank's rows.
+        key: 63 bits that identify the mask's use.
+        samples: global sample indices.
+        first_head: global index of the first head.
     """
     if keep.is_meta:
         keep.fill_(True)
@@ -52,7 +52,7 @@ def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int]
         for index, sample in enumerate(samples):
             for head in range(heads):
                 for start, stop in pairwise(runs):
-                    counter = int(places[start]) * blocks | (first_head + head) << 128  # it is raised before each call
+                    counter = int(places[start]) * blocks | (first_head + head) << 128  # numpy increments before a draw
                     generator = np.random.Philox(key=key | sample << 64, counter=counter)
                     words = generator.random_raw((stop - start) * blocks * 4).view(np.uint32).reshape(stop - start, -1)
                     np.greater_equal(words[:, :width], below, out=out[index, head, start:stop])

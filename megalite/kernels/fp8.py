@@ -1,9 +1,9 @@
 """Matrix products of linear layers in fp8: e4m3 for activations and weights, e5m2 for gradients, sums in fp32.
 
-Scales are powers of two and come from what is multiplied itself, so nothing is kept from step to step. Tensorwise there
-is one a tensor, known after one pass over it; rowwise one for each row of the first factor and each column of the second,
-which one kernel finds and uses. Blockwise (arXiv 2412.19437) there is one for 128 elements along the dimension that is
-summed over, and for 128 x 128 of a weight; all is e4m3.
+Scales are powers of two, computed from the tensors of the product itself, so no scaling state exists between steps.
+Tensorwise: one scale per tensor, which takes one pass over it. Rowwise: one scale per row of the first factor and per
+column of the second; one kernel computes and applies them. Blockwise (arXiv 2412.19437): one scale per 128 elements
+along the summed dimension, and per 128 x 128 block of a weight; every factor is e4m3.
 """
 
 from collections.abc import Iterator
@@ -17,55 +17,56 @@ from torch import Tensor
 from megalite.kernels.matmul import Products, WeightProduct
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # both dimensions of a weight must be multiples: 16-byte rows of what is multiplied
+ALIGNMENT = 16  # both dimensions of a weight must be multiples of it, because rows of the factors are 16-byte aligned
 BLOCK = 128
-_SMALLEST = 2.0**-100  # where the largest element is below it (all are 0, say), its scale
+_SMALLEST = 2.0**-100  # lower bound on the largest element when the scale is computed, for tensors of zeros
 
 
 def why_not_fp8(device: torch.device) -> str | None:
-    """Why the device cannot multiply in fp8, or None."""
+    """Return why the device cannot multiply in fp8, or None."""
     if device.type != "cuda":
         return f"{device.type} has no matrix products in fp8"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
-        return f"it takes compute capability 8.9 or more, and this device has {major}.{minor}"
+        return f"it requires compute capability 8.9 or more, but this device has {major}.{minor}"
     return None
 
 
 def why_not_blockwise(device: torch.device) -> str | None:
-    """Why a device with products in fp8 has none with a scale a block, or None. A CPU takes the factors out of fp8."""
+    """Return why a device with fp8 products does not support blockwise scales, or None. A CPU multiplies in fp32."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9 or [int(part) for part in (torch.version.cuda or "0").split(".")] < [12, 9]:
         return (
-            f"fp8_recipe blockwise takes compute capability 9 and CUDA 12.9, and there are {major}.{minor} and "
-            f"{torch.version.cuda}; use --fp8-recipe tensorwise"
+            f"fp8_recipe blockwise requires compute capability 9 and CUDA 12.9, but this device has {major}.{minor} "
+            f"and torch has CUDA {torch.version.cuda}; use --fp8-recipe tensorwise"
         )
     return None
 
 
 class Rounded(NamedTuple):
-    """A matrix [n, i] in fp8, dense, and what its products are to be multiplied with, in fp32: a scalar, [n, 1], or of
-    blocks [n, i/128] or [n/128, i/128]."""
+    """A contiguous fp8 matrix [n, i] and its inverse scales in fp32: a scalar, [n, 1], or for blocks [n, i/128] or
+    [n/128, i/128]."""
 
     data: Tensor
     undo: Tensor
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest magnitude in x, an fp32 scalar on its device; NaN where there is one."""
+    """Return the largest magnitude in x, an fp32 scalar on its device; NaN if x contains one."""
     return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
 
 
 def cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
-    """x·2^k in fp8, for x [n, i] of any strides, and 2^-k, with the largest k that fits.
+    """Return x·2^k in fp8 and 2^-k with the largest k that fits, for x [n, i] of any strides.
 
-    What is infinite or NaN makes all NaN that has the scale, which the step's check of loss and norm then sees.
+    An infinity or NaN turns everything with the same scale into NaN, which the step's check of loss and norm detects.
     """
     bounded = largest.clamp(min=_SMALLEST)
     _, exponent = torch.frexp(torch.finfo(dtype).max / bounded)
-    # 2^k by its bits: as a power, which ldexp takes, a GPU may be an ulp off. The difference is 0, or NaN of infinities.
+    # 2^k from its bits: on a GPU, ldexp computes a power that may be an ulp off. The difference turns infinity into
+    # NaN.
     scale = ((exponent + 126) << 23).view(torch.float32) + (bounded - bounded)
     rounded = (x * scale.to(x.dtype)).to(dtype, memory_format=torch.contiguous_format)
     return Rounded(rounded, scale.reciprocal())
@@ -89,21 +90,21 @@ class _CastRows(Protocol):
 
 
 Fp8Kernels = tuple[_Largest, _Cast, _CastRows]
-"""The operation `fp8`."""
+"""Kernels of the operation `fp8`."""
 Side = Literal["rows", "columns"]
 
 
 class Fp8Products(Products):
-    """Of bf16 tensors through torch's scaled matrix product.
+    """Products of bf16 tensors through torch's scaled matrix product.
 
     Args:
-        rowwise: see the module; each product then has scales along the dimension that it sums over.
-        weight_grads: those are products in fp8 too; else in bf16.
+        rowwise: one scale per row and column instead of one per tensor (see the module docstring).
+        weight_grads: compute weight gradients in fp8 too; otherwise in bf16.
     """
 
     measures = True
     alignment = ALIGNMENT
-    """Of both dimensions of weights; and of the rows of a microbatch, if weight gradients are products in fp8."""
+    """Required divisor of both dimensions of weights, and of a microbatch's rows for weight gradients in fp8."""
 
     def __init__(
         self, kernels: Fp8Kernels = (largest, cast, cast_rows), *, rowwise: bool = False, weight_grads: bool = True
@@ -114,7 +115,7 @@ class Fp8Products(Products):
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, weights do not change: what they are in fp8 is made once, and kept. 2 bytes an element with backwards."""
+        """Cache the fp8 weights inside, where weights must not change. 2 bytes per element if backwards run too."""
         self._kept = {}
         try:
             yield
@@ -122,7 +123,7 @@ class Fp8Products(Products):
             self._kept = None
 
     def weight(self, weight: Tensor, side: Side) -> Rounded:
-        """A weight [o, i] in e4m3 for a product that sums over i (`rows`, [o, i]) or over o (`columns`, [i, o])."""
+        """Return weight [o, i] in e4m3 for a product that sums over i (`rows`, [o, i]) or o (`columns`, [i, o])."""
         matrix, kept = weight.flatten(0, -2), self._kept
         of_weight, sides = (None, {}) if kept is None or weight not in kept else kept[weight]
         if side not in sides:
@@ -144,7 +145,7 @@ class Fp8Products(Products):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: Tensor | None = None) -> Tensor:
         of_x = self.measure(x) if of_x is None else of_x
         x8 = self._rounded(x.flatten(0, -2), of_x, E4M3)
-        # Fast sums keep fewer bits of partial results, as is usual forward.
+        # Fast accumulation keeps fewer bits of partial sums, which is usual in the forward.
         y = self._product(x8, self.weight(weight, "rows"), x.dtype, bias=bias, use_fast_accum=x.is_cuda)
         return y.view(*x.shape[:-1], y.shape[1])
 
@@ -155,8 +156,10 @@ class Fp8Products(Products):
         return grad_x.view(*grad_y.shape[:-1], weight.shape[-1])
 
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
-        """In fp32; rowwise, where torch's product gives no other type, in that of x. A number of rows that is no multiple
-        of `alignment` is multiplied in bf16."""
+        """Return the product for weight gradients, in fp32, or rowwise in x's type, the only one that torch supports.
+
+        If the number of rows is not a multiple of `alignment`, the product is in bf16.
+        """
         return (lambda grad_y, x: self._weight_grad(grad_y, x, of_x, of_grad)) if self._weight_grads else None
 
     def _weight_grad(self, grad_y: Tensor, x: Tensor, of_x: Tensor | None, of_grad: Tensor | None) -> Tensor:
@@ -168,15 +171,14 @@ class Fp8Products(Products):
     def _product(
         self, a: Rounded, b: Rounded, dtype: torch.dtype, *, bias: Tensor | None = None, use_fast_accum: bool = False
     ) -> Tensor:
-        """a [n, k] · b [m, k]ᵀ + bias [m] -> [n, m]."""
+        """Compute a [n, k] · b [m, k]ᵀ + bias [m] -> [n, m]."""
         return torch._scaled_mm(
             *(a.data, b.data.t(), a.undo, b.undo.t()), bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
         )
 
 
 class BlockProducts(Fp8Products):
-    """Blockwise, for dimensions that are multiples of 128. On a CPU, where torch has no such product, of the factors in
-    fp32."""
+    """Blockwise products, for dimensions that are multiples of 128. A CPU, without fp8 products, multiplies in fp32."""
 
     alignment = BLOCK
 
@@ -200,7 +202,7 @@ class BlockProducts(Fp8Products):
             y = (_restored(a) @ _restored(b).t()).to(dtype)
         elif b.undo.shape[0] == b.data.shape[0]:
             y = _scaled_mm(a, b, _columns_first(b.undo), F.ScalingType.BlockWise1x128, dtype)
-        else:  # of squares it wants columns of multiples of four scales
+        else:  # for 128 x 128 blocks torch requires columns padded to a multiple of four scales
             scales = F.pad(b.undo, (0, -b.undo.shape[1] % 4)).t()
             y = _scaled_mm(a, b, scales, F.ScalingType.BlockWise128x128, dtype)
         return y if bias is None else y.add_(bias)
@@ -216,7 +218,7 @@ def _columns_first(scales: Tensor) -> Tensor:
 
 
 def _restored(factor: Rounded) -> Tensor:
-    """In fp32, without rounding."""
+    """Convert back to fp32, without rounding."""
     data, undo = factor
     for dim in range(2):
         undo = undo.repeat_interleave(data.shape[dim] // undo.shape[dim], dim)

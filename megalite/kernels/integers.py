@@ -1,4 +1,4 @@
-"""Values as 8-bit integers with a scale for each block of them."""
+"""Quantize values to 8-bit integers with one scale per block."""
 
 from dataclasses import dataclass, field
 
@@ -7,27 +7,27 @@ import torch
 from megalite.config.strategies import INTEGER_BLOCK, integer_bytes
 
 CHUNK = 128 * INTEGER_BLOCK
-"""Elements that go through all passes before the next ones come, so that a CPU has them in its cache."""
+"""Elements that go through all passes together, so that they stay in a CPU's cache."""
 
 LARGEST = 127
 
 TINY = 1e-30
-"""A block without a larger value is sent as zeros: the inverse of its scale could overflow."""
+"""A block of smaller values is encoded as zeros, because the inverse of its scale could overflow."""
 
 
 @dataclass
 class Integers:
-    """Turns `size` values into bytes and back.
+    """Encoder and decoder of `size` values.
 
-    In a block of x, s = max|x|/127 and q = round(x/s), so that |x - s·q| <= s/2 and 0 stays 0. Bytes are all s in
-    the type of the values, then all q.
+    In a block of x, s = max|x|/127 and q = round(x/s), so |x - s·q| <= s/2 and 0 stays 0. The encoded row contains all
+    s in the type of the values, then all q.
     """
 
     size: int
     dtype: torch.dtype
     device: torch.device
     _chunks: list[tuple[int, int, int]] = field(init=False)
-    """(start, stop, elements of a block)."""
+    """(start, stop, elements per block)."""
     _scratch: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,14 +44,14 @@ class Integers:
         return integer_bytes(self.size, self.dtype.itemsize)
 
     def _split(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integers and scales of a row, which starts where scales may."""
+        """Return views of a row's integers and scales; the row must be aligned for the scales' type."""
         return row[-self.size :].view(torch.int8), row[: -self.size].view(self.dtype)
 
     def encode(self, values: torch.Tensor, row: torch.Tensor, *, more: torch.Tensor | None = None) -> None:
-        """`row` [nbytes], uint8, becomes the integers and scales of `values` [size], and `values` what they leave out.
+        """Encode `values` [size] into the integers and scales of `row` [nbytes], uint8; `values` becomes the error.
 
         Args:
-            more: is added to `values` before.
+            more: added to `values` first.
         """
         codes, scales = self._split(row)
         for start, stop, block in self._chunks:
@@ -61,7 +61,7 @@ class Integers:
                 x.add_(more[start:stop].view(-1, block))
             torch.abs(x, out=y)
             scale = y.amax(dim=1, keepdim=True).div_(LARGEST)
-            # Not ">=": a NaN must stay one, so that the gradient's norm shows it.
+            # Not ">=": a NaN must stay a NaN, to show in the gradient norm.
             scale.masked_fill_(scale < TINY / LARGEST, 0.0)
             inverse = scale.reciprocal()
             inverse.masked_fill_(scale == 0.0, 0.0)
@@ -71,7 +71,7 @@ class Integers:
             scales[start // INTEGER_BLOCK : -(-stop // INTEGER_BLOCK)].copy_(scale.view(-1))
 
     def decode(self, row: torch.Tensor, values: torch.Tensor, *, factor: float | None = None) -> None:
-        """`values` [size] become what a row says; with a factor, that much of it is added to them."""
+        """Write the decoded row into `values` [size]; with a factor, add factor times the decoded row to `values`."""
         codes, scales = self._split(row)
         if factor is not None:
             scales = scales * factor

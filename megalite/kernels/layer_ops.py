@@ -1,4 +1,4 @@
-"""torch's kernels between the matrix products of a layer: norms, dropout with residual sums, activations, rotary embedding."""
+"""torch kernels between the matrix products of a layer: norms, dropout with residual sums, activations, RoPE."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megalite.kernels.bases import Function
 
 
 class _MaskedDropout(Function):
-    """x·keep / (1-p) for a boolean mask of x's shape; autograd would keep the mask in x's type."""
+    """x·keep / (1-p) for a boolean mask of x's shape; plain autograd would save the mask in x's type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, p: float) -> Tensor:
@@ -26,18 +26,18 @@ class _MaskedDropout(Function):
 
 
 def masked_dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    """What falls is 0, the rest scaled by 1/(1-p); keeps one byte an element. None: everything stays as it is."""
+    """Zero the dropped elements and scale the others by 1/(1-p); saves one byte per element. `keep` None: return x."""
     return x if keep is None else _MaskedDropout.apply(x, keep, p)
 
 
 def add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
-    """residual + dropout(branch + bias), all [..., n]; bias and keep are left out where None."""
+    """Return residual + dropout(branch + bias), all [..., n]; None: no bias, no dropout."""
     branch = branch if bias is None else branch + bias
     return residual + (branch if keep is None else masked_dropout(branch, keep, p))
 
 
 class _RMSNorm(Function):
-    """RMSNorm in fp32 for half types (fp64 for fp64) that keeps x as it came."""
+    """RMSNorm in fp32 for half types (fp64 for fp64) that saves x in its own type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -69,7 +69,7 @@ def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
+    """Return (x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
 
     zero_centered: the factor is 1 + weight, never rounded to a half type.
     """
@@ -78,17 +78,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_cent
     offset = float(zero_centered)
     if x.dtype not in HALVES:
         return F.layer_norm(x, weight.shape, weight + offset, bias, eps)
-    # In one type, as CUDA's kernel asks for; only the result is rounded.
+    # CUDA's kernel requires one type for all inputs; only the result is rounded.
     return F.layer_norm(x.float(), weight.shape, weight.float() + offset, bias.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight, or · (1 + weight) where `zero_centered`."""
+    """Return x / sqrt(mean(x²) + eps) · weight, with 1 + weight if `zero_centered`."""
     if x.is_cuda and x.dtype == weight.dtype and not zero_centered:
-        return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which keeps the same
-    # On CPU torch composes it of operations that keep two fp32 copies of x; and 1 + weight must not be rounded to bf16.
+        return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel, which saves the same tensors
+    # On CPU torch's version saves two fp32 copies of x; and 1 + weight must not be rounded to bf16.
     offset = 1.0 if zero_centered else 0.0
-    if not torch.is_grad_enabled():  # past autograd, which takes longer than a norm of few rows
+    if not torch.is_grad_enabled():  # autograd's overhead exceeds a norm of few rows
         return _normalized(x, weight, eps, offset)[0]
     return _RMSNorm.apply(x, weight, eps, offset)
 
@@ -105,13 +105,13 @@ def add_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x = residual + dropout(branch + bias), and its norm: (norm(x), x).
+    """Return (norm(x), x) for x = residual + dropout(branch + bias).
 
     Args:
         branch, residual: [..., n].
-        bias: [n] of the linear layer that made `branch`, if it left it to us.
-        keep: boolean [..., n], what stays of the branch, scaled by 1/(1-p); None: all of it, as it is.
-        weight, norm_bias: [n] of LayerNorm; of RMSNorm where `norm_bias` is None.
+        bias: [n], the bias of the linear layer that computed `branch`, if that layer did not add it.
+        keep: boolean [..., n], the elements of the branch that dropout keeps and scales by 1/(1-p); None: no dropout.
+        weight, norm_bias: [n], parameters of LayerNorm, or of RMSNorm if `norm_bias` is None.
     """
     x = add_dropped(residual, branch, bias, keep, p)
     if norm_bias is None:
@@ -120,7 +120,7 @@ def add_norm(
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
-    """z·Φ(z) for z = x + bias, exactly or by the tanh approximation that GPT-2 was trained with."""
+    """Return z·Φ(z) for z = x + bias, exactly or by the tanh approximation that GPT-2 was trained with."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
 
@@ -130,7 +130,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 class _Gated(Function):
-    """f(gate)·up; the backward computes f(gate) again rather than keeping a third tensor of this size."""
+    """f(gate)·up; the backward recomputes f(gate) instead of saving a third tensor of this size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, limit: float | None = None, offset: float = 0.0) -> Tensor:
@@ -163,7 +163,7 @@ QUICK = 1.702
 
 
 def gate_and_up(x: Tensor, limit: float | None, offset: float) -> tuple[Tensor, Tensor]:
-    """Both halves of x [..., 2·f]: min(gate, limit), and clamp(up, -limit, limit) + offset."""
+    """Return min(gate, limit) and clamp(up, -limit, limit) + offset for the halves of x [..., 2·f]."""
     gate, up = x.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -171,26 +171,26 @@ def gate_and_up(x: Tensor, limit: float | None, offset: float) -> tuple[Tensor, 
 
 
 def activate(gate: Tensor, kind: str) -> Tensor:
-    """f(gate); see `gated`."""
+    """Return f(gate); see `gated`."""
     if kind == "quick":
         return F.silu(gate * QUICK).div_(QUICK)
     return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
+    """Return silu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "silu")
 
 
 def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
-    """gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
+    """Return gelu(gate)·up for x [..., 2·f] with the gate in the first half -> [..., f] (arXiv 2002.05202)."""
     return _Gated.apply(x, "tanh" if tanh else "none")
 
 
 def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
-    """f(min(gate, limit))·(clamp(up, -limit, limit) + offset) for x [..., 2·f] with the gate in the first half -> [..., f].
+    """Return f(min(gate, limit))·(clamp(up, -limit, limit) + offset) [..., f] for x [..., 2·f], the gate first.
 
-    `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU: tanh or none, as torch calls its approximation.
+    `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU with torch's `approximate` tanh or none.
     """
     return _Gated.apply(x, kind, limit, offset)
 
@@ -198,7 +198,7 @@ def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i+d/2}) of queries or keys x [s, b, heads, d] by their angles.
 
-    cos and sin are [s, 1, 1, d/2], or [s, b, 1, d/2] where each sequence of a microbatch has its own positions.
+    cos and sin are [s, 1, 1, d/2], or [s, b, 1, d/2] if each sequence of a microbatch has its own positions.
     """
     first, second = x.chunk(2, dim=-1)
     if cos.dtype != x.dtype:

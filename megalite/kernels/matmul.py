@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """a [..., i] · b [i, o] + bias [o] -> [..., o], in one type; b may be a transposed view. Into `out` for a [n, i]."""
+    """Compute a [..., i] · b [i, o] + bias [o] -> [..., o]; b may be a transposed view; with `out` a must be 2-D."""
     if out is None:
         return torch.matmul(a, b) if bias is None else F.linear(a, b.t(), bias)
     if bias is None:
@@ -30,28 +30,28 @@ class Matmul(Protocol):
 
 
 class Products:
-    """How a layer multiplies: in the type of the tensors, by one kernel. `stacked`: its weights have more than two dimensions."""
+    """Matrix products of a layer, by one kernel in the tensors' type. `stacked`: weights have over two dimensions."""
 
     measures = False
-    """`measure` and `weight_grad` give something."""
-    _blocks = False  # the kernel is torch's, for which a weight may be multiplied block by block
+    """Whether `measure` and `weight_grad` may return something other than None."""
+    _blocks = False  # the kernel is torch's, with which `output_alone` may multiply in blocks
     output: Callable[..., Tensor]
-    """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; where it `measures` a fourth argument is what it says of x."""
+    """x [..., i] · weight [..., i]ᵀ + bias [o] -> [..., o]; if `measures`, `measure(x)` may be a fourth argument."""
     input_grad: Callable[..., Tensor]
-    """grad_y [..., o] · weight [..., i] -> [..., i], in new memory; where it `measures` a third is what it says of grad_y."""
+    """grad_y [..., o] · weight [..., i] -> new [..., i]; if `measures`, `measure(grad_y)` may be a third argument."""
 
     def __init__(self, kernel: Matmul, *, stacked: bool = False) -> None:
         self._kernel = kernel
         self.output, self.input_grad = self._flat_output, self._flat_input_grad
-        if kernel is matmul and not stacked:  # torch's own, without a frame between
+        if kernel is matmul and not stacked:  # call torch's functions directly
             self.output, self.input_grad = F.linear, torch.matmul
         self._blocks = kernel is matmul
 
     def output_alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`output` outside autograd.
+        """Compute `output` outside autograd.
 
-        MKL copies a weight into another order before it multiplies 4 rows or more by it, which a batch of small products
-        spares it: of 8 rows they take 0.5 to 0.65 of the time on a Xeon."""
+        MKL copies a weight into another memory order before it multiplies 4 rows or more by it. A batch of small
+        products avoids the copy: with 8 rows it takes 0.5 to 0.65 of the time on a Xeon."""
         width = x.shape[-1]
         rows = x.numel() // width
         few = self._blocks and 4 <= rows <= 16 and x.is_cpu and x.dtype == torch.float32
@@ -63,7 +63,7 @@ class Products:
         return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
     def measure(self, x: Tensor) -> Tensor | None:
-        """What the products of a factor want to know of it, once for all of them; None: nothing."""
+        """Return a statistic of a factor that all its products share (fp8: the largest magnitude), or None."""
         return None
 
     def _flat_output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,16 +73,16 @@ class Products:
         return self._kernel(grad_y, weight.flatten(0, -2))
 
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
-        """(grad_y [n, o], x [n, i]) -> grad_yᵀ · x [o, i]. None: by the kernel that adds it to the main gradient itself."""
+        """Return the product (grad_y [n, o], x [n, i]) -> grad_yᵀ · x [o, i]; None: use `accumulate_weight_grad`."""
         return None
 
 
-BLOCK = 16  # outputs of one of the small products
-PLAIN = Products(matmul)  # by torch's kernel
+BLOCK = 16  # outputs per small product of `output_alone`
+PLAIN = Products(matmul)  # products by torch's kernel
 
 
 def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """main_grad [o, i] += grad_yᵀ · x for grad_y [n, o], x [n, i].
+    """Add grad_yᵀ · x to main_grad [o, i], for grad_y [n, o], x [n, i].
 
     With one dtype the GEMM itself accumulates (beta = 1): no temporary, no zero fill. bf16 and fp16 inputs with an
     fp32 main gradient use cuBLAS's fp32 output on CUDA, which keeps the product unrounded; on CPU the product is
@@ -97,22 +97,21 @@ def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None
 
 
 LEAST_ROWS = 64
-"""Below, a weight gradient's product is cheaper than the pass over the main gradient that adding it takes."""
+"""With fewer rows, a weight gradient's product costs less than the extra pass that adds it to the main gradient."""
 
 
 def onednn_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """`matmul` in fp32 by oneDNN; `out` costs a copy.
+    """Compute `matmul` in fp32 by oneDNN; `out` costs a copy.
 
-    For fp32 torch's builds for x86 ask MKL, which has its code for AVX-512 run on Intel's processors alone: on an AMD EPYC
-    with AVX-512 it reaches less than half of oneDNN's rate. The operator is the one that torch.compile puts in the place
-    of a linear layer.
+    For fp32, torch's x86 builds use MKL, which runs its AVX-512 code only on Intel processors: on an AMD EPYC with
+    AVX-512 it reaches less than half of oneDNN's rate. torch.compile uses the same operator for linear layers.
     """
     y = _onednn_product(a, b, bias)
     return y if out is None else out.copy_(y)
 
 
 def onednn_accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
-    """`accumulate_weight_grad` in fp32 by oneDNN; makes a temporary as large as main_grad."""
+    """Compute `accumulate_weight_grad` in fp32 by oneDNN; allocates a temporary as large as main_grad."""
     if x.shape[0] < LEAST_ROWS:
         main_grad.addmm_(grad_y.t(), x)
     else:
@@ -120,18 +119,18 @@ def onednn_accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) 
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    # The operator wants b as a layer's weight, [o, i]: a transposed view will do.
+    # The operator requires b in the shape of a layer's weight, [o, i], which may be a transposed view.
     rows: Tensor = torch.ops.mkldnn._linear_pointwise(a.flatten(0, -2), b.t(), bias, "none", [], "")
-    # A plain view could not leave an autograd function and be changed in place by the all-reduce behind it.
+    # autograd would not allow an in-place all-reduce of a plain view that an autograd function returned.
     return rows if a.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*a.shape[:-1], rows.shape[1]))
 
 
 class GroupSizes:
-    """How many rows of a product each group has: on the device at once, and on the host where a kernel asks for that.
+    """Number of rows of each group of a product, on the device, and on the host for kernels that need it there.
 
     Args:
         on_device: [E], int64.
-        read: gives the same as a list. The host may have to wait in it.
+        read: returns the same numbers as a list; the host may have to wait.
     """
 
     def __init__(self, on_device: Tensor, read: Callable[[], list[int]]) -> None:
@@ -139,7 +138,7 @@ class GroupSizes:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where the rows of each group end, int32 on the device."""
+        """End of each group's rows, [E] int32 on the device."""
         return self.on_device.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -148,24 +147,24 @@ class GroupSizes:
         return self._read()
 
     def owners(self, rows: int) -> Tensor:
-        """The group of each row [rows]. The host waits for nothing."""
+        """Return the group of each row [rows], without waiting on the host."""
         groups = torch.arange(self.on_device.numel(), device=self.on_device.device)
         return groups.repeat_interleave(self.on_device, output_size=rows)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """(group, its rows) of those that have any."""
+        """Yield (group, its rows) for every group that has rows."""
         for group, (stop, count) in enumerate(zip(accumulate(self.on_host), self.on_host)):
             if count:
                 yield group, slice(stop - count, stop)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmul = matmul) -> Tensor:
-    """y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] and n rows in all groups -> [n, o].
+    """Compute y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] -> [n, o], n over all groups.
 
-    An expert's rows are consecutive, if it has any. `multiply` does one expert's, where they are not fused.
+    An expert's rows are consecutive. `multiply` computes the product of one expert if the fused kernel is not used.
     """
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    on_device = x.device.type != "cpu"  # the rehearsal's too
+    on_device = x.device.type != "cpu"  # also on the rehearsal's meta device
     if on_device and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
         return grouped_matmul_fused(x, weight, sizes)
     y = x.new_empty(x.shape[0], weight.shape[2])
@@ -176,8 +175,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmu
 
 
 def grouped_matmul_fused(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """`grouped_matmul` by torch's fused kernel, for bf16: one launch for all groups, of rows of multiples of 16 bytes. It
-    reads the sizes on the device."""
+    """Compute `grouped_matmul` in bf16 by torch's fused kernel: one launch, rows of multiples of 16 bytes, sizes read
+    on the device."""
     return F.grouped_mm(x, weight, offs=sizes.ends)
 
 
@@ -188,10 +187,10 @@ def accumulate_grouped_weight_grad(
     sizes: GroupSizes,
     add_product: Callable[[Tensor, Tensor, Tensor], None] = accumulate_weight_grad,
 ) -> None:
-    """main_grad[e] [o, i] += grad_y[rows of e]ᵀ · x[rows of e] for grad_y [n, o], x [n, i].
+    """Add grad_y[rows of e]ᵀ · x[rows of e] to main_grad[e] [o, i], for grad_y [n, o], x [n, i].
 
-    A GEMM for each expert, also on CUDA: the fused kernel has no form that adds in the main gradient's precision. The host
-    reads the sizes here, in the backward, long after they were on their way.
+    One GEMM per expert, also on CUDA: the fused kernel cannot accumulate in the main gradient's precision. The host
+    reads the sizes here, in the backward, long after their copy was started.
     """
     if x.shape[0] > 0:
         for expert, rows in sizes.slices():

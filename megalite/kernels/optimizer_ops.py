@@ -1,4 +1,4 @@
-"""torch's kernels of an optimizer step over flat tensors: AdamW, the two halves of LAMB, the norm of gradients."""
+"""torch kernels of an optimizer step over flat tensors: AdamW, the two halves of LAMB, the norm of gradients."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class MomentSettings(TypedDict):
-    """What the moments' update and their bias corrections depend on."""
+    """Settings of the moments' update and their bias corrections."""
 
     beta1: float
     beta2: float
@@ -19,7 +19,7 @@ class MomentSettings(TypedDict):
 
 
 class AdamSettings(MomentSettings):
-    """Those of `adam`."""
+    """Settings of `adam`."""
 
     lr: float
     weight_decay: float
@@ -35,18 +35,18 @@ def adam(
     copy: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """In place: AdamW with decoupled decay (arXiv 1711.05101), by torch's fused kernel.
+    """Apply AdamW with decoupled decay (arXiv 1711.05101) in place, by torch's fused kernel.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: [n] of one type.
-        factor: [], multiplied to the gradient, which it may change; None: 1.
-        copy: [n], gets the new parameters, rounded to its type.
+        param, grad, exp_avg, exp_avg_sq: [n], all of one type.
+        factor: [], multiplied with the gradient, which may be overwritten; None: 1.
+        copy: [n], receives the new parameters, rounded to its type.
     """
     if factor is not None:
         grad.mul_(factor)
     step = torch.full((), settings["step"], dtype=torch.float32, device=param.device)
     rest = {name: value for name, value in settings.items() if name != "step"}
-    # The kernel itself: what torch.optim does before it takes longer than a small update.
+    # Called directly, because torch.optim's preparation takes longer than a small update.
     torch._fused_adamw_(  # type: ignore[call-overload]
         *([param], [grad], [exp_avg], [exp_avg_sq], [], [step]), **rest, amsgrad=False, maximize=False
     )
@@ -54,11 +54,11 @@ def adam(
         copy.copy_(param)
 
 
-ROW = 1 << 10  # elements of which the squares are added up in their own precision
+ROW = 1 << 10  # elements per sum of squares in the tensor's own precision
 
 
 def norm(values: Tensor) -> Tensor:
-    """‖v‖ of a flat tensor, fp64 []. Row by row, as a plain fp32 sum on a CPU loses digits, most where all are alike."""
+    """Return ‖v‖ of a flat tensor, fp64 []. Sums by rows: one fp32 sum on a CPU loses digits, most for equal values."""
     whole = values.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1)
     if whole < values.numel():
@@ -75,12 +75,12 @@ class Direction:
 
     @classmethod
     def at(cls, step: int, *, beta1: float, beta2: float, eps: float, frozen: int | None = None) -> "Direction":
-        """With the bias corrections of update `step`, from 1; `frozen`: updates that v has had, where fewer."""
-        below = math.sqrt(1.0 - beta2 ** (step if frozen is None else frozen))
-        return cls(scale=below / (1.0 - beta1**step), eps=eps * below)
+        """Build it with the bias corrections of update `step`, from 1; `frozen`: number of updates of v, if smaller."""
+        root = math.sqrt(1.0 - beta2 ** (step if frozen is None else frozen))
+        return cls(scale=root / (1.0 - beta1**step), eps=eps * root)
 
     def add_to(self, values: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, factor: float = 1.0) -> Tensor:
-        """In place: values + factor·m̂/(√v̂ + ε)."""
+        """Add factor·m̂/(√v̂ + ε) to `values` in place."""
         return values.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(self.eps), value=factor * self.scale)
 
 
@@ -94,14 +94,16 @@ def lamb_moments(
     weight_decay: float,
     **settings: Unpack[MomentSettings],
 ) -> tuple[Tensor, ...]:
-    """In place: both moments take the gradient, which stays as it is. The direction u = m̂/(√v̂ + ε) + weight_decay·x is
-    not kept: it would be as large as the parameters, so `lamb_step` makes it again.
+    """Update both moments in place; the gradient does not change.
+
+    The direction u = m̂/(√v̂ + ε) + weight_decay·x is not kept, because it is as large as the parameters: `lamb_step`
+    recomputes it.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: [n] of one type; a piece of flat buffers.
+        param, grad, exp_avg, exp_avg_sq: [n] of one type, a piece of flat buffers.
 
     Returns:
-        (‖x‖, ‖u‖) of the piece, fp64 [] on its device, if `norms` are wanted; else nothing.
+        With `norms`: (‖x‖, ‖u‖) of the piece, fp64 [] on its device; otherwise ().
     """
     exp_avg.lerp_(grad, 1.0 - settings["beta1"])
     exp_avg_sq.mul_(settings["beta2"]).addcmul_(grad, grad, value=1.0 - settings["beta2"])
@@ -120,21 +122,21 @@ def lamb_step(
     weight_decay: float,
     **settings: Unpack[MomentSettings],
 ) -> None:
-    """In place: x - rate·u, with u of the moments as `lamb_moments` has left them; `rate`: learning rate times trust ratio."""
+    """Subtract rate·u from x in place, u from `lamb_moments`' results; `rate`: learning rate times trust ratio."""
     if weight_decay != 0.0:
         param.mul_(1.0 - rate * weight_decay)
     Direction.at(**settings).add_to(param, exp_avg, exp_avg_sq, factor=-rate)
 
 
 PIECES = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Elements that are in fp64 at a time: on a CPU what fits into its cache, on CUDA so many that launches do not count."""
+"""Elements converted to fp64 at a time: on a CPU what fits its cache, on CUDA enough to make launches negligible."""
 
 
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
-    """sqrt(Σ x²) over all elements of all flat tensors, fp64 [] on their device. At least one tensor.
+    """Return sqrt(Σ x²) over all elements of one or more flat tensors, fp64 [] on their device.
 
-    The square of an fp32 number is exact in fp64, and so are 29 bits more of the sum than fp32 has: rounded to fp32, as a
-    factor that gradients are multiplied with is, it no longer shows in which order or over which ranks it was made.
+    The square of an fp32 number is exact in fp64, and the sum has 29 bits more than fp32. Rounded to fp32, like a
+    clipping factor, the norm no longer depends on the order of the sum or the number of ranks.
     """
     device = tensors[0].device
     size = min(PIECES["cpu" if device.type == "cpu" else "cuda"], max(x.numel() for x in tensors))

@@ -1,6 +1,6 @@
-"""What is there: Triton, NVIDIA's apex with its extensions, which CPU. Probed once per process, with the reason where not.
+"""Detect Triton, NVIDIA's apex and its extensions, and the kind of CPU, once per process, with reasons for absence.
 
-apex is looked for on the disk and never imported: the `apex` of PyPI is another project, which importing would run.
+apex is searched on disk and never imported: PyPI's `apex` is another project, and importing would run its code.
 """
 
 import importlib.util
@@ -17,39 +17,39 @@ EXTENSIONS = (
     "fused_rotary_positional_embedding",
     "scaled_upper_triang_masked_softmax_cuda",
     "xentropy_cuda",
-)  # compiled modules of apex that our adapters use; each is built, or not, by a flag of apex's setup
+)  # compiled modules of apex that our adapters use; a flag of apex's setup builds each
 
 _FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer_norm.py", "optimizers/fused_adam.py")
-"""What the package of that name has if it is NVIDIA's."""
+"""Files that identify the installed `apex` package as NVIDIA's."""
 
 
 @cache
 def why_not_triton(device: str) -> str | None:
-    """Why our Triton kernels cannot run on a device of that type, or None."""
+    """Return why our Triton kernels cannot run on this device type, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     import triton
 
     if triton.knobs.runtime.interpret:
-        return None  # by numpy, on any device
+        return None  # the interpreter uses numpy, on any device
     if device != "cuda":
-        return f"triton needs a CUDA device, this is a {device} (TRITON_INTERPRET=1 runs its kernels anywhere, slowly)"
+        return f"triton needs a CUDA device, not {device} (TRITON_INTERPRET=1 runs its kernels anywhere, slowly)"
     major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"the kernels need compute capability 8.0, this is {major}.{minor}"
+    return None if major >= 8 else f"the kernels need compute capability 8.0, this device has {major}.{minor}"
 
 
 @cache
 def why_not_apex(device: str) -> str | None:
-    """Why apex cannot be used on a device of that type at all, or None; each kernel also needs its extension."""
+    """Return why apex cannot be used on this device type, or None; each kernel also needs its extension."""
     if device != "cuda":
-        return f"apex has no {device}; it needs a CUDA device"
+        return f"apex needs a CUDA device, not {device}"
     extensions, reason = apex_extensions()
     return reason if extensions is None else None
 
 
 @cache
 def apex_extensions() -> tuple[frozenset[str] | None, str]:
-    """The extensions that can be found, and ""; or None and why there is no apex."""
+    """Return the installed extensions and "", or None and the reason why apex cannot be used."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return None, "apex is not installed"
@@ -62,7 +62,7 @@ def apex_extensions() -> tuple[frozenset[str] | None, str]:
 
 @cache
 def why_not_extension(name: str) -> str | None:
-    """Why one of apex's compiled extensions cannot be used, or None. It is imported, once, if apex is NVIDIA's."""
+    """Return why one of apex's compiled extensions cannot be used, or None. Imports it once, if apex is NVIDIA's."""
     extensions, reason = apex_extensions()
     if extensions is None:
         return reason
@@ -77,22 +77,22 @@ def why_not_extension(name: str) -> str | None:
 
 
 def extension(name: str) -> ModuleType:
-    """One of `EXTENSIONS`. The adapters ask for it when they run, as each may be there without the others."""
+    """Import one of `EXTENSIONS`. Adapters call this when they run, because each extension is installed separately."""
     return importlib.import_module(name)
 
 
 def softmax_limit(length: int) -> str | None:
-    """Why apex's causal softmax does not take sequences of this length, or None."""
+    """Return why apex's causal softmax does not support sequences of this length, or None."""
     if not 16 < length <= 16384:
-        return f"it takes sequences of 17 to 16384 tokens, not {length}"
-    return None if length % 4 == 0 else f"it takes sequences of a multiple of 4 tokens, not {length}"
+        return f"it supports sequences of 17 to 16384 tokens, not {length}"
+    return None if length % 4 == 0 else f"it supports sequences of a multiple of 4 tokens, not {length}"
 
 
 @cache
 def why_not_onednn(device: str) -> str | None:
-    """Why oneDNN's fp32 products cannot be used on a device of that type, or None."""
+    """Return why oneDNN's fp32 products cannot be used on this device type, or None."""
     if device != "cpu":
-        return f"onednn has no {device}; it serves CPUs"
+        return f"onednn needs a CPU, not {device}"
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     return None
@@ -100,6 +100,6 @@ def why_not_onednn(device: str) -> str | None:
 
 @cache
 def cpu_kinds(about: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """What rules may call this machine's processor, which Linux describes in `about`, in addition to `cpu`: `amd-avx512`."""
+    """Return names for this processor (from `about`, Linux) besides `cpu` that rules may use: `amd-avx512`."""
     amd = about.is_file() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
     return ("amd-avx512",) if amd and torch.backends.cpu.get_cpu_capability() == "AVX512" else ()

@@ -1,6 +1,6 @@
-"""Which kernel serves an operation: all implementations, what each takes, and the choice among them.
+"""Choose the kernel of each operation: all implementations, their limits, and the choice among them.
 
-A module asks when it is built and keeps the function that it gets, so a call costs no more than the call.
+A module requests its kernel in its constructor and stores the function, so a call has no dispatch cost.
 """
 
 import importlib
@@ -18,6 +18,7 @@ import yaml
 from megalite.config.compute import ALL_OPERATIONS, BACKENDS, KERNELS, OPERATIONS, KernelFacts
 from megalite.config.errors import ConfigError
 from megalite.config.reading import OR_ZERO, build
+from megalite.kernels.attention import HALVES
 from megalite.kernels.probes import (
     cpu_kinds,
     softmax_limit,
@@ -28,18 +29,17 @@ from megalite.kernels.probes import (
 )
 from megalite.kernels.self_check import why_wrong
 
-HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
 ALL = (torch.float64, *FLOATS)
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What a module asks a kernel for, as far as it knows when it is built."""
+    """Device, type and size for which a module requests a kernel."""
 
     device: str
-    dtype: torch.dtype  # of activations, or of a flat tensor
-    size: int  # of the last dimension; for an optimizer's operation the number of elements
+    dtype: torch.dtype  # type of activations, or of a flat tensor
+    size: int  # size of the last dimension; for an optimizer's operation the number of elements
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,31 @@ class Implementation:
 
     operation: str
     backend: str
-    place: str  # its function, or its functions with commas between, in a module below megalite.kernels: `module:name`
+    place: str  # `module:name` below megalite.kernels, or `module:name,name` for several functions
     dtypes: tuple[torch.dtype, ...] = ALL
-    extension: str | None = None  # of apex
-    limit: Callable[[int], str | None] | None = None  # why it does not take a size of a type that it takes, or None
-    function: Any = None  # of a user, instead of a place
-    devices: tuple[str, ...] | None = None  # None: those that its backend runs on
+    extension: str | None = None  # required extension of apex
+    limit: Callable[[int], str | None] | None = None  # returns why a size is not supported, or None
+    function: Any = None  # a user's function, instead of `place`
+    devices: tuple[str, ...] | None = None  # None: all devices of its backend
 
     def load(self) -> Any:
-        """The function, or the tuple of functions. Imports the module."""
+        """Import the module and return the function, or the tuple of functions."""
         if self.function is not None:
             return self.function
         module, _, names = self.place.partition(":")
         return attrgetter(*names.split(","))(importlib.import_module(f"megalite.kernels.{module}"))
 
     def why_not_here(self) -> str | None:
-        """Why it cannot be used in this installation, or None."""
+        """Return why it cannot be used in this installation, or None."""
         return None if self.extension is None else why_not_extension(self.extension)
 
     def why_not(self, use: KernelUse) -> str | None:
-        """Why it cannot serve a use here, or None. Kernels of others must give torch's numbers on a few rows first."""
+        """Return why it cannot be used here, or None. Third-party kernels must first match torch on a few rows."""
         if self.devices is not None and use.device not in self.devices:
             return f"it runs on {', '.join(self.devices)}, not on {use.device}"
         if use.dtype not in self.dtypes:
-            takes = ", ".join(_name(dtype) for dtype in self.dtypes)
-            return f"it takes {takes}, not {_name(use.dtype)}"
+            supported = ", ".join(_name(dtype) for dtype in self.dtypes)
+            return f"it supports {supported}, not {_name(use.dtype)}"
         reason = self.why_not_here() or (None if self.limit is None else self.limit(use.size))
         if reason is not None or self.backend in ("torch", "triton"):
             return reason
@@ -91,10 +91,10 @@ _ROPE, _PRODUCTS = "fused_rotary_positional_embedding", "fused_weight_gradient_m
 _CAUSAL = "scaled_upper_triang_masked_softmax_cuda"
 _FP32 = (torch.float32,)
 
-# Of apex not FastLayerNorm, of which the list of sizes differs between versions, nor FusedLAMB, which knows no bounds of
-# the trust ratio and no tensor that is split: of LAMB the pieces that it is made of. Its cross-entropy rounds the
-# log-sum-exp of bf16 logits to bf16: probabilities off by up to 3 %. The moments of its Adam are fp32 whatever the
-# parameter is, and bf16 parameters would have no fp32 copy. oneDNN's products in half types are torch's already.
+# Not used from apex: FastLayerNorm, because its supported sizes differ between versions; FusedLAMB, because it supports
+# neither bounds on the trust ratio nor sharded tensors (the kernels inside it are used); cross-entropy of bf16 logits,
+# because it rounds the log-sum-exp to bf16 (errors of up to 3 % in probabilities); Adam of bf16 parameters, because
+# they would have no fp32 copy. For half types torch already uses oneDNN's products.
 _ROWS = (
     Implementation("rmsnorm", "torch", "layer_ops:rms_norm"),
     Implementation("rmsnorm", "triton", "triton.norms:rmsnorm", FLOATS),
@@ -138,31 +138,31 @@ _ROWS = (
 )
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Implementation]] = MappingProxyType(
     {operation: {row.backend: row for row in _ROWS if row.operation == operation} for operation in OPERATIONS}
-)  # operation -> backend -> its kernel
+)  # operation -> backend -> implementation
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Of an operation on one kind of device."""
+    """Preferred backends of one operation on one kind of device."""
 
     operation: str
     device: str
-    """`cpu`, `cuda`, or a narrower kind, which goes before them: `amd-avx512`, a compute capability such as `sm_90`."""
+    """`cpu`, `cuda`, or a narrower kind, which has precedence: `amd-avx512`, a compute capability such as `sm_90`."""
     order: tuple[str, ...]
-    because: str  # measured where, with what; or assumed, and from what
-    dtypes: tuple[str, ...] = ()  # empty: any
+    because: str  # the measurement or the assumption behind the rule
+    dtypes: tuple[str, ...] = ()  # empty: any type
     from_size: int = field(default=0, metadata=OR_ZERO)
-    """It holds for this size of the last dimension and up; the largest that fits wins."""
+    """Smallest size of the last dimension; of several matching rules the one with the largest applies."""
 
 
 @dataclass(frozen=True)
 class Preferences:
-    """The rules, and the order that follows for a use."""
+    """The rules that order the backends of an operation."""
 
     rules: tuple[Rule, ...]
 
     def order(self, operation: str, use: KernelUse, device: torch.device) -> tuple[tuple[str, ...], str]:
-        """(backends, best first; why). torch alone where no rule fits."""
+        """Return the backends, best first, and the reason; torch alone if no rule matches."""
         kinds = _kinds(device)
         fitting = [
             rule
@@ -177,7 +177,7 @@ class Preferences:
 
 
 def _kinds(device: torch.device) -> list[str]:
-    """What rules may call a device, the most special first."""
+    """Return the names of a device that rules may use, the most specific first."""
     if device.type == "cpu":
         return [*cpu_kinds(), "cpu"]
     if device.type != "cuda":
@@ -187,42 +187,42 @@ def _kinds(device: torch.device) -> list[str]:
 
 
 def read_preferences(text: str, source: str) -> Preferences:
-    """From YAML: a list of rules.
+    """Parse a YAML list of rules.
 
     Raises:
-        ConfigError: naming `source`, the rule and what is wrong with it.
+        ConfigError: a rule is invalid; the error names `source`, the rule and the fault.
     """
     rows = yaml.safe_load(text)
     if not isinstance(rows, list):
-        raise ConfigError(f"{source}: a list of rules is wanted, got {type(rows).__name__}")
+        raise ConfigError(f"{source}: expected a list of rules, got {type(rows).__name__}")
     return Preferences(tuple(build(Rule, row, f"{source}, rule {n}") for n, row in enumerate(rows, start=1)))
 
 
 @cache
 def shipped_preferences() -> Preferences:
-    """Those that come with megalite."""
+    """Return the preferences that are part of megalite."""
     file = resources.files("megalite.kernels").joinpath("preferences.yaml")
     return read_preferences(file.read_text(encoding="utf-8"), "megalite/kernels/preferences.yaml")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves one use."""
+    """The backend chosen for one use."""
 
     operation: str
     use: KernelUse
     backend: str
-    why: str  # asked for, or which rule of the table of preferences
-    instead: str | None = None  # why the backend that goes first for all operations does not serve it
+    why: str  # "requested", or the reason of the matching rule
+    instead: str | None = None  # why the backend requested for all operations is not used
 
 
 class Kernels:
-    """Chooses the kernels of one run and remembers what it chose.
+    """Chooses the kernels of one run and records the choices.
 
     Args:
-        requests: operation -> backend, which then serves every use of the operation; of `ALL_OPERATIONS` the one that goes
-            first for each use that it takes.
-        preferences: the order among backends where nothing is asked for.
+        requests: operation -> backend for all its uses. The backend of `ALL_OPERATIONS` is preferred for each use that
+            it supports.
+        preferences: the order of backends without a request.
     """
 
     def __init__(self, requests: Mapping[str, str] | None = None, *, preferences: Preferences | None = None) -> None:
@@ -232,32 +232,32 @@ class Kernels:
         self._chosen: dict[tuple[str, KernelUse], tuple[Choice, Any]] = {}
 
     def check(self, device: torch.device) -> None:
-        """Raise ConfigError if a backend that was asked for cannot run on `device`, or has no such operation."""
+        """Raise ConfigError if a requested backend cannot run on `device`, or has no such operation."""
         if self._first is not None and (reason := why_not_backend(self._first, device.type)) is not None:
-            raise ConfigError(f"kernels: {self._first} cannot be had: {reason}; remove it")
+            raise ConfigError(f"kernels: {self._first} cannot be used: {reason}; remove it")
         for operation, backend in self._requests.items():
-            found = kernel_of(operation, backend)
-            _refuse(operation, backend, why_not_backend(backend, device.type) or found.why_not_here())
+            implementation = kernel_of(operation, backend)
+            _refuse(operation, backend, why_not_backend(backend, device.type) or implementation.why_not_here())
 
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
-        """The function that serves a use, or the tuple of its functions; arguments as in `KernelUse`.
+        """Return the kernel for a use: a function or a tuple of functions; arguments as in `KernelUse`.
 
         Raises:
-            ConfigError: what was asked for does not take this use.
+            ConfigError: the requested backend does not support this use.
         """
-        return self._serving(operation, device, KernelUse(device.type, dtype, size))[1]
+        return self._chosen_for(operation, device, KernelUse(device.type, dtype, size))[1]
 
     def fuses(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> bool:
-        """One kernel serves the use, so that it pays to leave it work that a matrix product could take along."""
-        return self._serving(operation, device, KernelUse(device.type, dtype, size))[0].backend != "torch"
+        """Return whether the kernel is fused, so that work is better left to it than to a matrix product."""
+        return self._chosen_for(operation, device, KernelUse(device.type, dtype, size))[0].backend != "torch"
 
     @property
     def chosen(self) -> Sequence[Choice]:
-        """So far, in the order in which modules asked."""
+        """The choices so far, in the order of the requests."""
         return [choice for choice, _ in self._chosen.values()]
 
     def not_first(self) -> str | None:
-        """What serves the operations that the backend of all operations does not, and why it does not; None: it serves all."""
+        """Return a log line with the uses that the backend of all operations does not support, and why; None: none."""
         groups: dict[tuple[str, str], list[str]] = {}
         for choice in self.chosen:
             if choice.instead is not None:
@@ -267,64 +267,64 @@ class Kernels:
         return f"kernels: not {self._first} but {'; '.join(parts)}" if parts else None
 
     def summary(self) -> dict[str, str]:
-        """Operation -> backend; several with a plus sign between them."""
+        """Return operation -> backend; several backends are joined with a plus sign."""
         pairs = sorted({(choice.operation, choice.backend) for choice in self.chosen})
         return {name: "+".join(backend for of, backend in pairs if of == name) for name, _ in pairs}
 
-    def _serving(self, operation: str, device: torch.device, use: KernelUse) -> tuple[Choice, Any]:
+    def _chosen_for(self, operation: str, device: torch.device, use: KernelUse) -> tuple[Choice, Any]:
         if (operation, use) not in self._chosen:
             choice = self._choose(operation, use, device)
             self._chosen[operation, use] = choice, kernel_of(operation, choice.backend).load()
         return self._chosen[operation, use]
 
     def _choose(self, operation: str, use: KernelUse, device: torch.device) -> Choice:
-        asked, first, instead = self._requests.get(operation), self._first, None
-        if asked is not None:
-            _refuse(operation, asked, why_not(operation, asked, use))
-            return Choice(operation, use, asked, "asked for")
+        requested, first, instead = self._requests.get(operation), self._first, None
+        if requested is not None:
+            _refuse(operation, requested, why_not(operation, requested, use))
+            return Choice(operation, use, requested, "requested")
         if first is not None:
             none = None if first in IMPLEMENTATIONS[operation] else "it has none"
             instead = none or why_not(operation, first, use)
             if instead is None:
-                return Choice(operation, use, first, "asked for, for all operations")
+                return Choice(operation, use, first, "requested for all operations")
         order, why = self._preferences.order(operation, use, device)
         for backend in order:
             if backend in IMPLEMENTATIONS[operation] and why_not(operation, backend, use) is None:
                 return Choice(operation, use, backend, why, instead)
-        return Choice(operation, use, "torch", "nothing else takes it", instead)
+        return Choice(operation, use, "torch", "no other backend supports it", instead)
 
 
 def why_not_backend(backend: str, device: str) -> str | None:
-    """Why no kernel of a backend can run on a device of that type here, or None. Probed once per process."""
+    """Return why no kernel of a backend can run on this device type here, or None. Probed once per process."""
     if backend == "torch" or backend not in BACKENDS:
         return None
     return {"onednn": why_not_onednn, "triton": why_not_triton, "apex": why_not_apex}[backend](device)
 
 
 def why_not(operation: str, backend: str, use: KernelUse) -> str | None:
-    """Why a backend cannot serve a use here, or None."""
+    """Return why a backend cannot be used here, or None."""
     return why_not_backend(backend, use.device) or kernel_of(operation, backend).why_not(use)
 
 
 def backends_of(operation: str) -> list[str]:
-    """Those that have a kernel for it, in the order of BACKENDS; then users'."""
+    """Return the backends with a kernel for the operation, in the order of BACKENDS; registered ones of users last."""
     names = (name.partition("=") for name in KERNELS)
-    theirs = [backend for of, _, backend in names if of == operation]
-    return [*(backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]), *theirs]
+    registered = [backend for of, _, backend in names if of == operation]
+    return [*(backend for backend in BACKENDS if backend in IMPLEMENTATIONS[operation]), *registered]
 
 
 def kernel_of(operation: str, backend: str) -> Implementation:
-    found = IMPLEMENTATIONS[operation].get(backend)
-    if found is None and (name := f"{operation}={backend}") in KERNELS:
+    implementation = IMPLEMENTATIONS[operation].get(backend)
+    if implementation is None and (name := f"{operation}={backend}") in KERNELS:
         facts: KernelFacts = KERNELS.facts(name)
         dtypes = tuple(getattr(torch, dtype) for dtype in facts.dtypes)
         return Implementation(operation, backend, name, dtypes, function=KERNELS.get(name), devices=facts.devices)
-    if found is None:
-        has = ", ".join(backends_of(operation))
-        raise ConfigError(f"kernels: {backend} has no {operation} ({OPERATIONS[operation]}); there is {has}")
-    return found
+    if implementation is None:
+        available = ", ".join(backends_of(operation))
+        raise ConfigError(f"kernels: {backend} has no {operation} ({OPERATIONS[operation]}); use {available}")
+    return implementation
 
 
 def _refuse(operation: str, backend: str, reason: str | None) -> None:
     if reason is not None:
-        raise ConfigError(f"kernels: {operation}={backend} cannot be had: {reason}; use {operation}=torch")
+        raise ConfigError(f"kernels: {operation}={backend} cannot be used: {reason}; use {operation}=torch")

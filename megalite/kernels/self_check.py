@@ -1,7 +1,7 @@
-"""Before a kernel of others is chosen it must give torch's numbers on a few rows.
+"""Check that a third-party kernel matches torch on a few rows before it is chosen.
 
-apex's extensions are built from many versions of its source and for many versions of CUDA, and most of its functions
-check little of what they are given. torch's operator for oneDNN is none of its documented ones.
+apex's extensions are built from many versions of its source and of CUDA, and most of its functions hardly check their
+arguments. torch's operator for oneDNN is not documented.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,19 @@ from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
 from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
 
 ROWS = 64
-# Sizes above are tried at this one, where the rows grow with the size or there are none.
+# Upper bound on the checked size of operations without rows, or with as many rows as columns.
 LONGEST = {"softmax": 1024, "adam": 1 << 16, "lamb": 1 << 16, "l2norm": 1 << 16}
 LIMITS = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
-}  # of ‖its - torch's‖/‖torch's‖
+}  # largest ‖kernel - torch‖/‖torch‖
 Results = Mapping[str, Tensor]
 
 
 class Inputs:
-    """The same standard normal numbers in every instance; torch's own generators are not touched."""
+    """Standard normal numbers, the same in every instance; torch's global generators do not change."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device = dtype, device
@@ -47,7 +47,7 @@ class Inputs:
 
 
 def why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
-    """Why a backend's kernel (a function, or a tuple of them) must not serve an operation on a device, or None."""
+    """Return why a backend's kernel (a function, or a tuple of them) must not be used on a device, or None."""
     return _why_wrong(backend, operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
@@ -55,27 +55,27 @@ def why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, dev
 def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
     case, reference = _CASES[operation]
     try:
-        found = case(kernel, Inputs(dtype, device), size)
+        actual = case(kernel, Inputs(dtype, device), size)
     except (RuntimeError, TypeError, AttributeError) as raised:
-        return f"{backend}'s failed when it was tried here ({str(raised).partition(chr(10))[0]})"
-    wanted = case(reference, Inputs(dtype, device), size)
-    for name, right in wanted.items():
-        error = relative(found[name], right)
+        return f"{backend}'s kernel failed in its self-check ({str(raised).partition(chr(10))[0]})"
+    expected = case(reference, Inputs(dtype, device), size)
+    for name, wanted in expected.items():
+        error = relative(actual[name], wanted)
         if not error <= LIMITS[dtype]:  # NaN too
             return (
-                f"{backend}'s gave other numbers than torch when it was tried here: {name} is off by {error:.1e} of "
-                f"itself, and {LIMITS[dtype]:.0e} is allowed"
+                f"{backend}'s kernel differs from torch in its self-check: {name} has a relative error of {error:.1e}, "
+                f"more than {LIMITS[dtype]:.0e}"
             )
     return None
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    found, right = found.double(), right.double()
-    return (torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)).item()
+def relative(actual: Tensor, reference: Tensor) -> float:
+    actual, reference = actual.double(), reference.double()
+    return (torch.linalg.vector_norm(actual - reference) / torch.linalg.vector_norm(reference)).item()
 
 
 def through(function: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any) -> Results:
-    """The output and the gradients of all inputs, for a gradient that is a function of the output."""
+    """Return the output and the gradients of all inputs, for the output gradient cos(output)."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         y = function(*leaves, *rest)
@@ -99,12 +99,12 @@ def _add_norm(kernel: Any, draw: Inputs, size: int) -> Results:
 
 
 def _activation(kernel: Any, draw: Inputs, size: int, *, gated: bool = True, tanh: bool = True) -> Results:
-    """With the exact form and, where there is a choice, with tanh."""
+    """Run the exact form and, if the kernel has it, the tanh form."""
     inputs = [draw.normal(ROWS, 2 * size)] if gated else [draw.normal(ROWS, size), draw.normal(size)]
     if not tanh:
         return through(kernel, inputs)
     forms = {form: through(partial(kernel, tanh=form), inputs) for form in (False, True)}
-    return {f"{name}, tanh {form}": found for form, results in forms.items() for name, found in results.items()}
+    return {f"{name}, tanh {form}": actual for form, results in forms.items() for name, actual in results.items()}
 
 
 def _l2norm(kernel: Any, draw: Inputs, size: int) -> Results:
@@ -143,8 +143,12 @@ def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
 
 def _fp8(kernel: Any, draw: Inputs, size: int) -> Results:
     x, (largest, cast, cast_rows) = draw.normal(ROWS, size), kernel
-    found = {"a tensor": cast(x, largest(x), E4M3), "turned": cast(x.t(), largest(x), E5M2), "rows": cast_rows(x, E4M3)}
-    return {name: rounded.data.float() * rounded.undo for name, rounded in found.items()}
+    actual = {
+        "a tensor": cast(x, largest(x), E4M3),
+        "turned": cast(x.t(), largest(x), E5M2),
+        "rows": cast_rows(x, E4M3),
+    }
+    return {name: rounded.data.float() * rounded.undo for name, rounded in actual.items()}
 
 
 def _matmul(kernel: Any, draw: Inputs, size: int) -> Results:
@@ -176,7 +180,7 @@ def _adam(kernel: Any, draw: Inputs, size: int) -> Results:
 def _lamb(kernel: Any, draw: Inputs, size: int) -> Results:
     param, grad, exp_avg, exp_avg_sq = (draw.normal(size) for _ in range(4))
     exp_avg_sq.square_()
-    # eps so large that it shows where it is added, and whether it is corrected.
+    # A large eps reveals where it is added, and whether it is bias-corrected.
     settings = {"beta1": 0.9, "beta2": 0.95, "eps": 0.1, "weight_decay": 0.1, "step": 3}
     norms = kernel[0](param, grad, exp_avg, exp_avg_sq, **settings, norms=True)
     kernel[1](param, exp_avg, exp_avg_sq, **settings, rate=0.1)
@@ -203,4 +207,4 @@ _CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = Mappin
         "adam": (_adam, adam),
         "lamb": (_lamb, (lamb_moments, lamb_step)),
     }
-)  # operation -> what runs a kernel on inputs, and torch's kernel
+)  # operation -> (function that runs a kernel on inputs, torch's kernel)

@@ -1,4 +1,4 @@
-"""Attention with its probabilities in memory, for dropout on them."""
+"""Compute attention with its probabilities in memory, for dropout on them."""
 
 import math
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from megalite.kernels.bases import Function
 
 
 def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale · scores) over the keys up to the query's own; what lies behind is 0.
+    """Return softmax(scale · scores) over the keys up to the query's position; later keys get 0.
 
     Args:
-        scores: [b, heads, s, s], which it may overwrite.
+        scores: [b, heads, s, s], may be overwritten.
 
     Returns:
-        [b, heads, s, s] in fp32 for half types where the kernel keeps that, else in the scores' type.
+        [b, heads, s, s] in fp32 for half types if the kernel computes that, else in the scores' type.
     """
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return softmax_where(scores, scale, hidden)
 
 
 def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """Gradient of the scores, scale · P·(grad - Σ grad·P), in the type of the probabilities.
+    """Return the gradient of the scores, scale · P·(grad - Σ grad·P), in the type of the probabilities.
 
     Args:
-        grad: [b, heads, s, s] of the probabilities, in their type or fp32; it may be overwritten.
+        grad: [b, heads, s, s], gradient of the probabilities in their type or fp32; may be overwritten.
         probabilities: [b, heads, s, s] as saved, rounded to the model's type.
     """
     exact = probabilities.float() if probabilities.dtype in HALVES else probabilities
@@ -37,10 +37,10 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
 
 
 def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None, sink: Tensor | None = None) -> Tensor:
-    """softmax(scale · scores) over the last dimension without what is hidden, in fp32 for half types.
+    """Return softmax(scale · scores) over the visible part of the last dimension, in fp32 for half types.
 
-    Overwrites scores [..., heads, s_q, s_k] unless they are of a half type; `hidden` is boolean and broadcastable to them.
-    `sink`: [heads], one more logit, of which the result has no column.
+    Overwrites scores [..., heads, s_q, s_k] unless they have a half type. `hidden`: boolean, broadcastable to the
+    scores. `sink`: [heads], one extra logit that gets no column in the result.
     """
     scores = (scores.float() if scores.dtype in HALVES else scores).mul_(scale)
     if hidden is not None:
@@ -52,13 +52,13 @@ def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None, sink: Ten
 
 
 CausalSoftmax = tuple[Callable[..., Tensor], Callable[..., Tensor]]
-"""Forward and backward of one kernel, as those of `megalite.kernels.unfused_attention`."""
+"""A kernel's forward and backward, with the signatures of `causal_softmax_forward` and `causal_softmax_backward`."""
 
 
 class _UnfusedAttention(Function):
-    """Keeps q, k, v and for each score its probability, mask and dropped-out probability: 2·e + 1 bytes.
+    """Attention that saves q, k, v and for each score its probability, mask and dropped-out probability: 2·e + 1 bytes.
 
-    The query heads of a group are rows of one product, so that keys and values are never repeated.
+    The query heads of a group are rows of one product, so keys and values are never repeated.
     """
 
     @staticmethod
@@ -90,11 +90,11 @@ class _UnfusedAttention(Function):
         ctx.softmax_backward = causal_softmax_backward if causal is None else causal[1]
         if keep is not None:
             dropped = (exact * keep).mul_(ctx.scale).to(q.dtype)
-        # The sink's share, from what is not rounded.
+        # The sink's probability, from the unrounded probabilities.
         absorbed = None if sink is None else 1.0 - exact.sum(dim=-1)
         ctx.save_for_backward(q, k, v, probabilities, keep, dropped, absorbed)
         mixed = (dropped.view(b, groups, -1, s_k) @ v).view(b, heads, s_q, d)
-        # Laid out as the output projection reads it: what that saves is then this memory.
+        # The output projection's memory order, so that the projection saves this memory instead of a copy.
         return mixed.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
     @staticmethod
@@ -111,7 +111,7 @@ class _UnfusedAttention(Function):
                 grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
         grad_sink = None
-        if absorbed is not None:  # its value is 0: P·(0 - Σ grad·P)
+        if absorbed is not None:  # the sink's value is 0: P·(0 - Σ grad·P)
             inner = (grad_scores * probabilities).sum(dim=-1, dtype=absorbed.dtype)
             grad_sink = -(absorbed * inner).sum(dim=(0, 2))
         grad_scores = ctx.softmax_backward(grad_scores, probabilities, 1.0 / math.sqrt(d)).view(b, groups, -1, s_k)
@@ -134,18 +134,18 @@ def unfused_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
+    """Return dropout(softmax(q·kᵀ/sqrt(d)))·v; softmax in fp32 for half types.
 
     Args:
         q: [b, heads, s_q, d].
         k, v: [b, groups, s_k, d] with heads a multiple of groups.
-        visible: which keys a query sees, boolean and broadcastable to [b, heads, s_q, s_k]; None: all. Every query
-            must see at least one.
-        keep: boolean mask [b, heads, s_q, s_k] of the probabilities that stay; None: no dropout.
-        p: the probability of falling, by which those that stay are scaled.
-        causal: the kernel for the plain causal mask with s_q = s_k, which it knows without `visible`.
+        visible: boolean mask of visible keys, broadcastable to [b, heads, s_q, s_k]; None: all. Each query needs at
+            least one.
+        keep: boolean mask [b, heads, s_q, s_k] of the probabilities to keep; None: no dropout.
+        p: dropout probability; kept probabilities are scaled by 1/(1-p).
+        causal: the kernel for the plain causal mask with s_q = s_k, without `visible`.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], a logit beside the scores of each query, with a value of 0; not with `causal`.
+        sink: [heads], an extra logit in each query's softmax with a value of 0; not with `causal`.
 
     Returns:
         [b, heads, s_q, d], a view of memory [s_q, b, heads, d].

@@ -1,1 +1,1 @@
-"""One GPT out of parts; configuration decides the family. `shapes` imports no torch."""
+"""One GPT for all model families, selected by configuration. `shapes` imports no torch."""

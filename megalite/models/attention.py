@@ -24,11 +24,11 @@ from megalite.topology.layout import Spans, joined_spans
 
 
 class AttentionCore(Module):
-    """softmax(q·kᵀ·scale)·v of one layer, with its share of the heads over tp, and over cp.
+    """softmax(q·kᵀ·scale)·v of one layer, for this rank's heads (tp) and part of the sequence (cp).
 
-    With the sequence split over cp, each rank exchanges its part of the sequence for a part of the heads around the core
-    over `cp_heads` (`a2a`), which is left to the subclass; over `cp_keys` keys and values go round the ranks (`p2p`) or are
-    gathered (`allgather`). One of the two groups has one rank, but with `a2a+p2p`.
+    With context parallelism the subclass exchanges sequence parts for heads over `cp_heads` (`a2a`), before and after
+    the core. Over `cp_keys`, keys and values are passed round the ranks (`p2p`) or gathered (`allgather`). Except with
+    `a2a+p2p`, one of the two groups has one rank.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class AttentionCore(Module):
             shape, std = (config.num_attention_heads,), config.init_method_std
             self.sinks = factory.parameter(f"{name}.sinks", shape, shard_dim=0, std=std, decay=False)
         self.plain_softmax = config.softmax_type == "vanilla"
-        self.windowed, self.turns = config.has_window(index), config.has_rope(index)
+        self.windowed, self.has_rope = config.has_window(index), config.has_rope(index)
         self.causal_attention: Callable[..., Tensor] = causal_attention
         self.masked_attention: Callable[..., Tensor] | None = None
-        """For windows and documents of whole sequences, where one kernel takes them; None: tiles."""
+        """Kernel for windows and documents in whole sequences; None: the core uses tiles."""
         self.head_size = config.head_size
         self.groups = max(1, config.query_groups // factory.tp.size)
         self.queries = config.num_attention_heads // factory.tp.size // self.groups
-        # `core_cp`: the ranks that the core sees the sequence split over.
+        # `core_cp`: the ranks over which the sequence is split inside the core.
         self.cp_heads, self.core_cp = factory.cp_heads, factory.cp_keys
         self.exchange_heads = self.cp_heads.size > 1
         self.gathers_keys = cp_comm_type == "allgather"
         heads = self.groups * self.queries
-        # The core's first query head among all.
+        # Global index of the core's first query head.
         self.first_head = factory.tp.rank * heads + self.cp_heads.rank * (heads // self.cp_heads.size)
         self._rope = factory.kernel("rope", config.rotary_size)
         self._softmax = None
@@ -71,22 +71,20 @@ class AttentionCore(Module):
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]; scores are multiplied by
-        1 / sqrt(d).
+        """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d].
 
-        Collectives: with cp those of `ring_attention`.
+        Scores are multiplied by 1 / sqrt(d). Collectives: with cp those of `ring_attention`.
         """
         if self.recompute_core and torch.is_grad_enabled():
             return recomputed(self._core, q, k, v, context)
         return self._core(q, k, v, context)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Queries [b, heads, s, d] against keys and values [b, groups, s, d] -> [b, heads, s, d]."""
         if context.next_tokens is not None:
             return self.cached(q, k, v, context.next_tokens)
         if context.auxiliary is not None and context.auxiliary.watches_logits:
-            held, rule = self.core_spans(context), context.visibility
-            largest = largest_logits(q.detach(), k.detach(), cp=self.core_cp, held=held, visibility=rule)
+            spans, rule = self.core_spans(context), context.visibility
+            largest = largest_logits(q.detach(), k.detach(), cp=self.core_cp, spans=spans, visibility=rule)
             context.auxiliary.see_logits(self.index, largest, first=self.first_head, heads=self.all_heads)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context, context.stream)
@@ -99,7 +97,7 @@ class AttentionCore(Module):
         return ring_attention(
             *(q, k, v),
             cp=self.core_cp,
-            held=self.core_spans(context),
+            spans=self.core_spans(context),
             visibility=context.visibility,
             softcap=self.softcap,
             sink=self._sink(q),
@@ -107,7 +105,7 @@ class AttentionCore(Module):
         )
 
     def _sink(self, q: Tensor) -> Tensor | None:
-        """[heads], the logit that each head of queries [b, heads, s, d] has beside those of its keys."""
+        """Return the sink logit of each head [heads] for queries [b, heads, s, d]; None without sinks."""
         if self.plain_softmax:
             return None
         if self.sinks is None:
@@ -115,27 +113,27 @@ class AttentionCore(Module):
         return self.sinks.chunk(self.cp_heads.size)[self.cp_heads.rank]
 
     def core_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
-        """What each rank of `core_cp` holds around the core, where it has parts of the heads."""
+        """Return the sequence spans of each rank of `core_cp` inside the core, after the exchange of heads."""
         return joined_spans(context.spans, self.cp_heads.size)
 
     def traded_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
-        """What each rank of `cp_heads` holds beside the core."""
+        """Return the sequence spans of each rank of `cp_heads` outside the core."""
         first = self.core_cp.rank * self.cp_heads.size
         return context.spans[first : first + self.cp_heads.size]
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, new: NextTokens) -> Tensor:
-        """`core` of one new token per row, against what a cache holds."""
+        """Attend one new query per row to the cached keys and values; otherwise like `core`."""
         return cached_attention(q, k, v, visible=new.visible, softcap=self.softcap, sink=self._sink(q))
 
     def _core_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, stream: DropoutStream
     ) -> Tensor:
-        """Unfused: the probabilities exist, of this rank's queries and all keys."""
+        """Compute the core unfused, with the probabilities of this rank's queries and all keys in memory."""
         length = context.seq_length
         columns = torch.arange(length, device=q.device)
-        held = self.core_spans(context)
-        rows = torch.cat([columns[first:stop] for first, stop in held[self.core_cp.rank]])
-        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, held=held) for tensor in (k, v))
+        spans = self.core_spans(context)
+        rows = torch.cat([columns[first:stop] for first, stop in spans[self.core_cp.rank]])
+        k, v = (gather_sequence(tensor, cp=self.core_cp, dim=2, spans=spans) for tensor in (k, v))
         keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
@@ -152,10 +150,11 @@ class AttentionCore(Module):
 
 
 class Attention(AttentionCore):
-    """Heads are split over tp by key/value group. Rows of `qkv` are ordered by group: its queries, its key, its value.
+    """Multi-head or grouped-query attention, with heads split over tp by key/value group.
 
-    With fewer groups than tp ranks several ranks share one: each has a part of its queries (`SharedHeads`).
-    With heads exchanged over cp (`a2a`) keys are repeated where they are too few for that.
+    Rows of `qkv` are ordered by group: its queries, its key, its value. With fewer groups than tp ranks, several ranks
+    share a group and each has a part of its queries (`SharedHeads`). If the exchange of heads over cp (`a2a`) needs
+    more key heads than a rank has, they are repeated.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class Attention(AttentionCore):
         index: int = 0,
     ) -> None:
         super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
-        # Every core multiplies scores by 1 / sqrt(d); queries take along what is different.
+        # Every core multiplies scores by 1 / sqrt(d); any other scale is applied to the queries.
         self.query_scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_size)
         queries = config.num_attention_heads // config.query_groups
         self._shared: Callable[[Tensor], Tensor] | None = None
@@ -196,7 +195,7 @@ class Attention(AttentionCore):
             size = config.query_groups * config.head_size
             self.k_norm = AllHeadsNorm(f"{name}.k_norm", config, factory=factory, size=size)
         elif config.qk_norm:
-            # Each tp rank norms its own heads, so its gradient is partial.
+            # Each tp rank normalizes its own heads, so the weight's gradient is partial.
             self.q_norm = Norm(f"{name}.q_norm", config, factory=factory, size=config.head_size, per_head=True)
             self.k_norm = Norm(f"{name}.k_norm", config, factory=factory, size=config.head_size, per_head=True)
         self.out = RowParallelLinear(
@@ -212,41 +211,41 @@ class Attention(AttentionCore):
     ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
-        Collectives: those of the two linear layers and of `SharedHeads`, and over cp those of the core and two all-to-alls,
-        each way.
+        Collectives, forward and backward: those of the two linear layers, of `SharedHeads` and over cp of the core, and
+        two all-to-alls over `cp_heads`.
         """
         if not self.windowed and context.full is not None:
             context = context.full
         q, k, v = self._in_qkv(self._heads, x, context, cache)
         mixed = self._in_core(self.core, q, k, v, context).permute(2, 0, 1, 3)
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.traded_spans(context))
         return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the core takes: queries [b, heads, s, d], keys and values [b, groups, s, d]."""
-        rope = context.rope if self.turns else None
+        """Return the core's inputs: queries [b, heads, s, d], keys and values [b, groups, s, d]."""
+        rope = context.rope if self.has_rope else None
         qkv = self.qkv(x)
         if self._shared is not None:
             qkv = self._shared(qkv)
         s, b = qkv.shape[:2]
         qkv = qkv.view(s * b, self.groups, self.queries + 2, self.head_size)
         if self.q_norm is None and self.plain_rope and rope is not None and context.next_tokens is not None:
-            # Of few tokens values are turned in vain: that takes less time than a second call for keys.
-            turned = self._rope(qkv.view(s, b, -1, self.head_size), *rope).view_as(qkv)
-            q, k = turned[:, :, :-2].flatten(1, 2).unsqueeze(0), turned[:, :, -2].unsqueeze(0)
+            # With few tokens, one call that needlessly rotates the values too is faster than a second call for keys.
+            rotated = self._rope(qkv.view(s, b, -1, self.head_size), *rope).view_as(qkv)
+            q, k = rotated[:, :, :-2].flatten(1, 2).unsqueeze(0), rotated[:, :, -2].unsqueeze(0)
             v = qkv[:, :, -1].unsqueeze(0)
         elif self.q_norm is None and self.plain_rope and rope is not None and rope[0].shape[1] == 1:
-            q, k, v = self._turned_in_place(qkv, b, *rope)
+            q, k, v = self._split_rotated(qkv, b, *rope)
         else:
             q, k, v = self._split(qkv, b)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-                if isinstance(self.q_norm, AllHeadsNorm):  # its input is a copy where queries are not
+                if isinstance(self.q_norm, AllHeadsNorm):  # its flattened input may be a copy, so v need not keep qkv
                     v = v.contiguous()
             if rope is not None:
-                q, k = self._turned(q, *rope), self._turned(k, *rope)
-                if self.q_norm is None:  # nothing else keeps qkv: a view would
+                q, k = self._rotate(q, *rope), self._rotate(k, *rope)
+                if self.q_norm is None:  # a view would keep all of qkv in memory
                     v = v.contiguous()
         if self.query_scale != 1.0:
             q = q * self.query_scale
@@ -255,7 +254,7 @@ class Attention(AttentionCore):
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
             grouped = q.unflatten(2, (self.groups * self.repeats, -1))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
-            packed = sequence_to_heads(packed, cp=self.cp_heads, held=self.traded_spans(context))
+            packed = sequence_to_heads(packed, cp=self.cp_heads, spans=self.traded_spans(context))
             q, k, v = self._split(packed.flatten(0, 1), b)
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         if cache is not None:
@@ -265,35 +264,37 @@ class Attention(AttentionCore):
                 k, v = cache.append(self.name, k, v, context.next_tokens)
         return q, k, v
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """RoPE on the first `rotary_size` channels of queries or keys.
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply RoPE to the first `rotary_size` channels of queries or keys.
 
-        Interleaved pairs are turned as halves, in another order of the channels: scores do not depend on an order that
-        queries and keys have in common.
+        Interleaved pairs are reordered into halves first: scores do not depend on a channel order that queries and keys
+        share.
         """
         if self.plain_rope:
-            turned: Tensor = self._rope(x, cos, sin)
-            return turned
+            rotated: Tensor = self._rope(x, cos, sin)
+            return rotated
         pairs, rest = x[..., : self.rotary_size], x[..., self.rotary_size :]
         if self.rotary_interleaved:
             pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((self._rope(pairs.contiguous(), cos, sin), rest), dim=-1)
 
     def _split(self, qkv: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[s·b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
+        """Split [s·b, groups, queries + 2, d] -> queries [s, b, heads, d], keys and values [s, b, groups, d]."""
         groups, queries, d = qkv.shape[1], qkv.shape[2] - 2, self.head_size
         if queries == 1:
             q, k, v = qkv.view(-1, b, groups, 3, d).unbind(3)
             return q, k, v
-        # Of more than four dimensions CUDA would join these gradients by a launch for each. The queries of several groups
-        # are a copy: views of the rest would keep all of qkv too.
+        # With more than four dimensions CUDA would concatenate these gradients by one launch each. The queries of
+        # several groups are a copy, so views of keys and values would keep all of qkv in memory as well.
         q, k, v = qkv.split((queries, 1, 1), dim=2)
         k, v = k.reshape(-1, b, groups, d).contiguous(), v.reshape(-1, b, groups, d).contiguous()
         return q.reshape(-1, b, groups * queries, d).contiguous(), k, v
 
-    def _turned_in_place(self, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split`, queries and keys rotated by one table [s, 1, 1, d/2] for all sequences. They are read where the
-        projection left them: a group is to the kernel as a sequence."""
+    def _split_rotated(self, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split` with queries and keys rotated by one table [s, 1, 1, d/2] for all sequences.
+
+        The kernel reads the projection's output without a copy: it treats each group as a sequence.
+        """
         s, groups, d = len(cos), self.groups, self.head_size
         q, k, v = qkv.split((self.queries, 1, 1), dim=2)
         q = self._rope(q.view(s, b * groups, self.queries, d), cos, sin).view(s, b, -1, d)
@@ -301,7 +302,7 @@ class Attention(AttentionCore):
 
 
 def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:
-    """The dense form of `visibility`: [b or 1, 1, rows, columns], true where the query sees the key."""
+    """Return the dense mask of `visibility`: [b or 1, 1, rows, columns], true if the query attends to the key."""
     distance = rows.unsqueeze(1) - columns
     visible = distance >= 0
     if visibility.window is not None:

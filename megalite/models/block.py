@@ -1,4 +1,4 @@
-"""One transformer block, with norms before its branches, on their outputs, or both."""
+"""Transformer block, with norms before its branches, on their outputs, or both."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 
 
 class Block(Module):
-    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))): an MLP, or experts.
+    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))); feed_forward is an MLP or a MoE layer.
 
-    With `post_norms` dropout is on norm(branch); without `pre_norms` a branch takes x itself.
+    With `post_norms` dropout is applied to norm(branch); without `pre_norms` a branch reads x itself.
 
-    `index` is the layer's number in the whole model: names and dropout keys carry it. Full recompute is around a block
-    (`run_layers`), selective recompute inside.
+    `index` is the layer's number in the whole model, used in parameter names and dropout keys. Full recompute wraps
+    whole blocks (`run_layers`), selective recompute parts of a block.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Block(Module):
         if config.post_norms:
             self.attention_post_norm = Norm(f"{name}.attention_post_norm", config, factory=factory)
         if config.pre_norms:
-            # What a recomputed norm gives again must have the same bits, so one kernel makes it both times.
+            # A recomputed norm must have the same bits, so both passes use the same, unfused kernel.
             self.mlp_norm = ResidualNorm(f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms)
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
@@ -75,7 +75,7 @@ class Block(Module):
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
         attention, norm, mlp_norm = self.attention, self.attention_norm, self.mlp_norm
         normed = x if norm is None else self._in_attn_norm(norm, x)
-        late = self.attention_post_norm is None  # the norm is of the branch with its bias
+        late = self.attention_post_norm is None  # a post-norm normalizes the branch including its bias
         branch = self._branch(norm, "attn_norm", x, attention, normed, context, cache, add_late_bias=not late)
         if self.attention_post_norm is not None:
             branch = self._in_attn_norm(self.attention_post_norm, branch)
@@ -101,7 +101,7 @@ class Block(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """branch(normed, ...), which keeps nothing of norm(x) where norms are recomputed."""
+        """Return branch(normed, ...); if norms are recomputed, it saves nothing of norm(x)."""
         if not self.recompute_norms or norm is None:
             return branch(normed, *args, **kwargs)
         with self.saves.remaking(normed, norm.normalize, x, kept_by=name):
@@ -118,22 +118,22 @@ class Block(Module):
 def run_layers(
     blocks: Sequence[Block], x: Tensor, context: ForwardContext, *, cache: KeyValueCache | None, recompute: Recompute
 ) -> Tensor:
-    """[s/cp, b, h] -> [s/cp, b, h] through all blocks, split over tp as well with sequence parallelism.
+    """Run all blocks on [s/cp, b, h], split over tp as well with sequence parallelism.
 
-    With full recompute a unit of blocks keeps its input alone and runs again in the backward. What the first
-    `recompute.offload_layers` keep is in host memory meanwhile.
+    With full recompute a unit of blocks saves only its input and runs again in the backward. The first
+    `recompute.offload_layers` layers offload their saved tensors to host memory.
     """
-    again = offloaded = 0
+    recompute_blocks = offloaded = 0
     offload: Any = recompute.saves  # an ActivationOffload where layers are offloaded
     if torch.is_grad_enabled():
         offloaded = recompute.offload_layers
         if recompute.granularity == "full":
-            again = len(blocks) if recompute.method == "uniform" else min(recompute.num_layers, len(blocks))
+            recompute_blocks = len(blocks) if recompute.method == "uniform" else min(recompute.num_layers, len(blocks))
     if offloaded:
         offload.start()
-    first, behind = 0, offloaded > 0
+    first, fetches = 0, offloaded > 0
     while first < len(blocks):
-        whole = first < again
+        whole = first < recompute_blocks
         unit = blocks[first : first + (recompute.num_layers if whole and recompute.method == "uniform" else 1)]
         if first < offloaded:
             stays = [parameter for block in unit for parameter in block.parameters()]
@@ -141,9 +141,9 @@ def run_layers(
                 x = recomputed(_run, unit, x, context) if whole else _run(unit, x, context)
         else:
             x = recomputed(_run, unit, x, context) if whole else _run(unit, x, context, cache)
-            if behind:
+            if fetches:
                 offload.fetch_with(x)
-            behind = False
+            fetches = False
         first += len(unit)
     return x
 

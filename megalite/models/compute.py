@@ -1,4 +1,4 @@
-"""How a rank and the layers of its stages compute: section `compute` of the config, applied once when they are built."""
+"""Apply the config section `compute` to the process and to the layers of a stage, once when they are built."""
 
 from collections.abc import Callable
 
@@ -21,41 +21,41 @@ _LINEAR = (ColumnParallelLinear, RowParallelLinear)
 
 
 def why_not_tf32(device: torch.device) -> str | None:
-    """Why the device cannot multiply in TF32, or None."""
+    """Return why the device cannot multiply in TF32, or None."""
     if device.type != "cuda":
         return f"{device.type} has no products in TF32"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 0):
-        return f"it takes compute capability 8.0 or more, and this device has {major}.{minor}"
+        return f"it requires compute capability 8.0 or more, but this device has {major}.{minor}"
     return None
 
 
 def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
-    """Do what `tf32` and `deterministic` ask for, of the whole process; returns lines for the log.
+    """Apply `tf32` and `deterministic` to the whole process; return lines for the log.
 
     Raises:
-        ConfigError: TF32 is not there on the device.
+        ConfigError: the device does not support TF32.
     """
     lines = []
     if compute.tf32:
         if (reason := None if device.type == "meta" else why_not_tf32(device)) is not None:
-            raise ConfigError(f"tf32 cannot be had: {reason}; remove it")
-        # The older of torch's two spellings: it sets what the newer one does, and torch.compile still reads it.
+            raise ConfigError(f"tf32 cannot be used: {reason}; remove it")
+        # torch's older setting also sets the newer one, and torch.compile still reads the older.
         torch.backends.cuda.matmul.allow_tf32 = True
         lines.append("fp32 products in TF32")
     if compute.deterministic:
         torch.use_deterministic_algorithms(True)
-        # Else torch fills each new tensor with NaN: nothing here is read before it was written.
+        # By default torch would fill each new tensor with NaN, which wastes time: nothing is read before it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        lines.append("deterministic: operations of torch take repeatable forms, or are refused")
+        lines.append("deterministic: torch uses repeatable operations, or raises an error")
     return lines
 
 
 def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
-    """Give the modules of a stage what they compute with; twice does no more than once.
+    """Set the kernels of a stage's modules; a second call changes nothing.
 
-    Returns lines for the log: which attention runs, and what else is not the default. Raises ConfigError where what is
-    asked for is not there on the device, or does not fit the model.
+    Returns lines for the log: the attention kernel, and every choice that is not the default. Raises ConfigError if the
+    device or the model does not support a setting.
     """
     compute = config.compute
     lines = _use_attention(stage, config)
@@ -64,7 +64,7 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
     if compute.compile:
         reason = None if stage.device.type == "meta" else why_not_compile(stage.device)
         if reason is not None:
-            raise ConfigError(f"compile cannot be had: {reason}; remove it")
+            raise ConfigError(f"compile cannot be used: {reason}; remove it")
     if compute.fp8:
         lines.append(_use_fp8(stage, config))
     if compute.compile:
@@ -77,18 +77,18 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
 
 
 def _use_overlap(stage: GPTStage, compute: ComputeConfig) -> str:
-    """Collectives: those of `why_not_symmetric`, where the ring is not asked for."""
-    asked, reason = compute.tp_comm_overlap_backend, "asked for"
+    """Set the overlap backend of linear layers. Collectives: those of `why_not_symmetric`, except for `ring`."""
+    requested, reason = compute.tp_comm_overlap_backend, "requested"
     linears = [module for module in stage.modules() if isinstance(module, _LINEAR)]
     by: Callable[[Group, Matmul], Pieces] = Ring
-    if asked != "ring" and stage.device.type != "meta":  # a rehearsal has no memory to share
+    if requested != "ring" and stage.device.type != "meta":  # a rehearsal has no memory to share
         found = why_not_symmetric(stage.tp)
-        if asked == "symmetric" and found is not None:
-            raise ConfigError(f"tp_comm_overlap_backend symmetric cannot be had: {found}; use ring or auto")
-        by, reason = (SymmetricMemory, "it can be had") if found is None else (Ring, found)
+        if requested == "symmetric" and found is not None:
+            raise ConfigError(f"tp_comm_overlap_backend symmetric cannot be used: {found}; use ring or auto")
+        by, reason = (SymmetricMemory, "available") if found is None else (Ring, found)
     for linear in linears:
         linear.overlap, linear.overlap_by = True, by
-    how = "round the ring" if by is Ring else "by symmetric memory"
+    how = "by a ring" if by is Ring else "by symmetric memory"
     return f"sequence-parallel gathers and scatters {how}, in pieces under the layers' matrix products ({reason})"
 
 
@@ -114,23 +114,23 @@ def _use_attention(stage: GPTStage, config: RunConfig) -> list[str]:
     if tiled is not None:
         reason = why_not_varlen(shape) if first.core_cp.size == 1 else None
         if first.softcap is not None:
-            reason = "no kernel caps scores"
+            reason = "no kernel supports a softcap"
         if not first.plain_softmax:
-            reason = "no kernel has sinks"
+            reason = "no kernel supports sinks"
         if first.core_cp.size == 1 and reason is None:
             for layer in layers:
                 layer.masked_attention = varlen_attention
-            return [f"attention flash, with lengths of documents and a window in the kernel, for {tiled}"]
-        # On a CPU there is no such kernel to miss.
+            return [f"attention flash, with document lengths and window in the kernel, for {tiled}"]
+        # A CPU has no such kernel, so its log line needs no reason.
         missed = f" (not in one kernel: {reason})" if reason is not None and shape.device.type == "cuda" else ""
-        return [f"attention in pieces that are merged, for {tiled}{missed}"]
+        return [f"attention in tiles that are merged, for {tiled}{missed}"]
     return [f"attention {choice.backend} ({choice.why})"]
 
 
 def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
     reason = None if stage.device.type == "meta" else why_not_fp8(stage.device)
     if reason is not None:
-        raise ConfigError(f"fp8 cannot be had: {reason}; remove it")
+        raise ConfigError(f"fp8 cannot be used: {reason}; remove it")
     compute, kernels = config.compute, stage.factory.kernel("fp8", config.model.hidden_size)
     recipe = compute.fp8_recipe
     if recipe == "blockwise" and (reason := why_not_blockwise(stage.device)) is not None:
@@ -141,7 +141,7 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
         rowwise=recipe == "rowwise",
         weight_grads=compute.fp8_wgrad,
     )
-    if not config.parallel.strategy.shards_parameters:  # else they would be whole in fp8 when they are not in bf16
+    if not config.parallel.strategy.shards_parameters:  # a cache would keep unsharded fp8 copies of sharded weights
         stage.fp8 = products
     last = config.model.num_layers - 1
     for index, block in stage.layers.items():
@@ -151,8 +151,8 @@ def _use_fp8(stage: GPTStage, config: RunConfig) -> str:
             spec, shape = linear.weight.info.spec, linear.weight.flatten(0, -2).shape
             if any(size % products.alignment for size in shape):
                 raise ConfigError(
-                    f"fp8 takes weights with dimensions per rank that are multiples of {products.alignment}, and {spec.name} has "
-                    f"{shape[0]} x {shape[1]}; use other sizes or another tp"
+                    f"fp8 requires weight dimensions per rank that are multiples of {products.alignment}, but "
+                    f"{spec.name} has {shape[0]} x {shape[1]}; use other sizes or another tp"
                 )
             linear.products = products
-    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale a {recipe.removesuffix('wise')}"
+    return f"fp8 linear layers in layers 1 to {last - 1} of {last + 1}, one scale per {recipe.removesuffix('wise')}"

@@ -1,4 +1,4 @@
-"""What a forward pass knows of its microbatch besides the activations: positions, dropout, caches, auxiliary losses."""
+"""Data of a microbatch's forward pass besides the activations: positions, dropout, caches, auxiliary losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from megalite.topology.layout import Spans
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
 MTP_LOSS = "mtp_loss"
-NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, MTP_LOSS)  # every term there is, in the order in which they are reported
+NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, MTP_LOSS)  # all terms, in the order of reports
 
 
 class AuxiliaryLosses:
-    """What the layers of this rank have added to the objective in one step, and how they add to it.
+    """Auxiliary loss terms that this rank's layers add to the objective in one step.
 
-    A term is a sum over the sequences or tokens of this rank alone, times `per_sequence` or `per_token`, 1 over those of
-    the global batch, masked or not: so plain sums over microbatches and ranks give the term of the global batch, as they
-    do for the token loss. `scale` is what the step's loss is multiplied with (fp16).
+    A term is a sum over this rank's sequences or tokens, times `per_sequence` or `per_token`: 1 over the number in the
+    global batch, masked or not. So plain sums over microbatches and ranks give the term of the global batch, as for the
+    token loss. `scale`: the step's loss scale (fp16).
     """
 
     def __init__(
@@ -38,35 +38,35 @@ class AuxiliaryLosses:
     ) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
         self.together = together
-        """Sequences that a load-balancing loss is taken over; they divide the microbatch."""
+        """Number of sequences per load-balancing loss; it divides the microbatch."""
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
-        """By name, this rank's part of the unscaled term, of all layers and of the microbatches that have run backward."""
+        """Name -> this rank's part of the unscaled term, over all layers and the microbatches after their backward."""
         self.loads: dict[int, Tensor] = {}
-        """By layer, how often this rank's tokens of those microbatches have chosen each expert: fp64 [E], on the device."""
+        """Layer -> how often this rank's tokens of those microbatches chose each expert: fp64 [E], on the device."""
         self.watches_logits = watches_logits
         self.logits: dict[int, Tensor] = {}
-        """By layer, the largest attention logit of each head that this rank has seen: fp64 [heads of all ranks]."""
+        """Layer -> largest attention logit of each head on this rank: fp64 [heads of all ranks], -inf elsewhere."""
 
     def attach(self, x: Tensor, name: str, value: Tensor, *, counts: bool = True) -> Tensor:
-        """Add the scalar `value`, already weighted, to the objective; returns x, which must take part in the loss. Of ranks
-        that have the same value one `counts`.
+        """Add the weighted scalar `value` to the objective and return x, on which the loss must depend.
 
-        Its gradient enters when that of x passes. That is also when the value is counted: the backward runs once
-        for each microbatch, also where recompute runs the forward twice.
+        The value gets its gradient and is counted in the backward of x, which runs once per microbatch even if
+        recomputation runs the forward twice. Of ranks with the same value only one passes `counts=True`.
         """
         return _Attach.apply(x, value, self, name, counts)
 
     def see_logits(self, layer: int, largest: Tensor, *, first: int, heads: int) -> None:
-        """The largest logits of this rank's heads, from number `first` on, of one microbatch; seeing them again in
-        recompute changes nothing."""
+        """Record one microbatch's largest logits of this rank's heads, the first of them head `first` of all.
+
+        A second call in recomputation changes nothing.
+        """
         if layer not in self.logits:
             self.logits[layer] = torch.full((heads,), -torch.inf, dtype=torch.float64, device=largest.device)
         seen = self.logits[layer][first : first + len(largest)]
         torch.maximum(seen, largest.double(), out=seen)
 
     def count(self, x: Tensor, layer: int, chosen: Tensor, experts: int) -> Tensor:
-        """Count in the backward of x, once for each microbatch, which experts were chosen; returns x, which must take part
-        in the loss."""
+        """Count the chosen experts in x's backward, once per microbatch; return x, on which the loss must depend."""
         return _Count.apply(x, chosen, self, layer, experts)
 
 
@@ -104,31 +104,31 @@ class _Attach(Function):
 
 @dataclass(frozen=True, kw_only=True)
 class MTPInputs:
-    """What the layers that predict further tokens read, by depth, each [b, s/cp]."""
+    """Inputs of the MTP layers, one tensor [b, s/cp] per depth."""
 
     tokens: tuple[Tensor, ...]
-    """int64: at position i of depth k token i + k."""
+    """int64: token i + k at position i of depth k."""
     labels: tuple[Tensor, ...]
     """int64: token i + k + 1."""
     weights: tuple[Tensor, ...]
-    """What each token's loss counts in the objective."""
+    """Weight of each token's loss in the objective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokens:
-    """One new token per row, behind those that a cache holds; rows may hold different numbers of tokens.
+    """One new token per row, after the cached tokens, of which rows may have different numbers.
 
-    The columns `first` to `stop` of the cache are those that some row sees, the new token's own among them.
+    Columns `first` to `stop` of the cache are visible to at least one row; they include the new token.
     """
 
-    positions: Tensor  # int64 [b]: where each row's new token stands, which is how many are before it
+    positions: Tensor  # int64 [b]: position of each row's new token, equal to its number of cached tokens
     first: int
     stop: int
-    visible: Tensor | None  # boolean [b, 1, 1, stop - first], which columns a row sees; None: all of them
+    visible: Tensor | None  # boolean [b, 1, 1, stop - first], the columns visible to each row; None: all
 
     @classmethod
     def after(cls, lengths: Sequence[int], *, window: int | None, device: torch.device) -> "NextTokens":
-        """The next token of rows with that many tokens, each of which sees `window` keys with its own; None: all."""
+        """Build the next token of rows with `lengths` tokens; it sees `window` keys including its own; None: all."""
         first, stop = 0 if window is None else max(0, min(lengths) + 1 - window), max(lengths) + 1
         positions, visible = torch.tensor(lengths, device=device), None
         if len(set(lengths)) > 1:
@@ -138,11 +138,10 @@ class NextTokens:
 
 
 class KeyValueCache:
-    """One entry an attention layer: keys and values [b, groups/tp, room, d], of which each row fills a beginning.
+    """Keys and values [b, groups/tp, capacity, d] of each attention layer; each row fills the first columns.
 
-    Room doubles when it is used up, so that on average a token is copied no more than once however long the text gets, up
-    to the `limit` of tokens that a row will have. What no token has filled is zero: hidden keys have no weight, but a
-    weight of zero makes no number of a NaN.
+    A full cache doubles, so each token is copied at most once on average, up to `limit` tokens per row. Unused columns
+    are zero: their attention weight is 0, but 0 · NaN would be NaN.
     """
 
     def __init__(self, limit: int) -> None:
@@ -150,21 +149,21 @@ class KeyValueCache:
         self._entries: dict[str, tuple[Tensor, Tensor]] = {}
 
     def fill(self, name: str, k: Tensor, v: Tensor) -> None:
-        """Keys and values [b, groups/tp, s, d] of the first s tokens of each row.
+        """Store keys and values [b, groups/tp, s, d] of the first s tokens of each row.
 
-        Rows may be padded behind their end: what is there is hidden, until the row's own tokens take its place.
+        Rows may have padding at their end: it stays masked until the row's next tokens overwrite it.
         """
         length = k.shape[2]
-        room = max(min(2 * length, self._limit), length)
-        self._entries[name] = _with_room(k, length, room), _with_room(v, length, room)
+        capacity = max(min(2 * length, self._limit), length)
+        self._entries[name] = _enlarged(k, length, capacity), _enlarged(v, length, capacity)
 
     def append(self, name: str, k: Tensor, v: Tensor, new: NextTokens) -> tuple[Tensor, Tensor]:
-        """Put in those of one new token per row, [b, groups/tp, 1, d], and return the columns that some row sees."""
+        """Store one new token per row, [b, groups/tp, 1, d], and return the columns `new.first` to `new.stop`."""
         keys, values = self._entries[name]
-        held = keys.shape[2]
-        if new.stop > held:
-            room = max(min(2 * held, self._limit), new.stop)
-            keys, values = self._entries[name] = _with_room(keys, held, room), _with_room(values, held, room)
+        full = keys.shape[2]
+        if new.stop > full:
+            capacity = max(min(2 * full, self._limit), new.stop)
+            keys, values = self._entries[name] = _enlarged(keys, full, capacity), _enlarged(values, full, capacity)
         for entry, tensor in ((keys, k), (values, v)):
             if new.visible is None:
                 entry[:, :, new.stop - 1] = tensor[:, :, 0]
@@ -174,55 +173,55 @@ class KeyValueCache:
         return keys[:, :, new.first : new.stop], values[:, :, new.first : new.stop]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these, which move up."""
+        """Keep only these rows, in this order."""
         for name, (keys, values) in self._entries.items():
             index = torch.tensor(rows, device=keys.device)
             self._entries[name] = keys.index_select(0, index), values.index_select(0, index)
 
 
-def _with_room(tensor: Tensor, used: int, room: int) -> Tensor:
-    """The first `used` columns in new memory with `room` of them."""
+def _enlarged(tensor: Tensor, used: int, capacity: int) -> Tensor:
+    """Copy the first `used` columns into zeroed memory with `capacity` columns."""
     b, groups, _, d = tensor.shape
-    larger = tensor.new_zeros(b, groups, room, d)
+    larger = tensor.new_zeros(b, groups, capacity, d)
     larger[:, :, :used] = tensor[:, :, :used]
     return larger
 
 
-CAUSAL = Visibility()  # all that came before
+CAUSAL = Visibility()  # the plain causal mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """One microbatch on its way through the stages.
+    """Data of one microbatch that all layers of a stage share.
 
-    While text is `generating` the tokens after these are not known yet, so nothing may depend on how many there will be:
-    experts take every token, whatever their capacity.
+    With `generating`, the final length of the text is unknown and must not influence the result: experts accept every
+    token, whatever their capacity.
     """
 
     seq_length: int  # tokens of the whole sequence, over all cp ranks
-    spans: tuple[Spans, ...]  # what each cp rank holds of it
-    positions: Tensor  # where in the sequence this rank's rows are, int64 [s/cp], ascending
-    position_ids: Tensor  # `positions`, or [s/cp, b] where each document begins at 0: what position embeddings count
-    stream: DropoutStream | None = None  # keys the dropout masks; None in evaluation, where nothing is dropped
+    spans: tuple[Spans, ...]  # parts of the sequence on each cp rank
+    positions: Tensor  # positions of this rank's rows in the sequence, int64 [s/cp], ascending
+    position_ids: Tensor  # positions for position embeddings: `positions`, or [s/cp, b] that restart at each document
+    stream: DropoutStream | None = None  # source of the dropout masks; None in evaluation, without dropout
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
     visibility: Visibility = CAUSAL
-    mtp: MTPInputs | None = None  # for the last stage of a model that predicts further tokens
-    auxiliary: AuxiliaryLosses | None = None  # where layers add terms to the objective; None in evaluation
+    mtp: MTPInputs | None = None  # inputs of the MTP layers, on the last stage
+    auxiliary: AuxiliaryLosses | None = None  # collects auxiliary losses; None in evaluation
     generating: bool = False
-    next_tokens: NextTokens | None = None  # the rows are one token each, behind those that a cache holds
-    full: "ForwardContext | None" = None  # for layers that have no window, where others have; None: this one
-    row_counts: dict[int, Any] | None = None  # by MoE layer, for when this pass runs again; None: it does not
+    next_tokens: NextTokens | None = None  # set if the rows are one new token each, after cached tokens
+    full: "ForwardContext | None" = None  # context of layers without a window if others have one; None: this one
+    row_counts: dict[int, Any] | None = None  # MoE layer -> counts to reuse in recomputation; None: no recomputation
 
     @property
     def tables(self) -> list[Tensor]:
-        """What all layers read."""
-        further = [] if self.full is None else self.full.tables
-        return [self.positions, self.position_ids, *(self.rope or ()), *further]
+        """Tensors that all layers read."""
+        others = [] if self.full is None else self.full.tables
+        return [self.positions, self.position_ids, *(self.rope or ()), *others]
 
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
-        """What stays of x [s/cp, b, h], split over the ranks of `region` as well; None: everything.
+        """Return the dropout mask of x [s/cp, b, h], split over the ranks of `region` as well; None: no dropout.
 
-        The same elements fall in every layout.
+        The same elements are dropped in every layout.
         """
         if p == 0.0 or self.stream is None:
             return None
@@ -231,7 +230,7 @@ class ForwardContext:
 
 
 def document_position_ids(positions: Tensor, document_starts: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Positions [s] counted from the start of each one's document: [s, b] for b samples' starts."""
+    """Return positions relative to the start of their document, [s, b], for positions [s] and b samples' starts."""
     columns = []
     for starts in document_starts:
         first = torch.tensor(starts, dtype=positions.dtype, pin_memory=positions.is_cuda)

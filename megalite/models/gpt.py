@@ -1,4 +1,4 @@
-"""`GPTStage`: the part of a GPT that one virtual pipeline stage holds. With one stage it is the whole model."""
+"""`GPTStage`: the part of a GPT in one virtual pipeline stage. With one stage it is the whole model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,15 +52,15 @@ class Embedding(Module):
         if config.position_embedding_type == "learned_absolute":
             if config.max_position_embeddings is None:
                 raise ConfigError(
-                    "max_position_embeddings of the model is open; give validate(config, world_size).model"
+                    "max_position_embeddings of the model is not set; pass validate(config, world_size).model"
                 )
             shape = (config.max_position_embeddings, h)
             self.position = factory.parameter("embedding.position.weight", shape, std=std)
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Tokens [b, s/cp] -> [s/cp, b, h], split over tp as well with sequence parallelism."""
-        if (length := tokens.shape[1]) != (known := context.positions.shape[0]):
-            raise ValueError(f"{length} tokens with a context of {known}; make it with context(seq_length={length})")
+        if (length := tokens.shape[1]) != (expected := context.positions.shape[0]):
+            raise ValueError(f"{length} tokens with a context of {expected}; use context(seq_length={length})")
         x = self.word(tokens)
         if self.scale != 1.0:
             x = x * self.scale
@@ -90,7 +90,7 @@ class Head(Module):
         assert config.vocab_size is not None
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
-        self.narrower = 1 / config.width_multiplier
+        self.logit_scale = 1 / config.width_multiplier
         self.weight = weight
         self.mtp = mtp
         self.norm = Norm("final_norm", config, factory=factory)
@@ -98,7 +98,7 @@ class Head(Module):
         self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None) -> Tensor:
-        """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the cross-entropy of each token [b, s]."""
+        """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the token losses [b, s]."""
         x = self.norm(x)
         if self.mtp is not None and context.mtp is not None:
             x = self.mtp(x, context, self._losses)
@@ -106,10 +106,10 @@ class Head(Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         sp = self.sequence_parallel
-        if self.narrower != 1.0:
-            x = x * self.narrower
+        if self.logit_scale != 1.0:
+            x = x * self.logit_scale
         logits = linear(x, self.weight, None, tp=self.tp, sequence_parallel=sp, products=self._products)
-        # The product is new memory: the loss may write into it, and tanh keeps its own output.
+        # The product is new memory: the loss may overwrite it, and tanh saves its output.
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ class Head(Module):
 
 
 class GPTStage(Module):
-    """Layers [first_layer, last_layer) with the embedding before or the head after them where they belong.
+    """Layers [first_layer, last_layer), preceded by the embedding and followed by the head if they belong to the stage.
 
-    With tied embeddings and one of the two, the weight here is one of two copies; `word` is the weight of the embedding, if
-    that is in another stage of this rank: the head then takes it.
+    With tied embeddings and only one of embedding and head, the weight is one of two copies. `word`: the weight of the
+    embedding if another stage of this rank has it; the head then shares it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class GPTStage(Module):
             tied = (config.tie_embeddings or mtp_layers > 0) and not has_head
             self.embedding = Embedding(config, factory=factory, tied=tied, uses=uses)
         self.fp8: Fp8Products | None = None
-        """Keeps the weights of layers here in fp8 while they do not change."""
+        """Caches the fp8 weights of the stage's layers while they do not change."""
         self.layers = torch.nn.ModuleDict()
         for index in range(first_layer, last_layer):
             self.layers[str(index)] = BLOCKS.get(config.block)(
@@ -181,8 +181,8 @@ class GPTStage(Module):
             assert head is not None
             self.head = Head(config, factory=factory, weight=head, mtp=mtp)
         self._rows: dict[int, tuple[tuple[Spans, ...], Tensor]] = {}
-        """By length what each cp rank holds of a sequence, and this rank's positions."""
-        self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # tables of layers with a window, and without
+        """Sequence length -> spans of each cp rank, and this rank's positions."""
+        self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # local base (rotary_base_local) or not -> cos, sin
         layers = (*range(first_layer, last_layer), *(config.mtp_layers if has_head else ()))
         windows = {config.has_window(index) for index in layers}
         self._windowed = True in windows
@@ -198,7 +198,6 @@ class GPTStage(Module):
         return self._rows[length]
 
     def _positions_of(self, spans: tuple[Spans, ...]) -> Tensor:
-        """Of this rank's rows."""
         return torch.cat([torch.arange(*span, device=self.device) for span in spans[self.factory.cp.rank]])
 
     def _table(self, name: str, *, tied: bool, uses: int) -> ShardedParameter:
@@ -217,16 +216,16 @@ class GPTStage(Module):
         mtp: MTPInputs | None = None,
         row_counts: dict[int, Any] | None = None,
     ) -> ForwardContext:
-        """The context of a microbatch of training or evaluation.
+        """Build the context of a microbatch of training or evaluation.
 
         Args:
-            sample_ids: its samples' global indices; they key the dropout masks in training mode.
-            seq_length: tokens of the sequences; None: as many as the model was made for.
-            spans: what each cp rank holds of the sequences; None: as of any sequence.
-            attention_documents: per sample the first positions of its documents, if tokens see their own alone.
-            position_documents: the same, if positions count from there.
-            mtp: what the layers read that predict further tokens; None: they have no part in the pass.
-            row_counts: filled by MoE layers, and read by them when the pass runs again.
+            sample_ids: global indices of the samples; they key the dropout masks in training mode.
+            seq_length: tokens per sequence; None: the model's sequence length.
+            spans: parts of the sequence on each cp rank; None: the usual split of this length.
+            attention_documents: per sample the first positions of its documents, if attention stays within documents.
+            position_documents: the same, if positions restart at each document.
+            mtp: inputs of the MTP layers; None: they do not run.
+            row_counts: filled by MoE layers, which read it again in activation recomputation.
         """
         length = seq_length or self.seq_length
         if spans is None:
@@ -236,7 +235,7 @@ class GPTStage(Module):
         ids = positions
         if position_documents is not None:
             ids = document_position_ids(ids, position_documents)
-        return self._made(
+        return self._build_context(
             length,
             seq_length=length,
             spans=spans,
@@ -250,39 +249,43 @@ class GPTStage(Module):
         )
 
     def generation_context(self, length: int) -> ForwardContext:
-        """The context of the first `length` tokens of texts that may be longer, without dropout; cp must be 1."""
+        """Build the context of the first `length` tokens of texts that may get longer; no dropout; cp must be 1."""
         positions = torch.arange(length, device=self.device)
         visibility = Visibility(window=self._window(length))
         places: dict[str, Any] = {"spans": (((0, length),),), "positions": positions, "position_ids": positions}
-        return self._made(length, seq_length=length, **places, visibility=visibility, generating=True)
+        return self._build_context(length, seq_length=length, **places, visibility=visibility, generating=True)
 
     def next_token_context(self, lengths: Sequence[int]) -> ForwardContext:
-        """The context of one new token a row, behind the `lengths` tokens that a cache holds of it; cp must be 1."""
+        """Build the context of one new token per row, after `lengths` cached tokens of each row; cp must be 1."""
         window = self.config.sliding_window if self._windowed else None
         new = NextTokens.after(lengths, window=window, device=self.device)
-        every = NextTokens.after(lengths, window=None, device=self.device) if self._mixed else None
+        unwindowed = NextTokens.after(lengths, window=None, device=self.device) if self._mixed else None
         places: dict[str, Any] = {"spans": (((0, 1),),), "positions": new.positions[:1]}
         places["position_ids"] = new.positions.unsqueeze(0)
-        return self._made(new.stop, every, seq_length=1, **places, generating=True, next_tokens=new)
+        return self._build_context(new.stop, unwindowed, seq_length=1, **places, generating=True, next_tokens=new)
 
-    def _made(self, stop: int, every: NextTokens | None = None, **facts: Any) -> ForwardContext:
-        """The context of position ids below `stop`: of layers with a window, with that of the others where this stage has
-        both; new tokens of those see `every` key."""
-        ids = facts["position_ids"]
-        context = ForwardContext(**facts, rope=self._rope_rows(ids, stop, self._windowed))
+    def _build_context(self, stop: int, unwindowed: NextTokens | None = None, **fields: Any) -> ForwardContext:
+        """Build the context for position ids below `stop`.
+
+        If only some layers of the stage have a window, `full` is the context of the others, with `unwindowed` tokens.
+        """
+        ids = fields["position_ids"]
+        context = ForwardContext(**fields, rope=self._rope_rows(ids, stop, self._windowed))
         if not self._mixed:
             return context
         rope, visibility = self._rope_rows(ids, stop, False), replace(context.visibility, window=None)
-        return replace(context, full=replace(context, rope=rope, visibility=visibility, next_tokens=every))
+        return replace(context, full=replace(context, rope=rope, visibility=visibility, next_tokens=unwindowed))
 
     def _window(self, length: int) -> int | None:
-        """The sliding window if it hides anything of that many tokens."""
+        """Return the sliding window if it is shorter than `length`, else None."""
         window = self.config.sliding_window if self._windowed else None
         return window if window is not None and window < length else None
 
     def _rope_rows(self, position_ids: Tensor, stop: int, windowed: bool) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of position ids [s] or [s, b], all below `stop`: [s, b or 1, 1, d/2]. `windowed`: for layers with a
-        window."""
+        """Return cos and sin [s, b or 1, 1, d/2] of position ids [s] or [s, b] below `stop`; None without RoPE.
+
+        `windowed`: for layers with a sliding window.
+        """
         config = self.config
         if config.position_embedding_type != "rope":
             return None
@@ -290,9 +293,9 @@ class GPTStage(Module):
         tables = self._rope.get(local)
         if tables is None or tables[0].shape[0] < stop:
             dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
-            # Twice as many as before: a long generated text would otherwise have them made again for each token.
-            known = 0 if tables is None else 2 * tables[0].shape[0]
-            positions = torch.arange(max(stop, self.seq_length, known), device=self.device)
+            # Double the size: otherwise a long generation would rebuild the tables for each token.
+            doubled = 0 if tables is None else 2 * tables[0].shape[0]
+            positions = torch.arange(max(stop, self.seq_length, doubled), device=self.device)
             factor = 1.0 if local else attention_factor(config)
             frequencies = rope_frequencies(config, length=self.seq_length, local=local)
             tables = self._rope[local] = rope_tables(positions, frequencies, dtype, factor)
@@ -300,13 +303,9 @@ class GPTStage(Module):
         return (cos, sin) if position_ids.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def activation_shape(self, micro_batch_size: int, seq_length: int | None = None) -> tuple[int, int, int]:
-        """Shape of what travels between stages: [s/cp, b, h], or [s/(cp·tp), b, h] with sequence parallelism."""
-        s = (
-            (seq_length or self.seq_length)
-            // self.factory.cp.size
-            // (self.tp.size if self.factory.sequence_parallel else 1)
-        )
-        return (s, micro_batch_size, self.config.hidden_size)
+        """Return the shape of messages between stages: [s/cp, b, h], or [s/(cp·tp), b, h] with sequence parallelism."""
+        parts = self.factory.cp.size * (self.tp.size if self.factory.sequence_parallel else 1)
+        return ((seq_length or self.seq_length) // parts, micro_batch_size, self.config.hidden_size)
 
     def forward(
         self,
@@ -317,16 +316,16 @@ class GPTStage(Module):
         cache: KeyValueCache | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [b, s/cp] on the first stage, else [s/cp, b, h] -> [s/cp, b, h], or on the last the losses [b, s/cp].
+        """Run the stage on tokens [b, s/cp] (first stage) or [s/cp, b, h] -> [s/cp, b, h], or losses [b, s/cp] (last).
 
-        On the last stage without labels: logits [s/cp, b, V/tp], or [1, b, V/tp] of the one position `wanted` [b] of
-        each row.
+        The last stage without labels returns logits [s/cp, b, V/tp], or [1, b, V/tp] at position `wanted` [b] of each
+        row.
         """
         transformed = torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled()
         if transformed and torch.is_grad_enabled():
             raise RuntimeError(
-                "layers have their own derivatives, which know no autocast and no transforms of torch.func; give the "
-                "ParameterFactory another dtype, or call model.to(dtype), and backward()"
+                "layers define their own backward, which supports neither autocast nor torch.func transforms; pass "
+                "another dtype to ParameterFactory, or call model.to(dtype), and use backward()"
             )
         if self.embedding is not None:
             x = self.embedding(x, context)

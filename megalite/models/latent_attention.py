@@ -1,4 +1,4 @@
-"""Multi-latent attention: queries, keys and values out of narrow latents (DeepSeek-V2, arXiv 2405.04434)."""
+"""Multi-latent attention: queries, keys and values from low-rank latents (DeepSeek-V2, arXiv 2405.04434)."""
 
 import math
 from functools import partial
@@ -20,13 +20,13 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 
 
 class LatentAttention(AttentionCore):
-    """Down to a latent that every tp rank has, norm, up to the rank's own heads.
+    """Project down to a latent on every tp rank, normalize, project up to this rank's heads.
 
-    A head's query and key have `qk_head_dim` channels of the latent and `qk_pos_emb_head_dim` with rope; of the key the
-    latter come from the input itself and are the same for all heads. Values have `v_head_dim` channels.
+    A head's query and key have `qk_head_dim` channels from the latent and `qk_pos_emb_head_dim` channels with RoPE;
+    those of the key come from the layer's input and are shared by all heads. Values have `v_head_dim` channels.
 
-    Letters: d = qk_head_dim, e = qk_pos_emb_head_dim, w = v_head_dim, r = kv_lora_rank. The cores have one width, d + e,
-    so values are padded with zeros where theirs is smaller.
+    Letters: d = qk_head_dim, e = qk_pos_emb_head_dim, w = v_head_dim, r = kv_lora_rank. The core uses one width, d + e,
+    so narrower values are padded with zeros.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class LatentAttention(AttentionCore):
     ) -> None:
         super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
-        self.plain, self.turned, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        self.plain, self.rotary, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self.rank = config.kv_lora_rank
         self.recompute_up = recompute.selects("mla_up_proj")
-        # A scale that is given stands for the factor of YaRN too.
+        # A configured softmax_scale replaces YaRN's factor too.
         factor = 1.0 if config.softmax_scale is not None else latent_score_factor(config)
         self.scale = factor * (config.score_scale or 1 / math.sqrt(config.head_size))
         h, heads, std = config.hidden_size, config.num_attention_heads, config.hidden_std
@@ -60,7 +60,7 @@ class LatentAttention(AttentionCore):
                 self.q_latent_norm = Norm(f"{name}.q_latent_norm", config, factory=factory, size=config.q_lora_rank)
             shape = (rows, config.q_lora_rank)
             self.q_up = ColumnParallelLinear(f"{name}.q_up", shape, std=std, bias=False, factory=factory)
-        self.kv_down = ReplicatedLinear(f"{name}.kv_down", (self.rank + self.turned, h), std=std, factory=factory)
+        self.kv_down = ReplicatedLinear(f"{name}.kv_down", (self.rank + self.rotary, h), std=std, factory=factory)
         self.kv_latent_norm: Norm | None = None
         if config.qk_norm:
             self.kv_latent_norm = Norm(f"{name}.kv_latent_norm", config, factory=factory, size=self.rank)
@@ -79,15 +79,15 @@ class LatentAttention(AttentionCore):
     ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
-        Collectives: those of the parallel layers; of the keys' part with rope an all-gather and a reduce-scatter with
-        sequence parallelism, else nothing and an all-reduce; over cp those of the core and two all-to-alls, each way.
+        Collectives (forward / backward): those of the parallel layers; for the shared RoPE key an all-gather /
+        reduce-scatter with sequence parallelism, else none / all-reduce; over cp those of the core and two all-to-alls.
         """
         if not self.windowed and context.full is not None:
             context = context.full
         with self.saves.module("qkv_linear"):
             q = x if self.q_down is None else self.q_down(x)
             q = q if self.q_latent_norm is None else self.q_latent_norm(q)
-            latent, shared = self.kv_down(x).split((self.rank, self.turned), dim=2)
+            latent, shared = self.kv_down(x).split((self.rank, self.rotary), dim=2)
             latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
         if cache is not None and context.next_tokens is not None:
             mixed = self._cached(q, latent, shared, cache, context, context.next_tokens)
@@ -97,21 +97,21 @@ class LatentAttention(AttentionCore):
             cache.fill(self.name, keys, keys[..., :0])
         mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp_heads, held=self.traded_spans(context))
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.traded_spans(context))
         return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
-        """`core` of the heads, which selective recompute of `mla_up_proj` makes again from the latents."""
-        again = self.recompute_up and torch.is_grad_enabled()
+        """Run `core` on the heads; selective recompute of `mla_up_proj` recomputes the heads from the latents."""
+        recompute = self.recompute_up and torch.is_grad_enabled()
         with self.saves.module("qkv_linear"):
-            if again and self.recompute_core:
+            if recompute and self.recompute_core:
                 return recomputed(self._whole, q, latent, shared, context)
             heads = self._heads(q, latent, shared, context)
         with self.saves.module("core_attn"):
-            if not again:
+            if not recompute:
                 return self.core(*heads, context)
-            make = partial(self._heads, context=context)
-            with self.saves.remaking(heads, make, q, latent, shared, kept_by="qkv_linear"):
+            up_project = partial(self._heads, context=context)
+            with self.saves.remaking(heads, up_project, q, latent, shared, kept_by="qkv_linear"):
                 return self._core(*heads, context)
 
     def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
@@ -120,56 +120,58 @@ class LatentAttention(AttentionCore):
     def _heads(
         self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What q_up reads [s/cp, b, ...], the latent of keys and values and the key with rope -> queries, keys and values
-        [b, heads, s, d + e], as the core reads them."""
+        """Build the core's queries, keys and values [b, heads, s, d + e].
+
+        Inputs [s/cp, b, ...]: the input of q_up, the latent of keys and values, and the shared RoPE key.
+        """
         q = self._queries(q, context)
         s, b, heads, _ = q.shape
         k, v = self.kv_up(latent).view(s, b, heads, -1).split((self.plain, self.values), dim=3)
         k = torch.cat((k, self._shared_key(shared, context).expand(-1, -1, heads, -1)), dim=3)
         if self.exchange_heads:
-            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp_heads, held=self.traded_spans(context))
+            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp_heads, spans=self.traded_spans(context))
             q, k, v = (part.contiguous() for part in packed.split((q.shape[3], k.shape[3], v.shape[3]), dim=3))
         v = F.pad(v, (0, self.head_size - self.values)) if self.values < self.head_size else v.contiguous()
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """[s, b, heads, d + e], multiplied by what scores have beside 1 / sqrt(d + e)."""
-        plain, turned = self.q_up(q).unflatten(2, (-1, self.head_size)).split((self.plain, self.turned), dim=3)
-        return torch.cat((plain, self._turn(turned, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+        """Return queries [s, b, heads, d + e], scaled so that the core's 1 / sqrt(d + e) gives `self.scale`."""
+        plain, rotary = self.q_up(q).unflatten(2, (-1, self.head_size)).split((self.plain, self.rotary), dim=3)
+        return torch.cat((plain, self._rotate(rotary, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
 
     def _shared_key(self, shared: Tensor, context: ForwardContext) -> Tensor:
-        """[s, b, 1, e], of which each tp rank uses its heads' share."""
+        """Return the RoPE key that all heads share, [s, b, 1, e]; every tp rank uses it for its own heads."""
         shared = enter_tensor_parallel_region(shared, tp=self.tp, sequence_parallel=self.sequence_parallel)
-        return self._turn(shared.unsqueeze(2), context)
+        return self._rotate(shared.unsqueeze(2), context)
 
-    def _turn(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Rope on all channels of x [s, b, heads, e], neighbouring ones as pairs; turned they are halves, as both queries
-        and keys are."""
-        if not self.turns or context.rope is None:
+    def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Apply RoPE to interleaved pairs of all channels of x [s, b, heads, e]; the result has halves, like every
+        query and key."""
+        if not self.has_rope or context.rope is None:
             return x
         pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        turned: Tensor = self._rope(pairs.contiguous(), *context.rope)
-        return turned
+        rotated: Tensor = self._rope(pairs.contiguous(), *context.rope)
+        return rotated
 
     def _cached_keys(self, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
-        """[b, 1, s, r + e]: what the cache holds, for all heads together; values are a part of it."""
+        """Return the cache's entries [b, 1, s, r + e] for all heads; the first r channels are also the values."""
         return torch.cat((latent.unsqueeze(2), self._shared_key(shared, context)), dim=3).permute(1, 2, 0, 3)
 
     def _cached(
         self, q: Tensor, latent: Tensor, shared: Tensor, cache: KeyValueCache, context: ForwardContext, new: NextTokens
     ) -> Tensor:
-        """One token against the latents that the cache holds -> [1, b, heads, w].
+        """Attend one token per row to the cached latents -> [1, b, heads, w].
 
-        kv_up is applied to queries and results instead of to every key and value: q·(U·c) = (Uᵀ·q)·c, and
-        P·(c·Vᵀ) = (P·c)·Vᵀ, so that attention is multi-query with keys of r + e channels.
+        kv_up is applied to queries and results instead of every key and value: q·(U·c) = (Uᵀ·q)·c and
+        P·(c·Vᵀ) = (P·c)·Vᵀ. Attention is then multi-query with keys of r + e channels.
         """
         keys = self._cached_keys(latent, shared, context)
         keys, _ = cache.append(self.name, keys, keys[..., :0], new)
         q = self._queries(q, context)
         up, down = self.kv_up.weight.unflatten(0, (q.shape[2], -1)).split((self.plain, self.values), dim=1)
-        plain, turned = q.split((self.plain, self.turned), dim=3)
-        # The core divides by the square root of the width that it sees.
-        queries = torch.cat((torch.einsum("sbhd,hdr->sbhr", plain, up), turned), dim=3)
+        plain, rotary = q.split((self.plain, self.rotary), dim=3)
+        # The core divides by the square root of its input's width.
+        queries = torch.cat((torch.einsum("sbhd,hdr->sbhr", plain, up), rotary), dim=3)
         queries = queries * math.sqrt(keys.shape[3] / self.head_size)
         mixed = self.cached(queries.permute(1, 2, 0, 3), keys, keys[..., : self.rank], new)
         return torch.einsum("bhsr,hwr->sbhw", mixed, down)

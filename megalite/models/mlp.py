@@ -17,12 +17,12 @@ _KINDS = {"swiglu": "silu", "geglu": "none", "geglu_tanh": "tanh", "quick_geglu"
 
 
 def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
-    """x [..., size] -> [..., size], or x [..., 2·size] where there is a gate, in the first half.
+    """Return the activation x [..., size] -> [..., size]; gated ones take x [..., 2·size] with the gate first.
 
-    gelu takes a bias too: `f(x, bias)`. `size`: the features on this rank.
+    gelu also accepts a bias: `f(x, bias)`. `size`: the features on this rank.
     """
     name, limit, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
-    if config.is_gated and (name == "quick_geglu" or limit is not None or offset):  # what no other kernel has
+    if config.is_gated and (name == "quick_geglu" or limit is not None or offset):  # no other kernel supports these
         return partial(gated, kind=_KINDS[name], limit=limit, offset=offset)
     if name == "swiglu":
         return factory.kernel("swiglu", size)
@@ -33,9 +33,9 @@ def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) 
 
 
 class MLP(Module):
-    """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank holds whole pairs.
+    """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank has whole pairs.
 
-    `ffn_size` is the width f, by default the dense MLP's. `recompute` is None where the MLP as a whole runs again.
+    `ffn_size`: the width f, by default the dense MLP's. `recompute`: None if the whole MLP is recomputed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MLP(Module):
         f, h = ffn_size or config.ffn_size, config.hidden_size
         local = f // factory.tp.size
         self.activation = activation_of(config, local, factory=factory)
-        # A fused kernel gives the bias's gradient in the pass that it makes anyway.
+        # A fused kernel computes the bias's gradient without an extra pass.
         self.fuses_bias = (
             config.add_bias_linear and config.activation in ("gelu", "gelu_tanh") and factory.fuses("bias_gelu", local)
         )
@@ -79,14 +79,14 @@ class MLP(Module):
         return self.second_half(self.first_half(x))
 
     def first_half(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the activation takes. Collectives: those of `up`."""
+        """Return the activation's arguments. Collectives: those of `up`."""
         if not self.fuses_bias:
             return (self.up(x),)
         assert self.up.bias is not None
         return self.up(x, add_bias=False), self.up.bias
 
     def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
-        """The output. Collectives: those of `down`."""
+        """Return the output. Collectives: those of `down`."""
         active = self._in_act(self.activation, *inner)
         if not self.recompute_activation:
             return self.down(active)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the last that predict further tokens (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+"""Multi-token prediction (MTP): layers after the last predict later tokens (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
 
 from collections.abc import Callable
 
@@ -15,15 +15,15 @@ from megalite.tensor_parallel.layers import ReplicatedLinear, vocab_parallel_loo
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Hidden states behind a final norm, labels [b, s/cp] -> cross-entropy of each token [b, s/cp]."""
+"""(normalized hidden states, labels [b, s/cp]) -> cross-entropy of each token [b, s/cp]."""
 
 
 class MTPLayer(Module):
-    """Depth k predicts token i + k + 1 at position i: norm(embedding of token i + k) and norm(hidden state of the depth
-    before), projected to one hidden state, go through a block and a final norm.
+    """One depth: depth k predicts token i + k + 1 at position i.
 
-    Its names are those of layer num_layers + k - 1. The projection is whole on every tp rank, and with sequence
-    parallelism works on the rank's part of the sequence.
+    norm(embedding of token i + k) and norm(hidden state of the previous depth) are projected to one hidden state, which
+    passes through a block and a final norm. Parameters are named like layer num_layers + k - 1. The projection is
+    replicated over tp; with sequence parallelism it runs on the rank's part of the sequence.
     """
 
     def __init__(
@@ -39,8 +39,10 @@ class MTPLayer(Module):
         self.final_norm = Norm(f"{name}.final_norm", config, factory=factory)
 
     def forward(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """Hidden states and embeddings [s/cp, b, h] -> hidden states [s/cp, b, h] behind the final norm, all split over tp
-        as well with sequence parallelism."""
+        """Hidden states and embeddings [s/cp, b, h] -> normalized hidden states [s/cp, b, h].
+
+        With sequence parallelism all are split over tp as well.
+        """
         if self.recompute_whole and torch.is_grad_enabled():
             return self.final_norm(recomputed(self._block, x, embedded, context))
         return self.final_norm(self._block(x, embedded, context))
@@ -51,9 +53,9 @@ class MTPLayer(Module):
 
 
 class MTPBlock(Module):
-    """The `mtp_num_layers` depths of a model, on its last stage, with the model's own embedding and head.
+    """The `mtp_num_layers` depths of a model, on its last stage; they share the model's embedding and head.
 
-    `word` is the embedding, or the last stage's copy of it.
+    `word`: weight of the word embedding, or the last stage's copy of it.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class MTPBlock(Module):
         )
 
     def forward(self, x: Tensor, context: ForwardContext, losses: TokenLosses) -> Tensor:
-        """x [s/cp, b, h], the hidden states behind the final norm, with the depths' losses attached to it."""
+        """Return x [s/cp, b, h], the normalized hidden states, with the depths' losses attached to it."""
         inputs, auxiliary = context.mtp, context.auxiliary
         assert inputs is not None and auxiliary is not None
         hidden, total = x, None
@@ -90,5 +92,5 @@ class MTPBlock(Module):
             term = (each * weights.to(each.dtype)).sum()
             total = term if total is None else total + term
         assert total is not None
-        # Every tp rank has the whole loss: one of them counts it.
+        # Every tp rank computes the same loss, so only one counts it.
         return auxiliary.attach(x, MTP_LOSS, total, counts=self.tp.rank == 0)

@@ -1,4 +1,4 @@
-"""The norm layers."""
+"""Norm layers: of hidden states, of the residual sum, of attention heads."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from megalite.topology.group import Group
 class Norm(Module):
     """LayerNorm or RMSNorm over the last dimension, multiplied by the weight or, zero-centered, by 1 + weight.
 
-    Over h (the default size) it acts on the sequence-parallel region, where its gradient is partial. `per_head`: it acts
-    on attention heads, of which each tp rank has its own: its gradient is partial with sequence parallelism or without.
+    Over h (the default size) it runs in the sequence-parallel region, where its gradient is partial. `per_head`: it
+    runs on each tp rank's own attention heads, so its gradient is partial with or without sequence parallelism.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Norm(Module):
         self._kernel = factory.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]; of [s, b, h] each rank may hold a part of s."""
+        """[..., size] -> [..., size]; s may be split over ranks."""
         weights = (self.weight,) if (bias := self.bias) is None else (self.weight, bias)
         return self._kernel(x, *weights, self.eps, zero_centered=self.zero_centered)
 
     normalize = forward
-    """For a caller inside a forward or backward that has waited for the weights."""
+    """For callers inside a forward or backward, where the weights have already been gathered."""
 
 
 class ResidualNorm(Norm):
     """A norm of the sum of the residual stream and a branch.
 
-    A separate kind of module, not a second method of `Norm`: data parallelism waits for a module's weights in a hook
-    before its `forward`, which a method that is called directly would pass by. `fused`: one kernel may make both.
+    It is a module and not a method of `Norm`, because data parallelism gathers a module's weights in a hook before its
+    `forward`, which a direct method call would bypass. `fused`: one kernel may compute sum and norm.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, fused: bool) -> None:
@@ -62,7 +62,7 @@ class ResidualNorm(Norm):
     def forward(  # type: ignore[override]
         self, residual: Tensor, branch: Tensor, *, bias: Tensor | None, keep: Tensor | None, p: float
     ) -> tuple[Tensor, Tensor]:
-        """(norm(x), x) for x = residual + dropout(branch + bias), all [..., size]; `keep` is what stays of the branch."""
+        """Return (norm(x), x) for x = residual + dropout(branch + bias), all [..., size]; `keep`: the dropout mask."""
         if self._sum_kernel is None:
             x = add_dropped(residual, branch, bias, keep, p)
             return self.normalize(x), x
@@ -72,7 +72,7 @@ class ResidualNorm(Norm):
 
 
 class AllHeadsNorm(Module):
-    """RMSNorm over all heads together, which tp splits: each rank has the weights of its heads."""
+    """RMSNorm over all heads together, split over tp: each rank has the weights of its heads."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, size: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class AllHeadsNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads/tp, d] -> the same.
 
-        Collectives: forward an all-reduce of a number a token over tp / backward the same.
+        Collectives: an all-reduce of one number per token over tp, forward and backward.
         """
         normed: Tensor = _SplitRMSNorm.apply(x.flatten(2), self.weight, self.eps, self.offset, self.tp)
         return normed.view_as(x)

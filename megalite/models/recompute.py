@@ -1,4 +1,4 @@
-"""Which activations the backward computes again instead of keeping them (arXiv 2205.05198), and how it does so."""
+"""Activation recomputation (arXiv 2205.05198): the plan of a run, and tensors that the backward recomputes."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -11,118 +11,121 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 NOTHING = nullcontext()
-Made = Tensor | tuple[Tensor, ...]
+Tensors = Tensor | tuple[Tensor, ...]
 Handle = Any
-"""What stands for a saved tensor until the backward: itself, or a function that gives it."""
+"""Placeholder of a saved tensor until the backward: the tensor, or a function that returns it."""
 
 
-def unpacked(handle: Handle) -> Tensor:
-    found: Tensor = handle() if callable(handle) else handle
-    return found
+def unpack(handle: Handle) -> Tensor:
+    tensor: Tensor = handle() if callable(handle) else handle
+    return tensor
 
 
 class SavedTensors:
-    """What the operations of a stage save for the backward: here as they are, but for what is made again.
+    """Handles the tensors that a stage's operations save for the backward; this class recomputes those in `remaking`.
 
-    One pair of hooks serves all scopes, since torch asks none but the innermost ones.
+    One pair of hooks serves all scopes, because torch calls only the innermost hooks.
     """
 
     def __init__(self) -> None:
-        self._remade: list[_Remade] = []
+        self._recomputed: list[_Recomputed] = []
 
     def module(self, name: str) -> AbstractContextManager[None]:
-        """Around a part of a layer, for what treats the tensors of some parts in another way."""
+        """Wrap the module `name` of a layer, for subclasses that treat some modules' tensors differently."""
         return NOTHING
 
     def runner(self, name: str) -> Callable[..., Any]:
-        """What calls function(*args, **kwargs) inside `module`; a layer asks for it once, as here it takes no time."""
+        """Return a function that calls function(*args, **kwargs) inside `module`; without overhead in this class."""
         return operator.call
 
     @contextmanager
     def remaking(
-        self, made: Made, make: Callable[..., Made], *inputs: Tensor, kept_by: str | None = None
+        self, tensors: Tensors, compute: Callable[..., Tensors], *inputs: Tensor, kept_by: str | None = None
     ) -> Iterator[None]:
-        """Operations inside keep neither what is `made` nor views of it; their backward works on `make(*inputs)` instead.
+        """Keep operations inside from saving `tensors` or views of them; the backward uses `compute(*inputs)` instead.
 
-        `make`, of inputs that stay in memory until the backward anyway, saved in the module `kept_by`, gives the same bits
-        and memory layout, and each tensor has its own memory. Not inside a checkpointed region: there nothing is kept, and
-        this would keep `inputs`.
+        `compute` must return the same bits in the same memory layout, one storage per tensor. The inputs, saved in the
+        module `kept_by`, stay in memory until the backward anyway. Do not use it inside a checkpointed region: that
+        saves nothing, but this would save `inputs`.
         """
 
         def keep() -> tuple[Handle, ...]:
-            # Detached: what is kept in place of a view must keep memory alive, not the graph behind it.
-            return tuple(self._held(each.detach(), kept_by) for each in inputs)
+            # Detached: a saved input must keep its memory alive, but not its graph.
+            return tuple(self._input_handle(each.detach(), kept_by) for each in inputs)
 
-        self._remade.append(_Remade(made, make, keep))
+        self._recomputed.append(_Recomputed(tensors, compute, keep))
         try:
             with self._hooks():
                 yield
         finally:
-            self._remade.pop()
+            self._recomputed.pop()
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpacked)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, saved: Tensor) -> Handle:
-        for remade in self._remade:
-            handle = remade.handle(saved)
+        for recomputed in self._recomputed:
+            handle = recomputed.handle(saved)
             if handle is not None:
                 return handle
         return self._kept(saved)
 
     def _kept(self, saved: Tensor) -> Handle:
-        # An operation that saves its own output would keep itself alive if the hook gave it back with its graph.
+        # An operation that saves its own output would keep itself alive if the hook returned it with its graph.
         return saved if saved.is_leaf else saved.detach()
 
-    def _held(self, tensor: Tensor, module: str | None) -> Handle:
-        """A tensor that is no operation's, but saved in the module too."""
+    def _input_handle(self, tensor: Tensor, module: str | None) -> Handle:
+        """Return the handle of an input of a recomputation, saved in `module`."""
         return tensor
 
 
-class _Remade:
-    """Tensors that each backward makes once, when the first operation asks for one, and frees after the last.
+class _Recomputed:
+    """Tensors that a backward computes once, at the first use, and frees after the last.
 
-    `uses` are the operations that would have kept one; with the first one the inputs are kept.
+    `_uses` counts the operations that would have saved one; the first of them saves the inputs.
     """
 
-    def __init__(self, made: Made, make: Callable[..., Made], keep: Callable[[], tuple[Handle, ...]]) -> None:
-        tensors = made if isinstance(made, tuple) else (made,)
-        self._places = {(each.untyped_storage()._cdata, each.dtype): index for index, each in enumerate(tensors)}
-        self._make = make
+    def __init__(
+        self, tensors: Tensors, compute: Callable[..., Tensors], keep: Callable[[], tuple[Handle, ...]]
+    ) -> None:
+        each_one = tensors if isinstance(tensors, tuple) else (tensors,)
+        self._indices = {(each.untyped_storage()._cdata, each.dtype): index for index, each in enumerate(each_one)}
+        self._compute = compute
         self._keep: Callable[[], tuple[Handle, ...]] | None = keep
         self._inputs: tuple[Handle, ...] = ()
         self._uses = self._waiting = 0
-        self._made: Made | None = None
+        self._result: Tensors | None = None
 
     def handle(self, saved: Tensor) -> Handle:
-        """Of one of them or a view of it; None: it is none."""
-        index = self._places.get((saved.untyped_storage()._cdata, saved.dtype)) if saved.numel() else None
+        """Return a handle if `saved` is one of the tensors or a view of one, else None."""
+        index = self._indices.get((saved.untyped_storage()._cdata, saved.dtype)) if saved.numel() else None
         if index is None:
             return None
-        if self._keep is not None:  # which has the inputs themselves
+        if self._keep is not None:  # the closure references the inputs, so drop it
             self._inputs, self._keep = self._keep(), None
         self._uses += 1
         view = saved.size(), saved.stride(), int(saved.storage_offset())
         return lambda: self._get(index).as_strided(*view)
 
     def _get(self, index: int) -> Tensor:
-        if self._made is None:
+        if self._result is None:
             with torch.no_grad():
-                self._made = self._make(*map(unpacked, self._inputs))
+                self._result = self._compute(*map(unpack, self._inputs))
             self._waiting = self._uses
         self._waiting -= 1
-        found = self._made[index] if isinstance(self._made, tuple) else self._made
+        tensor = self._result[index] if isinstance(self._result, tuple) else self._result
         if self._waiting == 0:
-            self._made = None
-        return found
+            self._result = None
+        return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """The plan of a run, the same for every stage.
+    """The recomputation plan of a run, the same for every stage.
 
-    Granularity none, selective (`modules` run again) or full (whole layers): by `uniform` units of `num_layers` layers, of
-    which only the input is kept, or `block`, the first `num_layers` layers of each stage one by one.
+    Granularity: none, selective (`modules` are recomputed) or full (whole layers). Full with `uniform` saves the input
+    of each unit of `num_layers` layers; with `block` it recomputes the first `num_layers` layers of each stage one by
+    one.
     """
 
     granularity: str = "none"
@@ -130,17 +133,17 @@ class Recompute:
     method: str = "uniform"
     num_layers: int = 1
     offload_layers: int = 0
-    """Not recompute: the first layers of each stage of which what is kept goes to host memory."""
+    """Offload instead of recompute: saved tensors of the first layers of each stage go to host memory."""
     offload_modules: frozenset[str] | None = None
-    """Of what these modules save in them; None: all of it."""
+    """Offload only saved tensors of these modules; None: of all modules."""
     saves: SavedTensors = field(default_factory=SavedTensors, repr=False, compare=False)
-    """Of the stage that the layers are in."""
+    """Saved tensors of the layers' stage."""
 
     def selects(self, module: str) -> bool:
-        """Selective recompute runs this kind of module again."""
+        """Return whether selective recompute includes this kind of module."""
         return self.granularity == "selective" and module in self.modules
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """function(*args), of which only the arguments are kept; dropout masks have no generator state to be saved."""
+    """Return function(*args), saving only the arguments; dropout masks need no generator state."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,7 +1,7 @@
-"""Names, shapes and FLOPs of the GPT's parameters, computed without torch.
+"""Compute names, shapes and FLOPs of the GPT's parameters, without torch.
 
-What the planner, the dry run and the MFU figure know of the model. The modules make their parameters themselves; a test
-compares the two for every family. Shapes are those of the full tensors, whatever the layout.
+The planner, the dry run and the MFU use them. The modules create their parameters independently; a test compares both
+for every family. Shapes are those of the full tensors, whatever the layout.
 
 Letters: h hidden size, d head size, g query groups (key/value heads), q query heads of a group, f MLP width, E experts,
 V padded vocabulary, P rows of the position embedding, L layers, s sequence length.
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """One parameter: full shape, how it is split over tensor-parallel ranks, decayed and initialised."""
+    """One parameter: full shape, split over tensor-parallel ranks, weight decay and initialization."""
 
     name: str
     shape: tuple[int, ...]
-    shard_dim: int | None  # dimension that tensor parallelism splits; None: every rank of the group holds it whole
+    shard_dim: int | None  # dimension split by tensor parallelism; None: replicated
     decay: bool  # weight decay applies (matrices); not to norms and biases
     init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
     expert: bool = False
-    """Dimension 0 runs over experts: expert parallelism splits it, and `shard_dim`, if any, is split over expert-tp ranks."""
+    """Dimension 0 is the experts, split over ep; `shard_dim`, if any, is split over expert-tp ranks."""
 
     @property
     def size(self) -> int:
@@ -43,27 +43,27 @@ class ParameterShape:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
-    """It maps hidden states to hidden states: all matrices but those of embedding and head. What Muon orthogonalises."""
+    """Return whether it is a matrix outside embedding and head; Muon orthogonalizes these."""
     return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")
 
 
 DECOUPLED = frozenset({"embedding.word.weight", "head.weight"})
-"""What `decoupled_lr` is of: the word embedding and the output head, as in Megatron-LM."""
+"""Parameters with `decoupled_lr`: the word embedding and the output head, as in Megatron-LM."""
 
 
 class LearningRate(NamedTuple):
-    """How a parameter's learning rate differs from `lr`; those of a bucket have it in common."""
+    """Difference of a parameter's learning rate from `lr`; all parameters of a bucket share it."""
 
     decoupled: bool = False
-    """It is `decoupled_lr`."""
+    """Whether `decoupled_lr` replaces `lr`."""
     multiplier: float = 1.0
-    """Of `lr_multipliers`."""
+    """Product of the matching `lr_multipliers` and μP's factor."""
 
 
 def learning_rate(
     name: str, shape: tuple[int, ...], *, decay: bool, model: ModelConfig, config: OptimizerConfig
 ) -> LearningRate:
-    """Of a parameter, by its name; of hidden matrices `use_mup` takes a part."""
+    """Return a parameter's learning rate by its name; `use_mup` scales that of hidden matrices."""
     factors = [
         factor for pattern, factor in parse_lr_multipliers(config.lr_multipliers) if fnmatch.fnmatchcase(name, pattern)
     ]
@@ -73,18 +73,18 @@ def learning_rate(
 
 
 class BucketTraits(NamedTuple):
-    """What the parameters of a bucket have in common, beside how they are split: fields of `BucketKind`."""
+    """Traits that all parameters of a bucket share, besides their split: fields of `BucketKind`."""
 
     orthogonal: bool
     learning_rate: LearningRate
     fp8: bool
-    """Gathered in fp8: it is a column- or row-parallel layer's that multiplies in it."""
+    """Whether it is gathered in fp8: weights of column- and row-parallel layers with fp8 products."""
 
 
 def treatment(
     name: str, shape: tuple[int, ...], *, decay: bool, shard_dim: int | None, expert: bool, config: RunConfig
 ) -> BucketTraits:
-    """Of a parameter, by its name."""
+    """Return the bucket traits of a parameter, by its name."""
     model, fp8 = config.model, False
     if config.parallel.fp8_param_gather and shard_dim is not None and decay and len(shape) > 1 and not expert:
         first, index, *_ = name.split(".")
@@ -98,13 +98,13 @@ def treatment(
 
 
 def check_lr_multipliers(model: ModelConfig, config: OptimizerConfig) -> None:
-    """Raise ConfigError if a pattern is of no parameter of the model."""
+    """Raise ConfigError if a pattern matches no parameter of the model."""
     if config.lr_multipliers:
         names = [shape.name for shape in stage_shapes(model, 0, model.num_layers, True, True)]
         for pattern, _ in parse_lr_multipliers(config.lr_multipliers):
             if not fnmatch.filter(names, pattern):
                 raise ConfigError(
-                    f"lr_multipliers has {pattern} in it, which no parameter is named like; names are e.g. "
+                    f"lr_multipliers has {pattern}, which matches no parameter; names are e.g. "
                     f"{names[0]}, {names[-1]}: use 'layers.0.*' for a layer, '*.bias' for all biases"
                 )
 
@@ -122,13 +122,13 @@ def _bias(name: str, shape: tuple[int, ...], shard_dim: int | None) -> Parameter
 def _linear(
     name: str, shape: tuple[int, ...], shard_dim: int, *, bias: bool, init: Init = "normal"
 ) -> list[ParameterShape]:
-    """Weight and bias of a layer; the bias of a row-parallel layer, which splits its inputs, is whole on every rank."""
+    """Return weight and bias of a layer; the bias of a row-parallel layer is replicated."""
     split = None if shard_dim == len(shape) - 1 else shard_dim
     return [_matrix(f"{name}.weight", shape, shard_dim, init), *([_bias(f"{name}.bias", shape[:-1], split)] * bias)]
 
 
 def _norm(model: ModelConfig, name: str, size: int | None = None) -> list[ParameterShape]:
-    """Norm over `size` channels; default h."""
+    """Return a norm's parameters over `size` channels; default h."""
     shape = (size or model.hidden_size,)
     init: Init = "zeros" if model.norm_zero_centered else "ones"
     weight = ParameterShape(name=f"{name}.weight", shape=shape, shard_dim=None, decay=False, init=init)
@@ -137,17 +137,17 @@ def _norm(model: ModelConfig, name: str, size: int | None = None) -> list[Parame
 
 def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, d = model.hidden_size, model.head_size
-    # Rows come grouped by key/value head (its query heads, then key, then value), so that an equal cut of the rows
-    # gives each rank whole groups.
+    # Rows are grouped by key/value head (its query heads, then key, then value), so an equal split of the rows assigns
+    # whole groups to each rank.
     rows = (model.num_attention_heads + 2 * model.query_groups) * d
     shapes = _sinks(model, prefix)
     shapes += _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm_all_heads:
-        weight = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
-        weight += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
-        shapes += [replace(shape, shard_dim=0) for shape in weight]
+        norms = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
+        norms += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
+        shapes += [replace(shape, shard_dim=0) for shape in norms]
     elif model.qk_norm:
-        # One weight for all heads: each tensor-parallel rank has a copy, and the gradient that its heads give.
+        # One weight for all heads: each tensor-parallel rank has a copy, and its own heads' part of the gradient.
         shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
     return shapes + _attention_out(model, prefix)
 
@@ -181,7 +181,7 @@ def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
     h = model.hidden_size
-    # Gate and up projection are stacked on a separate dimension: a cut of [2f, h] would give rank 0 only gates.
+    # Gate and up projection are stacked on a separate dimension: a split of [2f, h] would give rank 0 only gates.
     up, bias = (2, f, h) if model.is_gated else (f, h), model.add_bias_linear
     down = _linear(f"{prefix}.down", (h, f), 1, bias=bias, init="residual")
     return _linear(f"{prefix}.up", up, len(up) - 2, bias=bias) + down
@@ -207,7 +207,7 @@ def _moe(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 
 def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list[ParameterShape]:
-    """What is saved with the weights and has no gradient: the biases of routers, fp32."""
+    """Return the saved tensors without gradient: the expert biases of routers, fp32."""
     if not model.moe_router_enable_expert_bias:
         return []
     indices = [*range(first_layer, last_layer), *(model.mtp_layers if last_layer == model.num_layers else ())]
@@ -216,21 +216,21 @@ def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list
 
 
 def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None) -> list[ParameterShape]:
-    """Parameters of block `layer_index` (counted over the whole model), in the order of the forward pass.
+    """Return the parameters of block `layer_index` (counted over the whole model), in the order of the forward pass.
 
-    `block`: of another kind than the model's.
+    `block`: kind of block instead of the model's.
     """
-    stated: BlockFacts = BLOCKS.facts(block or model.block)
-    if stated.shapes is not None:
-        return stated.shapes(model, layer_index)
+    facts: BlockFacts = BLOCKS.facts(block or model.block)
+    if facts.shapes is not None:
+        return facts.shapes(model, layer_index)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
     feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
-    found: list[ParameterShape] = []
+    shapes_of_layer: list[ParameterShape] = []
     attention = (_latent_attention if model.multi_latent_attention else _attention)(model, f"{name}.attention")
     for branch, shapes in (("attention", attention), ("mlp", feed_forward)):
-        found += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
-        found += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
-    return found
+        shapes_of_layer += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
+        shapes_of_layer += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
+    return shapes_of_layer
 
 
 def _word_embedding(model: ModelConfig) -> ParameterShape:
@@ -238,10 +238,10 @@ def _word_embedding(model: ModelConfig) -> ParameterShape:
 
 
 def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """Word embedding [V, h] and, with learned positions, position embedding [P, h].
+    """Return the word embedding [V, h] and, with learned positions, the position embedding [P, h].
 
     Raises:
-        ValueError: vocab_size, or with learned positions max_position_embeddings, is not resolved yet.
+        ValueError: vocab_size, or with learned positions max_position_embeddings, is not set yet.
     """
     shapes = [_word_embedding(model)]
     if model.position_embedding_type == "learned_absolute":
@@ -253,8 +253,7 @@ def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
 
 
 def head_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """Layers that predict further tokens, final norm and, unless it is the word embedding's own weight, the output matrix
-    [V, h]."""
+    """Return the parameters of MTP layers, final norm and, unless tied to the embedding, the output matrix [V, h]."""
     head = [] if model.tie_embeddings else [_matrix("head.weight", (model.padded_vocab_size, model.hidden_size), 0)]
     mtp = [shape for index in model.mtp_layers for shape in _mtp_shapes(model, index)]
     return [*mtp, *_norm(model, "final_norm"), *head]
@@ -272,16 +271,16 @@ def _mtp_shapes(model: ModelConfig, index: int) -> list[ParameterShape]:
 
 
 def needs_copy(model: ModelConfig) -> bool:
-    """A last stage that is not the first has a copy of the word embedding: for its logits, or to predict further tokens."""
+    """Return whether the last of several stages needs a copy of the word embedding: for its logits, or for MTP."""
     return model.tie_embeddings or model.mtp_num_layers > 0
 
 
 def stage_shapes(
     model: ModelConfig, first_layer: int, last_layer: int, has_embedding: bool, has_head: bool
 ) -> list[ParameterShape]:
-    """Parameters of a stage with layers `first_layer <= i < last_layer`.
+    """Return the parameters of a stage with layers `first_layer <= i < last_layer`.
 
-    A stage with the head and without the embedding may hold its own copy of the word embedding (`needs_copy`), listed here
+    A stage with the head and without the embedding may have a copy of the word embedding (`needs_copy`), listed here
     under the embedding's name: it takes memory on both ranks although `parameter_count` counts it once.
     """
     shapes = embedding_shapes(model) if has_embedding else []
@@ -295,15 +294,16 @@ def stage_shapes(
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Elements of all parameters, with the vocabulary padded and a tied embedding counted once."""
+    """Return the number of parameters, with the padded vocabulary and a tied embedding counted once."""
     return sum(shape.size for shape in stage_shapes(model, 0, model.num_layers, True, True))
 
 
 def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
-    """FLOPs of the two products of a layer's attention, q·kᵀ and P·v, for one token of a sequence of `seq_length`.
+    """Return the FLOPs per token of a layer's two attention products, q·kᵀ and P·v, in a sequence of `seq_length`.
 
-    4·s·(heads·d) over all s positions (the mean of the two widths where values have another one); the megatron convention counts the half that the causal mask leaves. A sliding
-    window w < s makes that 4·w·(heads·d), or with the causal mask the w - w²/2s keys that a token sees on average.
+    palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one). megatron: half of
+    that, for the causal mask. A sliding window w < s replaces s by w, or with the causal mask by the w - w²/2s keys
+    that a token sees on average.
     """
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)
@@ -312,10 +312,10 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
 
 
 def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
-    """FLOPs of layer `layer_index`'s forward for one token of a sequence of `seq_length`.
+    """Return the FLOPs per token of layer `layer_index`'s forward, in a sequence of `seq_length`.
 
-    2 for each weight of its matrices that one token multiplies (with experts, top-k of them), and the core of attention.
-    Norms, activations and softmax are not counted.
+    2 per weight of the matrices that multiply a token (with experts, top-k of them), plus the attention core. Norms,
+    activations and softmax are not counted.
     """
     weights = 0
     for shape in layer_shapes(model, layer_index):
@@ -325,7 +325,7 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
 
 
 def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callable[[S], T]) -> list[T]:
-    """`of` each item; of those of one kind it is asked once."""
+    """Return `of(item)` for each item, computed once per kind."""
     items = list(items)
     kinds = list(map(kind, items))
     known = {key: of(item) for key, item in dict(zip(kinds, items, strict=True)).items()}
@@ -334,7 +334,7 @@ def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callabl
 
 @once_per_object()
 def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
-    """Of each layer: those of one kind differ in nothing but their number."""
+    """Return the kind of each layer; layers of one kind differ only in their number."""
     indices = range(model.mtp_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
         return tuple(indices)
@@ -342,36 +342,35 @@ def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
 
 
 def of_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:
-    """`of` each of these layers; of those of one kind it is asked once."""
+    """Return `of(layer)` for each of these layers, computed once per kind."""
     return once_per_kind(layers, layer_kinds(model).__getitem__, of)
 
 
 def layers_forward_flops(
     model: ModelConfig, layers: Iterable[int], seq_length: int, convention: Convention = "palm"
 ) -> list[int]:
-    """`layer_forward_flops` of each of these layers."""
+    """Return `layer_forward_flops` of each of these layers."""
     return of_layers(model, layers, lambda index: layer_forward_flops(model, index, seq_length, convention))
 
 
 def head_forward_flops(model: ModelConfig) -> int:
-    """FLOPs of the output projection's forward for one token: 2·V·h. The embedding is a lookup: none."""
+    """Return the FLOPs per token of the output projection's forward: 2·V·h. The embedding, a lookup, has none."""
     return 2 * model.padded_vocab_size * model.hidden_size
 
 
 def end_forward_flops(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
-    """FLOPs of all behind the last layer for one token: the head, and for each further token it predicts a projection of
-    4·h², a layer and the head again."""
+    """Return the FLOPs per token after the last layer: the head; per MTP layer a projection (4·h²), block and head."""
     mtp = sum(layers_forward_flops(model, model.mtp_layers, seq_length, convention))
     mtp += len(model.mtp_layers) * 4 * model.hidden_size**2
     return mtp + (1 + len(model.mtp_layers)) * head_forward_flops(model)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention = "palm") -> int:
-    """Model FLOPs of forward and backward for one token; recomputation is not counted.
+    """Return the model FLOPs per token of forward and backward, without recomputation.
 
-    palm (Chowdhery et al. 2022, appendix B, the usual MFU): 6·N + 12·L·(heads·d)·s, where N are the weights that a
-    token is multiplied with (layers and output head; the embedding lookup, norms and biases left out). For GPT-3's
-    shape that is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
+    palm (Chowdhery et al. 2022, appendix B, the usual MFU): 6·N + 12·L·(heads·d)·s, where N is the number of weights
+    that multiply a token (layers and output head, without embedding lookup, norms and biases). For GPT-3's shape that
+    is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
     megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
     """
     layers = sum(layers_forward_flops(model, range(model.num_layers), seq_length, convention))

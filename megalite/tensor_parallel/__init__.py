@@ -1,1 +1,1 @@
-"""Tensor parallelism: autograd mappings, split layers, vocab-parallel cross-entropy, layout-free randomness."""
+"""Tensor parallelism: mappings, parallel layers, vocab-parallel cross-entropy, layout-independent randomness."""

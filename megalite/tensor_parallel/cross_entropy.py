@@ -11,11 +11,11 @@ from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy
 from megalite.topology.group import Group
 
 Kernel = tuple[Callable[..., Any], Callable[..., Tensor]]
-"""Forward and backward over one rank's columns, as those of `megalite.kernels.cross_entropy`."""
+"""Forward and backward over one rank's columns, with the signatures of `megalite.kernels.cross_entropy`."""
 
 
 class _VocabParallelCrossEntropy(Function):
-    """loss = log Σ exp(z) - z_label: each rank sends what its columns add to the sum, and the label's if it has it."""
+    """loss = log Σ exp(z) - z_label, from each rank's sums over its columns and its labels' logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int | None, tp: Group, kernel: Kernel) -> Tensor:
@@ -41,11 +41,11 @@ class _VocabParallelCrossEntropy(Function):
 
 
 def merge_ranks(stats: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, log Σ exp z) of each token, [n], of each rank's `stats` [ranks, 3, n] and the label's rank `owner` [n]."""
+    """Return (loss, log Σ exp z) of each token [n], from all ranks' `stats` [ranks, 3, n] and the label's rank [n]."""
     maximum, total, picked = stats.unbind(1)
     highest = maximum.amax(dim=0)
     log_total = (total * (maximum - highest).exp()).sum(dim=0).log()
-    # Differences from the highest: with large logits the sums themselves would have lost their digits.
+    # Differences from the maximum: with large logits the sums themselves would lose digits.
     at_label = (picked + (maximum - highest)).gather(0, owner.unsqueeze(0)).squeeze(0)
     return log_total - at_label, log_total + highest
 
@@ -59,17 +59,16 @@ def vocab_parallel_cross_entropy(
     tp: Group,
     kernel: Kernel = (cross_entropy_forward, cross_entropy_backward),
 ) -> Tensor:
-    """Loss of each token, [s, b], in fp32 (fp64 for fp64 logits), for labels [s, b] below `vocab_size`.
+    """Return the loss of each token [s, b] in fp32 (fp64 for fp64 logits), for labels [s, b] below `vocab_size`.
 
     Args:
-        logits: [s, b, V/tp], fresh from a GEMM; columns for ids at or above `vocab_size` are padding. They are
-            overwritten and take no part, so the numbers do not depend on how far the vocabulary is padded. A kernel
-            may put the gradient in their place.
+        logits: [s, b, V/tp], the new output of a GEMM; a kernel may overwrite it with the gradient. Columns for ids at
+            or above `vocab_size` are padding: they are masked, so the loss does not depend on the amount of padding.
         first: the id of this rank's first column.
 
     Collectives: one all-gather of three numbers per token / none.
     """
     if first + logits.shape[-1] > vocab_size:
-        # Finite, so that a rank with nothing but padding stays free of NaN. In place: no operation saved its output.
+        # A finite value avoids NaN on a rank with only padding. In place, because no operation saved the logits.
         logits.detach()[..., max(vocab_size - first, 0) :] = torch.finfo(logits.dtype).min / 2
     return _VocabParallelCrossEntropy.apply(logits, labels, first if tp.size > 1 else None, tp, kernel)

@@ -24,7 +24,7 @@ from megalite.topology.group import DONE, Group, Work
 class _Linear(Function):
     """x·Wᵀ + bias; the backward overlaps the input gradient's collective with the weight gradient's GEMM.
 
-    It contains Megatron-LM's f (copy or gather in, all-reduce or reduce-scatter back), so that the two overlap.
+    For the overlap it contains Megatron-LM's f (copy or gather forward, all-reduce or reduce-scatter backward).
     """
 
     @staticmethod
@@ -62,11 +62,12 @@ class _Linear(Function):
             measured = (products.measure(grad_rows),)
             multiply = products.weight_grad(ctx.of_x, *measured)
         deferring = weight.deferred is not None and weight.deferred.is_deferring
-        gradient: WeightGradient | None = None  # the usual case does without an object for it
+        gradient: WeightGradient | None = None  # the usual case avoids the object's overhead
         if gather is not None or deferring:
             gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
         if gradient is not None and not deferring:
-            # x is gathered again under the input gradient's product, and that travels under the weight gradient's.
+            # The gather of x overlaps the input gradient's product; the collective of that overlaps the weight
+            # gradient's.
             gradient.start()
         if pieces is not None:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))
@@ -85,7 +86,7 @@ class _Linear(Function):
 
 
 def _reduce_input_grad(grad_x: Tensor, tp: Group, sequence_parallel: bool) -> tuple[Tensor, Work]:
-    """Start the collective that finishes the input gradient."""
+    """Start the all-reduce or reduce-scatter of the input gradient."""
     if not sequence_parallel:
         return grad_x, tp.all_reduce_async(grad_x)
     part = grad_x.new_empty(grad_x.shape[0] // tp.size, *grad_x.shape[1:])
@@ -102,24 +103,24 @@ def linear(
     products: Products = PLAIN,
     pieces: Pieces | None = None,
 ) -> Tensor:
-    """x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
+    """Compute x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
-    Where `weight.main_grad` is set the weight gradient is added to it during the backward; else it is returned to
-    autograd, as where the weight is itself computed. `products` compute them.
+    If `weight.main_grad` is set, the backward adds the weight gradient to it; otherwise, for example for a computed
+    weight, it returns the gradient to autograd. `products` computes all matrix products.
 
     Args:
-        tp: the group that x enters as a whole: replicated, or split over the sequence. None: x is this rank's part
-            already, as in a row-parallel layer.
-        pieces: with sequence parallelism: multiply while rows travel (see `overlapped_linear`).
+        tp: the group over which x is replicated, or split by sequence. None: x is already this rank's part, as in a
+            row-parallel layer.
+        pieces: with sequence parallelism: overlap the products with the communication (see `overlapped_linear`).
 
     Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
-    all-gather / all-gather (in W where the backward is split) and reduce-scatter; with `pieces` its own in place of the
-    gather forward and the reduce-scatter.
+    all-gather / all-gather (in W if the backward is split) and reduce-scatter; `pieces` replaces the forward gather and
+    the reduce-scatter by its own.
     """
     tp = None if tp is None or tp.size == 1 else tp
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
-        return products.output_alone(x, weight, bias)  # past autograd, which takes the host's time for a small product
-    if type(weight) is not ShardedParameter:  # of a parametrization, or masked
+        return products.output_alone(x, weight, bias)  # skip the overhead of autograd
+    if type(weight) is not ShardedParameter:  # a parametrized or masked weight
         weight = weight.as_subclass(ShardedParameter)
     return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
 
@@ -130,11 +131,12 @@ class ColumnParallelLinear(Module):
     Input [s, b, i], replicated over tp, or [s/tp, b, i] with sequence parallelism; output [s, b, o/tp].
 
     Args:
-        shape: global weight shape; its last dimension is i, the others multiply to o, and are those of the bias.
+        shape: global weight shape; its last dimension is i; the product of the others is o, and they are the bias's
+            shape.
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap = False  # with sequence parallelism: multiply while rows travel
+    overlap = False  # with sequence parallelism: overlap products and communication
     overlap_by: Callable[[Group, Matmul], Pieces] = Ring
 
     def __init__(
@@ -156,7 +158,7 @@ class ColumnParallelLinear(Module):
         self.bias = factory.parameter(f"{name}.bias", shape[:-1], shard_dim=shard_dim, decay=False) if bias else None
 
     def forward(self, x: Tensor, *, add_bias: bool = True) -> Tensor:
-        """`add_bias` False leaves the bias to the caller. Collectives: see `linear`."""
+        """Apply the layer; with `add_bias` False the caller adds the bias. Collectives: see `linear`."""
         bias = self.bias if add_bias else None
         sp = self.sequence_parallel
         pieces = self.overlap_by(self.tp, self.matmul) if self.overlap and sp else None
@@ -166,7 +168,7 @@ class ColumnParallelLinear(Module):
 
 
 class ReplicatedLinear(Module):
-    """Y = X·Aᵀ with A [o, i] whole on every rank: [..., i] -> [..., o], of the rank's part of the sequence with sequence
+    """Y = X·Aᵀ with A [o, i] replicated: [..., i] -> [..., o], on the rank's part of the sequence with sequence
     parallelism. For narrow outputs. Collectives: none."""
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, factory: ParameterFactory) -> None:
@@ -179,14 +181,14 @@ class ReplicatedLinear(Module):
 
 
 class RowParallelLinear(Module):
-    """Y = X·Aᵀ + b with A [o, i] split along its input: rank r holds X's columns r, partial results are summed.
+    """Y = X·Aᵀ + b with A [o, i] split along its input: rank r has X's columns r, partial results are summed.
 
     Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
     once, after the sum.
     """
 
     overlap = False
-    """With sequence parallelism: sum up each rank's rows while others are multiplied (see `scattered_linear`)."""
+    """With sequence parallelism: overlap the sum of each rank's rows with other rows' products (`scattered_linear`)."""
     overlap_by: Callable[[Group, Matmul], Pieces] = Ring
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
@@ -199,11 +201,11 @@ class RowParallelLinear(Module):
 
     @property
     def late_bias(self) -> ShardedParameter | None:
-        """The bias, if the product cannot take it along, as its terms are summed over ranks first."""
+        """The bias, if it must be added after the sum over ranks; else None."""
         return None if self.tp.size == 1 else self.bias
 
     def forward(self, x: Tensor, *, add_late_bias: bool = True) -> Tensor:
-        """`add_late_bias` False leaves `late_bias` to the caller.
+        """Apply the layer; with `add_late_bias` False the caller adds `late_bias`.
 
         Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
         """
@@ -244,21 +246,21 @@ class _VocabularyLookup(Function):
         def product(main_grad: Tensor | None) -> Tensor | None:
             if main_grad is None:
                 return torch.ops.aten.embedding_dense_backward(grad, tokens, weight.shape[0], -1, False)
-            # Of a large table few rows have a gradient: no second table is made.
-            rows, places = grad.flatten(0, -2).to(main_grad.dtype), tokens.flatten()
+            # Few rows of a large table have a gradient, so avoid a second table.
+            rows, indices = grad.flatten(0, -2).to(main_grad.dtype), tokens.flatten()
             if main_grad.is_cpu:
-                main_grad.index_add_(0, places, rows)
-            else:  # sorts, where index_add_ would add in any order
-                main_grad.index_put_((places,), rows, accumulate=True)
+                main_grad.index_add_(0, indices, rows)
+            else:  # index_put_ sorts; index_add_ has no fixed order on CUDA
+                main_grad.index_put_((indices,), rows, accumulate=True)
             return None
 
-        # Of a table that is the head as well the head's part comes first, in the backward or in W.
+        # If the table is also the head, the head's part of the gradient must come first, in the backward or in W.
         deferred = weight.deferred if weight.deferred is not None and weight.info.uses > 1 else None
         return None, WeightGradient(weight, product).compute_or_defer(deferred), None
 
 
 def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
-    """See `VocabParallelEmbedding`, of which `weight` is this rank's part."""
+    """Look up tokens as `VocabParallelEmbedding` does; `weight` is this rank's shard."""
     if type(weight) is not ShardedParameter:
         weight = weight.as_subclass(ShardedParameter)
     rows = _VocabularyLookup.apply(tokens.t().contiguous(), weight, tp)
@@ -266,9 +268,10 @@ def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, *, tp: Group, sequence
 
 
 class VocabParallelEmbedding(Module):
-    """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallel.
+    """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallelism.
 
-    `tied` and `uses` are those of `ParameterInfo`. Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
+    `tied` and `uses`: see `ParameterInfo`. Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence
+    parallelism.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""The conjugate communication pairs of tensor parallelism (arXiv 1909.08053, section 3; 2205.05198, section 4).
+"""Conjugate communication pairs of tensor parallelism (arXiv 1909.08053, section 3; 2205.05198, section 4).
 
-Megatron-LM's f, and the gather before a column-parallel layer, are part of `layers.linear`, as their backward overlaps the
-weight gradient. Activations are [s, b, h]; the sequence is dimension 0, which collectives can split without a copy.
+Megatron-LM's f, and the gather before a column-parallel layer, are part of `layers.linear`, where their backward
+overlaps the weight gradient. Activations are [s, b, h]: collectives can split dimension 0, the sequence, without a
+copy.
 """
 
 import torch
@@ -11,7 +12,7 @@ from megalite.topology.group import Group, conjugate
 
 
 def gather_along_sequence(x: Tensor, tp: Group) -> Tensor:
-    """[s/tp, ...] -> [s, ...], outside autograd."""
+    """All-gather [s/tp, ...] -> [s, ...], outside autograd."""
     output = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
     tp.all_gather(output, x.contiguous())
     return output
@@ -30,8 +31,8 @@ def _reduced(x: Tensor, tp: Group) -> Tensor:
 
 
 def enter_tensor_parallel_region(x: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
-    """f without a product: the same [s, b, n] on every rank (a part of s with sequence parallelism) -> [s, b, n], of which
-    each rank uses its own share.
+    """Apply f without a product: replicated [s, b, n], or [s/tp, b, n] with sequence parallelism -> [s, b, n], of which
+    each rank uses a different part.
 
     Collectives: forward none / backward all-reduce; with sequence parallelism all-gather / reduce-scatter.
     """
@@ -43,7 +44,7 @@ def enter_tensor_parallel_region(x: Tensor, *, tp: Group, sequence_parallel: boo
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
-    """g: the sum of partial sums, in place of `x`, which must be the fresh output of an operation.
+    """Apply g: sum partial sums in place; `x` must be the new output of an operation.
 
     Collectives: forward all-reduce / backward none.
     """
@@ -51,7 +52,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
-    """The same [s, b, h] on every rank -> this rank's [s/tp, b, h].
+    """Split replicated [s, b, h] -> this rank's [s/tp, b, h].
 
     Collectives: forward none / backward all-gather.
     """
@@ -61,9 +62,10 @@ def scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
 
 
 def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
-    """[s/tp, b, h] -> [s, b, h], entering a region that every rank computes alike: the inverse of `scatter_to`.
+    """Gather [s/tp, b, h] -> [s, b, h] for replicated computation, the inverse of
+    `scatter_to_sequence_parallel_region`.
 
-    Collectives: forward all-gather / backward none, since every rank has the same gradient.
+    Collectives: forward all-gather / backward none, because every rank has the same gradient.
     """
     if tp.size == 1:
         return x
@@ -71,7 +73,7 @@ def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
-    """Partial sums [s, b, h] -> this rank's part of their sum, [s/tp, b, h].
+    """Sum partial sums [s, b, h] over ranks -> this rank's part [s/tp, b, h].
 
     Collectives: forward reduce-scatter / backward all-gather.
     """
@@ -81,7 +83,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tenso
 
 
 def reduce_partial_sums(x: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
-    """The output of a row-parallel layer: replicated, or this rank's part of the sequence."""
+    """Sum a row-parallel layer's partial outputs: replicated, or this rank's part of the sequence."""
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, tp=tp)
     return reduce_from_tensor_parallel_region(x, tp=tp)
@@ -96,15 +98,15 @@ def _overlap(one: Rows, other: Rows) -> Rows:
 
 
 class SharedHeads:
-    """The exchange of one layer with fewer key/value heads than tensor-parallel ranks, several of which share one.
+    """Exchange of projections in a layer with fewer key/value heads than tp ranks, where several ranks share a group.
 
-    Weights stay an equal cut of the rows of the fused projection, as in Megatron-LM: every row is on one rank, so gradients,
-    norms, optimizers and checkpoints know nothing of sharing. Ranks of one group exchange what the projection gives: each
-    gets its queries, and key and value of the group.
+    Weights remain an equal split of the fused projection's rows, as in Megatron-LM: every row is on one rank, so
+    gradients, norms, optimizers and checkpoints need no special case. The ranks of a group exchange the projection's
+    outputs: each receives its queries, and the group's key and value.
 
     Args:
         queries: query heads of a group; a multiple of the `tp.size // groups` ranks that share it.
-        groups: key/value heads; `tp.size` is a multiple.
+        groups: key/value heads; `tp.size` is a multiple of it.
         head_size: channels of a head.
     """
 
@@ -115,10 +117,10 @@ class SharedHeads:
         own, first_rank = tp.rank % sharing, tp.rank - tp.rank % sharing
         each, keys = queries // sharing * head_size, (queries * head_size, (queries + 2) * head_size)
 
-        def passed(holder: int, user: int) -> list[Rows]:
-            """Rows of the group that one rank holds and another works on, ascending: queries, then key and value."""
-            held = holder * self._width, (holder + 1) * self._width
-            return [_overlap(held, needed) for needed in ((user * each, (user + 1) * each), keys)]
+        def passed(owner: int, user: int) -> list[Rows]:
+            """Return the group's rows that `owner` sends to `user`, ascending: queries, then key and value."""
+            owned = owner * self._width, (owner + 1) * self._width
+            return [_overlap(owned, needed) for needed in ((user * each, (user + 1) * each), keys)]
 
         sent = [passed(own, user) for user in range(sharing)]
         self._sent = [(first - own * self._width, stop - own * self._width) for rows in sent for first, stop in rows]
@@ -128,11 +130,11 @@ class SharedHeads:
             self._receive[first_rank + rank] = sum(stop - first for first, stop in passed(rank, own))
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[s, b, rows/tp] of the fused projection -> [s, b, rows of this rank's queries, the key and the value].
+        """Exchange the fused projection [s, b, rows/tp] -> [s, b, rows of this rank's queries, the key and the value].
 
         Collectives: an all-to-all of uneven parts over tp, forward and backward.
         """
-        return conjugate(qkv, self._to_users, self._to_holders)
+        return conjugate(qkv, self._to_users, self._to_owners)
 
     def _to_users(self, qkv: Tensor) -> Tensor:
         rows = qkv.flatten(0, 1).t()
@@ -141,8 +143,8 @@ class SharedHeads:
         self._tp.all_to_all(received, packed, self._receive, self._send)
         return received.t().contiguous().unflatten(0, qkv.shape[:2])
 
-    def _to_holders(self, grad: Tensor) -> Tensor:
-        """The sum, in the order of ranks, of what each user's gradient is."""
+    def _to_owners(self, grad: Tensor) -> Tensor:
+        """Return the sum of the users' gradients in rank order."""
         rows = grad.flatten(0, 1).t().contiguous()
         received = rows.new_empty(sum(self._send), rows.shape[1])
         self._tp.all_to_all(received, rows, self._send, self._receive)

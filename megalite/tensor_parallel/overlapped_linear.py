@@ -1,12 +1,12 @@
-"""Linear layers at the border of the sequence-parallel region that multiply while rows travel.
+"""Overlap communication and matrix products in linear layers at the border of the sequence-parallel region.
 
-The all-gather before a column-parallel layer becomes tp - 1 steps round the ring of ranks, under each of which the rows
-that have arrived are multiplied; the reduce-scatter after a row-parallel layer becomes as many steps of a sum that
-follows its rows, under each of which the next addend is multiplied. The backward of each is the other. As Megatron-LM's
---tp-comm-overlap and Wang et al., ASPLOS 2023 (Overlap communication with dependent computation via decomposition).
+The all-gather before a column-parallel layer becomes tp - 1 ring steps, each of which overlaps the product of the rows
+that have arrived. The reduce-scatter after a row-parallel layer becomes tp - 1 ring steps of a running sum, each of
+which overlaps the product of the next addend. Each is the backward of the other. Like Megatron-LM's --tp-comm-overlap
+and Wang et al., ASPLOS 2023 (Overlap communication with dependent computation via decomposition).
 
-On GPUs torch._symmetric_memory cuts the product into the ranks' parts and copies each from its owner's memory over NVLink,
-on a second stream, without kernels of NCCL (the asynchronous tensor parallelism of torchtitan, arXiv 2410.06511).
+On GPUs torch._symmetric_memory splits the product by rank and copies each part from its owner's memory over NVLink, on
+a second stream, without NCCL kernels (asynchronous tensor parallelism in torchtitan, arXiv 2410.06511).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from megalite.topology.group import DONE, Group, Work
 
 
 def arriving(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's contiguous part with its rank, this rank's own first; the next one is under way until it is asked for.
+    """Yield (rank, part) for each rank's contiguous part, this rank's first, during the transfer of the next part.
 
     Collectives: tp - 1 exchanges with the neighbours.
     """
@@ -38,7 +38,7 @@ def arriving(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
 
 @dataclass
 class _LastAddend:
-    """The sum of the other ranks, on its way to this rank's own part of it."""
+    """Transfer of the other ranks' sum, which `wait` adds to this rank's addend."""
 
     work: Work
     total: Tensor
@@ -50,9 +50,9 @@ class _LastAddend:
 
 
 def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work]:
-    """This rank's part of the sum over ranks, complete after `wait()`; sums go in the order of the ring.
+    """Return this rank's part of the sum over ranks, complete after `wait()`; the sum has the order of the ring.
 
-    `make(rank)` is what this rank adds to another one's part, in its own contiguous memory; called once per rank.
+    `make(rank)` returns this rank's addend to a rank's part, contiguous and in new memory; called once per rank.
 
     Collectives: tp - 1 exchanges with the neighbours.
     """
@@ -67,20 +67,20 @@ def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work
 
 
 class Pieces(Protocol):
-    """How a layer at the border of the sequence-parallel region multiplies while rows travel; outside autograd."""
+    """Products that overlap the gather of their input or the reduce-scatter of their output; outside autograd."""
 
     def gather(
         self, x: Tensor, columns: Tensor, bias: Tensor | None = None, *, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """x [s/tp, b, i], gathered over the sequence, · columns [i, o] + bias [o] -> [s, b, o]; and x gathered, if it is to
-        be kept."""
+        """Gather x [s/tp, b, i] over the sequence, · columns [i, o] + bias [o] -> [s, b, o]; with `keep` also return
+        the gathered x."""
 
     def scatter(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Work]:
-        """x [s, b, i] · columns [i, o], summed over ranks -> this rank's [s/tp, b, o], complete after `wait()`."""
+        """Sum x [s, b, i] · columns [i, o] over ranks -> this rank's [s/tp, b, o], complete after `wait()`."""
 
 
 class Ring:
-    """`Pieces` round the ring of ranks. Collectives of either: tp - 1 exchanges with the neighbours."""
+    """`Pieces` by a ring. Collectives of each method: tp - 1 exchanges with the neighbours."""
 
     def __init__(self, tp: Group, matmul: Matmul) -> None:
         self._tp, self._matmul = tp, matmul
@@ -121,21 +121,21 @@ class _Scattered(Function):
 
 
 def scattered_linear(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
-    """x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
+    """Compute x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
-    Collectives: those of `pieces`, each way.
+    Collectives: those of `pieces`, forward and backward.
     """
     if type(weight) is not ShardedParameter:
         weight = weight.as_subclass(ShardedParameter)
     return _Scattered.apply(x, weight, pieces)
 
 
-_ROWS, _WIDTH, _OFF = 64, 128, 2e-2
-"""Of the products that are tried, and of ‖its - NCCL's‖/‖NCCL's‖ in bf16."""
+_ROWS, _WIDTH, _LIMIT = 64, 128, 2e-2
+"""Size of the self-check's products, and the largest ‖symmetric - NCCL‖/‖NCCL‖ in bf16."""
 
 
 class SymmetricMemory:
-    """Collectives: a gather or a reduction by copies, over tp; the weight's product takes part in it."""
+    """`Pieces` by symmetric memory. Collectives: a gather or a reduction over tp by copies, fused with the product."""
 
     def __init__(self, tp: Group, matmul: Matmul) -> None:
         assert tp.process_group is not None
@@ -155,29 +155,29 @@ class SymmetricMemory:
 
 
 def why_not_symmetric(tp: Group) -> str | None:
-    """Why tp cannot multiply by symmetric memory, or None; the same on all its ranks. Both products are tried.
+    """Return why tp cannot use symmetric memory, or None; the same verdict on all ranks. Both products are checked.
 
-    Collectives: over tp, those of the trial and two all-reduces of a number.
+    Collectives: over tp, those of the checks and an all-reduce of one number after each.
     """
-    return f"{tp.device.type} has no symmetric memory" if tp.device.type != "cuda" else tried(tp)
+    return f"{tp.device.type} has no symmetric memory" if tp.device.type != "cuda" else self_check(tp)
 
 
-def tried(tp: Group) -> str | None:
-    """`why_not_symmetric`, whatever the device is."""
-    for trial in (lambda: _why_not_here(tp), *_trials(tp)):
+def self_check(tp: Group) -> str | None:
+    """Return the result of `why_not_symmetric` for any device."""
+    for check in (lambda: _why_not_here(tp), *_checks(tp)):
         try:
-            reason = trial()
-        except Exception as error:  # of torch's private parts, whatever it is
+            reason = check()
+        except Exception as error:  # torch's private functions may raise anything
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if (reason := _for_all(tp, reason)) is not None:
+        if (reason := _on_any_rank(tp, reason)) is not None:
             return reason
     return None
 
 
-def _for_all(tp: Group, reason: str | None) -> str | None:
-    fine = torch.full((), float(reason is None), device=tp.device)
-    tp.all_reduce(fine, op="min")
-    return None if fine.item() else reason or "another rank of tp has none"
+def _on_any_rank(tp: Group, reason: str | None) -> str | None:
+    passes = torch.full((), float(reason is None), device=tp.device)
+    tp.all_reduce(passes, op="min")
+    return None if passes.item() else reason or "another rank of tp has no symmetric memory"
 
 
 def _why_not_here(tp: Group) -> str | None:
@@ -186,15 +186,15 @@ def _why_not_here(tp: Group) -> str | None:
         imported("torch.distributed._symmetric_memory:enable_symm_mem_for_group")(tp.process_group.group_name)
         missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
     except Exception as error:
-        return f"torch {torch.__version__} has none ({type(error).__name__})"
+        return f"torch {torch.__version__} has no symmetric memory ({type(error).__name__})"
     return f"torch {torch.__version__} has no {missing[0]}" if missing else None
 
 
 _OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
-def _trials(tp: Group) -> list[Callable[[], str | None]]:
-    """Comparisons with products of what the group's own collectives bring."""
+def _checks(tp: Group) -> list[Callable[[], str | None]]:
+    """Return functions that compare with plain products after the group's collectives."""
     generator = torch.Generator().manual_seed(tp.rank)
     drawn = torch.randn(2, _ROWS * tp.size, _WIDTH, generator=generator).to(tp.device, torch.bfloat16)
     x, weight = drawn[0, :_ROWS].unsqueeze(1), drawn[1, :_WIDTH]
@@ -212,5 +212,5 @@ def _trials(tp: Group) -> list[Callable[[], str | None]]:
 
 
 def _why_wrong(name: str, found: Tensor, right: Tensor) -> str | None:
-    off = float((found.float() - right.float()).norm() / right.float().norm())
-    return None if off <= _OFF else f"{name} is off by {off:.1e} of itself when it is tried"  # NaN too
+    error = float((found.float() - right.float()).norm() / right.float().norm())
+    return None if error <= _LIMIT else f"{name} has a relative error of {error:.1e} in its self-check"  # NaN too

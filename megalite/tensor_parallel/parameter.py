@@ -1,4 +1,4 @@
-"""Parameters that know which slice of which tensor they are and how their gradients combine."""
+"""Sharded parameters: the slice of a global tensor, and the path of its gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,49 +17,49 @@ from megalite.topology.layout import ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterInfo:
-    """Facts that optimizer, gradient reduction and checkpoints need of one parameter."""
+    """Properties of a parameter for optimizer, gradient reduction and checkpoints."""
 
     spec: ShardSpec  # name, global shape and local slice
     shard_dim: int | None
-    """Dimension that tensor parallelism (of experts: expert tensor parallelism) splits; None: replicated over tp."""
+    """Dimension split by tensor parallelism (for experts: expert tensor parallelism); None: replicated over tp."""
     decay: bool  # weight decay applies
-    partial_over_tp: bool  # replicated, but each tp rank's gradient covers its part of the work alone: sum them over tp
+    partial_over_tp: bool  # replicated, but each tp rank computes only a part of the gradient: sum over tp
     expert: bool = False
-    """Dimension 0 runs over experts, which expert parallelism splits; gradients are summed over expert-dp, not dp."""
-    tied: bool = False  # the word embedding where two stages hold a copy: sum the gradients over the embedding group
-    uses: int = 1  # gradient contributions of one microbatch: 2 where one parameter is both embedding and head
+    """Dimension 0 is the experts, split by expert parallelism; gradients are summed over expert-dp instead of dp."""
+    tied: bool = False  # word embedding with a copy on two stages: sum gradients over the embedding group
+    uses: int = 1  # gradient contributions per microbatch: 2 if the parameter is both embedding and head
     orthogonal: bool = False
-    """The optimizer orthogonalises its update, so it keeps other states than the rest and shares no bucket with it."""
+    """The optimizer orthogonalizes its update. It has other optimizer states and shares no bucket with other kinds."""
     learning_rate: tuple[bool, float] = (False, 1.0)
-    """A `models.shapes.LearningRate`: it shares no bucket with those that have another."""
+    """A `models.shapes.LearningRate`; all parameters of a bucket have the same."""
     fp8: bool = False
-    """It is gathered in fp8, so it shares no bucket with what is not."""
+    """Gathered in fp8; all parameters of a bucket have the same value."""
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A `Parameter` with `info`; data-parallel code adds where its gradient goes.
+    """A `Parameter` with `info`; data-parallel code sets the destination of its gradient.
 
-    `main_grad`, once set, is the buffer that gradients are summed in. `deferred`, once set, can put off the products that
-    make the gradient. `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
+    `main_grad`, once set, is the buffer in which gradients are summed. `deferred`, once set, can defer the gradient's
+    products. `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
     """
 
     info: ParameterInfo
     main_grad: Tensor | None = None
     grad_wanted: Callable[[], None] | None = None
-    """Called before anything is added to `main_grad`: a buffer that comes and goes is there afterwards."""
+    """Called before each sum into `main_grad`, to allocate a temporary buffer."""
     grad_ready: Callable[[], None] | None = None
-    """Called each time one microbatch's contribution is in `main_grad`; None while none are counted."""
+    """Called after each microbatch's contribution to `main_grad`; None while contributions are not counted."""
     grad_given: Callable[[], None]
-    """Called after autograd has put a gradient into `grad`, once the parameter is in a bucket."""
+    """Called after autograd has written `grad`, once the parameter is in a bucket."""
     deferred: DeferredWeightGradients | None = None
     successor: torch.nn.Parameter | None = None
-    """What has taken its place in a module."""
+    """The parameter that replaced it in a module."""
     draw: Callable[[Tensor], None] | None = None
-    """Fills a tensor of its shape with its first values; None: it has them."""
+    """Fills a tensor of its shape with initial values; None: already initialized."""
     accumulate_product: Callable[[Tensor, Tensor, Tensor], None] = staticmethod(accumulate_weight_grad)
 
     def contribute(self, product: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
-        """Have a `WeightGradient.product` computed: what a backward returns, None where it is in `main_grad`."""
+        """Compute a `WeightGradient.product`; return the backward's result: the gradient, or None with `main_grad`."""
         if self.grad_wanted is not None:
             self.grad_wanted()
         main_grad = self.main_grad
@@ -69,23 +69,23 @@ class ShardedParameter(torch.nn.Parameter):
         return grad
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        copied: ShardedParameter = super().__deepcopy__(memo)  # which is in no bucket
-        vars(copied).update(self._kept())
+        copied: ShardedParameter = super().__deepcopy__(memo)  # the copy is in no bucket
+        vars(copied).update(self._own_attributes())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse_in_bucket("pickled; save model.state_dict()")
-        return _restored, (self.data, self.requires_grad, self._kept())
+        return _restored, (self.data, self.requires_grad, self._own_attributes())
 
     def replaced_by(self, other: torch.nn.Parameter) -> torch.nn.Parameter:
-        """`other` with the info of this one, for its place in a module. In several places it stays one."""
+        """Return `other` with this parameter's info, to replace it in a module; the same one for all modules."""
         if other is self:
             return self
         self._refuse_in_bucket("replaced; load_state_dict() without assign=True copies into it")
         if type(other) is not ShardedParameter:
             if self.successor is None:
                 other.__class__ = ShardedParameter
-                vars(other).update(self._kept())
+                vars(other).update(self._own_attributes())
                 self.successor = other
             self.successor.data = other.data
             return self.successor
@@ -95,13 +95,15 @@ class ShardedParameter(torch.nn.Parameter):
         if self.main_grad is not None:
             raise TypeError(f"{self.info.spec.name} is in a bucket of a run, and cannot be {what}")
 
-    def _kept(self) -> dict[str, Any]:
-        """What it is wherever it goes."""
+    def _own_attributes(self) -> dict[str, Any]:
+        """Return the attributes that copies keep."""
         return {name: vars(self)[name] for name in ("info", "accumulate_product") if name in vars(self)}
 
     def changed(self, since: int) -> RuntimeError:
-        """What a backward raises that is to multiply by another weight than its forward. Layers keep `_version` by themselves:
-        what `save_for_backward` keeps must stay in memory, and a sharded weight does not."""
+        """Build the error of a backward with a weight that changed after the forward.
+
+        Layers store `_version` themselves: `save_for_backward` would keep the weight in memory, even a sharded one.
+        """
         name = self.info.spec.name if "info" in vars(self) else "a computed weight"
         return RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} "
@@ -115,10 +117,10 @@ class ShardedParameter(torch.nn.Parameter):
         self.contribute(lambda _: main_grad.add_(grad.view(main_grad.shape)))
 
 
-def _restored(data: Tensor, requires_grad: bool, kept: dict[str, Any]) -> ShardedParameter:
-    made = ShardedParameter(data, requires_grad)
-    vars(made).update(kept)
-    return made
+def _restored(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardedParameter:
+    parameter = ShardedParameter(data, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
 
 
 def _nothing() -> None:
@@ -127,21 +129,21 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class WeightGradient:
-    """One contribution to a weight's gradient, with all that it takes to compute it; see `DeferredGradient`.
+    """One contribution to a weight's gradient, with everything needed to compute it; see `DeferredGradient`.
 
-    The tensors in `product` are detached: they hold memory, not the graph that the backward has just freed.
+    The tensors in `product` are detached: they keep memory alive, but not the graph.
     """
 
     parameter: ShardedParameter
     product: Callable[[Tensor | None], Tensor | None]
-    """Adds the gradient to the main gradient; without one returns it, like the weight in shape."""
+    """Adds the gradient to the main gradient; without one, returns it in the weight's shape."""
     start: Callable[[], None] = _nothing  # starts the communication that `product` needs
 
     def compute(self) -> Tensor | None:
         return self.parameter.contribute(self.product)
 
     def compute_or_defer(self, deferred: DeferredWeightGradients | None) -> Tensor | None:
-        """What a backward returns for its weight: the gradient, or None where it is deferred or in `main_grad`."""
+        """Return the backward's result: the gradient, or None if it is deferred or in `main_grad`."""
         if deferred is not None and deferred.is_deferring:
             deferred.append(self)
             return None
@@ -151,8 +153,10 @@ class WeightGradient:
 def linear_weight_gradient(
     weight: ShardedParameter, x: Tensor, grad_rows: Tensor, gather: Group | None, multiply: WeightProduct | None = None
 ) -> WeightGradient:
-    """grad_rowsᵀ·x; x [s/tp, b, i] is gathered over the sequence first where there is a `gather` group. `multiply` makes
-    the product, if that is not the kernel that adds to the main gradient."""
+    """Return the contribution grad_rowsᵀ·x; a `gather` group first gathers x [s/tp, b, i] over the sequence.
+
+    `multiply` computes the product instead of the kernel that adds to the main gradient.
+    """
     x, gathering = x.detach(), DONE
 
     def start() -> None:
@@ -173,7 +177,7 @@ def linear_weight_gradient(
 def linear_product(
     weight: ShardedParameter, x: Tensor, grad_rows: Tensor, multiply: WeightProduct | None, main_grad: Tensor | None
 ) -> Tensor | None:
-    """grad_rowsᵀ·x for x [..., i] as a `WeightGradient.product`."""
+    """Compute grad_rowsᵀ·x for x [..., i] as a `WeightGradient.product`."""
     x_rows = x.flatten(0, -2)
     if main_grad is not None and main_grad.dim() > 2:
         main_grad = main_grad.flatten(0, -2)
@@ -188,9 +192,9 @@ def linear_product(
 
 
 def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients | None) -> None:
-    """Let `deferred` take the weight gradients of a stage. None: they are computed in the backward, as at first.
+    """Set the object that defers a stage's weight gradients. None: compute them in the backward, the default.
 
-    Of stages that share a parameter the one that multiplies with it must come last.
+    If stages share a parameter, the stage that multiplies by it must come last.
     """
     for parameter in module.parameters():
         if isinstance(parameter, ShardedParameter):
@@ -199,12 +203,12 @@ def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients |
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFactory:
-    """How the parameters of a model are made: where, in which type, from which seed, split over which group.
+    """Creates a model's parameters: device, type, seed and groups; also the source of kernels and groups for modules.
 
-    Modules take the groups that they communicate over from here as well: `cp` splits the sequence, `cp_heads` and `cp_keys` exchange it in attention, `tp_cp` are all the
-    ranks that one sequence can be on, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank`
-    nothing is drawn: the weights come from elsewhere. With `late` parameters have a shape alone until their bucket draws
-    them (`ShardedParameter.draw`): a model that is sharded at once need not be whole in memory before.
+    `cp` splits the sequence, `cp_heads` and `cp_keys` exchange it in attention, `tp_cp` contains all ranks of one
+    sequence, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank` parameters are not drawn,
+    because weights are loaded. With `late` parameters have only a shape until their bucket draws them
+    (`ShardedParameter.draw`), so a sharded model is never whole in memory.
     """
 
     tp: Group
@@ -224,11 +228,11 @@ class ParameterFactory:
 
     @property
     def sequence_region(self) -> Group:
-        """The ranks over which activations between the parallel layers are split by sequence parallelism, if it is on."""
+        """Ranks over which sequence parallelism splits activations between the parallel layers; without it one rank."""
         return self.tp if self.sequence_parallel else Group.solo("tp")
 
     def kernel(self, operation: str, size: int) -> Any:
-        """`Kernels.get` for activations with a last dimension of `size`."""
+        """Return `Kernels.get` for activations with a last dimension of `size`."""
         return self.kernels.get(operation, device=self.device, dtype=self.dtype, size=size)
 
     def fuses(self, operation: str, size: int) -> bool:
@@ -249,19 +253,19 @@ class ParameterFactory:
         tied: bool = False,
         uses: int = 1,
     ) -> ShardedParameter:
-        """A parameter of global `shape`, split along `shard_dim` over tp.
+        """Create a parameter of global `shape`, split along `shard_dim` over tp.
 
         Args:
             std: draw from N(0, std²); None: fill with `value`.
-            in_sequence_region: it acts on activations that sequence parallelism splits.
-            always_partial: each tp rank uses it on its own part of the work, with sequence parallelism or without.
-            expert: dimension 0 runs over experts and is split over ep; `shard_dim` is split over expert_tp.
+            in_sequence_region: it is applied to activations that sequence parallelism splits.
+            always_partial: each tp rank computes a part of its gradient, with or without sequence parallelism.
+            expert: dimension 0 is the experts, split over ep; `shard_dim` is split over expert_tp.
         """
         spec = self._spec(name, shape, shard_dim=shard_dim, expert=expert)
 
         def draw(data: Tensor) -> None:
             data.fill_(value)
-            if std is not None and not (data.is_meta or self.blank):  # on meta there are shapes alone
+            if std is not None and not (data.is_meta or self.blank):  # meta tensors have no data
                 fill_normal(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed, expert=expert)
 
         if self.late:
@@ -284,16 +288,18 @@ class ParameterFactory:
         return parameter
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
-        """A tensor of the model that has no gradient and is the same on all ranks of its stage, from 0 on, in fp32 (fp64 for
-        fp64). No optimizer sees it: what changes it is written where it is used."""
+        """Create a zero tensor without gradient, replicated on all ranks of its stage, in fp32 (fp64 for fp64).
+
+        No optimizer updates it; the module that uses it does.
+        """
         dtype = torch.promote_types(self.dtype, torch.float32)
-        found = ShardedParameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
+        buffer = ShardedParameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
         spec = ShardSpec.whole(name, shape)
-        found.info = ParameterInfo(spec=spec, shard_dim=None, decay=False, partial_over_tp=False)
-        return found
+        buffer.info = ParameterInfo(spec=spec, shard_dim=None, decay=False, partial_over_tp=False)
+        return buffer
 
     def _spec(self, name: str, shape: tuple[int, ...], *, shard_dim: int | None, expert: bool) -> ShardSpec:
-        """Which slice of the tensor this rank has."""
+        """Return the spec of this rank's slice."""
         spec = ShardSpec.whole(name, shape)
         if shard_dim is not None:
             group = self.expert_tp if expert else self.tp

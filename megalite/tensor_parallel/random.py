@@ -1,11 +1,11 @@
-"""Initial weights and dropout masks that do not depend on the layout.
+"""Draw initial weights and dropout masks that do not depend on the layout.
 
 Weights: every fixed-size block of rows (or columns, for a parameter split along columns) is drawn from a counter
-generator keyed by (seed, full name, block index). A rank draws the blocks that its shard touches and no others.
+generator keyed by (seed, full name, block index). A rank draws only the blocks that overlap its shard.
 
-Dropout: each element of a mask follows from (seed, site, sample index, position, column), and each rank draws its own. So
-masks are the same in every layout and on every device, a recomputed forward draws the same, and there is no generator state
-that a checkpoint would have to hold.
+Dropout: each element of a mask depends only on (seed, site, sample index, position, column), and each rank draws its
+own part. Masks are the same in every layout, on every device and in a recomputed forward, and checkpoints need no
+generator state.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from megalite.kernels.dropout import DropoutMask, dropout_mask
 from megalite.topology.layout import ShardSpec
 
 BLOCK = 64
-"""Rows (columns) drawn together. A constant of the weights' definition: changing it changes every initial weight."""
+"""Rows (columns) per block. Changing it changes every initial weight."""
 
 
 def _key(*parts: object, size: int) -> int:
@@ -28,19 +28,19 @@ def _key(*parts: object, size: int) -> int:
 
 
 def fill_normal(tensor: Tensor, spec: ShardSpec, *, dim: int, std: float, seed: int, expert: bool = False) -> None:
-    """Fill the local slice of a parameter with N(0, std²), as every other layout would.
+    """Fill the local slice of a parameter with N(0, std²), with the same values in every layout.
 
     Args:
-        tensor: the local slice, of any float type and device; draws are made in fp32.
-        dim: the dimension that blocks run along; the one that tensor parallelism splits, if any.
-        expert: dimension 0 runs over experts, each of which is drawn as a separate tensor: a rank draws its own alone.
+        tensor: the local slice, of any float type and device; draws are in fp32.
+        dim: the dimension along which blocks are drawn; the one that tensor parallelism splits, if any.
+        expert: dimension 0 is the experts, each drawn as a separate tensor: a rank draws only its own.
     """
     if not expert:
         _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
         return
     one = ShardSpec(name=spec.name, global_shape=spec.global_shape[1:], slice=spec.slice[1:])
-    for row, number in enumerate(range(*spec.slice[0])):
-        _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", number))
+    for row, index in enumerate(range(*spec.slice[0])):
+        _fill_blocks(tensor[row], one, dim - 1, std, (seed, spec.name, "expert", index))
 
 
 def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]) -> None:
@@ -58,22 +58,22 @@ def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tup
 
 @dataclass(frozen=True)
 class DropoutStream:
-    """What the masks of one microbatch are keyed by, and the kernel that draws them."""
+    """Keys of one microbatch's dropout masks, and the kernel that draws them."""
 
     seed: int
     sample_ids: tuple[int, ...]
     draw: DropoutMask = dropout_mask
 
     def fill(self, keep: Tensor, rows: Tensor, p: float, *, site: str, first_head: int = 0) -> None:
-        """`keep` [samples, heads, rows, n] of one site: each element is false with probability p."""
-        key = _key(self.seed, site, size=8) >> 2 | 1 << 62  # of 63 bits always, as kernels are compiled for one type
+        """Fill `keep` [samples, heads, rows, n] of one site: each element is false with probability p."""
+        key = _key(self.seed, site, size=8) >> 2 | 1 << 62  # always 63 bits, because kernels are compiled for one type
         self.draw(keep, rows, key=key, samples=self.sample_ids, first_head=first_head, p=p)
 
 
 def keep_mask(x: Tensor, p: float, *, site: str, stream: DropoutStream, rows: Tensor) -> Tensor:
-    """What stays of x [s_local, b, h] if each element falls with probability p: boolean, of x's shape.
+    """Return the boolean dropout mask of x [s_local, b, h]: each element is false with probability p.
 
-    `site` names the place in the network, e.g. `"layers.3.mlp"`; `rows` are the positions of x's, int64 [s_local].
+    `site` names the location in the network, e.g. `"layers.3.mlp"`; `rows`: positions of x's rows, int64 [s_local].
     """
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     stream.fill(keep.transpose(0, 1).unsqueeze(1), rows, p, site=site)

@@ -24,7 +24,7 @@ def test_the_table(capsys: Captured) -> None:
     lines = first.splitlines()
     assert len(lines) == 1 + sum(len(backends_of(operation)) for operation in OPERATIONS)
     assert lines[1].split(maxsplit=2)[:2] == ["rmsnorm", "apex"]
-    assert lines[1].endswith(" apex has no cpu; it needs a CUDA device")
+    assert lines[1].endswith(" apex needs a CUDA device, not cpu")
     assert lines[3].split() == ["torch", "ready"]
     chosen = [line.split()[:4] for line in second.splitlines()[1:]]
     assert ["rmsnorm", "4096", "bfloat16", "torch"] in chosen
@@ -38,7 +38,7 @@ def test_json(capsys: Captured) -> None:
     rows = {(row["operation"], row["backend"]): row for row in found["kernels"]}
     assert set(rows) == {(name, backend) for name in OPERATIONS for backend in backends_of(name)}
     assert rows["adam", "torch"] == {"operation": "adam", "backend": "torch", "reason": None, "not_for": {}}
-    assert rows["adam", "apex"]["reason"] == "apex has no cpu; it needs a CUDA device"
+    assert rows["adam", "apex"]["reason"] == "apex needs a CUDA device, not cpu"
     adam = [row for row in found["chosen"] if row["operation"] == "adam"]
     assert adam == [
         {"operation": "adam", "size": 1 << 24, "dtype": "torch.float32", "backend": "torch", "why": "no rule: torch"}
@@ -49,8 +49,8 @@ def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: None)
     rows = {(row["operation"], row["dtype"]): row for row in asked(capsys, "--kernels", "triton,adam=torch")["chosen"]}
     assert rows["swiglu", "torch.bfloat16"]["backend"] == "triton"
-    assert rows["swiglu", "torch.bfloat16"]["why"] == "asked for, for all operations"
-    assert (rows["adam", "torch.float32"]["backend"], rows["adam", "torch.float32"]["why"]) == ("torch", "asked for")
+    assert rows["swiglu", "torch.bfloat16"]["why"] == "requested for all operations"
+    assert (rows["adam", "torch.float32"]["backend"], rows["adam", "torch.float32"]["why"]) == ("torch", "requested")
     assert rows["softmax", "torch.float32"]["backend"] == "torch"
     assert rows["softmax", "torch.float32"]["why"] == "no rule: torch; triton: it has none"
 
@@ -73,8 +73,8 @@ TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attent
 @pytest.mark.parametrize(
     "kernel, reason",
     [
-        ("adam=apex", "adam=apex cannot be had: apex has no cpu; it needs a CUDA device; use adam=torch"),
-        ("bias_gelu=apex", "apex has no bias_gelu (bias and GELU); there is triton, torch"),
+        ("adam=apex", "adam=apex cannot be used: apex needs a CUDA device, not cpu; use adam=torch"),
+        ("bias_gelu=apex", "apex has no bias_gelu (bias and GELU); use triton, torch"),
     ],
 )
 def test_a_run_that_asks_for_what_is_not_there(

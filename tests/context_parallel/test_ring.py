@@ -65,13 +65,13 @@ CASES = [
 
 def ours_on(group: Group, case: Case, dtype: torch.dtype, gathers: bool = False) -> Tensors:
     """This rank's output and gradients of q, k, v and of sinks."""
-    held = zigzag(S, group.size)
+    spans = zigzag(S, group.size)
     local = [rows_of(tensor, group.rank, group.size, 2).to(dtype) for tensor in case.whole()]
     # As in the model, where they are views of activations [s, b, ...].
     q, k, v, grad = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in local)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v, case.sink) if tensor is not None]
     settings = {"softcap": case.softcap, "sink": leaves[3].to(dtype) if case.sinks else None, "gathers": gathers}
-    out = ring_attention(*leaves[:3], cp=group, held=held, visibility=case.visibility, **settings)
+    out = ring_attention(*leaves[:3], cp=group, spans=spans, visibility=case.visibility, **settings)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -141,7 +141,7 @@ def kept(context: RankContext, cp: int, gathers: bool) -> tuple[list[tuple[int, 
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rule = Visibility(window=9)
-        out = ring_attention(*leaves, cp=group, held=zigzag(S, cp), visibility=rule, gathers=gathers)
+        out = ring_attention(*leaves, cp=group, spans=zigzag(S, cp), visibility=rule, gathers=gathers)
     themselves = [any(tensor.data_ptr() == one.data_ptr() for tensor in saved) for one in (q, k, v, out)]
     return [tuple(tensor.shape) for tensor in saved], themselves, out.permute(2, 0, 1, 3).is_contiguous()
 
@@ -193,7 +193,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
         cp_group = Recorder(group.name, group.ranks, group.rank, group.process_group)
         q, k, v, grad = (rows_of(t, group.rank, cp, 2).bfloat16() for t in Case().whole())
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = ring_attention(*leaves, cp=cp_group, held=zigzag(S, cp), visibility=Visibility())
+        out = ring_attention(*leaves, cp=cp_group, spans=zigzag(S, cp), visibility=Visibility())
         forward, events = list(events), []
         phase = "backward"
         torch.autograd.grad(out, leaves, grad)

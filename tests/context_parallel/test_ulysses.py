@@ -27,17 +27,17 @@ def both_ways(context: RankContext, cp: int) -> Found:
     cp_group = group_of(context, cp)
     rank = cp_group.rank
     by_sequence = rows_of(drawn(0, S, B, GROUPS, *REST), rank, cp, 0).requires_grad_()
-    by_heads = sequence_to_heads(by_sequence, cp=cp_group, held=zigzag(S, cp))
+    by_heads = sequence_to_heads(by_sequence, cp=cp_group, spans=zigzag(S, cp))
     by_heads.backward(heads_of(drawn(1, S, B, GROUPS, *REST), rank, cp))
     flat = heads_of(drawn(2, S, B, GROUPS * 7), rank, cp).requires_grad_()
-    back = heads_to_sequence(flat, cp=cp_group, held=zigzag(S, cp))
+    back = heads_to_sequence(flat, cp=cp_group, spans=zigzag(S, cp))
     back.backward(rows_of(drawn(3, S, B, GROUPS * 7), rank, cp, 0))
     return {
         "by_heads": by_heads.detach(),
         "grad_of_rows": by_sequence.grad,
         "by_rows": back.detach(),
         "grad_of_heads": flat.grad,
-        "there_and_back": heads_to_sequence(by_heads.detach(), cp=cp_group, held=zigzag(S, cp)),
+        "there_and_back": heads_to_sequence(by_heads.detach(), cp=cp_group, spans=zigzag(S, cp)),
     }
 
 
@@ -66,7 +66,7 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
 
     counter = Counter(group.name, group.ranks, group.rank, group.process_group)
     x = rows_of(drawn(0, S, B, GROUPS, *REST), group.rank, cp, 0).requires_grad_()
-    y = sequence_to_heads(x, cp=counter, held=zigzag(S, cp))
+    y = sequence_to_heads(x, cp=counter, spans=zigzag(S, cp))
     y.sum().backward()
     return calls
 
@@ -82,7 +82,7 @@ WHOLE = (24, 2, 24, 3)
 def gathered(context: RankContext, cp: int, dim: int) -> tuple[Tensor, Tensor]:
     group = group_of(context, cp)
     x = rows_of(drawn(0, *WHOLE), group.rank, cp, dim).requires_grad_()
-    y = gather_sequence(x, cp=group, dim=dim, held=zigzag(WHOLE[dim], cp))
+    y = gather_sequence(x, cp=group, dim=dim, spans=zigzag(WHOLE[dim], cp))
     y.backward(drawn(10 + group.rank, *WHOLE))
     return y.detach(), x.grad
 
@@ -98,7 +98,7 @@ def test_the_whole_in_order_and_the_sum_of_gradients_at_home(cp: int, dim: int) 
 
 def test_one_rank_copies_nothing() -> None:
     x = drawn(0, 4, 3)
-    assert gather_sequence(x, cp=Group.solo("cp"), dim=0, held=zigzag(4, 1)) is x
+    assert gather_sequence(x, cp=Group.solo("cp"), dim=0, spans=zigzag(4, 1)) is x
 
 
 def traded_within_groups(context: RankContext, inner: int) -> tuple[Tensor, int]:
@@ -107,9 +107,9 @@ def traded_within_groups(context: RankContext, inner: int) -> tuple[Tensor, int]
     assert (topology.cp_heads.size, topology.cp_keys.size) == (inner, 4 // inner)
     first = topology.cp.rank // inner * inner
     x = rows_of(drawn(0, S, B, GROUPS, *REST), topology.cp.rank, 4, 0)
-    held = zigzag(S, 4)[first : first + inner]
-    there = sequence_to_heads(x, cp=topology.cp_heads, held=held)
-    assert torch.equal(heads_to_sequence(there, cp=topology.cp_heads, held=held), x)
+    spans = zigzag(S, 4)[first : first + inner]
+    there = sequence_to_heads(x, cp=topology.cp_heads, spans=spans)
+    assert torch.equal(heads_to_sequence(there, cp=topology.cp_heads, spans=spans), x)
     return there, topology.cp_keys.rank
 
 

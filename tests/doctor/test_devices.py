@@ -60,7 +60,7 @@ def rows_of(device: str) -> dict[str, Finding]:
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.level for row in rows_of("cpu").values()} == {"ok"}
-    assert rows_of("cpu")["apex"].text == "apex has no cpu; it needs a CUDA device"
+    assert rows_of("cpu")["apex"].text == "apex needs a CUDA device, not cpu"
     monkeypatch.setattr(devices, "why_not_triton", lambda device: "triton is not installed")
     monkeypatch.setattr(devices, "why_not_apex", lambda device: "apex is not installed")
     rows = rows_of("cuda")

@@ -65,7 +65,7 @@ AT_RUN_TIME = {
     "run folder": Case("--data-path {data} --vocab-size 384 --tp 2 --run-dir {plain_file}", ("cannot write {plain_file}", "give a folder that can be written")),
     "checkpoints of another run": Case("--data-path {data} --vocab-size 384 --save {checkpoints}", ("{checkpoints} holds checkpoints up to step 2", "starts at step 0", "--load {checkpoints}", "another --save")),
     # The last stage alone has a loss.
-    "kernel of one stage": Case("--data-path {data} --vocab-size 384 --pp 2 --precision fp64 --kernels cross_entropy=triton", ("kernels: cross_entropy=triton cannot be had", "not float64", "use cross_entropy=torch")),
+    "kernel of one stage": Case("--data-path {data} --vocab-size 384 --pp 2 --precision fp64 --kernels cross_entropy=triton", ("kernels: cross_entropy=triton cannot be used", "not float64", "use cross_entropy=torch")),
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_what_a_cpu_lacks(backend: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose_attention(backend, shape(), seq=12)
     assert str(error.value) == (
-        f"attention_backend {backend} cannot be had: there is none on cpu, which has flash, blocked, math; "
+        f"attention_backend {backend} cannot be used: it does not exist on cpu, which has flash, blocked, math; "
         "use attention_backend auto"
     )
 
@@ -102,15 +102,15 @@ def test_a_kernel_that_fails_is_an_error_before_training(monkeypatch: pytest.Mon
 
     kernels = {**attention_backends._KERNELS, ("math", "cpu"): fails}
     monkeypatch.setattr(attention_backends, "_KERNELS", kernels)
-    with pytest.raises(ConfigError, match=r"math cannot be had: no kernel image; use attention_backend auto"):
+    with pytest.raises(ConfigError, match=r"math cannot be used: no kernel image; use attention_backend auto"):
         choose_attention("math", shape(), seq=12)
 
 
 def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
     cuda = torch.device("cuda")
     for of, says in (
-        (shape(torch.float32, device=cuda), "it takes bfloat16 and float16, not float32"),
-        (AttentionShape(cuda, torch.bfloat16, 4, 4, 12), "it takes head sizes that are multiples of 8, not 12"),
+        (shape(torch.float32, device=cuda), "it supports bfloat16 and float16, not float32"),
+        (AttentionShape(cuda, torch.bfloat16, 4, 4, 12), "it supports head sizes that are multiples of 8, not 12"),
     ):
         for backend in ("flash", "cudnn"):
             with pytest.raises(ConfigError, match=says):
@@ -219,11 +219,11 @@ def test_auto_takes_it_where_it_is_quicker(
 
 @BLOCKED
 def test_what_it_does_not_take() -> None:
-    with pytest.raises(ConfigError, match=r"blocked cannot be had: it takes bfloat16, not float32; use"):
+    with pytest.raises(ConfigError, match=r"blocked cannot be used: it requires bfloat16, not float32; use"):
         choose_attention("blocked", AttentionShape(CPU, torch.float32, 4, 4, 16), seq=12)
-    assert why_not_blocked(torch.device("cuda"), torch.bfloat16) == "there is none on cuda"
+    assert why_not_blocked(torch.device("cuda"), torch.bfloat16) == "it does not exist on cuda"
     choice = choose_attention("blocked", AttentionShape(CPU, torch.bfloat16, 4, 2, 16), seq=12)
-    assert (choice.backend, choice.why) == ("blocked", "asked for")
+    assert (choice.backend, choice.why) == ("blocked", "requested")
 
 
 def dense_varlen(
@@ -261,7 +261,7 @@ def test_documents_and_windows_in_one_kernel(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
     given = drawn(shape(groups=2), 12, 12)
     rule = Visibility(window=window, document_starts=starts)
-    right = ring_attention(*given, cp=Group.solo("cp"), held=(((0, 12),),), visibility=rule)
+    right = ring_attention(*given, cp=Group.solo("cp"), spans=(((0, 12),),), visibility=rule)
     grad = torch.linspace(-1.0, 1.0, right.numel(), dtype=torch.float64).view(right.shape)
     wanted = torch.autograd.grad(right, given, grad)
     found = varlen_attention(*given, window=window, document_starts=starts)
@@ -281,13 +281,13 @@ def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             return dense_varlen(*inputs, window_size=other(window_size), enable_gqa=enable_gqa)
 
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
-        assert "is off by" in (varlen_fault(of) or "")
+        assert "has a relative error of" in (varlen_fault(of) or "")
 
 
 def test_it_is_for_halves_on_cuda() -> None:
-    assert why_not_varlen(shape(torch.bfloat16)) == "there is none on cpu"
+    assert why_not_varlen(shape(torch.bfloat16)) == "it does not exist on cpu"
     on_cuda = shape(torch.float32, device=torch.device("cuda"))
-    assert "it takes bfloat16 and float16" in (why_not_varlen(on_cuda) or "")
+    assert "it supports bfloat16 and float16" in (why_not_varlen(on_cuda) or "")
 
 
 @pytest.mark.gpu

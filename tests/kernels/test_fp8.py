@@ -255,7 +255,8 @@ def test_blockwise_is_of_hopper(
     reason = why_not_blockwise(torch.device("cuda"))
     assert (reason is None) == has
     assert has or (
-        reason is not None and f"{capability[0]}.{capability[1]} and {version}; use --fp8-recipe tensorwise" in reason
+        reason is not None
+        and f"{capability[0]}.{capability[1]} and torch has CUDA {version}; use --fp8-recipe tensorwise" in reason
     )
 
 

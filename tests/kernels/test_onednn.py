@@ -134,8 +134,8 @@ def test_which_processor(
 
 
 def test_there_is_none_on_other_devices() -> None:
-    assert why_not("matmul", "onednn", KernelUse("cuda", torch.float32, 256)) == "onednn has no cuda; it serves CPUs"
-    with pytest.raises(ConfigError, match=r"cannot be had: it takes float32, not bfloat16; use matmul=torch"):
+    assert why_not("matmul", "onednn", KernelUse("cuda", torch.float32, 256)) == "onednn needs a CPU, not cuda"
+    with pytest.raises(ConfigError, match=r"cannot be used: it supports float32, not bfloat16; use matmul=torch"):
         Kernels({"matmul": "onednn"}).get("matmul", device=CPU, dtype=torch.bfloat16, size=256)
 
 
@@ -149,4 +149,4 @@ def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: 
         reason = why_not(operation, "onednn", KernelUse("cpu", torch.float32, 256))
     finally:
         self_check._why_wrong.cache_clear()
-    assert reason is not None and reason.startswith("onednn's gave other numbers than torch when it was tried")
+    assert reason is not None and reason.startswith("onednn's kernel differs from torch in its self-check")

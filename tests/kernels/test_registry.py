@@ -94,7 +94,7 @@ def test_the_first_of_the_order_that_takes_the_use(everywhere: None) -> None:
     assert chosen(kernels, size=4097) == ("triton", "rule 0")
     assert chosen(kernels, torch.bfloat16) == ("triton", "rule 0")
     assert chosen(kernels, torch.float64) == ("torch", "rule 0")
-    assert chosen(rules("order: [apex]"), torch.float64) == ("torch", "nothing else takes it")
+    assert chosen(rules("order: [apex]"), torch.float64) == ("torch", "no other backend supports it")
 
 
 def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.Mon
 def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
     kernels = Kernels({"rmsnorm": "triton"}, preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
-    assert chosen(kernels) == ("triton", "asked for")
+    assert chosen(kernels) == ("triton", "requested")
     assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.chosen[-1].why == "no rule: torch"
@@ -130,21 +130,23 @@ def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
 def test_one_backend_goes_first_for_all_operations(everywhere: None) -> None:
     kernels = Kernels(kernel_requests(["apex", "layernorm=torch"]), preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
-    assert chosen(kernels) == ("apex", "asked for, for all operations")
+    assert chosen(kernels) == ("apex", "requested for all operations")
     assert kernels.not_first() is None
     for operation in ("layernorm", "swiglu", "geglu", "matmul"):
         kernels.get(operation, device=CPU, dtype=torch.float32, size=8)
-    assert kernels.chosen[1].why == "asked for"  # by its name
+    assert kernels.chosen[1].why == "requested"  # by its name
     assert chosen(kernels, torch.bfloat16) == ("torch", "no rule: torch")
     assert chosen(kernels, size=5000) == ("torch", "no rule: torch")
     assert kernels.not_first() == (
-        "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it takes float32, not "
+        "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it supports float32, not "
         "bfloat16); torch for rmsnorm (it takes sizes up to 4096)"
     )
 
 
 def test_a_first_that_cannot_run_here() -> None:
-    with pytest.raises(ConfigError, match=r"^kernels: apex cannot be had: apex has no cpu; .*; remove it$"):
+    with pytest.raises(
+        ConfigError, match=r"^kernels: apex cannot be used: apex needs a CUDA device, not cpu; remove it$"
+    ):
         Kernels({ALL_OPERATIONS: "apex"}).check(CPU)
 
 
@@ -152,21 +154,21 @@ def test_a_use_that_the_request_does_not_take(everywhere: None) -> None:
     kernels = Kernels({"rmsnorm": "apex"})
     kernels.check(CPU)  # it can run here
     for dtype, size, reason in ((torch.bfloat16, 8, "float32, not bfloat16"), (torch.float32, 5000, "up to 4096")):
-        with pytest.raises(ConfigError, match=f"rmsnorm=apex cannot be had: .*{reason}; use rmsnorm=torch"):
+        with pytest.raises(ConfigError, match=f"rmsnorm=apex cannot be used: .*{reason}; use rmsnorm=torch"):
             kernels.get("rmsnorm", device=CPU, dtype=dtype, size=size)
 
 
 @pytest.mark.parametrize("backend", ["triton", "apex"])
 def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, f"why_not_{backend}", lambda device: f"it needs more than a {device}")
-    with pytest.raises(ConfigError, match=f"adam={backend} cannot be had: it needs more than a cpu; use adam=torch"):
+    with pytest.raises(ConfigError, match=f"adam={backend} cannot be used: it needs more than a cpu; use adam=torch"):
         Kernels({"adam": backend}).check(CPU)
     assert why_not("adam", backend, KernelUse("cpu", torch.float32, 8)) == "it needs more than a cpu"
 
 
 def test_an_operation_that_a_backend_has_not() -> None:
     assert backends_of("swiglu") == ["triton", "torch"]
-    with pytest.raises(ConfigError, match=r"apex has no swiglu .*; there is triton, torch"):
+    with pytest.raises(ConfigError, match=r"apex has no swiglu .*; use triton, torch"):
         Kernels({"swiglu": "apex"}).check(CPU)
 
 
@@ -182,7 +184,7 @@ _RULE = "- {operation: adam, device: cpu, order: [torch], because: b}\n"
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: 1", "mine.yaml: a list of rules is wanted, got dict"),
+        ("a: 1", "mine.yaml: expected a list of rules, got dict"),
         ("- 3", "mine.yaml, rule 1 takes `key: value` lines, got 3"),
         (_RULE.replace("because: b", ""), "rule 1: because is missing"),
         (_RULE + _RULE.replace("b}", "b, since: 3}"), "rule 2: unknown key since"),
@@ -214,7 +216,9 @@ def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
 
     with registered(KERNELS, name, torchs):
         assert Kernels({operation: "mine"}).get(operation, **sizes) is torchs
-    refused = pytest.raises(ConfigError, match=rf"{name} cannot be had: mine's failed when .* here \(not today\)")
+    refused = pytest.raises(
+        ConfigError, match=rf"{name} cannot be used: mine's kernel failed in its self-check \(not today\)"
+    )
     with registered(KERNELS, name, tuple(fail for _ in torchs) if isinstance(torchs, tuple) else fail), refused:
         Kernels({operation: "mine"}).get(operation, **sizes)
 
@@ -231,16 +235,16 @@ def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
         assert kernels.get("rmsnorm", **sizes) is layer_ops.rms_norm
         assert kernels.summary() == {"rmsnorm": "mine"} and backends_of("rmsnorm")[-1] == "mine"
         assert Kernels().get("rmsnorm", **sizes) is not None
-        with pytest.raises(ConfigError, match="rmsnorm=mine cannot be had: it takes float32, not bfloat16"):
+        with pytest.raises(ConfigError, match="rmsnorm=mine cannot be used: it supports float32, not bfloat16"):
             kernels.get("rmsnorm", **{**sizes, "dtype": torch.bfloat16})
         with pytest.raises(ConfigError, match="mine has no swiglu"):
             Kernels({"swiglu": "mine"}).check(CPU)
     others: dict[str, dict[str, Any]] = {
-        "mine's gave other numbers than torch": {},
+        "mine's kernel differs from torch": {},
         "it runs on cuda, not on cpu": {"devices": ("cuda",)},
     }
     for says, facts in others.items():
-        refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be had: {says}")
+        refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be used: {says}")
         with registered(KERNELS, "rmsnorm=mine", wrong, **facts), refused:
             Kernels({"rmsnorm": "mine"}).get("rmsnorm", **sizes)
     with registered(KERNELS, "nothing=mine", wrong):

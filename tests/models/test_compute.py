@@ -75,7 +75,7 @@ def differ(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 def test_attention_is_the_one_asked_for(backend: str) -> None:
     config = tiny_config(**LLAMA, num_layers=2, attention_backend=backend)
     stage, plain = stage_of(config), stage_of(config)
-    said = "flash (torch's choice)" if backend == "auto" else f"{backend} (asked for)"
+    said = "flash (torch's choice)" if backend == "auto" else f"{backend} (requested)"
     assert apply_compute(stage, config) == [f"attention {said}"]
     called = []
     for layer in (module for module in stage.modules() if isinstance(module, Attention)):
@@ -98,17 +98,17 @@ def test_the_log_says_where_attention_is_another() -> None:
         "attention with its probabilities in memory, for attention_dropout"
     ]
     config = tiny_config(sliding_window=4)
-    assert apply_compute(stage_of(config), config) == ["attention in pieces that are merged, for sliding_window 4"]
+    assert apply_compute(stage_of(config), config) == ["attention in tiles that are merged, for sliding_window 4"]
 
     config = tiny_config(attn_logit_softcapping=5.0)
     assert apply_compute(stage_of(config), config) == [
-        "attention in pieces that are merged, for attn_logit_softcapping 5"
+        "attention in tiles that are merged, for attn_logit_softcapping 5"
     ]
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
     config = tiny_config(precision="bf16", fp8=True)
-    with pytest.raises(ConfigError, match=r"^fp8 cannot be had: cpu has no matrix products in fp8; remove it$"):
+    with pytest.raises(ConfigError, match=r"^fp8 cannot be used: cpu has no matrix products in fp8; remove it$"):
         apply_compute(stage_of(config), config)
 
 
@@ -120,7 +120,7 @@ def test_fp8_serves_the_inner_layers(recipe: str, hidden: int, monkeypatch: pyte
     config = tiny_config(**settings, fp8=True, fp8_recipe=recipe)
     stage, plain = stage_of(config), stage_of(config)
     lines = apply_compute(stage, config)
-    assert lines[-1] == f"fp8 linear layers in layers 1 to 2 of 4, one scale a {recipe[:-4]}"
+    assert lines[-1] == f"fp8 linear layers in layers 1 to 2 of 4, one scale per {recipe[:-4]}"
     for index, block in stage.layers.items():
         for linear in block.modules():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
@@ -165,7 +165,7 @@ def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as error:
         apply_compute(stage_of(config), config)
     assert str(error.value) == (
-        "fp8 takes weights with dimensions per rank that are multiples of 16, and layers.1.mlp.up.weight has 40 x 32; "
+        "fp8 requires weight dimensions per rank that are multiples of 16, but layers.1.mlp.up.weight has 40 x 32; "
         "use other sizes or another tp"
     )
 
@@ -212,7 +212,7 @@ def test_compiled_layers_give_the_same_numbers(
 def test_no_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "why_not_compile", lambda device: "RuntimeError: no C++ compiler")
     config = tiny_config(compile=True)
-    with pytest.raises(ConfigError, match=r"^compile cannot be had: RuntimeError: no C\+\+ compiler; remove it$"):
+    with pytest.raises(ConfigError, match=r"^compile cannot be used: RuntimeError: no C\+\+ compiler; remove it$"):
         apply_compute(stage_of(config), config)
 
 

@@ -31,7 +31,7 @@ def test_first_values_rates_and_factors() -> None:
         torch.testing.assert_close(parameter.data, values[0][name].data * factor)
         assert parameter.info.learning_rate == (False, 0.25 if hidden else 1.0), name
     stage = next(iter(ours.stages.values()))
-    assert stage.head is not None and stage.head.narrower == 0.25
+    assert stage.head is not None and stage.head.logit_scale == 0.25
     attention = stage.layers["0"].attention
     # Beside 1 / sqrt(head size): sqrt(4) / 16 = 1 / 8.
     assert attention.query_scale == pytest.approx(math.sqrt(16) / 8)

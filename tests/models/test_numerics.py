@@ -44,7 +44,7 @@ def test_tf32_sets_both_of_torchs_spellings(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"^tf32 cannot be had: cpu has no products in TF32; remove it$"):
+    with pytest.raises(ConfigError, match=r"^tf32 cannot be used: cpu has no products in TF32; remove it$"):
         use_numerics(ComputeConfig(tf32=True), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     with pytest.raises(ConfigError, match=r"compute capability 8\.0 or more, and this device has 7\.0"):

@@ -11,7 +11,7 @@ from megalite.models import compute
 from megalite.models.compute import apply_compute
 from megalite.tensor_parallel import overlapped_linear
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlapped_linear import Ring, SymmetricMemory, tried
+from megalite.tensor_parallel.overlapped_linear import Ring, SymmetricMemory, self_check
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import build, tiny_config
 from tests.tensor_parallel.test_ring_linear import layers, run
@@ -65,10 +65,10 @@ def trial(context: RankContext, wrong: str) -> str | None:
         patch.setattr(
             overlapped_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
         )
-        return tried(tp)
+        return self_check(tp)
 
 
-OTHER = "another rank of tp has none"
+OTHER = "another rank of tp has no symmetric memory"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ OTHER = "another rank of tp has none"
         ("", [None, None]),
         ("none", [OTHER, "torch has none"]),
         ("raises", [OTHER, "RuntimeError: no peer access"]),
-        ("numbers", [OTHER, "a gathered product is off by 5.0e-01 of itself when it is tried"]),
+        ("numbers", [OTHER, "a gathered product has a relative error of 5.0e-01 in its self-check"]),
     ],
 )
 def test_it_is_tried_before_it_is_used(wrong: str, reasons: list[str | None]) -> None:
@@ -112,11 +112,11 @@ UNDER = ", in pieces under the layers' matrix products"
 
 
 def test_the_ring_is_what_is_left() -> None:
-    ring, symmetric = f"sequence-parallel gathers and scatters round the ring{UNDER}", SymmetricMemory
+    ring, symmetric = f"sequence-parallel gathers and scatters by a ring{UNDER}", SymmetricMemory
     for backend, why, line, by in (
         ("auto", "as it is", f"{ring} (cpu has no symmetric memory)", Ring),
-        ("ring", None, f"{ring} (asked for)", Ring),
-        ("auto", None, f"sequence-parallel gathers and scatters by symmetric memory{UNDER} (it can be had)", symmetric),
+        ("ring", None, f"{ring} (requested)", Ring),
+        ("auto", None, f"sequence-parallel gathers and scatters by symmetric memory{UNDER} (available)", symmetric),
     ):
         for found in run_ranks(2, chosen, backend, why):
             assert found == ([line], {by})
@@ -130,5 +130,5 @@ def refused(context: RankContext) -> str:
 
 
 def test_what_is_asked_for_is_had_or_an_error() -> None:
-    said = "tp_comm_overlap_backend symmetric cannot be had: cpu has no symmetric memory; use ring or auto"
+    said = "tp_comm_overlap_backend symmetric cannot be used: cpu has no symmetric memory; use ring or auto"
     assert run_ranks(2, refused) == [said] * 2

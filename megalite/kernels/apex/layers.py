@@ -1,7 +1,7 @@
-"""apex's kernels of the layers: norms, RoPE, softmax, cross-entropy, weight gradient.
+"""Adapters to apex's layer kernels: norms, RoPE, softmax, cross-entropy, weight gradient.
 
-The functions of its extensions are called as they are: the Python wrappers around them fall back to torch without a word,
-have other defaults, and would run the code of the package.
+They call the extensions' functions directly: apex's Python wrappers silently fall back to torch, have other defaults,
+and would run the package's code.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from megalite.kernels.bases import Function
 from megalite.kernels.probes import extension, softmax_limit
 
 _HALVES = (torch.bfloat16, torch.float16)
-INT_ELEMENTS = 2**31  # from here on the offsets of most kernels, C++ ints, overflow
+INT_ELEMENTS = 2**31  # with this many elements the C++ int offsets of most kernels overflow
 
 
 def check_elements(operation: str, x: Tensor) -> None:
-    """Raise ConfigError if the kernel could not address all of `x`; its strides count."""
+    """Raise ConfigError if the kernel cannot address all of `x` with its strides."""
     if sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= INT_ELEMENTS:
         raise ConfigError(
-            f"kernels: {operation}=apex takes less than 2^31 elements at once, got {list(x.shape)}; "
+            f"kernels: {operation}=apex supports less than 2^31 elements at once, got {list(x.shape)}; "
             f"use {operation}=torch"
         )
 
 
 class _Norm(Function):
-    """RMSNorm, with a bias LayerNorm; keeps x as it came, the parameters, and a number or two per row.
+    """RMSNorm, or LayerNorm with a bias; saves x in its own type, the parameters, and one or two numbers per row.
 
-    Always without `memory_efficient`, which divides by the weight.
+    It never uses `memory_efficient`, which divides by the weight.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         check_elements("rmsnorm" if bias is None else "layernorm", x)
         ctx.eps, ctx.zero_centered = eps, zero_centered
-        if x.numel() == 0:  # a grid of no blocks cannot be launched
+        if x.numel() == 0:  # an empty grid cannot be launched
             ctx.save_for_backward(x, weight, bias)
             return torch.empty_like(x)
         kernels, x = extension("fused_layer_norm_cuda"), x.contiguous()
@@ -65,7 +65,7 @@ class _Norm(Function):
 
 
 def _parameters(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tuple[Tensor, ...]:
-    """Factors and bias as the kernel takes them: 1 + weight is never rounded to a half type."""
+    """Return factors and bias for the kernel: 1 + weight is never rounded to a half type."""
     factors = weight.contiguous()
     if zero_centered:
         factors = _operand(factors, zero_centered) + 1.0
@@ -73,7 +73,7 @@ def _parameters(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tup
 
 
 def _operand(x: Tensor, zero_centered: bool) -> Tensor:
-    """With factors in fp32 everything must be: of half inputs the kernel takes factors of the same type alone."""
+    """Cast to fp32 if the factors are fp32: for half inputs the kernel supports only factors of the same type."""
     return x.float() if zero_centered and x.dtype in _HALVES else x
 
 
@@ -81,22 +81,22 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fals
     """See `layer_ops.rms_norm`. Half types with `zero_centered` are copied to fp32.
 
     Raises:
-        ConfigError: 2^31 elements and more.
+        ConfigError: 2^31 elements or more.
     """
     return _Norm.apply(x, weight, None, eps, zero_centered)
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """See `layer_ops.layer_norm`; otherwise as `rmsnorm`."""
+    """See `layer_ops.layer_norm`; otherwise like `rmsnorm`."""
     return _Norm.apply(x, weight, bias, eps, zero_centered)
 
 
 _full_tables = WeakTensorKeyDictionary()
-"""Table of d/2 columns -> of d columns, as long as the first lives: the layers of a stage share it."""
+"""Table of d/2 columns -> table of d columns, shared by the layers of a stage while the first table exists."""
 
 
 def _full(table: Tensor) -> Tensor:
-    """[s, 1, 1, d/2] -> [s, 1, 1, d]: the kernel wants the angles of a pair at both of its places."""
+    """[s, 1, 1, d/2] -> [s, 1, 1, d]: the kernel requires the angle of a pair at both channels."""
     found = _full_tables.get(table)
     if found is None:
         found = _full_tables[table] = torch.cat((table, table), dim=-1).float()
@@ -104,7 +104,7 @@ def _full(table: Tensor) -> Tensor:
 
 
 class _Rope(Function):
-    """Keeps the tables alone."""
+    """RoPE that saves only the tables."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,15 +119,15 @@ class _Rope(Function):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `layer_ops.apply_rope`. For half types the kernel rounds the tables, each product and the sum, where the other
-    backends round the sum alone.
+    """See `layer_ops.apply_rope`. For half types the kernel rounds the tables, each product and the sum; other backends
+    round only the sum.
 
     Raises:
-        ConfigError: tables for each sequence of the microbatch; 2^31 elements and more.
+        ConfigError: a separate table per sequence; 2^31 elements or more.
     """
     if cos.shape[1] != 1:
         raise ConfigError(
-            "kernels: rope=apex takes one table for all sequences, and here each has its own positions "
+            "kernels: rope=apex supports one table for all sequences, but each sequence has other positions "
             "(reset_position_ids, or packing by documents); use rope=torch"
         )
     check_elements("rope", x)
@@ -138,17 +138,17 @@ def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
     """See `unfused_attention.causal_softmax_forward`: computed in fp32 and rounded to the scores' type.
 
     Args:
-        scores: [b, heads, s, s] in bf16 or fp16, which it may overwrite.
-        scale: one that the scores' type does not hold is multiplied to the scores first: the kernel would round it.
+        scores: [b, heads, s, s] in bf16 or fp16, may be overwritten.
+        scale: multiplied with the scores first if their type cannot represent it, because the kernel would round it.
 
     Raises:
-        ConfigError: a length, or a number of matrices, that the kernel does not take.
+        ConfigError: the kernel does not support the length, or the number of matrices.
     """
     matrices, length = scores.shape[0] * scores.shape[1], scores.shape[-1]
     reason = softmax_limit(length)
-    together = 8 if length <= 128 else 4  # that a block of the kernel takes at once
-    if reason is None and matrices % together:
-        reason = f"it takes {together} matrices of {length} x {length} scores at a time, and there are {matrices}"
+    per_block = 8 if length <= 128 else 4  # matrices per block of the kernel
+    if reason is None and matrices % per_block:
+        reason = f"it requires a multiple of {per_block} matrices of {length} x {length} scores, but got {matrices}"
     if reason is not None:
         raise ConfigError(f"kernels: softmax=apex cannot be used: {reason}; use softmax=torch")
     if torch.tensor(scale, dtype=scores.dtype).item() != scale:
@@ -158,7 +158,7 @@ def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
 
 
 def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """See `unfused_attention.causal_softmax_backward`; a gradient of the type of the probabilities is overwritten."""
+    """See `unfused_attention.causal_softmax_backward`; overwrites a gradient of the probabilities' type."""
     kernels, rows = extension("scaled_upper_triang_masked_softmax_cuda"), grad.to(probabilities.dtype)
     return kernels.backward(rows.flatten(0, 1), probabilities.flatten(0, 1), scale).view(probabilities.shape)
 
@@ -167,17 +167,17 @@ _NO_SMOOTHING = 0.0
 
 
 def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """See `cross_entropy.cross_entropy_forward`, for logits in fp32 and fp16. Of bf16 the kernel rounds the log-sum-exp.
+    """See `cross_entropy.cross_entropy_forward`, for fp32 and fp16 logits. For bf16 the kernel rounds the log-sum-exp.
 
-    The statistics are log Σ exp z in the place of the maximum, and 1 in that of the sum. apex.contrib.xentropy is not
-    used: it takes token 0 for padding and gives it no loss.
+    The statistics contain log Σ exp z as the maximum, and 1 as the sum. apex.contrib.xentropy is not used, because it
+    treats token 0 as padding without a loss.
     """
     if logits.numel() == 0:
-        nothing = logits.new_zeros(logits.shape[0], dtype=torch.float32)
-        return torch.stack((nothing, nothing + 1.0, nothing)), (logits, nothing)
+        zeros = logits.new_zeros(logits.shape[0], dtype=torch.float32)
+        return torch.stack((zeros, zeros + 1.0, zeros)), (logits, zeros)
     local = labels - (first or 0)
     outside = (local < 0) | (local >= logits.shape[1])
-    # The kernel reads the logit at the label, wherever that is.
+    # The kernel reads the logit at the label without a bounds check.
     logits, inside = logits.contiguous(), local.masked_fill(outside, 0).contiguous()
     kernels = extension("xentropy_cuda")
     losses, log_sum = kernels.forward(logits, inside, _NO_SMOOTHING, logits.dtype == torch.float16)
@@ -193,7 +193,7 @@ def cross_entropy_backward(
     if logits.numel() == 0:
         return torch.empty_like(logits)
     local = labels - (first or 0)
-    # Compared with the column's number alone: -1 is none of them.
+    # The kernel only compares labels with column numbers, so -1 matches none.
     local = local.masked_fill((local < 0) | (local >= logits.shape[1]), -1).contiguous()
     total = log_sum if logsumexp is None else logsumexp.contiguous()
     kernels = extension("xentropy_cuda")
@@ -203,7 +203,7 @@ def cross_entropy_backward(
 def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """See `matmul.accumulate_weight_grad`: summed in fp32, added to a main gradient in fp32 or in the type of x.
 
-    The kernel reads plain memory: rows that are not dense are copied.
+    The kernel requires contiguous memory; other inputs are copied.
     """
     assert main_grad.is_contiguous(), main_grad.stride()
     if x.shape[0] == 0:

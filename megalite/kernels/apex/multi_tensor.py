@@ -1,4 +1,4 @@
-"""Optimizer kernels of amp_C. They read all tensors of a list as the type of the first, without a check."""
+"""Adapters to amp_C's optimizer kernels, which read all tensors of a list as the type of the first, without a check."""
 
 import ctypes
 from functools import cache
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings, norm
 
-CHUNK = 1 << 16  # elements a block takes, as apex's own callers have it
+CHUNK = 1 << 16  # elements per block, as in apex's own calls
 
 
 @cache
 def flag(device: torch.device) -> Tensor:
-    """int32 [1], which the kernels set when they meet what is not finite. Nothing here reads it."""
+    """Return the int32 [1] that kernels set at a value that is not finite. It is never read here."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 _DECOUPLED, _CORRECTED, _UNCORRECTED = 1, 1, 0
-"""Of amp_C's Adam: decay is no part of the gradient; moments are bias-corrected, or not."""
+"""Modes of amp_C's Adam: decoupled weight decay; moments with or without bias correction."""
 
 
 def adam(
@@ -35,8 +35,8 @@ def adam(
 ) -> None:
     """See `optimizer_ops.adam`, for fp32; a gradient of another type is copied to fp32 first.
 
-    The kernel takes the betas as fp32: 1 - β₂ of 0.999 is off by 1.3e-5 of itself, and so are the second moments. The
-    factor stays on the device, where apex's own scaling wants a number of the host.
+    The kernel uses fp32 betas: for β₂ = 0.999, 1 - β₂ and the second moments have a relative error of 1.3e-5. The
+    factor stays on the device, whereas apex's own scaling requires a host number.
     """
     assert param.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32, param.dtype
     if param.numel() == 0:
@@ -53,14 +53,14 @@ def adam(
 
 
 _LATE = 1 << 30
-"""A number of updates at which 1 - βᵗ is 1 in fp32 for every β below 1. The corrections of the step that is under way go
-into eps and decay instead: the kernel's own, in fp32, is 1.5e-5 off at the second step with β₂ = 0.999."""
+"""A step number at which 1 - βᵗ is 1 in fp32 for every β below 1. The actual bias corrections go into eps and decay,
+because the kernel's own, in fp32, have an error of 1.5e-5 at the second step with β₂ = 0.999."""
 
 _UNCLIPPED = torch.zeros(1), 1.0
-"""A norm of all gradients and the largest that it may be. The norm is read by the host: on the device, where the callers of
-apex's other functions have it, reading it would end the process."""
+"""Gradient norm and its limit. The kernel's host code reads the norm, so it must be a CPU tensor: a device tensor,
+which apex's other functions take, would crash the process."""
 
-_KEEP = 1.0  # a beta with which a moment stays as it is, but for denormal numbers, which apex is built to take for 0
+_KEEP = 1.0  # a beta that leaves a moment unchanged, except denormal numbers, which apex's build flushes to 0
 
 
 def lamb_moments(
@@ -75,8 +75,8 @@ def lamb_moments(
 ) -> tuple[Tensor, ...]:
     """See `optimizer_ops.lamb_moments`, for fp32 pieces of less than 2^31 elements.
 
-    The second moments are off as in `adam`. The direction u is not, as it is corrected for the betas that they were made
-    with.
+    The second moments have the error described in `adam`. The direction u has not, because it is corrected with the
+    same rounded betas.
     """
     _check(param, grad, exp_avg, exp_avg_sq)
     direction = _direction(settings)
@@ -103,17 +103,17 @@ def lamb_step(
     if param.numel() == 0:
         return
     direction = _direction(settings)
-    # The gradient is multiplied with 1 - β, which is 0: what stands for it must be finite where the moments are.
+    # The gradient is multiplied by 1 - β = 0, so any tensor works that is finite if the moments are.
     lists = [[exp_avg], [param], [exp_avg], [exp_avg_sq]]
     terms = (rate * direction.scale, _KEEP, _KEEP, direction.eps, 1, _DECOUPLED, _UNCORRECTED)
     amp_C.multi_tensor_adam(CHUNK, flag(param.device), lists, *terms, weight_decay / direction.scale)
 
 
 def _direction(settings: MomentSettings) -> Direction:
-    """For the betas that the kernels have: what is left of numbers that go through a C++ float."""
+    """Return the direction for the kernels' betas, which are rounded to fp32."""
     beta1, beta2 = (ctypes.c_float(beta).value for beta in (settings["beta1"], settings["beta2"]))
     return Direction.at(settings["step"], beta1=beta1, beta2=beta2, eps=settings["eps"])
 
 
 def _check(*tensors: Tensor) -> None:
-    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors), "dense fp32 pieces"
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors), "expected contiguous fp32 pieces"

@@ -1,1 +1,1 @@
-"""Triton kernels, each next to the plain function that launches it; the registry alone imports these modules."""
+"""Triton kernels, each next to the function that launches it; only the registry imports these modules."""

@@ -1,4 +1,4 @@
-"""MLP nonlinearities by Triton kernels, one pass each way; the gated ones keep their input alone for the backward."""
+"""Triton kernels of MLP activations: one pass each in forward and backward; gated ones save only their input."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from megalite.kernels.triton.launch import (
 )
 
 SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RESIDENT = 7  # programs of bias_gelu's backward a multiprocessor, as many as its registers hold
+RESIDENT = 7  # programs of bias_gelu's backward per multiprocessor, limited by registers
 
 
 @triton.jit
 def _activate(z: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(f(z), f'(z)); what is not used is not computed."""
+    """Return (f(z), f'(z)); the compiler removes an unused one."""
     if KIND == SILU:
         share = tl.sigmoid(z)
         return z * share, share * (1.0 + z * (1.0 - share))
@@ -39,7 +39,7 @@ def _activate(z: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _columns(rows: tl.tensor, first: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr) -> tuple:
-    """(column [BLOCK], rows [ROWS, 1], where both are) of ROWS rows; neighbours in a row are neighbours in the grid."""
+    """Return (columns [BLOCK], rows [ROWS, 1], mask) of a program; the grid runs along rows first."""
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(0) % tl.cdiv(N, BLOCK) * BLOCK + tl.arange(0, BLOCK)
     return column, row.to(tl.int64)[:, None], (row < rows)[:, None] & (column < N)[None, :]
@@ -67,7 +67,7 @@ def activation_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """out [rows, N] = f(x + bias), or GATED f(gate) · up of x [rows, 2N]; with dy the latter's gradient, out [rows, 2N]."""
+    """Compute out [rows, N] = f(x + bias); GATED: f(gate)·up of x [rows, 2N], or with dy its gradient [rows, 2N]."""
     column, place, here = _columns(rows, tl.program_id(0) // tl.cdiv(N, BLOCK) * ROWS, N, ROWS, BLOCK)
     gate_at = x + place * strides[0] + column[None, :]
     z = tl.load(gate_at, mask=here, other=0.0).to(ACC)
@@ -101,7 +101,7 @@ def bias_gelu_backward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """dx = dy · gelu'(x + bias) in BLOCK columns of every so many tiles of ROWS rows; partials [programs, N]: its sums."""
+    """Compute dx = dy · gelu'(x + bias) in a strided loop over tiles; partials [programs, N]: its sums over rows."""
     across = tl.cdiv(N, BLOCK)
     share = tl.program_id(0) // across
     first = share * ROWS
@@ -121,17 +121,17 @@ def bias_gelu_backward_kernel(
 
 
 class Cut(NamedTuple):
-    """How [rows, n] is shared out among programs that know no whole rows."""
+    """Tiling of [rows, n] for programs that need no whole rows."""
 
     rows: int
     block: int
-    across: int  # blocks to a row
+    across: int  # blocks per row
     warps: int
 
 
 @functools.cache
 def cut(n: int, itemsize: int) -> Cut:
-    """Tiles of two loads of 16 bytes per thread in 4 warps: a piece of one row, or several short rows."""
+    """Return tiles of two 16-byte loads per thread in 4 warps: part of one row, or several short rows."""
     elements = 4 * 32 * 32 // itemsize
     block = min(next_power_of_2(n), elements)
     return Cut(elements // block, block, triton.cdiv(n, block), warps(elements, 32 // itemsize))
@@ -178,7 +178,7 @@ class _Gated(Function):
 
 
 def _activated(x: Tensor, bias: Tensor | None, dy: Tensor | None, kind: int, n: int, width: int) -> Tensor:
-    """What `activation_kernel` makes of x [rows, n], or with a gate [rows, 2n]: [rows, width]."""
+    """Run `activation_kernel` on x [rows, n], or with a gate [rows, 2n] -> [rows, width]."""
     rows = x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
@@ -195,18 +195,18 @@ def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, An
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
-    """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; keeps x.
+    """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; saves x.
 
-    The bias's gradient comes in the same pass as that of x, in the same order in every run on a device.
+    One pass computes the gradients of bias and x, with the same order of sums in every run on a device.
     """
     return _BiasGelu.apply(x, bias, TANH.value if tanh else ERF.value)
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """See `layer_ops.swiglu`; keeps x alone."""
+    """See `layer_ops.swiglu`; saves only x."""
     return _Gated.apply(x, SILU.value)
 
 
 def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
-    """See `layer_ops.geglu`; keeps x alone."""
+    """See `layer_ops.geglu`; saves only x."""
     return _Gated.apply(x, TANH.value if tanh else ERF.value)

@@ -1,4 +1,4 @@
-"""Cross-entropy over this rank's columns of the vocabulary: logits are read once forward, and once backward, in place."""
+"""Triton cross-entropy over this rank's vocabulary columns: reads logits once per pass; the backward is in place."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
 
-WIDEST = 4096  # columns that a program holds at a time. Whole rows of 64k and more would leave the registers.
-RESIDENT = 4  # programs a multiprocessor should have: rows are cut into parts where there are fewer of them
+WIDEST = 4096  # columns per block; whole rows of 64k and more would spill registers
+RESIDENT = 4  # programs per multiprocessor; with fewer rows, rows are split into parts
 MERGED = 256  # parts of rows that a program merges
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first running maximum: finite, since -inf - -inf is no number
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial running maximum: finite, because -inf - -inf is NaN
 
 
 class Cut(NamedTuple):
-    """How [n, v] logits are shared out: grid (n, parts), each program a span of one row, block by block."""
+    """Grid (n, parts) for [n, v] logits: each program processes a span of one row in blocks."""
 
     parts: int
-    span: int  # columns of a part, a multiple of `block`
+    span: int  # columns per part, a multiple of `block`
     block: int
     warps: int
 
 
 def cut(n: int, v: int, programs: int) -> Cut:
-    """One program a row where that makes `programs` of them, else several."""
+    """Return one program per row if there are `programs` rows, else several programs per row."""
     block = min(next_power_of_2(v), WIDEST)
     blocks = max(triton.cdiv(v, block), 1)
     wanted = min(max(triton.cdiv(programs, max(n, 1)), 1), blocks)
@@ -36,7 +36,7 @@ def cut(n: int, v: int, programs: int) -> Cut:
 
 @triton.jit
 def _column(labels: tl.tensor, row: tl.tensor, first: tl.tensor, v: tl.tensor) -> tl.tensor:
-    """Column of a row's label, -1 where another rank has it."""
+    """Return the column of a row's label, -1 if another rank has it."""
     column = tl.load(labels + row) - first
     return tl.where((column >= 0) & (column < v), column, -1).to(tl.int32)
 
@@ -55,13 +55,13 @@ def _forward(
     LANES: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Maximum, sum of exponentials and label's logit of part `program_id(1)` of a row, into stats [parts, 3, n]."""
+    """Store maximum, sum of exponentials and label's logit of part `program_id(1)` of a row in stats [parts, 3, n]."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     begin = part * span
     end = tl.minimum(begin + span, v)
     base = logits + row * row_stride
-    # A lane is the 16 bytes that a thread loads at once: maximum and sum are kept for each, and meet after the loop.
+    # A lane is one 16-byte load: maximum and sum are kept per lane and reduced after the loop.
     within = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
     maximum = tl.full((LANES,), LOWEST, WIDE)
     total = tl.zeros((LANES,), WIDE)
@@ -75,8 +75,8 @@ def _forward(
     highest = tl.max(maximum, axis=0)
     total = tl.sum(total * tl.exp(maximum - highest), axis=0)
     column = _column(labels, row, first, v)
-    mine = (column >= part * span) & (column < end)
-    picked = tl.load(base + column, mask=mine, other=0.0).to(WIDE)
+    inside = (column >= part * span) & (column < end)
+    picked = tl.load(base + column, mask=inside, other=0.0).to(WIDE)
     out = stats + part * 3 * n + row
     tl.store(out, highest)
     tl.store(out + n, total)
@@ -87,7 +87,7 @@ def _forward(
 def _merge(
     partial: tl.tensor, stats: tl.tensor, n: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr, ROWS: tl.constexpr
 ) -> None:
-    """stats [3, n] of the parts' [parts, 3, n], as ranks of tensor parallelism are merged."""
+    """Merge [parts, 3, n] into stats [3, n], with the formula that merges tensor-parallel ranks."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)[:, None]
     mask = (part < parts) & (rows < n)[None, :]
@@ -115,7 +115,7 @@ def _backward(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """The gradient over the logits; a row with a gradient of 0 is not read."""
+    """Overwrite the logits with their gradient; rows with an output gradient of 0 are not read."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * span
     end = tl.minimum(begin + span, v)
@@ -136,8 +136,8 @@ def _backward(
 def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
-    A column that takes no part holds a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits
-    are saved themselves, or a copy where their rows overlap or their columns are apart; m is the row's maximum.
+    Padding columns contain a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits are
+    saved, or a copy if their rows overlap or their columns are not contiguous; m is the row's maximum.
     """
     (n, v), first = logits.shape, first or 0
     if logits.stride(1) != 1 or logits.stride(0) < v:

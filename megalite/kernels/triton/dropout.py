@@ -38,7 +38,7 @@ def dropout_mask_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Eight elements of a row for each of BLOCK calls; where WHOLE they are one number of `keep` (see `dropout_mask`)."""
+    """Draw eight elements of a row per generator call; WHOLE: store them as one int64 (see `dropout_mask`)."""
     blocks: tl.constexpr = (WIDTH + 7) // 8
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, column = index // blocks, index % blocks
@@ -62,7 +62,7 @@ def dropout_mask_kernel(
 
 
 def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int], first_head: int, p: float) -> None:
-    """See `megalite.kernels.dropout.dropout_mask`; the samples' numbers must be consecutive."""
+    """See `megalite.kernels.dropout.dropout_mask`; the sample indices must be consecutive."""
     assert list(samples) == list(range(samples[0], samples[0] + len(samples))), samples
     _, heads, count, width = keep.shape
     whole = width % COLUMNS == 0 and all(stride % COLUMNS == 0 for stride in keep.stride()[:3])

@@ -1,5 +1,5 @@
-"""fp8 by Triton kernels: the largest element in one pass, and what is scaled, rounded and turned in another; with a scale a
-row, both in one launch."""
+"""Triton kernels for fp8: one pass finds the largest element, another scales, rounds and transposes; rowwise scales
+need one launch."""
 
 import torch
 import triton
@@ -10,14 +10,14 @@ from megalite.kernels.fp8 import E4M3, E5M2, Rounded
 from megalite.kernels.triton.launch import Tile, row_tile, warps
 
 _TOP = {E4M3: 8, E5M2: 15}
-"""The largest number of either is 1.75 times 2 to this."""
+"""Exponent e of the type's largest number, 1.75·2^e."""
 _LEAST, _THREE_QUARTERS, _INFINITE, _NAN = map(tl.constexpr, (27 << 23, 0x600000, 0x7F800000, 0x7FC00000))
-"""Of fp32, as integers: 2^-100, the fraction of 1.75, infinity, NaN."""
+"""fp32 bit patterns as integers: 2^-100, the fraction of 1.75, infinity, NaN."""
 
 
 @triton.jit
 def _magnitude(x: tl.tensor) -> tl.tensor:
-    """|x| in fp32 as integers: they order like the numbers, NaN above all."""
+    """Return |x| in fp32 as integers, which have the same order as the numbers, with NaN above all."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -32,18 +32,18 @@ def _tile(
 @triton.jit
 def largest_kernel(
     x: tl.tensor,
-    found: tl.tensor,
+    maximum: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     strides: tl.tuple,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """found = max(found, |x|), as integers, in whatever order: of a maximum it does not show."""
+    """Compute maximum = max(maximum, |x|) as integers; the order of atomics does not change a maximum."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = _magnitude(_tile(x, row, column, rows, columns, strides))
-    tl.atomic_max(found, tl.max(tl.max(values, axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(maximum, tl.max(tl.max(values, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def cast_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """y [rows, columns] = x·2^k and undo = 2^-k, for `span` columns of ROWS rows; without `largest` with a k for each row."""
+    """Compute y = x·2^k and undo = 2^-k for `span` columns of ROWS rows; without `largest`, k is chosen per row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = tl.arange(0, BLOCK)
     first = tl.program_id(1) * span
@@ -74,7 +74,7 @@ def cast_kernel(
             values = _magnitude(_tile(x, row, start + within, rows, columns, strides))
             most = tl.maximum(most, tl.max(values, axis=1))
             start += BLOCK
-    # 2^k with the largest k for which most·2^k <= 1.75·2^TOP, by the fields of the numbers.
+    # 2^k with the largest k for which most·2^k <= 1.75·2^TOP, from the numbers' bit fields.
     bounded = tl.maximum(most, _LEAST)
     above = ((bounded & 0x7FFFFF) > _THREE_QUARTERS).to(tl.int32)
     exponent = 254 + TOP - (bounded >> 23) - above
@@ -96,7 +96,7 @@ def cast_kernel(
 
 
 def _tile_of(x: Tensor, *, rowwise: bool) -> Tile:
-    """Of rows that lie one behind the other parts of rows; of a transposed view squares, of which either side is wide."""
+    """Return a tile along rows for contiguous rows; for a transposed view one that is wide in both dimensions."""
     if x.stride(1) == 1:
         return row_tile(x.shape[1])
     rows, block = (16, 256) if rowwise else (64, 64)
@@ -105,14 +105,17 @@ def _tile_of(x: Tensor, *, rowwise: bool) -> Tile:
 
 def largest(x: Tensor) -> Tensor:
     """See `megalite.kernels.fp8.largest`, for x [n, i]."""
-    found = torch.zeros((), dtype=torch.float32, device=x.device)
+    maximum = torch.zeros((), dtype=torch.float32, device=x.device)
     tile = _tile_of(x, rowwise=False)
     grid = triton.cdiv(x.shape[0], tile.rows), triton.cdiv(x.shape[1], tile.block)
     if x.numel():
         largest_kernel[grid](
-            *(x, found.view(torch.int32), *x.shape, x.stride()), ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.warps
+            *(x, maximum.view(torch.int32), *x.shape, x.stride()),
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.warps,
         )
-    return found
+    return maximum
 
 
 def cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:

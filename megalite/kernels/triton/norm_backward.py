@@ -1,7 +1,7 @@
-"""Gradients of LayerNorm and RMSNorm of a tensor or of a residual sum: the kernels behind norms and add_norm.
+"""Triton kernels for the gradients of LayerNorm and RMSNorm, of a tensor or of a residual sum.
 
-Persistent programs go over the rows and each keeps its own sum over them of the weight's and the biases' gradients, in
-fp32 (fp64 for fp64); one small sum over the programs follows, in the same order every run.
+Persistent programs loop over the rows; each sums its rows' gradients of weight and biases in fp32 (fp64 for fp64). A
+small sum over the programs follows, in the same order every run.
 """
 
 import functools
@@ -21,7 +21,7 @@ from megalite.kernels.triton.launch import (
 )
 
 REGISTERS = 128
-"""A thread may have of the kernel over all rows, so that a multiprocessor of 65 536 holds RESIDENT_WARPS at once."""
+"""Registers per thread of `backward_kernel`, so that a multiprocessor with 65 536 runs RESIDENT_WARPS at once."""
 
 RESIDENT_WARPS = 16
 
@@ -39,7 +39,7 @@ def row_sums_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """sums [1 or 2, rows]: the means over a long row of g · normed and of g, for g = dy · (OFFSET + weight)."""
+    """Compute sums [1 or 2, rows]: means over a long row of g · normed and of g, for g = dy · (OFFSET + weight)."""
     dy, _, z, _, statistics = inputs
     row = tl.program_id(0)
     place = row.to(tl.int64)
@@ -64,7 +64,7 @@ def row_sums_kernel(
 
 @triton.jit
 def _row_mean(values: tl.tensor, sums: tl.tensor, row: tl.tensor, rows: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """[ROWS, 1]: as `sums` has it, if there are any, else of the rows at hand, which are 0 outside."""
+    """Return row means [ROWS, 1]: from `sums` if given, else of `values`, which are 0 outside the row."""
     if sums is not None:
         mean = tl.load(sums + row, mask=row < rows, other=0.0)
     else:
@@ -74,7 +74,7 @@ def _row_mean(values: tl.tensor, sums: tl.tensor, row: tl.tensor, rows: tl.tenso
 
 @triton.jit
 def _inside(row: tl.tensor, column: tl.tensor, rows: tl.tensor, N: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Where the tensors are; a single row is always one of theirs."""
+    """Return the mask of valid elements; a single row is always valid."""
     inside = (column < N)[None, :]
     if ROWS > 1:
         inside = inside & (row < rows)[:, None]
@@ -91,7 +91,7 @@ def _z_and_dy(
     N: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows for the next turn of the loop; after the last, anything."""
+    """Load the rows of the next loop iteration; after the last one the values are unused."""
     row = first + tl.arange(0, ROWS)
     if ROWS == 1:
         row = tl.minimum(row, rows - 1)
@@ -118,10 +118,10 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """dz = the norm's gradient + dtotal, dbranch = keep · dz · SCALE (if any), for every so many ROWS rows.
+    """Compute dz = the norm's gradient + dtotal and dbranch = keep · dz · SCALE (if any), in a strided loop over rows.
 
     partials [kinds, programs, N]: this program's sums over its rows of the gradients of the weight, of the norm's bias
-    (CENTRED) and of the branch's (BIAS). With `sums` the program's second index says which BLOCK columns it has.
+    (CENTRED) and of the branch's (BIAS). With `sums` the program's second index selects BLOCK columns.
     """
     _, dtotal, _, keep, statistics = inputs
     dz, dbranch, partials = outputs
@@ -168,7 +168,7 @@ def backward_kernel(
         if dbranch is not None:
             tl.store(dbranch + dense, out.to(dbranch.dtype.element_ty), mask=here)
         if BIAS:
-            dbias += out  # of rows beyond the last it is 0, as `inverse` is
+            dbias += out  # 0 for rows beyond the last, because `inverse` is 0
     partials += tl.program_id(0) * N + column
     tl.store(partials, tl.sum(dweight, 0), mask=inside)
     if CENTRED:
@@ -180,8 +180,8 @@ def backward_kernel(
 
 @functools.cache
 def backward_tile(n: int, itemsize: int) -> Tile:
-    """What a program holds of rows of n elements at a time; less than a row only where the row's sums come first."""
-    each = 32 // itemsize  # two loads of 16 bytes per thread and tensor
+    """Return the tile of rows of n elements; it is less than a row only if `row_sums_kernel` runs first."""
+    each = 32 // itemsize  # two 16-byte loads per thread and tensor
     block = next_power_of_2(n)
     if block > 16 * 32 * each:
         return Tile(1, 4 * 32 * each, 4)
@@ -191,7 +191,7 @@ def backward_tile(n: int, itemsize: int) -> Tile:
 
 
 def backward_grid(rows: int, n: int, tile: Tile, device: torch.device) -> tuple[int, int]:
-    """(programs that share the rows, programs that share a row's columns): all at once on the device."""
+    """Return (programs along rows, programs along columns), at most what the device runs at once."""
     across = triton.cdiv(n, tile.block)
     resident = multiprocessors(device) * RESIDENT_WARPS // tile.warps
     return min(triton.cdiv(rows, tile.rows), max(resident // across, 1)), across
@@ -210,12 +210,12 @@ def gradients(
     branch: torch.dtype | None = None,
     bias: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(dz, dbranch, sums [kinds, n]) of what `normalise` made, as `backward_kernel` says.
+    """Return (dz, dbranch, sums [kinds, n]) of `backward_kernel` for the outputs of `normalise`.
 
     Args:
-        dy, dtotal, z: [rows, n] with dense rows.
-        branch: type of the branch's gradient, if it is another tensor than dz.
-        bias: the last of the sums is the branch's bias's gradient.
+        dy, dtotal, z: [rows, n] with contiguous rows.
+        branch: type of the branch's gradient, if it is a different tensor from dz.
+        bias: also sum the gradient of the branch's bias, as the last of the sums.
     """
     rows, n = z.shape
     centred = statistics.shape[0] == 2
@@ -241,7 +241,7 @@ def gradients(
         **constants,
         SCALE=scale,
         BIAS=bias,
-        AHEAD=tile.warps < 16 or not (centred and bias),  # with all three sums registers would spill
+        AHEAD=tile.warps < 16 or not (centred and bias),  # with all three sums, prefetching would spill registers
         ROWS=tile.rows,
         BLOCK=tile.block,
         num_warps=tile.warps,

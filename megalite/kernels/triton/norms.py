@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over the last dimension, of a tensor or of a residual sum, by Triton kernels.
+"""Triton kernels for LayerNorm and RMSNorm over the last dimension, of a tensor or of a residual sum.
 
-A program reads its rows once and keeps them in registers, several short ones at a time; rows too long for that are
-read twice in a loop. Statistics are fp32 (fp64 for fp64). The backward keeps its input and a number or two per row.
+A program reads its rows once and keeps them in registers, several short ones at a time; rows that are too long are read
+twice in a loop. Statistics are fp32 (fp64 for fp64). The backward needs the input and one or two numbers per row.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def _summed(
     N: tl.constexpr,
     ACC: tl.constexpr,
 ) -> tl.tensor:
-    """x + keep · (branch + bias) · SCALE at (row, column); 0 outside."""
+    """Return x + keep · (branch + bias) · SCALE at (row, column); 0 outside."""
     x, branch, bias, keep = inputs
     here = (row < rows) & (column < N)
     place = row.to(tl.int64)
@@ -47,7 +47,7 @@ def _summed(
 def _scaled(
     z: tl.tensor, parameters: tl.tuple, column: tl.tensor, OFFSET: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr
 ) -> tl.tensor:
-    """z · (OFFSET + weight) + norm_bias."""
+    """Return z · (OFFSET + weight) + norm_bias."""
     weight, norm_bias = parameters
     out = z * (tl.load(weight + column, mask=column < N, other=0.0).to(ACC) + OFFSET)
     if norm_bias is not None:
@@ -70,10 +70,11 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """y = norm(z) · (OFFSET + weight) + norm_bias for ROWS whole rows of z = x + keep · (branch + bias) · SCALE.
+    """Compute y = norm(z) · (OFFSET + weight) + norm_bias for ROWS whole rows of z = x + keep · (branch + bias) ·
+    SCALE.
 
-    The norm is RMSNorm without norm_bias, and z is x without branch. `total` gets z rounded to its type, which is what
-    is normalised; statistics [1 or 2, rows] the reciprocal of the root and, of LayerNorm, the mean.
+    Without norm_bias the norm is RMSNorm; without branch z is x. `total` receives z rounded to its type, and the norm
+    uses the rounded z. statistics [1 or 2, rows]: the reciprocal root and, for LayerNorm, the mean.
     """
     y, total, statistics = outputs
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -110,12 +111,12 @@ def wide_forward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """`forward_kernel` for one row, BLOCK columns at a time; the second reading is of what caches still hold."""
+    """`forward_kernel` for one row, BLOCK columns at a time; the second read hits the cache."""
     y, total, statistics = outputs
     row = tl.program_id(0)
     place = row.to(tl.int64)
     mean = tl.zeros([], ACC)
-    squares = tl.zeros([], ACC)  # of what differs from `mean`, over the columns so far
+    squares = tl.zeros([], ACC)  # sum of squared differences from `mean`, over the columns so far
     start = tl.zeros([], tl.int32)
     while start < N:
         column = start + tl.arange(0, BLOCK)
@@ -124,13 +125,13 @@ def wide_forward_kernel(
             rounded = z.to(total.dtype.element_ty)
             tl.store(total + place * N + column, rounded, mask=column < N)
             z = rounded.to(ACC)
-        if parameters[1] is not None:  # the moments of two sets of columns give those of both
+        if parameters[1] is not None:  # combine the moments of two sets of columns
             count = tl.minimum(BLOCK, N - start).to(ACC)
-            apart = tl.sum(z, 0) / count - mean
-            z = tl.where(column < N, z - (mean + apart), 0.0)
+            difference = tl.sum(z, 0) / count - mean
+            z = tl.where(column < N, z - (mean + difference), 0.0)
             share = count / (start.to(ACC) + count)
-            squares += apart * apart * start.to(ACC) * share
-            mean += apart * share
+            squares += difference * difference * start.to(ACC) * share
+            mean += difference * share
         squares += tl.sum(z * z, 0)
         start += BLOCK
     if parameters[1] is not None:
@@ -138,7 +139,7 @@ def wide_forward_kernel(
     inverse = tl.rsqrt(squares / N + EPS)
     tl.store(statistics + row, inverse)
     if total is not None:
-        tl.debug_barrier()  # the thread that reads an element of the sum need not be the one that wrote it
+        tl.debug_barrier()  # another thread may have written the element of the sum that this thread reads
     start = tl.zeros([], tl.int32)
     while start < N:
         column = start + tl.arange(0, BLOCK)
@@ -152,13 +153,13 @@ def wide_forward_kernel(
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""x, branch, bias and keep; tensors of two dimensions are [rows, n] with dense rows, keep dense."""
+"""x, branch, bias and keep; 2-D tensors are [rows, n] with contiguous rows; keep is contiguous."""
 
 
 def normalise(
     inputs: Inputs, scale: float, weight: Tensor, norm_bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y [rows, n], z [rows, n], statistics [1 or 2, rows]), as `forward_kernel` says; z is x itself without a branch."""
+    """Return (y [rows, n], z [rows, n], statistics [1 or 2, rows]) of `forward_kernel`; without a branch z is x."""
     x, branch = inputs[:2]
     rows, n = x.shape
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -166,7 +167,7 @@ def normalise(
     kinds = 1 if norm_bias is None else 2
     statistics = torch.empty((kinds, rows), dtype=accumulator_dtype(x.dtype), device=x.device)
     if rows:
-        tile = row_tile(n)  # the wide kernel takes over where its block is less than n
+        tile = row_tile(n)  # the wide kernel runs if the block is less than n
         strides = x.stride(0), 0 if branch is None else branch.stride(0)
         tensors = (inputs, strides, (weight, norm_bias), (y, total, statistics), rows)
         constants = {"SCALE": scale, "OFFSET": offset, "EPS": eps, "N": n, "BLOCK": tile.block}
@@ -198,13 +199,13 @@ class _Norm(Function):
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.rms_norm`: computed in fp32, in fp64 for fp64, in one pass.
 
-    The gradients are the same to the bit in every run on a device.
+    The gradients have the same bits in every run on a device.
     """
     return _Norm.apply(x, weight, None, eps, float(zero_centered))
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """See `layer_ops.layer_norm`; types and gradients as of `rmsnorm`."""
+    """See `layer_ops.layer_norm`; types and gradients as in `rmsnorm`."""
     return _Norm.apply(x, weight, bias, eps, float(zero_centered))
 
 
@@ -236,11 +237,11 @@ class _AddNorm(Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
         total, weight, keep, statistics = ctx.saved_tensors
         dy = torch.zeros_like(total) if dy is None else dy
-        another = None if keep is None and ctx.branch == total.dtype else ctx.branch
+        branch_dtype = None if keep is None and ctx.branch == total.dtype else ctx.branch
         dz, dbranch, sums = gradients(
             *(rows_of(dy), None if dtotal is None else rows_of(dtotal), rows_of(total), weight, keep),
             *(ctx.scale, statistics, ctx.offset),
-            branch=another,
+            branch=branch_dtype,
             bias=ctx.bias is not None,
         )
         dresidual = dz.view(total.shape)
@@ -264,8 +265,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """See `layer_ops.add_norm`: x is rounded to the residual's type before it is normalised.
 
-    The backward keeps x, `keep` and a number or two per row, and takes the gradients of both outputs in one pass; they are
-    the same to the bit in every run on a device.
+    The backward needs x, `keep` and one or two numbers per row, and processes the gradients of both outputs in one
+    pass. The gradients have the same bits in every run on a device.
     """
     scale = 1.0 if keep is None else 1.0 / (1.0 - p)
     return _AddNorm.apply(branch, bias, keep, scale, residual, weight, norm_bias, eps, float(zero_centered))

@@ -12,15 +12,15 @@ from torch import Tensor
 from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings
 from megalite.kernels.triton.launch import programs, warps
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements per program
 PER_THREAD = 4
-"""Elements: one load of 16 bytes from each fp32 tensor. With twice as many, bf16 gradients would be loaded 16 bytes
-at a time too, and then be moved between threads by way of shared memory."""
+"""Elements per thread: one 16-byte load from each fp32 tensor. With twice as many, bf16 gradients would have 16-byte
+loads too, and would then move between threads through shared memory."""
 
 
 @triton.jit
 def _over_blocks(tensors: tl.tuple, numbers: tl.tuple, n: tl.tensor, UPDATE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """UPDATE on a block of n elements; without a mask, loads are 16 bytes wide whatever n is."""
+    """Run UPDATE on a block of n elements; without a mask, loads are 16 bytes wide for every n."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
@@ -40,7 +40,7 @@ def _launch(update: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[floa
 def _check(*tensors: Tensor) -> None:
     first = tensors[0]
     assert all(x.dtype == torch.float32 and x.is_contiguous() and x.numel() == first.numel() for x in tensors), (
-        "flat fp32 buffers of one length"
+        "expected flat fp32 buffers of equal length"
     )
 
 
@@ -54,11 +54,11 @@ def _adam(tensors: tl.tuple, offsets: tl.tensor, mask: tl.tensor, numbers: tl.tu
     v = tl.load(exp_avg_sq + offsets, mask=mask)
     if factor is not None:
         g *= tl.load(factor).to(tl.float32)
-    # In this form the moments settle at g and g² exactly; with beta rounded to fp32, beta·m + (1 - beta)·g would not.
+    # In this form the moments converge to g and g² exactly; with beta rounded to fp32, beta·m + (1 - beta)·g would not.
     m += (g - m) * rate1
     v += (g * g - v) * rate2
     p -= p * decay
-    # The exact root and quotient cost nothing here: the time goes into memory.
+    # The exact root and quotient are free, because the kernel is limited by memory bandwidth.
     p -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     tl.store(param + offsets, p, mask=mask)
     tl.store(exp_avg + offsets, m, mask=mask)
@@ -77,8 +77,8 @@ def adam(
     copy: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """See `optimizer_ops.adam`, for fp32 with a gradient in fp32 or a half type. The bias corrections are computed here,
-    in double, and the host never waits for `factor`."""
+    """See `optimizer_ops.adam`, for fp32 with a gradient in fp32 or a half type. The bias corrections are computed on
+    the host in double precision, which never waits for `factor`."""
     _check(param, exp_avg, exp_avg_sq)
     assert all(x.is_contiguous() and x.numel() == param.numel() for x in (grad, copy) if x is not None)
     lr, beta1, beta2, step = settings["lr"], settings["beta1"], settings["beta2"], settings["step"]
@@ -133,7 +133,7 @@ def lamb_moments(
 ) -> tuple[Tensor, ...]:
     """See `optimizer_ops.lamb_moments`, for fp32.
 
-    Squares are added up in fp32 within blocks of 1024 elements and in fp64 over the blocks, in the same order in every run.
+    Squares are summed in fp32 within blocks of 1024 elements and in fp64 over blocks, in the same order in every run.
     """
     _check(param, grad, exp_avg, exp_avg_sq)
     direction = Direction.at(**settings)
@@ -160,7 +160,7 @@ def lamb_step(
     _launch(_lamb_step, (param, exp_avg, exp_avg_sq), (rate * direction.scale, direction.eps, rate * weight_decay))
 
 
-NORM_BLOCK = 4096  # elements that a program adds up at a time
+NORM_BLOCK = 4096  # elements per block of a sum
 RESIDENT = 4  # programs per multiprocessor
 
 
@@ -174,12 +174,12 @@ def _square(values: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize_on_alignment=["partial"])
 def _sum_of_squares(x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Of every `stride`-th block of x, in fp64: there no square of an fp32 number is lost or too large."""
+    """Sum the squares of every `stride`-th block of x in fp64, in which squares of fp32 numbers are exact."""
     program = tl.program_id(0)
     start = program.to(tl.int64) * BLOCK
     within = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
-    # Without a mask, loads are 16 bytes wide whatever n is.
+    # Without a mask, loads are 16 bytes wide for every n.
     while start + BLOCK <= n:
         total += _square(tl.load(x + start + within))
         start += stride
@@ -189,12 +189,11 @@ def _sum_of_squares(x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.t
 
 
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
-    """See `optimizer_ops.l2norm`, of dense tensors, without waiting for the device.
+    """See `optimizer_ops.l2norm`, for contiguous tensors; the host does not wait for the device.
 
-    What each program adds up, and the order of every sum, is a function of the sizes and of the device alone: the result
-    is the same to the bit in every run.
+    The order of every sum depends only on the sizes and the device: the result has the same bits in every run.
     """
-    assert all(x.is_contiguous() for x in tensors), "a flat buffer"
+    assert all(x.is_contiguous() for x in tensors), "expected flat buffers"
     counts = [programs(triton.cdiv(x.numel(), NORM_BLOCK), x.device, RESIDENT) for x in tensors]
     partial = torch.empty(sum(counts), dtype=torch.float64, device=tensors[0].device)
     for x, count, own in zip(tensors, counts, partial.split(counts)):

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) in its half-split form, by a Triton kernel: read once, written once."""
+"""Triton kernel for RoPE (arXiv 2104.09864) in its half-split form: one read and one write."""
 
 import functools
 from typing import Any
@@ -29,7 +29,7 @@ def rope_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """Rotate ROWS heads by their positions' angles, back where BACK; a row is (position, sequence, head)."""
+    """Rotate ROWS heads by their positions' angles, or back with BACK; a row is (position, sequence, head)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     here = (row < rows)[:, None] & (column < HALF)
@@ -52,7 +52,7 @@ def rope_kernel(
 
 @functools.cache
 def rope_tile(half: int, itemsize: int) -> Tile:
-    """Heads for one program: a load of 16 bytes per thread, half and tensor in 4 warps."""
+    """Return the heads per program: one 16-byte load per thread, half and tensor in 4 warps."""
     block = next_power_of_2(half)
     return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
 
@@ -93,6 +93,6 @@ class _Rope(Function):
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
 
-    x may be a slice of the fused projection: its strides are free but for the last. The tables get no gradient.
+    x may be a slice of the fused projection: only its last stride must be 1. The tables get no gradient.
     """
     return _Rope.apply(x, cos, sin)

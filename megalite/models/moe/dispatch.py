@@ -1,11 +1,11 @@
-"""Tokens to their experts, wherever those are, and the experts' outputs back.
+"""Send tokens to the ranks of their experts, and the experts' outputs back.
 
-On the home rank the kept (token, expert) pairs are put in the order of experts. An all-to-all over ep takes each row to
-the rank of its expert; where experts are split over expert_tp, every rank of that group then gets the rows of all of
-its ranks. The way back mirrors this, and the home rank adds up each token's k outputs with the router's weights.
+The source rank sorts the kept (token, expert) pairs by expert. An all-to-all over ep sends each row to the rank of its
+expert; if experts are split over expert_tp, all ranks of that group then gather their rows. The way back mirrors this,
+and the source rank sums each token's k outputs with the router's weights.
 
-The host waits for the device only to exchange rows over ep, or where tokens are dropped: once, for how many there will be.
-With padding it knows: each expert gets as many rows of each rank as its capacity allows, of zeros where there is no pair.
+The host waits for the device at most once, for the numbers of rows, and only with ep or dropped tokens. With padding
+the numbers are fixed: each rank sends as many rows per expert as its capacity allows, with zeros in empty slots.
 
 All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
 """
@@ -28,68 +28,68 @@ from megalite.topology.host_memory import HostCopy, shared_stream
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowCounts:
-    """How many rows each rank sends to each expert, as the ranks have exchanged it.
+    """Number of rows that each rank sends to each expert, after the ranks have exchanged it.
 
-    A forward that runs again in the backward takes those of the first time: it neither exchanges nor waits.
+    A recomputed forward reuses the counts of the first one: it neither communicates nor waits.
     """
 
-    table: Tensor  # [etp, ep, E/ep]: what each rank of expert_tp gets from each rank of ep for each local expert
-    copy: HostCopy  # [E] that this rank sends, and behind it the table, unless that is the same
+    table: Tensor  # [etp, ep, E/ep]: rows for each local expert, from each rank of ep to each rank of expert_tp
+    copy: HostCopy  # the [E] rows that this rank sends, then the table, unless both are the same
 
     def await_on_device(self) -> None:
-        """The table comes beside what the device computes: before it is read there."""
+        """Make the device wait for the table, which is computed on a side stream."""
         shared_stream(self.table.device).await_on_device(self.copy.done)
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """Rows that are sent [ep, E/ep], and the table. The host waits if they have not come yet."""
+        """Return the sent rows [ep, E/ep] and the table. The host waits for their copy."""
         etp, ep, local = self.table.shape
-        found = self.copy.read().view(-1, ep, local)
-        return found[0], found[-etp:]
+        counts = self.copy.read().view(-1, ep, local)
+        return counts[0], counts[-etp:]
 
     def of_experts(self) -> list[int]:
-        """Rows of each local expert, on the host."""
+        """Return the rows of each local expert, on the host."""
         return self.on_host()[1].sum(dim=(0, 1)).tolist()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Route:
-    """How the rows of one microbatch travel, as seen by this rank. Its lists are known on the host once it has waited."""
+    """Routes of one microbatch's rows from and to this rank. Reading its lists may make the host wait."""
 
     order: Tensor  # [n·k]: all pairs (token·k + choice) by expert, the dropped ones last
     drops: bool
-    padded: bool  # the order is [E·places] instead, n·k where a place is empty
+    padded: bool  # `order` is [E·slots] instead, with n·k in empty slots
     counts: RowCounts
     ep: Group
     expert_tp: Group
 
     @cached_property
     def _known(self) -> list[int] | None:
-        """Rows of each rank of expert_tp, which no rank has to ask for; None: it depends on what was chosen."""
+        """Rows of each rank of expert_tp if no communication is needed to know them, else None."""
         return None if self.drops or self.ep.size > 1 else [self.order.numel()] * self.expert_tp.size
 
     @cached_property
     def pairs(self) -> Tensor:
-        """[m]: the kept pairs, or the places, in the order of experts; the order in which rows are sent."""
+        """[m]: the kept pairs, or the slots, by expert; rows are sent in this order."""
         return self.order[: sum(self.sent)] if self.drops else self.order
 
     @cached_property
     def sent(self) -> list[int]:
-        """Rows for each rank of ep."""
+        """Number of rows to each rank of ep."""
         return self._known[:1] if self._known else self.counts.on_host()[0].sum(dim=1).tolist()
 
     @cached_property
     def received(self) -> list[int]:
-        """Rows from each rank of ep."""
+        """Number of rows from each rank of ep."""
         return self._known[:1] if self._known else self.counts.on_host()[1][self.expert_tp.rank].sum(dim=1).tolist()
 
     @cached_property
     def gathered(self) -> list[int]:
-        """Rows that each rank of expert_tp has received; all of them come together before the experts."""
+        """Number of rows that each rank of expert_tp received; these are gathered before the experts."""
         return self._known or self.counts.on_host()[1].sum(dim=(1, 2)).tolist()
 
     @cached_property
     def by_expert(self) -> Tensor | None:
-        """The order of those by expert; None: they come in it."""
+        """Permutation that sorts the gathered rows by expert; None: they are sorted already."""
         table = self.counts.table
         if self.expert_tp.size * self.ep.size == 1:
             return None
@@ -99,7 +99,7 @@ class Route:
 
     @cached_property
     def sizes(self) -> GroupSizes:
-        """Rows of each local expert."""
+        """Number of rows of each local expert."""
         self.counts.await_on_device()
         return GroupSizes(self.counts.table.sum(dim=(0, 1)), self.counts.of_experts)
 
@@ -107,68 +107,68 @@ class Route:
 def plan_route(
     routing: Routing, *, experts: int, ep: Group, expert_tp: Group, counts: RowCounts | None = None
 ) -> Route:
-    """Sort this rank's pairs by expert and agree with the other ranks on who sends how many rows, unless that was done.
+    """Sort this rank's pairs by expert and, without `counts`, exchange the numbers of rows with the other ranks.
 
     Collectives: without `counts` and padding an all-to-all of E counts over ep and an all-gather of E counts over
     expert_tp, int64 / none.
     """
     chosen = routing.chosen.flatten()
     if routing.kept is not None:
-        chosen = torch.where(routing.kept.flatten(), chosen, experts)  # dropped ones to the end
-    ordered, places = chosen.sort(stable=True), routing.places
-    if places is None:
+        chosen = torch.where(routing.kept.flatten(), chosen, experts)  # move dropped pairs to the end
+    ordered, slots = chosen.sort(stable=True), routing.slots
+    if slots is None:
         order = ordered.indices
         counts = counts or _count_rows(ordered.values, experts, ep, expert_tp)
     else:
-        order = _in_places(ordered.values, ordered.indices, experts, places)
+        order = _in_slots(ordered.values, ordered.indices, experts, slots)
         shape = expert_tp.size, ep.size, experts // ep.size
-        copy = HostCopy(torch.full((1 + shape[0], *shape[1:]), places))
-        counts = RowCounts(table=torch.full(shape, places, device=order.device), copy=copy)
-    drops, padded = routing.kept is not None, places is not None
+        copy = HostCopy(torch.full((1 + shape[0], *shape[1:]), slots))
+        counts = RowCounts(table=torch.full(shape, slots, device=order.device), copy=copy)
+    drops, padded = routing.kept is not None, slots is not None
     return Route(order=order, drops=drops, padded=padded, counts=counts, ep=ep, expert_tp=expert_tp)
 
 
-def _in_places(chosen: Tensor, pairs: Tensor, experts: int, places: int) -> Tensor:
-    """[E·places]: for each expert its pairs, no more than `places`, and in the rest the number behind the last pair."""
+def _in_slots(chosen: Tensor, pairs: Tensor, experts: int, slots: int) -> Tensor:
+    """Return [E·slots]: up to `slots` pairs of each expert; empty slots contain the number of pairs."""
     bounds = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device))
-    at = bounds[:-1, None] + torch.arange(places, device=chosen.device)
+    at = bounds[:-1, None] + torch.arange(slots, device=chosen.device)
     order = pairs[at.clamp(max=pairs.numel() - 1)]
     return order.masked_fill_(at >= bounds[1:, None], pairs.numel()).flatten()
 
 
 def _count_rows(chosen: Tensor, experts: int, ep: Group, expert_tp: Group) -> RowCounts:
-    """Beside what the device computes next: the exchange of counts, and their way to the host."""
+    """Exchange the counts and copy them to the host, on a side stream."""
     shape = expert_tp.size, ep.size, experts // ep.size
-    # Where each expert's run begins; `bincount` would make the host wait for the largest value.
-    ours = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device)).diff()
-    aside = shared_stream(ours.device)
+    # Start of each expert's run; `bincount` would make the host wait for the largest value.
+    sent = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device)).diff()
+    stream = shared_stream(sent.device)
     if ep.size * expert_tp.size == 1:
-        with aside.beside():
-            copy = ep.copy_to_host(ours)
-        return RowCounts(table=ours.view(shape), copy=copy)
-    theirs, table = torch.empty_like(ours), ours.new_empty(expert_tp.size, experts)
-    with aside.beside():
-        ep.all_to_all(theirs, ours, [shape[2]] * ep.size, [shape[2]] * ep.size)
-        expert_tp.all_gather(table.view(-1), theirs)
-        copy = ep.copy_to_host(torch.cat((ours[None], table)))
-    aside.keep_until_copied(ours)
-    aside.keep_until_copied(theirs)
+        with stream.beside():
+            copy = ep.copy_to_host(sent)
+        return RowCounts(table=sent.view(shape), copy=copy)
+    received, table = torch.empty_like(sent), sent.new_empty(expert_tp.size, experts)
+    with stream.beside():
+        ep.all_to_all(received, sent, [shape[2]] * ep.size, [shape[2]] * ep.size)
+        expert_tp.all_gather(table.view(-1), received)
+        copy = ep.copy_to_host(torch.cat((sent[None], table)))
+    stream.keep_until_copied(sent)
+    stream.keep_until_copied(received)
     return RowCounts(table=table.view(shape), copy=copy)
 
 
 def send_to_experts(
     x: Tensor, route: Route, *, topk: int, ep: Group, expert_tp: Group, meanwhile: Callable[[], None]
 ) -> Tensor:
-    """Tokens [n, h] -> the rows of this rank's experts [Σ counts, h], by expert.
+    """Send tokens [n, h] to experts -> the rows of this rank's experts [Σ counts, h], sorted by expert.
 
     Args:
-        meanwhile: called while the rows are on their way; its backward runs while their gradients are.
+        meanwhile: called during the exchange of rows; its backward runs during the exchange of their gradients.
 
     Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
     all-to-all over ep.
     """
-    # The host waits for the numbers of rows behind this, so that the device has something to do; what runs under the
-    # exchange cannot come before it, since NCCL starts when all that was asked for before has been computed.
+    # Launched before the host waits for the numbers of rows, to keep the device busy. Work to overlap with the exchange
+    # must come after it, because NCCL starts when all previously launched work is done.
     rows = _TakeTokens.apply(x, route.pairs, topk, route.padded)
 
     def under() -> None:
@@ -185,7 +185,7 @@ def send_to_experts(
 def return_to_tokens(
     rows: Tensor, route: Route, weights: Tensor, *, ep: Group, expert_tp: Group, meanwhile: Callable[[], None]
 ) -> Tensor:
-    """Outputs of this rank's experts [Σ counts, h] (partial sums over expert_tp) -> Σ_k weight·output of tokens [n, h].
+    """Return outputs of experts [Σ counts, h], partial over expert_tp, to their tokens -> Σ_k weight·output [n, h].
 
     Args:
         weights: [n, k]; dropped pairs count as zero.
@@ -203,7 +203,7 @@ def return_to_tokens(
 
 
 class _TakeTokens(Function):
-    """Row i is the token of pair i, or 0; a token's gradient is the sum over its k pairs, in their order."""
+    """Take the token of each pair, 0 for empty slots; a token's gradient is the sum over its k pairs, in order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pairs: Tensor, topk: int, padded: bool) -> Tensor:
@@ -217,7 +217,7 @@ class _TakeTokens(Function):
 
 
 class _Combine(Function):
-    """out[t] = Σ_j weights[t, j] · (row of pair t·k + j, or 0), summed in the weights' precision."""
+    """Compute out[t] = Σ_j weights[t, j] · (row of pair t·k + j, 0 if dropped) in the weights' precision."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, pairs: Tensor, padded: bool) -> Tensor:
@@ -240,19 +240,19 @@ class _Combine(Function):
 
 
 def _with_zeros(x: Tensor, padded: bool) -> Tensor:
-    """x [n, h], and if padded a row of zeros behind it, which is that of a place without a pair."""
+    """Append a row of zeros to x [n, h] if padded, for slots without a pair."""
     return F.pad(x, (0, 0, 0, 1)) if padded else x
 
 
 def _by_choice(rows: Tensor, pairs: Tensor, tokens: int, topk: int) -> Tensor:
-    """Row i for pair i, and 0 for pairs without one: [tokens, topk, h]. What is in places without a pair is left out."""
+    """Scatter rows to their pairs [tokens, topk, h]; dropped pairs get 0, rows of empty slots are discarded."""
     whole = rows.new_zeros(tokens * topk + 1, rows.shape[1])
     whole[pairs] = rows
     return whole[:-1].view(tokens, topk, -1)
 
 
 class _Reorder(Function):
-    """Rows in `order`, or back from it; either is the other's gradient."""
+    """Permute rows by `order`, or by its inverse; each is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: bool) -> Tensor:
@@ -277,9 +277,9 @@ def _reordered(rows: Tensor, order: Tensor, back: bool) -> Tensor:
 def _all_to_all(
     rows: Tensor, received: list[int], sent: list[int], group: Group, meanwhile: Callable[[], None]
 ) -> Tensor:
-    """Rows to the ranks of a group; the gradient takes the same way back, started where the forward has waited.
+    """Exchange rows over a group, with `meanwhile` between start and wait.
 
-    autograd runs what the forward did last first: between the two halves, the backward of `meanwhile`.
+    The backward starts the gradients' exchange where the forward waited, runs the backward of `meanwhile`, then waits.
     """
     if group.size == 1:
         meanwhile()
@@ -288,7 +288,7 @@ def _all_to_all(
 
     def start(x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         output, x = x.new_empty(sum(received), x.shape[1]), x.contiguous()
-        # The input must live until the wait.
+        # The input must stay alive until the wait.
         under_way.append((group.all_to_all_async(output, x, received, sent), x, output))
         return output
 
@@ -303,7 +303,7 @@ def _all_to_all(
 
     def start_back(grad: Tensor) -> Tensor:
         start(grad, sent, received)
-        return grad  # stands for what comes, which has another shape
+        return grad  # placeholder for the received gradient, which has another shape
 
     output = conjugate(rows, lambda x: start(x, received, sent), lambda _: finish())
     meanwhile()
@@ -317,11 +317,11 @@ def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: Group)
 
 
 def _of_unequal_parts(parts: list[int], group: Group) -> tuple[Half, Half]:
-    """All-gather and reduce-scatter of rows, of which each rank has so many."""
+    """Return all-gather and reduce-scatter of rows, `parts[i]` of them on rank i."""
     own = parts[group.rank]
 
     def gather(rows: Tensor) -> Tensor:
-        # An all-gather does not take unequal parts: a copy to each rank moves the same bytes.
+        # all_gather does not support unequal parts; an all-to-all of copies moves the same bytes.
         return _exchanged(rows.repeat(group.size, 1), parts, [own] * group.size, group)
 
     def reduce_scatter(rows: Tensor) -> Tensor:

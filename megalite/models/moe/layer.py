@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward half of a block."""
+"""Mixture-of-experts layer: the feed-forward half of a block."""
 
 import math
 from contextlib import nullcontext
@@ -27,11 +27,12 @@ from megalite.topology.group import Group
 class Experts(Module):
     """down_e(activation(up_e(x))) for the rows of each local expert e.
 
-    `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp. Their
-    biases are [E, f] or [E, 2, f], and [E, h] on all ranks of expert_tp, of which the first adds it to its partial sums.
+    `up` is [E, f, h], or [E, 2, f, h] with a gate (first), `down` [E, h, f]: E is split over ep and f over expert_tp.
+    Biases are [E, f] or [E, 2, f], and [E, h], which all ranks of expert_tp have and the first adds to its partial
+    sums.
 
     Args:
-        recompute: with `mlp_act` the activation's output is not kept; None where the experts as a whole run again.
+        recompute: with `mlp_act` the activation's output is not saved; None if the whole experts are recomputed.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Experts(Module):
             self.down_bias = factory.parameter(f"{name}.down.bias", (count, h), decay=False, expert=True)
 
     def forward(self, rows: Tensor, sizes: GroupSizes) -> Tensor:
-        """Rows [n, h] by expert, `sizes` of each -> [n, h], to be summed over expert_tp. Collectives: none."""
+        """Rows [n, h] sorted by expert -> [n, h], partial sums over expert_tp. Collectives: none."""
         inner = self._in_fc1(grouped_linear, rows, self.up, sizes, self._up, bias=self.up_bias)
         active = self._in_act(self.activation, inner)
         remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
@@ -76,13 +77,14 @@ def grouped_linear(
     bias: ShardedParameter | None = None,
     adds_bias: bool = True,
 ) -> Tensor:
-    """y = x·W_eᵀ + b_e for the rows of each expert e: x [n, i], weight [E/ep, ..., i], bias [E/ep, ...] -> [n, o].
+    """Compute y = x·W_eᵀ + b_e for the rows of each expert e: x [n, i], weight [E/ep, ..., i], bias [E/ep, ...] -> [n,
+    o].
 
-    Without `adds_bias` another rank adds the bias to its terms of the same sums; this one has its gradient alike.
-    `multiply` computes output and input gradient where the experts' products are not fused.
+    Without `adds_bias` another rank adds the bias to its partial sums; this rank still computes the bias's gradient.
+    `multiply` computes output and input gradient if the experts' products are not fused.
 
-    Where `weight.main_grad` is set the weight gradient is added to it during the backward, which reports once for each
-    microbatch, also where no row has come; else it is returned to autograd. It may be deferred.
+    If `weight.main_grad` is set, the backward adds the weight gradient to it and reports once per microbatch, even
+    without rows; otherwise it returns the gradient to autograd. It may be deferred.
 
     Collectives: none.
     """
@@ -124,14 +126,14 @@ class _GroupedLinear(Function):
             return None
 
         grad_bias = None
-        if ctx.bias is not None:  # one product: sums by index would add in any order on CUDA
+        if ctx.bias is not None:  # a matrix product, because index_add has no fixed order on CUDA
             experts = torch.arange(len(weight), device=grad_y.device).unsqueeze(1)
             grad_bias = ((experts == sizes.owners(len(grad_y))).to(grad_y.dtype) @ grad_y).view(ctx.bias.shape)
         return grad_x, WeightGradient(weight, product).compute_or_defer(weight.deferred), grad_bias, None, None, None
 
 
 def _matrices(weight: Tensor) -> Tensor:
-    """[E, o, i] of [E, 2, f, i], or of what is that already."""
+    """View [E, 2, f, i] or [E, o, i] as [E, o, i]."""
     return weight.flatten(1, -2)
 
 
@@ -150,9 +152,9 @@ class SharedGate(Module):
 class MoELayer(Module):
     """y = Σ_{k chosen experts e} weight_e(x)·expert_e(x) + shared(x) (arXiv 1701.06538, 2006.16668, 2401.06066).
 
-    Tokens are always split over tp here, with sequence parallelism or without, so that no token is sent twice.
-    The shared expert is an ordinary MLP that every token goes through, its output times sigmoid(x·gᵀ) with a gate. It
-    computes while rows are exchanged over ep, forwards and backwards.
+    Tokens are always split over tp here, with or without sequence parallelism, so that no token is sent twice.
+    The shared expert is an ordinary MLP for all tokens; with a gate its output is multiplied by sigmoid(x·gᵀ). It
+    overlaps the exchange of rows over ep, in forward and backward.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
@@ -179,17 +181,20 @@ class MoELayer(Module):
         """[s/cp, b, h] -> [s/cp, b, h], split over s by tp as well with sequence parallelism.
 
         Collectives: those of the router, the dispatch and the shared expert; with tp and without sequence
-        parallelism also all-gather of the output / all-gather of the input's gradient over tp. While text is generated:
-        an all-reduce over expert_tp, which is tp.
+        parallelism also all-gather of the output / all-gather of the input's gradient over tp. In generation: an
+        all-reduce over expert_tp, which is tp.
         """
         if self.recompute and torch.is_grad_enabled():
             return recomputed(self._forward, x, context)
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        shared = None if self.shared is None else _SharedPass(x, self.shared, self.gate, again=self.recompute_shared)
+        shared = None
+        if self.shared is not None:
+            shared = _SharedPass(x, self.shared, self.gate, recompute=self.recompute_shared)
         if context.generating:
-            # Every rank takes all tokens through its part of each expert: of a next token there is nothing to split.
+            # Every rank runs all tokens through its part of each expert: a single next token cannot be split over
+            # ranks.
             assert self.ep.size == 1 and self.expert_tp.size == self.tp.size and not self.sequence_parallel
             y = self._routed(x, context.positions, context, Group.solo("ep"), Group.solo("expert-tp"), shared)
             y = reduce_from_tensor_parallel_region(y, tp=self.expert_tp)
@@ -211,9 +216,9 @@ class MoELayer(Module):
         shared: "_SharedPass | None",
     ) -> Tensor:
         routing = self.router(x, positions, context)
-        known, layer = {} if context.row_counts is None else context.row_counts, self.router.layer
-        route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp, counts=known.get(layer))
-        known[layer] = route.counts
+        counts, layer = {} if context.row_counts is None else context.row_counts, self.router.layer
+        route = plan_route(routing, experts=self.num_experts, ep=ep, expert_tp=expert_tp, counts=counts.get(layer))
+        counts[layer] = route.counts
         meanwhile = (lambda: None) if shared is None else shared.advance
         rows = send_to_experts(x.flatten(0, 1), route, topk=self.topk, ep=ep, expert_tp=expert_tp, meanwhile=meanwhile)
         rows = self.experts(rows, route.sizes)
@@ -223,23 +228,23 @@ class MoELayer(Module):
 
 
 class _SharedPass:
-    """The shared expert on x, one half of it under each of the two exchanges of rows; where it runs `again` in the
-    backward, all of it under the second."""
+    """The shared expert on x: one half overlaps each of the two exchanges of rows; with `recompute` all of it overlaps
+    the second."""
 
-    def __init__(self, x: Tensor, mlp: MLP, gate: SharedGate | None, *, again: bool) -> None:
+    def __init__(self, x: Tensor, mlp: MLP, gate: SharedGate | None, *, recompute: bool) -> None:
         self._x, self._mlp, self._gate = x, mlp, gate
-        self._again = again and torch.is_grad_enabled()
+        self._recompute = recompute and torch.is_grad_enabled()
         self._inner: tuple[Tensor, ...] | None = None
         self._output: Tensor | None = None
 
     def advance(self) -> None:
         if self._inner is None:
-            self._inner = () if self._again else self._mlp.first_half(self._x)
+            self._inner = () if self._recompute else self._mlp.first_half(self._x)
             return
-        y = recomputed(self._mlp, self._x) if self._again else self._mlp.second_half(self._inner)
+        y = recomputed(self._mlp, self._x) if self._recompute else self._mlp.second_half(self._inner)
         self._output = y if self._gate is None else y * self._gate(self._x)
 
     def output(self) -> Tensor:
-        """Once both halves have been computed."""
+        """Return the output, after both halves."""
         assert self._output is not None
         return self._output

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, and the losses that keep the router in balance."""
+"""Router: choose the experts of each token and their weights, and compute the load-balancing and z-losses."""
 
 import math
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
 from megalite.topology.group import Group
 
-WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared in so many steps from 0 to 1
+WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared after rounding to 1/steps
 
 
 @torch.no_grad()
 def within_capacity(
     weights: Tensor, chosen: Tensor, positions: Tensor, *, capacity: int, drop_last: bool, sequence: Group
 ) -> Tensor:
-    """Of each sequence an expert takes the `capacity` tokens with the largest weights, or the first ones.
+    """Select for each expert the `capacity` tokens of each sequence with the largest weights, or the first ones.
 
-    The whole sequence is looked at, and nothing but it: the outcome depends neither on how it is split over ranks
-    nor on the other sequences of the microbatch. Of equal weights the lower position goes first; weights count as equal
-    within `WEIGHT_STEPS`, since those of equal tokens differ by a rounding that is the layout's.
+    The choice is made per sequence over all its tokens, so it depends neither on the split over ranks nor on the other
+    sequences of the microbatch. Of equal weights the lower position wins. Weights are equal if they round to the same
+    of `WEIGHT_STEPS`, because weights of equal tokens differ by rounding that depends on the layout.
 
     Args:
-        weights: [s_local, b, k] of this rank's tokens; `chosen` are the experts, int64.
-        positions: [s_local], where in the sequence the tokens are; all ranks of `sequence` have every position once.
-        drop_last: take the first tokens, whatever their weights.
+        weights: [s_local, b, k] of this rank's tokens; `chosen`: their experts, int64.
+        positions: [s_local], positions in the sequence; the ranks of `sequence` together have each position once.
+        drop_last: keep the first tokens, whatever their weights.
 
     Returns:
-        bool [s_local, b, k]: the pair is taken.
+        bool [s_local, b, k]: whether the pair is kept.
 
     Collectives: an all-gather of s_local·(2·b·k + 1) numbers.
     """
     local, b, k = weights.shape
-    # Positions and experts are exact in fp32 below 2^24: one message carries all three.
+    # Positions and experts are exact in fp32 below 2^24, so one message contains all three.
     packed = torch.cat(
         (weights.flatten(1), chosen.flatten(1).to(weights.dtype), positions[:, None].to(weights.dtype)), dim=1
     )
@@ -47,7 +47,7 @@ def within_capacity(
     own = slice(sequence.rank * local, (sequence.rank + 1) * local)
     by_position = everything[:, -1].argsort()
     ordered = everything[by_position]
-    # One column for each sequence: its s·k pairs, tokens in true order.
+    # One column per sequence: its s·k pairs, tokens in the order of positions.
     weight, expert = (part.view(-1, b, k).transpose(1, 2).flatten(0, 1) for part in ordered[:, :-1].split(b * k, dim=1))
     pairs = torch.arange(weight.shape[0], device=weight.device)[:, None].expand_as(weight)
     if not drop_last:
@@ -55,15 +55,15 @@ def within_capacity(
         pairs = steps.sort(dim=0, descending=True, stable=True).indices
     by_expert = expert.gather(0, pairs).sort(dim=0, stable=True)
     pairs = pairs.gather(0, by_expert.indices)
-    taken = torch.empty_like(pairs, dtype=torch.bool)
-    taken.scatter_(0, pairs, _place_in_run(by_expert.values) < capacity)
+    kept = torch.empty_like(pairs, dtype=torch.bool)
+    kept.scatter_(0, pairs, _index_in_run(by_expert.values) < capacity)
     rows = torch.empty_like(by_position)
     rows[by_position] = torch.arange(rows.numel(), device=rows.device)
-    return taken.view(-1, k, b).transpose(1, 2)[rows[own]]
+    return kept.view(-1, k, b).transpose(1, 2)[rows[own]]
 
 
-def _place_in_run(values: Tensor) -> Tensor:
-    """For each element of the sorted columns of [n, b], how many equal ones come before it."""
+def _index_in_run(values: Tensor) -> Tensor:
+    """Return for each element of the sorted columns of [n, b] the number of equal elements before it."""
     index = torch.arange(values.shape[0], device=values.device)[:, None].expand_as(values)
     first = torch.ones_like(values, dtype=torch.bool)
     first[1:] = values[1:] != values[:-1]
@@ -71,32 +71,34 @@ def _place_in_run(values: Tensor) -> Tensor:
 
 
 _LEAST = 1e-20
-"""Added to a sum of sigmoids that something is divided by."""
+"""Added to sums of sigmoids before a division."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Where this rank's tokens [s_local, b] go."""
+    """Routing of this rank's tokens [s_local, b]."""
 
     weights: Tensor  # [s_local, b, k]: factor on each chosen expert's output, in fp32 (fp64 for fp64)
     chosen: Tensor  # [s_local, b, k]: the experts
-    kept: Tensor | None  # [s_local, b, k]: false where the expert is full; None: no expert can be
-    places: int | None  # of this rank in each expert, which are filled up; None: as many as there are pairs
+    kept: Tensor | None  # [s_local, b, k]: false if the expert is full; None: no capacity limit
+    slots: int | None  # rows that this rank sends to each expert, padded with zeros; None: no padding
 
 
 class Router(Module):
-    """logits = x·Wᵀ (+ a learned bias) in fp32, the k largest are chosen, a softmax of them gives the weights (arXiv 1701.06538, 2401.04088).
+    """Choose the k largest of logits = x·Wᵀ (+ a learned bias) in fp32; their softmax gives the weights (arXiv
+    1701.06538, 2401.04088).
 
-    With sigmoid scores (arXiv 2412.19437) the weights are those of the chosen over their sum. A bias per expert is added for
-    the choice alone; `balance` moves it after a step. With groups a token chooses among the experts of its best groups.
+    With sigmoid scores (arXiv 2412.19437) the weights are the chosen scores divided by their sum. An optional bias per
+    expert affects only the choice; `balance` updates it after a step. With groups a token chooses among the experts of
+    its best groups. Of equal scores the expert with the lower index is chosen.
 
-    Of equal scores the expert with the lower index is taken. The load-balancing loss (arXiv 2101.03961) is taken over
-    each sequence, or each n neighbours of the batch, so that neither microbatch nor layout changes it: with f_e the share
-    of the sequence's k·s choices that fell on expert e, and P_e the mean over its tokens of the softmax over all experts
-    (of sigmoids over their sum), it is E·Σ_e f_e·P_e. The z-loss (arXiv 2202.08906) is the square of a token's logsumexp.
-    The objective has their means over all sequences and all tokens of the global batch, masked or not, dropped or not.
+    The load-balancing loss (arXiv 2101.03961) is computed per sequence, or per n consecutive sequences of the batch, so
+    it does not depend on microbatch size or layout. f_e is the share of the sequence's k·s choices that fell on expert
+    e, P_e the mean over its tokens of the softmax over all experts (or of sigmoids divided by their sum); the loss is
+    E·Σ_e f_e·P_e. The z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective contains their
+    means over all sequences and all tokens of the global batch, masked or not, dropped or not.
 
-    The weight [E, h] is whole on every rank; its gradient is in parts over tp, since each tp rank has its own tokens.
+    The weight [E, h] is replicated; its gradient is partial over tp, because each tp rank has its own tokens.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory) -> None:
@@ -123,7 +125,7 @@ class Router(Module):
             self.bias = factory.buffer(f"{name}.bias", shape[:1])
 
     def forward(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Routing:
-        """x [s_local, b, h] with its rows' positions [s_local] in the sequence.
+        """Route x [s_local, b, h], rows at `positions` [s_local] of the sequence.
 
         Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
         of s_local·(2·b·k + 1) numbers over it / none.
@@ -151,15 +153,15 @@ class Router(Module):
             weights = logits.gather(-1, chosen).softmax(dim=-1)
         weights = weights if self.scaling == 1.0 else weights * self.scaling
         weights = self._attach_losses(weights, logits, probabilities, chosen, context)
-        kept = places = None
+        kept = slots = None
         if self.capacity_of is not None and not context.generating:
             capacity, routing = self.capacity_of(context.seq_length), (weights.detach(), chosen, positions)
             kept = within_capacity(*routing, capacity=capacity, drop_last=self.drop_last, sequence=self.sequence)
-            places = min(capacity, x.shape[0]) * x.shape[1] if self.pads else None
-        return Routing(weights=weights, chosen=chosen, kept=kept, places=places)
+            slots = min(capacity, x.shape[0]) * x.shape[1] if self.pads else None
+        return Routing(weights=weights, chosen=chosen, kept=kept, slots=slots)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The experts [s, b, k] of scores [s, b, E], with their bias and within groups."""
+        """Return the chosen experts [s, b, k] for scores [s, b, E], with expert bias and groups."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.groups is not None and self.group_topk is not None:
@@ -170,7 +172,7 @@ class Router(Module):
         return _largest(scores, self.topk)
 
     def balance(self, loads: Tensor) -> None:
-        """After a step: experts [E] with less than the mean load get a larger bias, those with more a smaller one."""
+        """Update the expert bias after a step: increase it for loads [E] below the mean, decrease it above."""
         assert self.bias is not None
         step = (loads.mean() - loads).sign().to(self.bias.dtype)
         self.bias.data.add_(step.to(self.bias.device, non_blocking=True), alpha=self.bias_rate)
@@ -178,7 +180,7 @@ class Router(Module):
     def _attach_losses(
         self, weights: Tensor, logits: Tensor, probabilities: Tensor | None, chosen: Tensor, context: ForwardContext
     ) -> Tensor:
-        """This rank's part of both losses: its own tokens' probabilities against the whole sequence's counts."""
+        """Attach this rank's part of both losses: its own tokens' probabilities times the whole sequence's counts."""
         auxiliary = context.auxiliary
         if auxiliary is None:
             return weights
@@ -186,7 +188,7 @@ class Router(Module):
             weights = auxiliary.count(weights, self.layer, chosen, self.experts)
         if self.aux_coeff:
             assert probabilities is not None
-            if self.bias is not None or self.groups is not None:  # the loss is of what the scores alone would choose
+            if self.bias is not None or self.groups is not None:  # the loss uses the choice by scores alone
                 chosen = _largest(probabilities.detach(), self.topk)
             if self.sigmoid:
                 probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + _LEAST)
@@ -195,7 +197,7 @@ class Router(Module):
             counts = probabilities.new_zeros(choices.shape[0], self.experts)
             counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=counts.dtype))
             self.sequence.all_reduce(counts)
-            # n·E·Σ_e f_e·P_e with f = counts/(k·s·n) and P = Σ probabilities/(s·n): it counts as n sequences
+            # n·E·Σ_e f_e·P_e with f = counts/(k·s·n) and P = Σ probabilities/(s·n), weighted as n sequences
             factor = self.experts / (self.topk * context.seq_length**2 * together)
             sums = probabilities.sum(dim=0).unflatten(0, (-1, together)).sum(dim=1)
             loss = (sums * counts).sum() * factor
@@ -208,13 +210,15 @@ class Router(Module):
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the largest along the last dimension, the largest first. A stable sort puts the lower index first among
-    equals; topk would not say which."""
+    """Return the indices of the `count` largest along the last dimension, in descending order.
+
+    A stable sort puts the lower index first among equals; topk guarantees no order.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 class _RouterLinear(Function):
-    """x·Wᵀ with both cast to fp32 (fp64 stays); keeps x as it came, and adds the weight's gradient unrounded."""
+    """x·Wᵀ with both cast to fp32 (fp64 stays); saves x in its own type, and adds the weight's gradient unrounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: ShardedParameter) -> Tensor:

@@ -61,7 +61,7 @@ def test_more_than_an_int_can_address(adapter: Adapter) -> None:
     layers = adapter("layers")
     layers.check_elements("rmsnorm", torch.empty(1, dtype=torch.bfloat16).expand(2**16, 2**15))  # no memory
     x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta").view(-1, 8)
-    refused = r"rmsnorm=apex takes less than 2\^31 elements .* use rmsnorm=torch"
+    refused = r"rmsnorm=apex supports less than 2\^31 elements .* use rmsnorm=torch"
     with pytest.raises(ConfigError, match=refused):
         layers.rmsnorm(x, torch.ones(8, dtype=torch.bfloat16, device="meta"), 1e-5)
 
@@ -81,7 +81,7 @@ def test_rope(adapter: Adapter, dtype: torch.dtype) -> None:
 
 def test_positions_of_each_sequence_are_refused(adapter: Adapter) -> None:
     cos = torch.ones(4, 3, 1, 4)
-    with pytest.raises(ConfigError, match=r"rope=apex takes one table for all sequences.*use rope=torch"):
+    with pytest.raises(ConfigError, match=r"rope=apex supports one table for all sequences.*use rope=torch"):
         adapter("layers").rope(torch.ones(4, 3, 2, 8), cos, cos)
 
 
@@ -103,10 +103,10 @@ def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: 
 @pytest.mark.parametrize(
     "shape, reason",
     [
-        ((2, 4, 16), "it takes sequences of 17 to 16384 tokens, not 16"),
-        ((2, 4, 22), "it takes sequences of a multiple of 4 tokens, not 22"),
-        ((2, 3, 20), "it takes 8 matrices of 20 x 20 scores at a time, and there are 6"),
-        ((1, 3, 132), "it takes 4 matrices of 132 x 132 scores at a time, and there are 3"),
+        ((2, 4, 16), "it supports sequences of 17 to 16384 tokens, not 16"),
+        ((2, 4, 22), "it supports sequences of a multiple of 4 tokens, not 22"),
+        ((2, 3, 20), "it requires a multiple of 8 matrices of 20 x 20 scores, but got 6"),
+        ((1, 3, 132), "it requires a multiple of 4 matrices of 132 x 132 scores, but got 3"),
     ],
 )
 def test_scores_that_are_refused(adapter: Adapter, shape: tuple[int, int, int], reason: str) -> None:

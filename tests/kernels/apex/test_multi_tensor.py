@@ -56,7 +56,7 @@ def test_it_clips_once(adapter: Adapter) -> None:
 def test_bf16_parameters_are_refused(installed: Adapter) -> None:
     """apex would update them in place of fp32 copies, whatever `master_weights` says."""
     use = KernelUse("cpu", torch.bfloat16, 64)
-    assert IMPLEMENTATIONS["adam"]["apex"].why_not(use) == "it takes float32, not bfloat16"
+    assert IMPLEMENTATIONS["adam"]["apex"].why_not(use) == "it supports float32, not bfloat16"
     param = torch.zeros(4, dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
         installed("multi_tensor").adam(param, param, param, param, **SETTINGS, step=1, factor=None, copy=None)
