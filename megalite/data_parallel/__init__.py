@@ -1,1 +1,1 @@
-"""Data parallelism: flat gradient buckets and what ranks do with them."""
+"""Data parallelism: flat gradient buckets and the strategies that reduce them."""

@@ -1,8 +1,8 @@
-"""Flat buckets: parameters of one kind share one buffer for their values and one for their gradients.
+"""Group parameters of one kind into flat buckets: one buffer for their values and one for their gradients.
 
-One bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that need
-different treatment never share one (`BucketKind`). Replicated and tied parameters therefore have the same offsets on
-every rank with a copy, so the copies see bit-equal sums and cannot drift.
+A bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that need
+different treatment never share a bucket (`BucketKind`). Replicated and tied parameters therefore have the same offsets
+on every rank with a copy, so the copies get bit-equal sums and cannot drift.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from megalite.topology.group import DONE, Work
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and where it starts in its bucket."""
+    """A parameter and its first element in its bucket."""
 
     parameter: ShardedParameter
     start: int
@@ -32,9 +32,9 @@ class Placed:
 
 
 class Bucket:
-    """Parameters with values (`data`) and gradients (`grad`) that are views of two flat buffers. `replicas`: ranks that
-    share it; both buffers are padded with zeros, so that they split evenly over these. `allocate`: the gradients get
-    their memory at once; else by `alloc_storage`."""
+    """Parameters with values and gradients in two flat buffers, `data` and `grad`. `replicas`: number of ranks with the
+    same bucket; zero padding makes both buffers split evenly over them. `allocate`: allocate the gradients now; otherwise
+    `alloc_storage` does it later."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Bucket:
         self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grad = torch.zeros(size, dtype=grad_dtype, device=first.device)
         self._hooks: dict[ShardedParameter, RemovableHandle] = {}
-        self._idle: set[ShardedParameter] = set()
-        """Matrices with hooks that had nothing to take."""
+        self._unused_hooks: set[ShardedParameter] = set()
+        """Matrices with a hook that found no gradient."""
         for placed in self.placed:
             self._adopt(placed)
         runs = groupby(self.placed, lambda placed: -1 if placed.parameter.dim() == 1 else placed.start)
         lists = [list(run) for _, run in runs]
         self._runs = [(self.grad[run[0].start : run[-1].stop], [each.parameter for each in run]) for run in lists]
-        """What `collect` takes together: a matrix, or biases and norms that are neighbours."""
+        """Parameters that `collect` handles together: one matrix, or neighbouring biases and norms."""
         if any(placed.parameter.draw is not None for placed in self.placed):
             free_storage(self.data)  # until `draw`
         if not allocate:
@@ -72,7 +72,7 @@ class Bucket:
         self._on_full: Callable[[], None] = lambda: None
 
     def _adopt(self, placed: Placed) -> None:
-        """Move the parameter's value, if it has one yet, into the buffer and let its gradients flow into the other."""
+        """Move the parameter's value, if it has one yet, into `data`, and direct its gradients to `grad`."""
         parameter = placed.parameter
         view = self.data[placed.start : placed.stop].view(parameter.shape)
         if parameter.draw is None:
@@ -80,11 +80,11 @@ class Bucket:
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         if parameter.dim() > 1:
-            parameter.grad_given = partial(self._taken, parameter)
+            parameter.grad_given = partial(self._on_matrix_grad, parameter)
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def take_at_once(self) -> None:
-        """Take all gradients from autograd as they come, without `collect`: the buffer is there for a while alone."""
+        """Move every gradient from autograd as it arrives, without `collect`: the buffer has memory only temporarily."""
         self._runs.clear()
         for placed in self.placed:
             placed.parameter.grad_given = partial(self._take, placed.parameter)
@@ -92,7 +92,7 @@ class Bucket:
                 placed.parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def draw(self) -> None:
-        """Give parameters that were to be drawn late their first values."""
+        """Draw the first values of parameters with late initialization."""
         if not has_memory(self.data):
             alloc_storage(self.data)
             self.data.zero_()
@@ -102,12 +102,12 @@ class Bucket:
                 placed.parameter.draw = None
 
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
-        """From now on count gradients; `on_full` is called once each parameter's last one has come, at once if none
-        will. `pending`: how many are still to come of each parameter; those of one whole backward by default."""
+        """Start to count gradients, and call `on_full` after the last one; at once if none is expected. `pending`: number
+        of gradients that each parameter will still get; by default, those of one backward."""
         self._awaited = self._uses if pending is None else sum(pending[placed.parameter] for placed in self.placed)
         self._on_full = on_full
         for placed in self.placed:
-            placed.parameter.grad_ready = self._note
+            placed.parameter.grad_ready = self._count_down
         if self._awaited == 0:
             on_full()
 
@@ -122,21 +122,21 @@ class Bucket:
     def _take(parameter: ShardedParameter) -> None:
         """Move a gradient from autograd to the buffer."""
         grad, parameter.grad = parameter.grad, None
-        if grad is not None:  # else the layer's own backward has put it where it belongs
+        if grad is not None:  # otherwise the layer's backward has already added it to the buffer
             parameter.accumulate(grad)
 
-    def _taken(self, parameter: ShardedParameter) -> None:
+    def _on_matrix_grad(self, parameter: ShardedParameter) -> None:
         if parameter.grad is None:
-            self._idle.add(parameter)
+            self._unused_hooks.add(parameter)
         self._take(parameter)
 
     def collect(self) -> None:
-        """A backward is over: take what autograd has kept. Vectors, of which a layer has up to eight, wait for this: neighbours
-        need one addition. Matrices are taken by hooks, so that a model of plain torch does not hold them all; where a layer's
-        own backward has the gradient, the hook only takes the host's time, and goes."""
-        for parameter in self._idle:
+        """Move the gradients that autograd still stores, after a backward. A layer has up to eight vectors; they wait for
+        this call, as neighbours then need one addition. Hooks move matrices, so that a model of plain torch does not store
+        the gradients of all matrices. If a layer's backward adds to the buffer, its hook only costs time and is removed."""
+        for parameter in self._unused_hooks:
             self._hooks[parameter].remove()
-        self._idle.clear()
+        self._unused_hooks.clear()
         for sums, parameters in self._runs:
             if len(parameters) == 1:
                 if parameters[0].grad is not None:
@@ -153,14 +153,14 @@ class Bucket:
                 for parameter in parameters:
                     self._take(parameter)
 
-    def _note(self) -> None:
+    def _count_down(self) -> None:
         if self._awaited > 0:
             self._awaited -= 1
             if self._awaited == 0:
                 self._on_full()
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Placed, int, int]]:
-        """The parameters that elements [start, stop) touch, with the range of the bucket that both have."""
+        """Yield the parameters that overlap elements [start, stop), each with the common range of the bucket."""
         for placed in self.placed:
             first, last = max(placed.start, start), min(placed.stop, stop)
             if first < last:
@@ -168,17 +168,17 @@ class Bucket:
 
 
 def awaited(parameter: ShardedParameter, pending: Counter[torch.nn.Parameter] | None) -> int:
-    """Gradients that are still to come: what `pending` says, or those of one whole backward."""
+    """Return the number of gradients still to come: by `pending`, or those of one backward."""
     return parameter.info.uses if pending is None else pending[parameter]
 
 
 def alloc_storage(flat: torch.Tensor) -> None:
-    """Give a bucket's buffer its memory back, with any contents; its views, and what autograd has saved, see it again."""
+    """Allocate the memory of a bucket's buffer again, uninitialized; its views and tensors saved by autograd use it."""
     flat.untyped_storage().resize_(flat.nbytes)
 
 
 def free_storage(flat: torch.Tensor) -> None:
-    """Let a bucket's buffer and all its views be without memory, until `alloc_storage`."""
+    """Free the memory of a bucket's buffer and of all its views, until `alloc_storage`."""
     flat.untyped_storage().resize_(0)
 
 
@@ -187,7 +187,8 @@ def has_memory(flat: torch.Tensor) -> bool:
 
 
 def _grad_given(parameter: torch.Tensor) -> None:
-    """The hook itself holds nothing: torch keeps it where the collector of cycles does not look, and all would stay alive."""
+    """Call the parameter's handler. The hook itself references nothing: torch stores it where Python's cycle collector
+    does not look, so whatever it references would never be freed."""
     assert isinstance(parameter, ShardedParameter)
     parameter.grad_given()
 
@@ -200,8 +201,8 @@ def make_buckets(
     grad_dtype: torch.dtype,
     allocate: bool = True,
 ) -> list[Bucket]:
-    """Buckets of about `bucket_size` elements in reverse order of `parameters`, by `cut_into_buckets`. `replicas`: how
-    many ranks share a bucket of this kind."""
+    """Return buckets of about `bucket_size` elements in reverse order of `parameters`, by `cut_into_buckets`.
+    `replicas`: returns the number of ranks with the same bucket of a kind."""
     found = cut_into_buckets(dict.fromkeys(parameters), kind=_kind, size=torch.Tensor.numel, bucket_size=bucket_size)
     return [
         Bucket(kind, members, replicas=replicas(kind), grad_dtype=grad_dtype, allocate=allocate)
@@ -224,19 +225,19 @@ def _kind(parameter: ShardedParameter) -> BucketKind:
 
 
 def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> tuple[ShardedParameter, ...]:
-    """Those that have gradients."""
+    """Return the parameters that have gradients."""
     return tuple(p for p in module.parameters(recurse=recurse) if isinstance(p, ShardedParameter) and p.requires_grad)
 
 
 class ParameterWaits:
-    """Each module waits for the buckets that it has parameters in just before it computes. `overlap`: False: whatever
-    is expected is waited for with `wait_unless_overlapped`, and modules wait for nothing."""
+    """Makes each module wait for the buckets of its parameters just before its forward. With `overlap` False, modules do
+    not wait; `wait_unless_overlapped` waits for all buckets."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], buckets: Iterable[Bucket], *, overlap: bool) -> None:
         self._overlap = overlap
         self._coming: dict[Bucket, Work] = {}
         self.first_needed_first: dict[Bucket, None] = {}
-        """All, in the order of the next forward: stages are kept in that order, and modules within them."""
+        """All buckets, in the order of the next forward, which is the order of stages and of modules in them."""
         bucket_of = {placed.parameter: bucket for bucket in buckets for placed in bucket.placed}
         for module in (module for stage in stages.values() for module in stage.modules()):
             own = dict.fromkeys(bucket_of[parameter] for parameter in parameters_of(module, recurse=False))
@@ -250,11 +251,11 @@ class ParameterWaits:
                 self._coming.pop(bucket, DONE).wait()
 
     def expect(self, bucket: Bucket, work: Work) -> None:
-        """The bucket's parameters are there once `work` is done."""
+        """Register that the bucket's parameters are complete once `work` is done."""
         self._coming[bucket] = work
 
     def wait_unless_overlapped(self) -> None:
-        """All has been asked for: where forwards do not wait by themselves, wait here."""
+        """Wait for all buckets if forwards do not wait by themselves. Call it after the last `expect`."""
         if not self._overlap:
             self.wait()
 

@@ -1,4 +1,4 @@
-"""Data parallelism that keeps a part of everything on each rank: parameters, gradients, optimizer state (ZeRO-3)."""
+"""Shard parameters, gradients and optimizer state over data-parallel ranks (ZeRO-3, FSDP)."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +17,10 @@ from megalite.topology.group import DONE, Work
 
 
 def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that gather their parameters together (a transformer layer, the embedding, the head), in the order of
-    the forward: the children of the stage, and of containers among them their children.
+    """Return the modules that gather their parameters together (a transformer layer, the embedding, the head), in forward
+    order: the children of the stage; containers are replaced by their children.
 
-    Parameters that a stage has in addition to its children make it a unit itself; then no child may have any.
+    A stage is itself a unit if only it, and none of its children, has parameters.
     """
     modules: list[torch.nn.Module] = []
     for child in stage.children():
@@ -33,22 +33,22 @@ def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class FullySharded(DistributedOptimizer):
-    """A unit's parameters are in memory while it computes, those of the next one on their way (arXiv 1910.02054, 2304.11277).
+    """Gathers a unit's parameters while it computes, and prefetches those of the next unit (arXiv 1910.02054, 2304.11277).
 
-    Before a unit's forward its buckets are gathered, and the gather of the unit after it is started; what neither needs
-    is freed. The backward does the same in reverse order. After the last unit of a stage comes the first that the
-    program's next computation needs, of whatever stage and microbatch. So no more than two units are whole at a time,
-    and a backward right after its forward finds the last one whole still, like a forward after a backward the first.
-    Gradients go to their owners as those of a unit are complete, and add up there over microbatches.
+    Before a unit's forward its buckets are gathered, and the gather of the next unit is started; all other buckets are
+    freed. The backward does the same in reverse order. After the last unit of a stage, the next unit is the first one
+    of the program's next computation, of any stage and microbatch. So at most two units are whole at a time. A backward
+    right after its forward finds the last unit still whole; so does a forward after a backward with the first unit. A
+    unit's gradients are reduce-scattered once they are complete, and accumulate over microbatches on their owners.
 
-    A parameter that two units use (a tied embedding) is gathered with each; its gradient stays whole from the first of
-    its two parts to the second. The first values of a unit are drawn when it is cut: the model is never whole on a rank.
+    A parameter that two units use (a tied embedding) is gathered with each; its gradient stays whole from its first part
+    to the second. A unit's first values are drawn just before it is sharded: no rank ever stores the whole model.
 
-    Freed memory is that of the buckets' storage, and comes back to the same storage; so what autograd has saved of a
-    parameter is right again when the backward reads it.
+    Freeing resizes the storage of a bucket, and gathering fills the same storage again. So tensors that autograd saved
+    of a parameter are valid again when the backward reads them.
 
-    Wire: 3·(d-1)/d of the bytes of the stages, per rank and microbatch: two gathers in the model's type, but for what is whole
-    still, and the gradients in theirs. A recompute that runs over several layers at once gathers these once more.
+    Wire: 3·(d-1)/d of the bytes of the stages, per rank and microbatch: two gathers in the model's type, except of units
+    that are still whole, and the gradients in their type. A recompute over several layers gathers them once more.
     """
 
     always_shards_gradients = True
@@ -60,10 +60,10 @@ class FullySharded(DistributedOptimizer):
         self._units = [unit for found in units.values() for unit in found]
         starts = list(itertools.accumulate(map(len, units.values()), initial=0))
         self._of_stage = {stage: range(*ends) for stage, ends in zip(stages, itertools.pairwise(starts), strict=True)}
-        """Places of a stage's units."""
+        """Indices of each stage's units."""
         super().__init__(stages, **common)
-        self._backward_of: int | None = None  # the unit in its backward now
-        self._announced: int | None = None  # the unit that the program's next computation begins with
+        self._backward_of: int | None = None  # the unit that is in its backward
+        self._announced: int | None = None  # the first unit of the program's next computation
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         left, members = set(parameters), []
@@ -106,11 +106,11 @@ class FullySharded(DistributedOptimizer):
 
     def _before_forward(self, index: int, stage: range) -> None:
         backward = self._backward_of
-        # Else it is recomputed in the backward of unit `backward`, which comes when all units up to that have been.
+        # A recompute in the backward of unit `backward` runs forwards up to that unit, and then the backward continues.
         forwards = backward is None or index < backward
-        self._hold(index, index + 1 if forwards else index - 1, stage)
+        self._make_whole(index, index + 1 if forwards else index - 1, stage)
         if backward is None and index > stage.start and self._sharded is not None:
-            self._sharded.collect()  # the first unit's gradients, which have had its forward to go in
+            self._sharded.collect()  # the first unit's gradients, sent during its forward
 
     def _after_forward(self, index: int, stage: range, output: torch.Tensor) -> None:
         if output.requires_grad and self._backward_of is None:
@@ -120,7 +120,7 @@ class FullySharded(DistributedOptimizer):
         if self._backward_of is None:
             Variable._execution_engine.queue_callback(self._after_backward)
         self._backward_of = index
-        self._hold(index, index - 1, stage)
+        self._make_whole(index, index - 1, stage)
 
     def _after_backward(self) -> None:
         self._backward_of = None
@@ -128,8 +128,8 @@ class FullySharded(DistributedOptimizer):
     def announce(self, stage: int | None, *, backward: bool) -> None:
         self._announced = None if stage is None else self._of_stage[stage][-1 if backward else 0]
 
-    def _hold(self, now: int, ahead: int, stage: range) -> None:
-        """Have unit `now` whole, `ahead` or what is behind the end of the stage on its way, and no other."""
+    def _make_whole(self, now: int, ahead: int, stage: range) -> None:
+        """Gather unit `now`, start to gather `ahead` (past the end of the stage: the announced unit), and free others."""
         wanted, following = list(self._needs[now]), ahead if ahead in stage else self._announced
         if self._overlap_gather and following is not None:
             wanted += self._needs[following]
@@ -147,7 +147,7 @@ class FullySharded(DistributedOptimizer):
         return self._channel(self.groups.gathers_of(bucket.kind))
 
     def _in_background(self, bucket: Bucket) -> bool:
-        """Reduce-scatters run in the background thread: gathers must too, so that every rank has them in one order."""
+        """Whether reduce-scatters run in the background thread: then gathers must too, in one order on all ranks."""
         return self.device.type == "cpu" and self._gathers(bucket).sums_in_parts(bucket.grad.dtype)
 
     def _finish_gathers(self, buckets: Iterable[Bucket]) -> None:
@@ -177,7 +177,7 @@ class FullySharded(DistributedOptimizer):
         self._scales = None
 
     def wait_for_parameters(self) -> None:
-        self._free()  # what is there may be rounded
+        self._free()  # whole buckets may contain weights rounded to fp8
         self._start_gathers(self._own, exact=True)
         self._finish_gathers(self._own)
 

@@ -1,4 +1,4 @@
-"""Data parallelism by all-reduce of whatever gradients are ready, fused to pieces of a good size."""
+"""All-reduce gradients as they become ready, fused into large pieces."""
 
 import zlib
 from collections import Counter, defaultdict
@@ -19,17 +19,16 @@ Range = tuple[int, int]
 
 
 class FusedAllReduce(DataParallelStrategy):
-    """A queue of ready gradients with tensor fusion, as in Horovod (arXiv 1802.05799).
+    """Keeps a queue of ready gradients with tensor fusion, as in Horovod (arXiv 1802.05799).
 
-    A stage's parameters of one kind share one flat buffer, in the order in which the backward comes to them. In the last
-    backward each parameter is noted as its gradient becomes final; as soon as ready ones that lie side by side make up
-    `fusion_threshold_mb`, that slice of the buffer is all-reduced: nothing is copied to be fused. What is left goes when
-    the backward ends.
+    A stage's parameters of one kind share one flat buffer, in the order of the backward. In the last backward, the queue
+    records each parameter with a final gradient. As soon as neighbouring ready gradients make up
+    `fusion_threshold_mb`, that slice of the buffer is all-reduced, without a copy. The rest is reduced when the backward
+    ends.
 
-    Horovod's ranks negotiate, every millisecond, what is ready on all of them. Here what is fused depends on nothing
-    but the order in which gradients come, which the program fixes. Each rank folds the slices that it reduces into a
-    number that travels with the norm; where the ranks of a group have different ones the step fails before any weight
-    changes.
+    Horovod's ranks negotiate, every millisecond, which gradients are ready on all ranks. Here the fusion depends only on
+    the order of gradients, which the program fixes. Each rank adds the slices that it reduces to a checksum that is sent
+    with the norm; if the ranks of a group have different checksums, the step fails before any weight changes.
 
     Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
     """
@@ -44,7 +43,7 @@ class FusedAllReduce(DataParallelStrategy):
         }
         self._pieces: defaultdict[Bucket, list[Work]] = defaultdict(list)
         self._order: dict[bool, int] = {}
-        """For experts and for the rest, which have other groups: the slices reduced in this step, as a checksum."""
+        """Checksums of the slices reduced in this step, for experts (True) and other parameters, which use other groups."""
 
     def zero_grad(self) -> None:
         for pieces in self._pieces.values():
@@ -57,10 +56,10 @@ class FusedAllReduce(DataParallelStrategy):
 
     def _start_when_full(self, bucket: Bucket, pending: Counter[torch.nn.Parameter] | None) -> None:
         for index, placed in enumerate(bucket.placed):
-            placed.parameter.grad_ready = partial(self._note, bucket, index)
+            placed.parameter.grad_ready = partial(self._on_ready, bucket, index)
         self._start_pieces(bucket, self._queues[bucket].start_counting(pending))
 
-    def _note(self, bucket: Bucket, index: int) -> None:
+    def _on_ready(self, bucket: Bucket, index: int) -> None:
         self._start_pieces(bucket, self._queues[bucket].note(index))
 
     def _reduce(self, bucket: Bucket) -> Work:
@@ -74,8 +73,8 @@ class FusedAllReduce(DataParallelStrategy):
             self._order[expert] = zlib.crc32(f"{name} {start} {stop}".encode(), self._order.get(expert, 0))
 
     def norm_terms(self) -> torch.Tensor:
-        """And a number that sums to 0 if the ranks of each group have reduced the same slices in the same order: the
-        first rank of d adds (d-1) times its checksum, the others subtract theirs."""
+        """Return the norm's terms and a number that sums to 0 if the ranks of each group reduced the same slices in the
+        same order: the first of d ranks adds (d-1) times its checksum, the others subtract theirs."""
         balance = 0
         for expert, checksum in self._order.items():
             group = self.groups.expert_dp if expert else self.groups.dp
@@ -84,43 +83,43 @@ class FusedAllReduce(DataParallelStrategy):
         return torch.cat([terms, terms.new_tensor([balance])])
 
     def norms(self, sums: Sequence[float]) -> Norms:
-        """The norms. Raises RuntimeError: on every rank, before any parameter changed: ranks have reduced different
+        """Return the norms. Raises RuntimeError, on every rank before any parameter changes: ranks reduced different
         slices."""
         *terms, balance = sums
         if balance != 0.0:
             raise RuntimeError(
-                f"step {self.step}: gradients became ready in different orders on ranks that hold the same parameters, so "
+                f"step {self.step}: gradients became ready in different orders on ranks with the same parameters, so "
                 "the sum is not their gradient; use --dp-strategy all-reduce, and please report the model and the schedule"
             )
         return super().norms(terms)
 
 
 class ReadyQueue:
-    """The gradients of one bucket that are final and not yet in flight, as ranges that do not touch. `threshold`:
-    elements; ready neighbours that are at least as many are given out. `align`: of the ends of what is given out; ready
-    elements beyond them stay."""
+    """The gradients of one bucket that are final and not yet in flight, as separate ranges. `threshold`: least elements
+    of a range that the queue returns. `align`: returned ranges start and end at multiples of it; other ready elements stay
+    in the queue."""
 
     def __init__(self, bucket: Bucket, *, threshold: float, align: int) -> None:
         self._threshold, self._align = max(threshold, 1.0), align
         self._size = bucket.grad.numel()
         self._parameters = [placed.parameter for placed in bucket.placed]
         self._ranges = [(placed.start, placed.stop) for placed in bucket.placed]
-        self._ranges[-1] = (self._ranges[-1][0], self._size)  # the padding comes with the last one
+        self._ranges[-1] = (self._ranges[-1][0], self._size)  # includes the padding
         self.clear()
 
     def clear(self) -> None:
         self._awaited = [0] * len(self._parameters)
         self._ready: list[Range] = []
-        self._given: list[Range] = []
+        self._started: list[Range] = []
 
     def start_counting(self, pending: Counter[torch.nn.Parameter] | None) -> list[Range]:
-        """From now on count, as `Bucket.start_counting`; returns what can go at once."""
+        """Start to count gradients, like `Bucket.start_counting`; return the ranges to reduce now."""
         self._awaited = [awaited(parameter, pending) for parameter in self._parameters]
         final = [index for index, count in enumerate(self._awaited) if count == 0]
         return [piece for index in final for piece in self._add(index)]
 
     def note(self, index: int) -> list[Range]:
-        """A contribution to parameter `index` is in; returns what can go now."""
+        """Count a contribution to parameter `index`; return the ranges to reduce now."""
         if self._awaited[index] == 0:
             return []
         self._awaited[index] -= 1
@@ -137,13 +136,13 @@ class ReadyQueue:
             self._ready.append((start, stop))
             return []
         self._ready += [(a, b) for a, b in ((start, first), (last, stop)) if a < b]
-        self._given.append((first, last))
+        self._started.append((first, last))
         return [(first, last)]
 
     def rest(self) -> list[Range]:
-        """All that has not been given out; nothing after that."""
-        ends = [0, *(end for piece in sorted(self._given) for end in piece), self._size]
+        """Return all ranges that have not been returned yet; later calls return none."""
+        ends = [0, *(end for piece in sorted(self._started) for end in piece), self._size]
         left = [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
-        self._given = [(0, self._size)]
+        self._started = [(0, self._size)]
         self._awaited = [0] * len(self._parameters)
         return left

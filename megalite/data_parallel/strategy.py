@@ -1,8 +1,8 @@
-"""What every data-parallel strategy shares: buckets, the order of reductions, and the shards that are optimized.
+"""Define the base class of data-parallel strategies: buckets, the order of reductions, and optimizer shards.
 
-A strategy acts in three spaces. *Gradients*: `enable_grad_sync`, `start_grad_sync` and `finish_grad_sync` turn each
-rank's part into the gradient of the update. *Optimizer states*: `update` steps the optimizer, and may have it average its
-own state over ranks. *Weights*: `update` ends by making the stepped main parameters the model's (`publish_parameters`),
+A strategy acts on three things. *Gradients*: `enable_grad_sync`, `start_grad_sync` and `finish_grad_sync` turn each
+rank's part into the gradient of the update. *Optimizer states*: `update` steps the optimizer, which may average its
+state over ranks. *Weights*: `update` ends by copying the stepped main parameters to the model (`publish_parameters`),
 and may average them.
 """
 
@@ -50,7 +50,7 @@ class FlatState:
     bucket: Bucket
     values: torch.Tensor  # flat and live: loading writes into it
     placement: Placement
-    start: int = 0  # `values` are of the elements from here on
+    start: int = 0  # first element of the bucket in `values`
     default: str = "required"  # see `StateFact`
 
     @property
@@ -58,38 +58,38 @@ class FlatState:
         return self.start + self.values.numel()
 
 
-def kept(name: str, bucket: Bucket, values: torch.Tensor, start: int = 0) -> FlatState:
-    """A state that is stated in `facts.STATES`."""
+def flat_state(name: str, bucket: Bucket, values: torch.Tensor, start: int = 0) -> FlatState:
+    """Return a state with the placement and default of `facts.STATES`."""
     return FlatState(name, bucket, values, STATES[name].placement, start, STATES[name].default)
 
 
 @dataclass(frozen=True, eq=False)
 class TensorState:
-    """Something about one tensor of the model, or about this rank's slice of it. A checkpoint without it, or for
-    another cut of the tensor, leaves it as it is, with a line in the log."""
+    """A state of one tensor of the model, or of this rank's slice of it. If a checkpoint lacks it, or has it for another
+    slicing of the tensor, it keeps its value, with a line in the log."""
 
     name: str
     bucket: Bucket
     placed: Placed
     values: torch.Tensor  # live, of any shape
     per_slice: bool = False
-    """It belongs to the local slice: each tp (or ep) rank has its own. Replicas have the same."""
+    """Whether it belongs to the local slice, so that each tp (or ep) rank has a different one. Replicas have equal ones."""
 
 
 class DataParallelStrategy(ABC):
-    """Owns the buckets of this rank's stages. Its life in one step:
+    """Owns the buckets of this rank's stages. Calls in one step:
 
-    `begin_step`; during the program, stage by stage, `enable_grad_sync` before the last backward, `collect_grads` after
-    each, and `start_grad_sync`; `finish_grad_sync`; `norm_terms` and, once they are summed over the world, `norms`; then
-    `update`, unless gradients overflowed.
+    `begin_step`; during the program, for each stage, `enable_grad_sync` before the last backward, `collect_grads` after
+    each backward, and `start_grad_sync` at the end; `finish_grad_sync`; `norm_terms` and, after their sum over the world,
+    `norms`; then `update`, unless gradients overflowed.
 
-    Gradients come as this rank's part of the gradient of the mean over the global batch, which is their sum over the
-    data-parallel ranks.
+    The gradients of a rank are its part of the gradient of the mean over the global batch: their sum over the
+    data-parallel ranks is that gradient.
     """
 
     shards_over_dp: bool = False  # each of the ranks with the same bucket updates another part of it
     replicas_agree: bool = True
-    """After each update the ranks with the same bucket have the same weights, to the bit."""
+    """Whether the ranks with the same bucket have bit-equal weights after each update."""
     allocates_gradients: bool = True  # gradients have memory from the start
 
     def __init__(
@@ -99,7 +99,7 @@ class DataParallelStrategy(ABC):
         self.buckets: dict[int, list[Bucket]] = {}
         seen: set[ShardedParameter] = set()
         for stage, module in stages.items():
-            # What two stages share (a tied embedding where both ends are on one rank) is the first one's.
+            # A parameter of two stages (a tied embedding with both ends on one rank) belongs to the first.
             own = [parameter for parameter in parameters_of(module) if parameter not in seen]
             seen.update(own)
             self.buckets[stage] = self._make_buckets(own)
@@ -108,9 +108,9 @@ class DataParallelStrategy(ABC):
         self._channels: dict[Group, Channel] = {}
         self._reducing: dict[Bucket, Work] = {}
         self.notes: list[str] = []
-        """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+        """Lines for the log, the same on every rank; the training loop removes them after each step."""
         self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
-        """What the optimizer has rounded itself, while its step is being published."""
+        """During `update`: main parameters -> weights that the optimizer rounds and writes itself."""
         self._averaged = False  # inside `averaged`
         self.step = 0  # the current step, counted from 1
         self.loss_scale = 1.0
@@ -128,7 +128,7 @@ class DataParallelStrategy(ABC):
     def from_config(
         cls, stages: Mapping[int, torch.nn.Module], config: RunConfig, topology: Topology, **common: Any
     ) -> "DataParallelStrategy":
-        """The strategy of a run; `common` are `groups` and `options`."""
+        """Return the strategy of a run; `common` are `groups` and `options`."""
         return cls(stages, **common)
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
@@ -152,7 +152,7 @@ class DataParallelStrategy(ABC):
         return any(self.groups.place(bucket.kind)[1] > 1 for bucket in self.all_buckets())
 
     def channel(self, bucket: Bucket) -> Channel:
-        """The ranks that hold the bucket too; of several instances those of this one."""
+        """Return the channel to the ranks with the same bucket, in this instance."""
         return self._channel(self.groups.replicas(bucket.kind))
 
     def _channel(self, group: Group) -> Channel:
@@ -161,7 +161,7 @@ class DataParallelStrategy(ABC):
         return self._channels[group]
 
     def new_channel(self, group: Group, counter: WireCounter, kind: type[Channel] = Channel) -> Channel:
-        """One with the run's number format; its bytes are the counter's."""
+        """Return a channel in the run's number format that adds its bytes to `counter`."""
         options = self.options
         return kind(group, counter, self.background, wire_dtype=options.wire_dtype, by_rank=options.by_rank)
 
@@ -180,32 +180,30 @@ class DataParallelStrategy(ABC):
         return OptimizerShard(bucket, start, stop, main_param, counts, host, host_main)
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Of the instances, and the ranks with other parts of the network, that have the bucket's tensors too, this one has
-        them counted."""
+        """Return whether this rank's instance, and its copy of the bucket's tensors, counts in sums over the world."""
         return self.groups.instances(bucket.kind).rank == 0 and self.groups.first_copy(bucket.kind)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """The part of a bucket that this rank has the reduced gradient of, and updates: all of it,
-        unless `shards_over_dp`."""
+        """Return the range of a bucket that this rank reduces and updates: all of it, unless `shards_over_dp`."""
         return 0, bucket.data.numel()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """The optimizer over `shards` has been made; called once."""
+        """Take the optimizer over `shards`; called once, when it exists."""
 
-    # ---- what it does when
+    # ---- the step
 
     @property
     def scope(self) -> Group:
-        """The ranks that take the decisions of a step together and use one gradient: all of them, or one of several
-        groups of equal size."""
+        """The ranks that decide about a step together and use one gradient: all ranks, or one of several groups of equal
+        size."""
         return self.groups.world
 
     def phase(self, step: int) -> str:
-        """What is exchanged in a step: a function of the step, the settings and what `counters` holds."""
+        """Return what a step exchanges; depends on the step, the settings and `counters` only."""
         return "gradients"
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        """Before the first forward of a step: forget the last one's gradients, also those of one that failed half way."""
+        """Discard the last step's gradients, also of a step that failed half way; called before the first forward."""
         self.step, self.loss_scale = step, loss_scale
         self._unreduced.clear()
         self.zero_grad()
@@ -214,7 +212,7 @@ class DataParallelStrategy(ABC):
 
     @abstractmethod
     def _reduce(self, bucket: Bucket) -> Work:
-        """Start summing the bucket's gradients over the ranks that hold it too."""
+        """Start to sum the bucket's gradients over the ranks with the same bucket."""
 
     def zero_grad(self) -> None:
         self._finish_reductions()
@@ -228,9 +226,9 @@ class DataParallelStrategy(ABC):
         self._reducing.clear()
 
     def enable_grad_sync(self, stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        """The stage's last gradients come next: start each bucket's reduction when it is full. `pending`: the
-        parameters that still get gradients, each as often as it will report; buckets without any are complete and start
-        now. None: a whole backward comes."""
+        """Start each bucket's reduction when its last gradient arrives; called before the stage's last backward.
+        `pending`: the parameters that still get gradients, each once per gradient; buckets without any start now. None:
+        a whole backward follows."""
         if self.options.overlap:
             counts = None if pending is None else Counter(pending)
             for bucket in self.buckets[stage]:
@@ -241,12 +239,12 @@ class DataParallelStrategy(ABC):
         bucket.start_counting(lambda: self._start(bucket), pending)
 
     def collect_grads(self, stage: int) -> None:
-        """A backward of the stage is over: take what autograd has kept of it."""
+        """Move the gradients of a finished backward of the stage from autograd to the buckets."""
         for bucket in self.buckets[stage]:
             bucket.collect()
 
     def start_grad_sync(self, stage: int) -> None:
-        """The stage's gradients are final: start what `enable_grad_sync` has not."""
+        """Start the reductions that `enable_grad_sync` has not started; called when the stage's gradients are final."""
         for bucket in self.buckets[stage]:
             if not bucket.kind.in_parts:
                 self._start(bucket)
@@ -258,11 +256,11 @@ class DataParallelStrategy(ABC):
             self._reducing[bucket] = self._reduce(bucket)
 
     def announce(self, stage: int | None, *, backward: bool) -> None:
-        """Which stage the next computation but one belongs to, for strategies that gather weights ahead."""
+        """Announce the stage of the computation after the next one, for strategies that prefetch weights."""
 
     def finish_grad_sync(self) -> None:
-        """Return with the sums of the owned ranges complete; what is in parts is made whole before it is summed over
-        dp."""
+        """Wait until the sums of the owned ranges are complete. Buckets with `in_parts` are summed over tp or both copies
+        of a tied embedding first, and then over dp."""
         for bucket in self.all_buckets():
             if bucket.kind.in_parts:
                 self._add_parts(bucket.kind, bucket.grad)
@@ -270,7 +268,7 @@ class DataParallelStrategy(ABC):
         self._finish_reductions()
 
     def _add_parts(self, kind: BucketKind, gradient: torch.Tensor) -> None:
-        """In place: the sum over what tp ranks, or the two copies of a tied embedding, hold parts of."""
+        """Sum a gradient, in place, over tp ranks or both copies of a tied embedding that have parts of it."""
         if kind.partial_over_tp:
             self.groups.tp.all_reduce(gradient)
         if kind.tied and self.groups.embedding is not None:
@@ -278,25 +276,25 @@ class DataParallelStrategy(ABC):
 
     @property
     def unreduced_squared(self) -> torch.Tensor:
-        """This rank's part of Σg² over the gradients of all data-parallel ranks before they are summed, with `measures_noise`."""
+        """With `measures_noise`: this rank's part of Σg² over all data-parallel ranks' gradients before their sum."""
         return self.total(self._unreduced)
 
     def total(self, of_buckets: Mapping[Bucket, torch.Tensor]) -> torch.Tensor:
-        """fp64 numbers of buckets, added up in one order, whatever the order in which gradients came."""
+        """Return the sum of fp64 numbers of buckets, in an order that does not depend on the arrival of gradients."""
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return sum((of_buckets[bucket] for bucket in self.all_buckets() if bucket in of_buckets), zero)
 
     def norm_terms(self) -> torch.Tensor:
-        """fp64 numbers [k] of this rank, k the same on all; `norms` gets their sums over the world."""
+        """Return fp64 numbers [k] of this rank, with equal k on all ranks; `norms` gets their sums over the world."""
         return self.local_norm_squared().view(1)
 
     def norms(self, sums: Sequence[float]) -> Norms:
-        """The norms, from the sums of `norm_terms`; NaN or infinite where a gradient is."""
+        """Return the norms, from the sums of `norm_terms`; NaN or infinite if a gradient is."""
         norm = math.sqrt(sums[0]) if sums[0] >= 0.0 else math.nan
         return Norms(shown=norm, clipping=norm)
 
     def local_norm_squared(self) -> torch.Tensor:
-        """This rank's part of Σg² over the whole model, fp64; the sum over the world is the whole.
+        """Return this rank's part of Σg² over the whole model, fp64; its sum over the world is the whole.
 
         Accumulated in fp64: torch's fp32 norm of millions of elements is off in the fifth digit on CPU.
         """
@@ -306,7 +304,7 @@ class DataParallelStrategy(ABC):
         return self.options.l2norm(counted).square()
 
     def local_zeros(self) -> torch.Tensor:
-        """This rank's part of the number of gradient elements that are 0, fp64; padding is none of them."""
+        """Return this rank's part of the number of gradient elements that are 0, without padding, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self.shards:
             if shard.counts_in_norm:
@@ -316,7 +314,7 @@ class DataParallelStrategy(ABC):
         return total
 
     def local_params_squared(self) -> torch.Tensor:
-        """This rank's part of Σw² over the whole model's main parameters, fp64."""
+        """Return this rank's part of Σw² over the whole model's main parameters, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self.main_in_memory():
             for shard in self.shards:
@@ -328,25 +326,25 @@ class DataParallelStrategy(ABC):
     # ---- optimizer states and weights
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
-        """Step the main parameters and make them the model's. Not called where gradients overflowed: then the step
-        must not have changed anything."""
+        """Step the main parameters and copy them to the model. Not called if gradients overflowed: such a step must not
+        change anything."""
         if not optimizer.applies_factor:
             update = self._scale_gradients(update)
         with self.main_in_memory():
-            # What comes from host memory is not there to be rounded later.
-            visiting = {shard.main_param for shard in self.shards if shard.host_main is not None}
+            # Offloaded main parameters are on the device only during the step, so they are rounded there.
+            offloaded = {shard.main_param for shard in self.shards if shard.host_main is not None}
             copies = self._rounded()
-            self._written = {p: copies[p] for p in copies if optimizer.writes_copies or p in visiting}
+            self._written = {p: copies[p] for p in copies if optimizer.writes_copies or p in offloaded}
             optimizer.step(dataclasses.replace(update, copies=self._written))
             if update.clipped_rows:
                 optimizer.clip_rows(update.clipped_rows)
-                self._written = {p: copies[p] for p in copies if p in visiting}
-            optimizer.average()  # before parameters that are on their way again
+                self._written = {p: copies[p] for p in copies if p in offloaded}
+            optimizer.average()  # before `publish_parameters` starts to send parameters
             self.publish_parameters()
             self._written = {}
 
     def _scale_gradients(self, update: Update) -> Update:
-        """The update that is left once gradients are multiplied with its factor."""
+        """Multiply gradients with the update's factor, and return the update with a factor of 1."""
         if update.factor != 1.0:
             for shard in self.shards:
                 shard.grad.mul_(update.factor)
@@ -356,32 +354,32 @@ class DataParallelStrategy(ABC):
         return shard.bucket.data[shard.start : shard.stop]
 
     def _rounded(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Main parameter -> the model's elements, where those have another precision."""
+        """Return main parameter -> the model's elements, for shards with different precisions."""
         return {shard.main_param: self._weights(shard) for shard in self.shards if shard.is_copy}
 
     def publish_parameters(self) -> None:
-        """Make the stepped main parameters the model's, on every rank: here, round them to its precision."""
+        """Copy the stepped main parameters to the model on every rank; this method rounds them to its precision."""
         for shard in self.shards:
             if shard.is_copy and shard.main_param not in self._written:
                 self._weights(shard).copy_(shard.main)
 
     def wait_for_parameters(self) -> None:
-        """Return when the model's parameters may be read outside a forward."""
+        """Wait until the model's parameters may be read outside a forward."""
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """From all replicas' `values` of one shard (like its main_param), the whole bucket's. Every rank calls it."""
+        """Return the whole bucket's values from all replicas' `values` of one shard. Every rank calls it."""
         return values
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Inside, the buckets' `data` is the model that is evaluated and saved, and main parameters are in memory. Where
-        replicas have different weights it is their mean; their own come back at the end. Every rank enters it."""
+        """Make the buckets' `data`, inside the block, the model to evaluate and save, with main parameters in memory. If
+        replicas have different weights, it is their mean; their own weights return at the end. Every rank enters it."""
         self.wait_for_parameters()
         return self.main_in_memory()
 
     @contextlib.contextmanager
     def averaged(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the model has what the optimizer says is `evaluated`; at the end, its parameters again, to the bit. Within
-        `consensus`, between steps: parameters without a copy stay in their gradients' memory."""
+        """Put the optimizer's `evaluated` values into the model inside the block, and restore its parameters bit for bit
+        at the end. Use it inside `consensus`, between steps: the memory of gradients stores parameters without a copy."""
         with self.main_in_memory():
             for shard in self.shards:
                 average = optimizer.evaluated(shard.main_param)
@@ -407,65 +405,65 @@ class DataParallelStrategy(ABC):
                 self.wait_until_idle()
 
     def trained(self, shard: OptimizerShard) -> torch.Tensor:
-        """The shard's main parameters, wherever `averaged` has put them."""
+        """Return the shard's main parameters, also inside `averaged`, which moves some of them."""
         return shard.grad if self._averaged and not shard.is_copy else shard.main_param.data
 
     def main_in_memory(self) -> AbstractContextManager[None]:
-        """Inside, main parameters are in memory, and what is written into them stays. At the end the model's must be
-        theirs, rounded."""
+        """Bring main parameters into memory inside the block; writes to them persist. At the end, the model's parameters
+        must equal them, rounded."""
         if self._host is not None:
             self._host.wait()
         return unfolded(self._split)
 
-    # ---- what is saved, counted and reported
+    # ---- saved states and counters
 
     @property
     def optimizer_placement(self) -> Placement:
-        """Of the optimizer's states of a shard."""
+        """Placement of the optimizer's states of a shard."""
         return Placement.SHARDED if self.shards_over_dp else Placement.REPLICATED
 
     def weights(self, shard: OptimizerShard) -> FlatState:
-        """The model's weights of a shard's bucket, as this rank holds them."""
+        """Return this rank's part of the model's weights of a shard's bucket."""
         return FlatState("weight", shard.bucket, shard.bucket.data, Placement.REPLICATED)
 
     def states(self) -> list[FlatState]:
-        """What the strategy itself keeps from step to step and element by element, as live views."""
+        """Return the strategy's element-wise states as live views."""
         return []
 
     def tensor_states(self) -> list[TensorState]:
-        """What it keeps of whole tensors."""
+        """Return the strategy's states of whole tensors."""
         return []
 
     def counters(self) -> dict[str, Any]:
-        """Further numbers that a checkpoint keeps: the same on every rank, and plain JSON."""
+        """Return further numbers for the checkpoint: plain JSON, the same on every rank."""
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Load saved `counters`; those of another strategy are ignored."""
 
     def loaded(self) -> None:
-        """All states and counters have been loaded from a checkpoint: recompute what follows from them."""
+        """Recompute derived values after all states and counters have been loaded from a checkpoint."""
 
     def wire(self) -> float:
-        """Payload bytes that this rank has sent for data parallelism since the last call."""
+        """Return the payload bytes that this rank has sent for data parallelism since the last call."""
         return self.wire_counter.take()
 
     def wait_until_idle(self) -> None:
-        """Return when nothing of an earlier step is in flight. Else it could overtake what is written into parameters
-        next, or block the next user of these groups. Every rank calls it."""
+        """Wait until no operation of an earlier step is in flight. Otherwise it could overwrite new values of parameters,
+        or block the next user of these groups. Every rank calls it."""
         self.wait_for_parameters()
 
     def finish(self) -> None:
-        """The last step is done; every rank calls it: return when no other rank needs this one."""
+        """Wait until no other rank needs this rank; every rank calls it after the last step."""
         self.wait_until_idle()
 
     def close(self) -> None:
-        """The run ends: release threads and peers."""
+        """Release threads and peers at the end of the run."""
         self.background.close()
 
 
 class AllReduce(DataParallelStrategy):
-    """Buckets are all-reduced as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
+    """All-reduces buckets as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
 
     Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
     """
@@ -478,7 +476,7 @@ _MORE = "megalite.data_parallel.more.compression"
 
 
 def strategy_class(config: RunConfig) -> type[DataParallelStrategy]:
-    """What `dp_strategy` names, unless compression or a 1-bit optimizer exchanges something else."""
+    """Return the class of `dp_strategy`, or of compression or of a 1-bit optimizer's exchange if configured."""
     if config.data_parallel.grad_compression != "none":
         path = f"{_MORE}:CompressedAllReduce"
     elif config.optimizer.optimizer == "zero-one-adam":

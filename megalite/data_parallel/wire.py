@@ -1,4 +1,4 @@
-"""Collectives of data parallelism with the number format of the wire, and a count of the bytes that they send."""
+"""Run the collectives of data parallelism in the wire's number format, and count the bytes that they send."""
 
 import threading
 from collections import deque
@@ -17,10 +17,10 @@ Job = tuple[Callable[[], None], "Future[None]"]
 
 
 class Background:
-    """One thread that runs what it is given, in that order; on CUDA a stream, so that sums run under the computation.
+    """A thread (on CUDA, a stream) that runs functions in order, so that sums overlap with the computation.
 
-    All ranks ask for the same things in the same order; nothing else may use the group meanwhile. After something has
-    failed nothing further is run, as the peers wait for what did not happen: all that is asked for fails with that.
+    All ranks submit the same functions in the same order; nothing else may use the group meanwhile. After a failure no
+    further function runs, as the peers wait for the failed one: all later ones fail with the same error.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +31,10 @@ class Background:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], None]) -> Work:
-        """Start `work`; `wait()` on what is returned raises what it raised.
+        """Start `work`; `wait()` of the result raises the error of `work`.
 
-        On CUDA `work` comes after all that is queued now, and what it changes may be used after `wait()`. Memory that it
-        takes may outlive it, but only what runs here may free that.
+        On CUDA `work` runs after everything queued so far, and its results may be used after `wait()`. Memory that it
+        allocates may outlive it, but only functions that run here may free it.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -45,7 +45,7 @@ class Background:
             work()
             return DONE
         if self._thread is None:
-            # A daemon: a run that fails must be able to end while this waits for a peer that will never come.
+            # A daemon thread: a run that fails must be able to end while this thread waits for a lost peer.
             self._thread = threading.Thread(target=_work_through, args=(self._jobs,), name="megalite-dp", daemon=True)
             self._thread.start()
         self._last = Future()
@@ -67,9 +67,9 @@ def _work_through(jobs: "SimpleQueue[Job | None]") -> None:
         if failed is None:
             try:
                 work()
-            except BaseException as error:  # it is raised where the work is waited for
+            except BaseException as error:  # `wait` raises it
                 failed = error
-        # What was queued holds tensors; they may go now.
+        # The job references tensors; release them now.
         del work, job
         if failed is None:
             future.set_result(None)
@@ -92,12 +92,12 @@ class _Queued:
     device: torch.device
 
     def wait(self) -> Any:
-        """The current stream waits; the host does not."""
+        """Make the current stream wait; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class WireCounter:
-    """Payload bytes that this rank has sent: what its algorithms put on the wire, without headers.
+    """Counts the payload bytes that this rank sends, by the algorithms of its collectives, without headers.
 
     A ring all-reduce of B bytes over n ranks counts 2·(n-1)/n·B on each, a gather or exchange (n-1)/n, a message B.
     """
@@ -131,7 +131,7 @@ class WorkList:
 
 
 def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:
-    """The items in their order, each once `ahead` are in flight with it: while one is worked on the next comes."""
+    """Yield the items in order, each once `ahead` items have started: while one is processed, the next is in flight."""
     coming: deque[T] = deque()
     for item in started:
         coming.append(item)
@@ -140,13 +140,13 @@ def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:
     yield from coming
 
 
-PIECE_BYTES = 1 << 20  # that one rank sends to another at a time in a sum that has two parts
+PIECE_BYTES = 1 << 20  # bytes that one rank sends to another at a time in a sum of two stages
 
 
 class Channel:
-    """The ranks that share a bucket, seen through a wire format. `counter`: gets the bytes. `background`: runs the
-    local sums of collectives that have two parts. `wire_dtype`: of values that are summed or gathered; None leaves them
-    as they are. `by_rank`: sums are made in the order of ranks, on every backend."""
+    """Collectives between the ranks with the same bucket, in a wire format. `counter`: counts the bytes. `background`:
+    runs the local sums of two-stage collectives. `wire_dtype`: type of values that are summed or gathered; None: their
+    own type. `by_rank`: sums add in the order of ranks, on every backend."""
 
     def __init__(
         self,
@@ -164,14 +164,14 @@ class Channel:
         self._by_rank = by_rank
 
     def sums_in_parts(self, dtype: torch.dtype) -> bool:
-        """Sums are an exchange and additions here, in the background, and not a collective of the backend."""
+        """Whether sums are an exchange and local additions, in the background, instead of one collective."""
         return self._by_rank or self.wire_dtype not in (None, dtype)
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Work:
-        """In place: the sum over ranks. Flat; its size is a multiple of the number of ranks.
+        """Sum the flat `tensor` over ranks, in place; its size is a multiple of the number of ranks.
 
-        With a narrow wire, or by rank: an exchange of parts, a local sum in full precision in rank order, and a gather
-        of the rounded sums: as many bytes as a ring, and every rank gets the same bits.
+        With a narrow wire or `by_rank`: an exchange of parts, a local sum in full precision and rank order, and a gather
+        of the rounded sums. That sends as many bytes as a ring, and every rank gets the same bits.
         """
         if self.size == 1:
             return DONE
@@ -181,7 +181,7 @@ class Channel:
         return self.group.all_reduce_async(tensor)
 
     def all_reduce_after(self, work: Work, tensor: torch.Tensor) -> Work:
-        """`all_reduce_async` in the background once `work`, which makes what `tensor` is, is done."""
+        """Start `all_reduce_async` in the background after `work`, which writes `tensor`."""
         if self.size == 1:
             return work
 
@@ -196,7 +196,7 @@ class Channel:
         return self._background.run(reduce)
 
     def _sum_and_gather(self, tensor: torch.Tensor) -> None:
-        """Piece by piece: the next one is exchanged while one is summed and the one before is gathered."""
+        """Sum piece by piece: one piece is summed while the next is exchanged and the previous one gathered."""
         assert tensor.numel() % self.size == 0, (tensor.numel(), self.size)
         pieces = tensor.view(self.size, -1).split(PIECE_BYTES // (self.wire_dtype or tensor.dtype).itemsize, dim=1)
         for piece, whole, gathering in pipelined(self._gathers(pieces), 3):
@@ -204,7 +204,7 @@ class Channel:
             piece.copy_(whole.view_as(piece))
 
     def _gathers(self, pieces: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, Work]]:
-        """Each piece [ranks, n], its sum in flight to the returned tensor, and when that has come."""
+        """Yield each piece [ranks, n], the tensor that receives its sum, and the work of the gather."""
         exchanges = ((piece, *self.exchange_raw_async(self.rounded(piece).contiguous().view(-1))) for piece in pieces)
         for piece, received, work in pipelined(exchanges):
             work.wait()
@@ -215,7 +215,7 @@ class Channel:
             yield piece, whole, WorkList([self.gather_raw_async(whole, sent)], [sent])
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """`output` becomes this rank's part of the sum of `tensor` over ranks; it may be its place inside `tensor`."""
+        """Write this rank's part of the sum of `tensor` over ranks to `output`, which may be that part of `tensor`."""
         if self.size == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
@@ -228,17 +228,17 @@ class Channel:
         return self.group.reduce_scatter_async(output, tensor)
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Values as they are sent; the tensor itself where it has that type already."""
+        """Return the values in the wire's type; the tensor itself if it has that type."""
         return tensor if self.wire_dtype is None else tensor.to(self.wire_dtype)
 
     def exchange_raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Part i of `tensor` goes to rank i, as it is; returns the parts of all ranks for this one, in rank order."""
+        """Send part i of `tensor` to rank i, unrounded; return the parts that all ranks sent here, in rank order."""
         received, work = self.exchange_raw_async(tensor)
         work.wait()
         return received
 
     def exchange_raw_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
-        """`exchange_raw` in flight: neither `tensor` may be written nor what is returned read before `wait()`."""
+        """Start `exchange_raw`: before `wait()`, `tensor` must not be written and the result not be read."""
         if self.size == 1:
             return tensor, DONE
         received = torch.empty_like(tensor)
@@ -247,11 +247,11 @@ class Channel:
         return received, WorkList([self.group.all_to_all_equal_async(parts, sent)], [sent])
 
     def gather_raw(self, output: torch.Tensor, part: torch.Tensor) -> None:
-        """`output` becomes the parts of all ranks, as they are, in rank order."""
+        """Gather the parts of all ranks, unrounded and in rank order, into `output`."""
         self.gather_raw_async(output, part).wait()
 
     def gather_raw_async(self, output: torch.Tensor, part: torch.Tensor) -> Work:
-        """`gather_raw` in flight; `part` may be this rank's place inside `output`."""
+        """Start `gather_raw`; `part` may be this rank's part of `output`."""
         if self.size > 1:
             self._counter.add((self.size - 1) * part.nbytes)
         return self.group.all_gather_async(output, part)
@@ -261,9 +261,9 @@ class Channel:
         return self.group.send_async(tensor, to=to)
 
     def receive_async(self, tensor: torch.Tensor, *, source: int) -> Work:
-        """A message from the rank with index `source`, into `tensor`."""
+        """Start to receive a message from the rank with index `source` into `tensor`."""
         return self.group.receive_async(tensor, source=source)
 
     def in_background(self, work: Callable[[], None]) -> Work:
-        """Run something that uses this channel behind the computation, in order with what else does."""
+        """Run a function that uses this channel in the background, in order with the channel's other work."""
         return self._background.run(work)

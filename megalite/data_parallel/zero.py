@@ -1,4 +1,4 @@
-"""The distributed optimizer (ZeRO-1), and gradients of which a rank keeps its own range alone (ZeRO-2)."""
+"""Shard optimizer states over data-parallel ranks (ZeRO-1, distributed optimizer), and gradients too (ZeRO-2)."""
 
 import contextlib
 import functools
@@ -17,36 +17,36 @@ from megalite.topology.group import DONE, Work
 
 
 class GradientShards:
-    """The whole of a bucket's gradient has memory only while one microbatch's come in and are reduce-scattered.
+    """Stores only this rank's range of gradients; a whole bucket's gradient has memory for one microbatch only.
 
-    The buffer gets its memory when a layer asks for it, and gives it back once what is in it has gone to its owners. A
-    bucket is sent when each of its parameters has reported as often as one microbatch makes it; where the program
-    splits the backward these may be reports of several microbatches, which changes no sum.
+    The buffer gets memory when a layer requests it, and is freed after its reduce-scatter. A bucket is sent when each of
+    its parameters has reported as many gradients as one microbatch gives. If the program splits the backward, these may
+    belong to several microbatches, which does not change the sum.
 
-    `overlap`: a bucket may be in flight while the backward fills others. They are sent one after the other, and no more
-    wait than 5/4 of the largest has room for: the small ones of a layer need not wait for the large one. `completed`:
-    called with a bucket, once or twice, when all its gradients are in the total."""
+    `overlap`: buckets may be in flight while the backward fills others. They are sent in order. The elements in flight
+    are at most 5/4 of the largest bucket, so that the small buckets of a layer need not wait for its large one.
+    `completed`: called with a bucket, once or twice, when its total contains all gradients."""
 
     def __init__(self, *, overlap: bool, completed: Callable[[Bucket], None]) -> None:
         self._overlap, self._completed = overlap, completed
         self._own: dict[Bucket, tuple[torch.Tensor, Channel]] = {}
-        """The owned range, summed over ranks and the microbatches so far."""
-        self._started: set[Bucket] = set()  # buckets of which something has gone into the total
+        """Owned range of each bucket, summed over ranks and the microbatches so far, and the bucket's channel."""
+        self._started: set[Bucket] = set()  # buckets with gradients in their total
         self._sending: dict[Bucket, tuple[torch.Tensor, Work]] = {}
-        """In flight, in order; what comes is added to the total, unless it is the total."""
-        self._last: set[Bucket] = set()  # buckets of which nothing follows what is sent next
+        """Buckets in flight, in order; the received part is added to the total, unless it is the total."""
+        self._last: set[Bucket] = set()  # the next send of these buckets is their last
         self._final: set[Bucket] = set()
-        """Those of which nothing follows what is in flight or in the total."""
-        self._room = 0  # elements of all that may be in flight
+        """Buckets with all gradients in flight or in the total."""
+        self._room = 0  # most elements in flight
 
     def add(self, bucket: Bucket, total: torch.Tensor, channel: Channel) -> None:
-        """Take charge of a bucket: `total`, this rank's range, is where its gradients end up."""
+        """Add a bucket; its gradients accumulate in `total`, this rank's range."""
         self._own[bucket] = total, channel
         self._room = max(self._room, bucket.grad.numel() * 5 // 4)
         free_storage(bucket.grad)
         bucket.take_at_once()
         for placed in bucket.placed:
-            placed.parameter.grad_wanted = lambda: self._provide(bucket)
+            placed.parameter.grad_wanted = lambda: self._allocate(bucket)
         self._await(bucket)
 
     def __contains__(self, bucket: Bucket) -> bool:
@@ -56,7 +56,7 @@ class GradientShards:
         return self._own[bucket][0]
 
     def reset(self) -> None:
-        """Forget all gradients, also those of a step that failed half way."""
+        """Discard all gradients, also of a step that failed half way."""
         self._last.clear()
         self._final.clear()
         self.collect()
@@ -67,11 +67,11 @@ class GradientShards:
             self._await(bucket)
 
     def expect_last(self, bucket: Bucket) -> None:
-        """What comes of this bucket now is the last of the step."""
+        """Declare that the next gradients of this bucket are the last of the step."""
         self._last.add(bucket)
 
     def complete(self, bucket: Bucket) -> None:
-        """All its gradients have come: send what has since it was last sent."""
+        """Send the gradients that have arrived since the last send; called when all of the bucket's have arrived."""
         self._final.add(bucket)
         if bucket not in self._sending:
             if has_memory(bucket.grad):
@@ -91,7 +91,7 @@ class GradientShards:
     def _await(self, bucket: Bucket) -> None:
         bucket.start_counting(lambda: self._send(bucket))
 
-    def _provide(self, bucket: Bucket) -> None:
+    def _allocate(self, bucket: Bucket) -> None:
         while bucket in self._sending:
             self._finish_first()
         if not has_memory(bucket.grad):
@@ -124,20 +124,21 @@ class GradientShards:
 
 
 class DistributedOptimizer(DataParallelStrategy):
-    """Gradients are reduce-scattered, the owned part stepped, parameters gathered again (arXiv 1910.02054).
+    """Reduce-scatters gradients, steps the owned part and gathers the parameters again (arXiv 1910.02054).
 
-    The gather runs under the next forward: each module waits for its own buckets just before it computes.
+    The gather overlaps with the next forward: each module waits for its buckets just before it computes.
     Wire: (d-1)/d of the gradient bytes plus (d-1)/d of the parameter bytes per step and rank. Optimizer state and main
     parameters take 1/d of the memory. For experts d is the expert-dp size.
 
-    With `shard_gradients` (ZeRO-2) gradients take 1/d of the memory too, but for the buckets that are being filled or
-    sent. Then they are on the wire once for each microbatch: m·(d-1)/d of their bytes.
+    With `shard_gradients` (ZeRO-2) gradients take 1/d of the memory too, except for buckets that are being filled or
+    sent. They are sent for each of m microbatches: m·(d-1)/d of their bytes.
 
-    With n instances (`dp_instances`) d is the ranks of one: what was reduce-scattered inside each is all-reduced over them,
-    2·(n-1)/n of 1/d of the gradient bytes per step and rank, and gathers stay inside. Source: Megatron-LM's
-    num_distributed_optimizer_instances; hybrid sharding of arXiv 2304.11277.
+    With n instances (`dp_instances`) d is the number of ranks in one. Gradients are reduce-scattered inside an instance
+    and then all-reduced between instances: 2·(n-1)/n of 1/d of the gradient bytes per step and rank. Parameters are
+    gathered inside an instance. Source: Megatron-LM's num_distributed_optimizer_instances; hybrid sharding of arXiv
+    2304.11277.
 
-    What is gathered in fp8 is rounded in the bucket until it is asked for; each rank keeps its part as it is.
+    Buckets gathered in fp8 contain rounded weights until exact ones are requested; each rank keeps its part exact.
     """
 
     shards_over_dp = True
@@ -150,9 +151,9 @@ class DistributedOptimizer(DataParallelStrategy):
         shards = self.always_shards_gradients or options.settings.shard_gradients
         self._sharded = GradientShards(overlap=options.overlap, completed=self._completed) if shards else None
         self._own: dict[Bucket, torch.Tensor] = {}
-        """This rank's part of the weights, where it is not in the bucket, or not always."""
+        """This rank's exact part of the weights, for buckets that may be freed or rounded."""
         self._scales: Mapping[Bucket, Mapping[int, torch.Tensor]] | None = None
-        """Of what is gathered in fp8; None: the weights have changed since, or are whole as they are."""
+        """Scales of the last fp8 gather; None: the weights have changed since, or the buckets are exact."""
         super().__init__(stages, groups=groups, options=options)
         self._watch(stages, overlap=options.overlap_param_gather and self.has_replicas)
 
@@ -206,7 +207,7 @@ class DistributedOptimizer(DataParallelStrategy):
             self._sharded.expect_last(bucket)
 
     def _completed(self, bucket: Bucket) -> None:
-        """Of sharded gradients the sum over instances is left."""
+        """Start the remaining reduction: for sharded gradients, the sum over instances."""
         if not bucket.kind.in_parts:
             self._start(bucket)
 
@@ -218,8 +219,8 @@ class DistributedOptimizer(DataParallelStrategy):
                 self._completed(bucket)
 
     def finish_grad_sync(self) -> None:
-        """As all; sharded gradients that are in parts are added up last: equal buckets are cut alike, so that the owned
-        ranges lie on one another."""
+        """Wait for the sums. Sharded gradients with `in_parts` are summed over tp or tied copies last: equal buckets are
+        sharded equally, so the owned ranges correspond."""
         if self._sharded is None:
             super().finish_grad_sync()
             return
@@ -246,7 +247,7 @@ class DistributedOptimizer(DataParallelStrategy):
         self._arrivals.wait_unless_overlapped()
 
     def _gather(self, bucket: Bucket, *, exact: bool = False) -> Work:
-        """The whole bucket from the ranks' parts of it; `exact`: not in fp8."""
+        """Start to gather the whole bucket from the ranks' parts; `exact`: not in fp8."""
         start, stop = self.owned_range(bucket)
         own = self._own.get(bucket, bucket.data[start:stop])
         channel, gather = self._gathers(bucket), functools.partial(self._start_gather, bucket)
@@ -307,9 +308,8 @@ class DistributedOptimizer(DataParallelStrategy):
 def fp8_scales(
     own: Mapping[Bucket, torch.Tensor], *, rank: int, largest_of_all: Callable[[torch.Tensor], None]
 ) -> dict[Bucket, dict[int, torch.Tensor]]:
-    """Of each bucket that is gathered in fp8: start of a tensor in it -> what undoes the tensor's scale, fp32 [].
-    `own`: the part of each bucket that rank `rank` has. `largest_of_all`: numbers become the largest of all ranks'
-    numbers."""
+    """Return, for each bucket gathered in fp8: start of a tensor in it -> inverse of the tensor's scale, fp32 [].
+    `own`: the parts of buckets on rank `rank`. `largest_of_all`: replaces numbers by their maxima over ranks."""
     buckets = [bucket for bucket in own if bucket.kind.fp8]
     places = [(bucket, placed.start) for bucket in buckets for placed in bucket.placed]
     largest = torch.zeros(len(places), dtype=torch.float32, device=own[buckets[0]].device)
@@ -322,16 +322,16 @@ def fp8_scales(
     largest_of_all(largest)
     found: dict[Bucket, dict[int, torch.Tensor]] = {bucket: {} for bucket in buckets}
     for (bucket, start), number in numbers.items():
-        # The product's own rule: it rounds the weights once more, to the same values.
+        # The same rule as in the fp8 matmul, which rounds the weights again, to the same values.
         found[bucket][start] = cast(number, number, E4M3).undo
     return found
 
 
 class Fp8Gather:
-    """A bucket on its way in fp8 (e4m3), which takes no more memory: the bytes come into the second half of the bucket,
-    and become bf16 from its start on, where what is written never reaches what is still to be read.
+    """A gather of a bucket in fp8 (e4m3) without extra memory: the bytes arrive in the second half of the bucket and are
+    converted to bf16 from its start on, so that writes never reach bytes that are still to be read.
 
-    `undo`: see `fp8_scales`. `own`: this rank's weights, from element `start` of the bucket on; in other memory.
+    `undo`: see `fp8_scales`. `own`: this rank's weights, from element `start` of the bucket on, in separate memory.
     `gather`: starts to gather all ranks' parts into a tensor."""
 
     def __init__(
@@ -352,7 +352,7 @@ class Fp8Gather:
             yield from ((undo, piece, min(piece + PIECE, last)) for piece in range(first, last, PIECE))
 
     def _round(self, own: torch.Tensor, start: int) -> torch.Tensor:
-        """This rank's bytes, in their place."""
+        """Write this rank's bytes into the buffer and return that part of it."""
         place = self._whole[start : start + own.numel()]
         place.zero_()  # padding
         for undo, first, last in self._pieces(start, start + own.numel()):
@@ -361,7 +361,7 @@ class Fp8Gather:
         return place
 
     def wait(self) -> None:
-        """Once all bytes are there make them the bucket's weights."""
+        """Wait for all bytes and convert them to the bucket's weights."""
         self._work.wait()
         data = self._bucket.data
         for undo, first, last in self._pieces(0, data.numel()):

@@ -1,1 +1,1 @@
-"""Optimizers, and the schedules of learning rate, weight decay and loss scale."""
+"""Optimizers, and schedules of learning rate, weight decay and loss scale."""

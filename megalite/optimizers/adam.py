@@ -1,4 +1,4 @@
-"""AdamW over flat shards, one tensor per bucket; with bf16 moments, which may be rounded at random."""
+"""Implement AdamW over flat shards, one tensor per bucket, optionally with bf16 moments and stochastic rounding."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay (arXiv 1711.05101), which norms and biases are left out of.
+    """Adam with decoupled weight decay (arXiv 1711.05101), except for norms and biases.
 
     Its kernel also clips, and rounds the new parameters to the model's precision.
     """
@@ -60,15 +60,15 @@ class AdamW(Optimizer):
 
 
 CPU_PIECE, DEVICE_PIECE = 1 << 18, 1 << 23
-"""Elements that are worked on at a time: what fits into a cache, or what keeps a device busy."""
+"""Elements that are processed at a time: enough to fill a cache, or to keep a device busy."""
 
 
 class RoundedAdamW(AdamW):
-    """AdamW with bf16 moments: 2 bytes of each instead of 4. The arithmetic is that of `AdamW`, torch's fused kernel in
-    fp32; a bf16 moment is rounded once per update, a piece at a time.
+    """AdamW with bf16 moments: 2 bytes each instead of 4. The arithmetic is that of `AdamW`, torch's fused kernel in fp32;
+    a bf16 moment is rounded once per update, piece by piece.
 
-    To the nearest, a second moment with beta2 above 1 - 2^-8 stands still: an update changes it by less than half of its
-    last bit. Stochastic rounding keeps its expectation (arXiv 2010.06192).
+    With rounding to nearest, a second moment with beta2 above 1 - 2^-8 does not change: an update is less than half of its
+    last bit. Stochastic rounding preserves the expectation (arXiv 2010.06192).
 
     `seed`: of the random bits."""
 
@@ -116,23 +116,22 @@ class RoundedAdamW(AdamW):
                 round_to(target, values, bits.bitwise_right_shift(shift))
 
 
-# Stochastic rounding to bf16, with random bits that belong to the element of the model and not to its place: an element
-# between two bf16 numbers goes to the upper one with the probability of its distance from the lower one. The bits are a
-# hash of the seed, the step, the tensor's name and the element's index in the whole tensor: every layout rounds alike,
-# and there is no generator with a state that a checkpoint would have to keep.
+# Stochastic rounding to bf16: an element between two bf16 numbers is rounded up with a probability equal to its relative
+# distance from the lower one. The random bits are a hash of the seed, the step, the tensor's name and the element's index
+# in the whole tensor. So they do not depend on the layout, and no generator state needs to be saved.
 
 _SPREAD, _FIRST, _SECOND, _CARRY = (
     number - (1 << 32) if number >> 31 else number
-    # Odd, so that a product with it is a bijection of 32 bits. The first spreads indices that follow one another; with the
-    # next two, found by search, each bit of the index moves each bit of the hash (github.com/skeeto/hash-prospector).
+    # Odd, so that multiplication is a bijection of 32 bits. The first spreads consecutive indices; with the next two, found
+    # by search, each bit of the index affects each bit of the hash (github.com/skeeto/hash-prospector).
     for number in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xC2B2AE3D)
 )
 
 
 def global_indices(segment: Segment, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Where the elements start..stop of a flat parameter, all in the segment, are in the flattened whole tensor: int64.
+    """Return the indices, int64, of elements [start, stop) of a flat parameter, all in `segment`, in the whole tensor.
 
-    They count on, but for a gap where a row of a cut dimension ends.
+    The indices are consecutive, except for a gap at each end of a row of a split dimension.
     """
     first = start - segment.start + segment.offset
     index = torch.arange(first, first + stop - start, device=device)
@@ -148,19 +147,19 @@ def global_indices(segment: Segment, start: int, stop: int, device: torch.device
 
 
 def _leave_gaps(index: torch.Tensor, first: int, *, every: int, gap: int) -> None:
-    """Move element i by `gap` for each `every` elements before it, where those of `index` are first, first + 1, ..."""
+    """Add `gap` to an index for each `every` elements before it; `index` is of elements first, first + 1, ..."""
     head = min(-first % every, index.numel())
     index[:head] += first // every * gap
     row, rows = (first + head) // every, (index.numel() - head) // every
     end = head + rows * every
-    # Whole rows together: a division for each element would take longer than all the rest.
+    # Add per row: a division for each element would take longer than everything else.
     whole = index[head:end].view(rows, every)
     whole += gap * torch.arange(row, row + rows, device=index.device).view(rows, 1)
     index[end:] += (row + rows) * gap
 
 
 def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: int) -> torch.Tensor:
-    """32 random bits for each element of a range of a flat parameter, int32; padding gets 0."""
+    """Return 32 random bits for each element of a range of a flat parameter, int32; padding gets 0."""
     out = torch.zeros(stop - start, dtype=torch.int32, device=flat.param.device)
     for segment in flat.segments:
         low, high = max(segment.start, start), min(segment.stop, stop)
@@ -173,8 +172,8 @@ def random_bits(flat: FlatParameter, start: int, stop: int, *, seed: int, step: 
 
 
 def _hash(index: torch.Tensor, key: tuple[int, ...], out: torch.Tensor, *, wide: bool) -> None:
-    """`out` becomes a hash of each index with two numbers of 32 bits; `wide` if some indices take more. Arithmetic
-    wraps."""
+    """Write a hash of each index with two 32-bit keys to `out`; `wide`: some indices have more than 32 bits. Arithmetic
+    wraps around."""
     out.copy_(index)
     out.mul_(_SPREAD).add_(key[0])
     if wide:
@@ -182,20 +181,20 @@ def _hash(index: torch.Tensor, key: tuple[int, ...], out: torch.Tensor, *, wide:
     shifted = torch.empty_like(out)
     for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
         torch.bitwise_right_shift(out, shift, out=shifted)
-        # The shift repeats the sign: away with it.
+        # Clear the copies of the sign bit that the arithmetic shift added.
         out.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
-            # Without the second part of the key all steps would take their numbers from one sequence.
+            # Without the second key all steps would draw from one sequence.
             out.mul_(factor).bitwise_xor_(key[1])
 
 
 def round_to(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor) -> None:
-    """`target`, bf16, becomes fp32 `values`, rounded by the lower 16 of each element's `bits`, which are used up.
+    """Write fp32 `values`, rounded by the lower 16 of each element's `bits`, to bf16 `target`. Overwrites `bits`.
 
-    What is NaN or infinite stays so.
+    NaN and infinities are preserved.
     """
-    # As an integer a number's magnitude grows with it: the sum carries into the bf16 part as often as the fraction says.
+    # The bits as an integer grow with the magnitude, so the sum carries into the bf16 part with the right probability.
     rounded = bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
-    # A NaN may have carried into its sign. This is NaN where values are, else 0 of their sign; comparing takes longer.
+    # A NaN may have carried into its sign. This term is NaN if the value is, else a signed 0; a comparison is slower.
     rounded.bitwise_or_(values.clamp(-1.0, 1.0).mul_(0.0).view(torch.int32))
     target.copy_(rounded.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16))

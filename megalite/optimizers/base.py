@@ -1,4 +1,4 @@
-"""What an optimizer gets and offers: flat parameters and the tensors in them, the terms of an update, states by name."""
+"""Define the base class of optimizers and their inputs: flat parameters, their segments, and the terms of an update."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,17 +21,17 @@ from megalite.topology.topology import Topology
 class Segment:
     """The part of a flat parameter that belongs to one tensor of the model.
 
-    A flat parameter may hold only some of the elements of this rank's slice of the tensor; `offset` is the first of them.
+    A flat parameter may contain only some elements of this rank's slice of the tensor; `offset` is the first of them.
     """
 
-    name: str  # of the tensor; the same on every rank that holds a part of it
-    start: int  # place in the flat parameter, with `stop`
+    name: str  # of the tensor; the same on every rank with a part of it
+    start: int  # first element in the flat parameter
     stop: int
     offset: int  # first element in the flattened local slice
     global_shape: tuple[int, ...]
     slice: tuple[tuple[int, int], ...]  # per dimension [start, stop) of the local slice in the tensor
     counts: bool
-    """In a sum over the world's ranks these elements are counted here; where others hold the same ones, on one alone."""
+    """Whether this rank adds these elements to sums over the world; of ranks with equal elements exactly one does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +41,14 @@ class FlatParameter:
     param: torch.nn.Parameter
     """Flat; `.grad` is set before a step."""
     decay: bool  # weight decay applies
-    segments: tuple[Segment, ...]  # in the order of their places; padding is in none
-    orthogonal: bool = False  # it holds nothing but hidden matrices, which Muon orthogonalises
+    segments: tuple[Segment, ...]  # ordered by start; padding is in none
+    orthogonal: bool = False  # contains only hidden matrices, which Muon orthogonalises
     decoupled_lr: bool = False
-    """It holds nothing but word embedding and head, which have their own learning rate."""
-    lr_multiplier: float = 1.0  # the learning rate of all it holds is multiplied with it
-    host: HostMemory | None = None  # where its states are, if not on the device
+    """Whether it contains only word embedding and head, which have a separate learning rate."""
+    lr_multiplier: float = 1.0  # factor of the learning rate
+    host: HostMemory | None = None  # host memory with its states, if they are offloaded
     host_main: torch.Tensor | None = None
-    """Its values there; None: those of `param`."""
+    """Offloaded values; None: those of `param`."""
 
     @property
     def grad(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class FlatParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """Of the parameters, wherever they are."""
+        """Values of the parameters, on the device or in host memory."""
         return self.param.data if self.host_main is None else self.host_main
 
 
@@ -66,13 +66,13 @@ Part = tuple[FlatParameter, int, int]  # elements [start, stop) of a flat parame
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a flat parameter on the device, to be updated there."""
+    """A part of a flat parameter, on the device for an update."""
 
     flat: FlatParameter
     start: int
     stop: int
     param: torch.Tensor
-    states: list[torch.Tensor]  # in their order
+    states: list[torch.Tensor]  # in the order of the optimizer's state names
     copy: torch.Tensor | None  # its part of `Update.copies`
 
     @property
@@ -90,31 +90,31 @@ class Update:
     step: int  # the current step, counted from 1
     lr: float
     weight_decay: float
-    decoupled_lr: float | None = None  # that of flat parameters with `decoupled_lr`
-    factor: float = 1.0  # gradients must still be multiplied with it: it undoes the loss scale and clips
+    decoupled_lr: float | None = None  # learning rate of flat parameters with `decoupled_lr`
+    factor: float = 1.0  # factor of gradients, which undoes the loss scale and clips
     clipped_rows: Rows = field(default_factory=dict)
-    """By tensor: first row, one past the last, and what they are multiplied with after the step (QK-clip)."""
+    """Tensor name -> (first row, one past the last, factor of these rows after the step), for QK-clip."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
-    """Where new parameters are put as well, rounded: for optimizers with `writes_copies`."""
+    """Main parameter -> tensor for the new values, rounded: for optimizers with `writes_copies`."""
 
     def rate(self, flat: FlatParameter) -> float:
-        """The learning rate of a flat parameter."""
+        """Return the learning rate of a flat parameter."""
         rate = self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
         return rate * flat.lr_multiplier
 
     def kept_of(self, flat: FlatParameter) -> float:
-        """The share of a flat parameter that decay leaves."""
+        """Return the factor of weight decay on a flat parameter."""
         return 1.0 - self.rate(flat) * self.weight_decay
 
     @property
     def kept(self) -> float:
-        """`kept_of` where all have one rate."""
+        """The factor of weight decay if all parameters have one rate."""
         return 1.0 - self.lr * self.weight_decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What an optimizer may use of a run, in addition to its settings."""
+    """Parts of a run that an optimizer may use, in addition to its settings."""
 
     topology: Topology
     kernels: Kernels
@@ -122,42 +122,41 @@ class Context:
 
 
 class MatrixState(NamedTuple):
-    """A state of one matrix, which the rank that works on it alone has."""
+    """A state of one matrix, stored only on the rank that owns the matrix."""
 
     name: str
-    spec: ShardSpec  # under the tensor's name and in all of them: [matrices, n, n]
-    values: torch.Tensor  # of that shape, and live: loading writes into it
+    spec: ShardSpec  # this matrix in a state [matrices, n, n] with the tensor's name
+    values: torch.Tensor  # [1, n, n], live: loading writes into it
 
 
 Exchange = Callable[[FlatParameter, torch.Tensor], None]
-"""In place: a flat tensor like the parameter becomes its mean over the data-parallel ranks, as well as the wire allows."""
+"""Replaces a flat tensor like the parameter, in place, by its (lossy) mean over the data-parallel ranks."""
 
 
 class Optimizer(ABC):
-    """Steps flat parameters from their `.grad`. States are made at once, so that memory is known at the start and a
-    checkpoint has a place to go: those that the optimizer is registered with, and they start from 0; and the average of
-    `ema_decay`, which starts from the parameters.
+    """Steps flat parameters by their `.grad`. The constructor creates all states, so that memory is known at the start and
+    a checkpoint can be loaded. The registered states start from 0, the average of `ema_decay` from the parameters.
 
-    A flat parameter is a part of many tensors, which differs from layout to layout: what is not element by element goes
-    by `segments`, or numbers depend on the layout.
+    A flat parameter contains parts of many tensors, which depend on the layout. Computations that are not element-wise
+    must use `segments`; otherwise results depend on the layout.
 
-    `states`: other names, where it works for another optimizer."""
+    `states`: names of the states, if they are not the registered ones."""
 
     applies_factor: bool = False
-    """`step` multiplies gradients with `update.factor` itself, in the pass that it makes anyway."""
+    """Whether `step` multiplies gradients with `update.factor`, in a pass that it needs anyway."""
     writes_copies: bool = False  # `step` fills `update.copies`, in the same pass
     from_zeros: frozenset[str] = frozenset()
-    """State tensors that a checkpoint of another optimizer need not have: they start from 0."""
-    from_parameters: frozenset[str] = frozenset((EMA,))  # likewise; they start from the parameters
+    """State tensors that start from 0 if a checkpoint of another optimizer lacks them."""
+    from_parameters: frozenset[str] = frozenset((EMA,))  # likewise, starting from the parameters
 
     def __init__(
         self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str] | None = None
     ) -> None:
         self.parameters, self.config = parameters, config
         self.notes: list[str] = []
-        """Lines for the log, the same on every rank; the training loop takes them out after each step."""
+        """Lines for the log, the same on every rank; the training loop removes them after each step."""
         self.updates = 0
-        """Updates made so far; bias correction depends on it. With fp16 it is less than the number of steps."""
+        """Number of updates so far, for bias correction. With fp16 it can be less than the number of steps."""
         self._states: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         self._averages: dict[torch.nn.Parameter, torch.Tensor] = {}
         for flat in parameters:
@@ -174,72 +173,72 @@ class Optimizer(ABC):
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> "Optimizer":
-        """The optimizer of a run."""
+        """Return the optimizer of a run."""
         return cls(parameters, config.optimizer)
 
     @abstractmethod
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        """Update all parameters. Unless it `applies_factor`, gradients have been multiplied with that already.
-        `exchange`: passed where `reduces_gradients(update.step)` is False: gradients are this rank's own.
+        """Update all parameters. Without `applies_factor`, gradients have been multiplied with the factor already.
+        `exchange`: passed if `reduces_gradients(update.step)` is False: gradients are then not reduced over ranks.
 
-        Collectives: those of `exchange`, and small sums over the world where whole tensors' norms are needed."""
+        Collectives: those of `exchange`, and small sums over the world if the norms of whole tensors are needed."""
 
     def pieces(
         self, parts: Iterable[Part], update: Update | None = None, *, states: bool = True, values: bool = True
     ) -> Iterator[Piece]:
-        """Each part in turn, on the device; what is written into param and states until the next one stays.
+        """Yield each part on the device; values written to param and states before the next iteration persist.
 
-        Parts of what is in host memory have at most `HOST_PIECE` elements. While one is worked on the next comes in and
-        the one before goes out.
+        Offloaded parts must have at most `HOST_PIECE` elements. While one is processed, the next one is copied in and the
+        previous one out.
 
-        `update`: an update goes over these parts for the last time: those in host memory are finished before they
-        leave. `states`, `values`: which of them are needed."""
+        `update`: passed in the last pass of an update: offloaded parts are clipped, rounded and averaged before they are
+        copied out. `states`, `values`: whether states and parameters are needed."""
         parts = list(parts)
         host = next((flat.host for flat, _, _ in parts if flat.host is not None), None)
         averages = self._averages if update is not None else {}
         kept = [[*self._states[flat.param].values()] if states else [] for flat, _, _ in parts]
-        visitors: list[list[torch.Tensor]] = []
+        offloaded: list[list[torch.Tensor]] = []
         for (flat, start, stop), each in zip(parts, kept, strict=True):
             more = [averages[flat.param]] if flat.param in averages else []
             more += [flat.host_main] if values and flat.host_main is not None else []
-            visitors.append([] if flat.host is None else [tensor[start:stop] for tensor in (*each, *more)])
-        here = [[] for _ in parts] if host is None else host.stream(visitors)
-        for (flat, start, stop), each, visiting in zip(parts, kept, here, strict=True):
+            offloaded.append([] if flat.host is None else [tensor[start:stop] for tensor in (*each, *more)])
+        on_device = [[] for _ in parts] if host is None else host.stream(offloaded)
+        for (flat, start, stop), each, tensors in zip(parts, kept, on_device, strict=True):
             param = flat.param.data[start:stop]
             if flat.host is None:
-                visiting = [tensor[start:stop] for tensor in each]
+                tensors = [tensor[start:stop] for tensor in each]
             elif values and flat.host_main is not None:
-                *visiting, param = visiting
+                *tensors, param = tensors
             copy = None if update is None else update.copies.get(flat.param)
             copy = None if copy is None else copy[start:stop]
-            yield Piece(flat, start, stop, param, visiting[: len(each)], copy)
+            yield Piece(flat, start, stop, param, tensors[: len(each)], copy)
             if flat.host is not None and update is not None:
-                # As `clip_rows`, the strategy's rounding and `average` do to the others, in their order.
+                # The same operations, in the same order, as `clip_rows`, the strategy's rounding and `average`.
                 clipped = _clip(flat, update.clipped_rows, param, start)
                 if copy is not None and (clipped or not self.writes_copies):
                     copy.copy_(param)
-                for average in visiting[len(each) :]:
+                for average in tensors[len(each) :]:
                     self._average(average, param)
 
     def reduces_gradients(self, step: int) -> bool:
-        """The step needs gradients summed over ranks; else the optimizer averages its own states."""
+        """Return whether the step needs gradients summed over ranks; if not, the optimizer averages its states."""
         return True
 
     def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Optimizer | None":
-        """One of the same kind over other `parameters` that no other rank shares, which reduces gradients up to
-        step `freeze_step` and not after it: to measure what steps cost. None: this one always reduces gradients."""
+        """Return an optimizer of the same kind over other `parameters`, without other ranks, that reduces gradients only
+        up to step `freeze_step`, for measurements. None: this optimizer always reduces gradients."""
         return None
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The flat state tensors of one parameter, of its shape, by name; writing into them changes the state.
-        What is in host memory may be read inside the strategy's `main_in_memory`."""
+        """Return the flat state tensors of one parameter by name, as live tensors. Offloaded states may be read inside
+        the strategy's `main_in_memory`."""
         average = {EMA: self._averages[parameter]} if self._averages else {}
         return self._states[parameter] | average
 
     @torch.no_grad()
     def average(self) -> None:
-        """A step has been taken: move the averages of `ema_decay` towards the parameters, ema ← d·ema + (1-d)·x. Those in
-        host memory have been, by `pieces`."""
+        """Move the averages of `ema_decay` towards the parameters after a step, ema ← d·ema + (1-d)·x. `pieces` has done
+        this for offloaded ones."""
         for flat in self.parameters:
             if flat.host is None and flat.param in self._averages:
                 self._average(self._averages[flat.param], flat.param.data)
@@ -250,26 +249,26 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def clip_rows(self, rows: Rows) -> None:
-        """Multiply rows of tensors, as `Update.clipped_rows` says them; those in host memory have been, by `pieces`."""
+        """Multiply rows of tensors by the factors of `Update.clipped_rows`; `pieces` has done this for offloaded ones."""
         for flat in self.parameters:
             if flat.host is None:
                 _clip(flat, rows, flat.param.data, 0)
 
     def evaluated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What is evaluated in place of the parameter, where that is another tensor."""
+        """Return the values to evaluate instead of the parameter; None: the parameter."""
         return self._averages[parameter] if self.config.eval_ema else None
 
     def tensor_state(self) -> Mapping[tuple[str, str], torch.Tensor]:
-        """(state, tensor name) -> what there is once per tensor of the model, such as a trust ratio. All ranks that hold
-        a part of the tensor have the same; writing into it changes the state."""
+        """Return (state, tensor name) -> a live state of a whole tensor, such as a trust ratio, which is equal on all
+        ranks with a part of the tensor."""
         return {}
 
     def matrix_states(self) -> list[MatrixState]:
-        """What there is of matrices that this rank works on, beside `state`."""
+        """Return the states of matrices that this rank owns, in addition to `state`."""
         return []
 
     def counters(self) -> dict[str, Any]:
-        """Further numbers that a checkpoint keeps: the same on every rank, and plain JSON."""
+        """Return further numbers for the checkpoint: plain JSON, the same on every rank."""
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
@@ -277,19 +276,19 @@ class Optimizer(ABC):
 
 
 def whole_parts(parameters: Iterable[FlatParameter]) -> Iterator[Part]:
-    """All of these, whole, but in pieces where they come from host memory."""
+    """Yield all elements of `parameters`, in pieces if they are offloaded."""
     for flat in parameters:
         yield from cut_part(flat, 0, flat.param.numel())
 
 
 def cut_part(flat: FlatParameter, start: int, stop: int) -> Iterator[Part]:
-    """One part, in pieces where it comes from host memory."""
+    """Yield one part, in pieces if it is offloaded."""
     step = max(stop - start, 1) if flat.host is None else HOST_PIECE
     yield from ((flat, first, min(first + step, stop)) for first in range(start, stop, step))
 
 
 def _clip(flat: FlatParameter, rows: Rows, values: torch.Tensor, first: int) -> bool:
-    """Multiply rows among the `values` of a flat parameter from element `first` on; whether there were any."""
+    """Multiply rows in `values`, which start at element `first` of the flat parameter; return whether it has any."""
     found, last = False, first + values.numel()
     for part in flat.segments:
         (top, bottom), *rest = part.slice
@@ -310,21 +309,22 @@ def _zeros(flat: FlatParameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 def state_dtype(flat: FlatParameter, kind: str) -> torch.dtype:
-    """Of a state that is stated as `main` or `bf16`."""
+    """Return the type of a state that is registered as `main` or `bf16`."""
     return torch.bfloat16 if kind == "bf16" else flat.param.dtype
 
 
 def check_states(name: str, optimizer: Optimizer) -> None:
-    """Raise ConfigError unless the optimizer keeps what it was registered with: dry run and planner count that."""
+    """Raise ConfigError unless the optimizer has its registered states, with which dry run and planner compute memory."""
     for flat in optimizer.parameters:
         formats = state_formats(optimizer.config, hidden_matrix=flat.orthogonal)
-        stated = {state: state_dtype(flat, kind) for state, kind in formats.items()}
-        kept = {state: values.dtype for state, values in optimizer.state(flat.param).items()}
-        if kept != stated:
-            here, there = (
-                ", ".join(f"{key} ({of})" for key, of in found.items()) or "none" for found in (kept, stated)
+        registered = {state: state_dtype(flat, kind) for state, kind in formats.items()}
+        actual = {state: values.dtype for state, values in optimizer.state(flat.param).items()}
+        if actual != registered:
+            texts = (
+                ", ".join(f"{key} ({dtype})" for key, dtype in found.items()) or "none"
+                for found in (actual, registered)
             )
             raise ConfigError(
-                f"optimizer {name} keeps the states {here}, but is registered with {there}, by which memory is "
-                "planned; correct `states` where it is registered"
+                "optimizer {} keeps the states {}, but is registered with {}, from which memory is planned; correct "
+                "`states` in its registration".format(name, *texts)
             )

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a step as long, for each tensor, as the tensor is large; and sums over whole tensors of the model."""
+"""Implement LAMB, Adam with a step size per tensor proportional to the tensor's norm, and sums over whole tensors."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from megalite.topology.group import Group
 
 
 class TensorSums:
-    """One number for each tensor of the whole model: each rank adds up the elements that it counts (`Segment.counts`),
-    and one all-reduce makes the sums of all tensors whole, the same on every rank, however tensors are split.
+    """Computes one number for each tensor of the whole model: each rank adds the elements that it counts
+    (`Segment.counts`), and one all-reduce completes the sums of all tensors, the same on every rank in any layout.
     `parameters`: those with tensors to sum over; other ranks may have other ones, or none. `group`: the ranks that
     together count every element once.
 
-    Collectives: the names of the tensors are gathered over `group`, once."""
+    Collectives: one gather of the tensors' names over `group`, in the constructor."""
 
     def __init__(self, parameters: Sequence[FlatParameter], *, group: Group, device: torch.device) -> None:
         own = sorted({segment.name for flat in parameters for segment in flat.segments})
         self.names: list[str] = sorted(set().union(*group.gather_json(own)))
-        """Of all tensors, in the same order on every rank."""
+        """Names of all tensors, in the same order on every rank."""
         self._group, self.device = group, device
         self._column = {name: column for column, name in enumerate(self.names)}
 
@@ -33,22 +33,22 @@ class TensorSums:
         return self._column[segment.name]
 
     def zeros(self, rows: int) -> torch.Tensor:
-        """fp64 [rows, tensors], to be filled with what this rank counts."""
+        """Return zeros, fp64 [rows, tensors], for this rank's sums."""
         return torch.zeros(rows, len(self.names), dtype=torch.float64, device=self.device)
 
     def all_reduce(self, table: torch.Tensor, *, op: str = "sum") -> None:
-        """In place: the sums (or maxima) over all ranks."""
+        """Replace the table by the sums (or maxima) over all ranks, in place."""
         self._group.all_reduce(table, op=op)
 
     def read(self, table: torch.Tensor) -> Any:
-        """Its numbers, for which the host waits for the device."""
+        """Return the numbers as a list; the host waits for the device."""
         with self._group.heartbeat.synchronise():
             return table.tolist()
 
 
 class Pieces:
-    """Adds up numbers of pieces of tensors, of which `columns` says the places in a row of `sums`: many launches' work
-    in three, in the same order in every run."""
+    """Adds numbers of pieces of tensors to sums per tensor, in three kernel launches and a fixed order. `columns`: for each
+    piece, the column of its tensor in `sums`."""
 
     def __init__(self, columns: Sequence[int], sums: TensorSums) -> None:
         seen: Counter[int] = Counter()
@@ -60,7 +60,7 @@ class Pieces:
         self._places = torch.tensor(places, dtype=torch.int64, device=sums.device)
 
     def add_up(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """fp64 [tensors], the sums of the squares of the pieces' numbers: of their norms, say."""
+        """Return, fp64 [tensors], the sums of the squares of the pieces' numbers, such as their norms."""
         table = self._sums.zeros(self._rows)
         if numbers:
             table.view(-1)[self._places] = torch.stack(list(numbers)).double().square()
@@ -68,8 +68,8 @@ class Pieces:
 
 
 BLOCKS = {"cpu": 1 << 16, "cuda": HOST_PIECE}
-"""Elements that are updated at a time: on a CPU what fits into its cache, on CUDA so many that launches do not count.
-Temporaries are of this size."""
+"""Elements that are updated at a time: on a CPU they fit into its cache; on CUDA launches take a negligible time.
+Temporaries have this size."""
 
 
 def block_size(parameter: torch.Tensor) -> int:
@@ -77,7 +77,7 @@ def block_size(parameter: torch.Tensor) -> int:
 
 
 def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float, highest: float) -> torch.Tensor:
-    """clip(‖x‖/‖u‖, lowest, highest), and 1 where a norm is 0; from ‖x‖² and ‖u‖² of each tensor, fp64."""
+    """Return clip(‖x‖/‖u‖, lowest, highest), or 1 if a norm is 0; from ‖x‖² and ‖u‖² of each tensor, fp64."""
     known = (weights > 0.0) & (updates > 0.0)
     ratios = (weights / torch.where(known, updates, 1.0)).sqrt_().clamp_(lowest, highest)
     return torch.where(known, ratios, 1.0)
@@ -85,14 +85,14 @@ def trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, lowest: float,
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A part of a flat parameter that lies in one tensor, or anywhere where tensors make no difference."""
+    """A part of a flat parameter, inside one tensor if the tensor has a trust ratio."""
 
     flat: FlatParameter
     start: int
     stop: int
     column: int | None
-    """Of its tensor among the sums; None: the tensor has no trust ratio."""
-    counts: bool  # its squares are counted on this rank
+    """Column of its tensor in the sums; None: the tensor has no trust ratio."""
+    counts: bool  # this rank counts its squares
 
     @property
     def param(self) -> torch.nn.Parameter:
@@ -103,7 +103,8 @@ class Block:
 
 
 def make_blocks(parameters: Sequence[FlatParameter], sums: TensorSums, *, every: bool = False) -> list[Block]:
-    """All elements of `parameters`, each once; those that decay, or `every` one, tensor by tensor."""
+    """Return blocks of all elements of `parameters`. Blocks of parameters that decay, or of `every` one, do not cross
+    tensors."""
     found = []
     for flat in parameters:
         size = block_size(flat.param)
@@ -121,14 +122,14 @@ class LAMB(Optimizer):
 
         u = m̂/(√v̂ + ε) + λx,   x -= lr · clip(‖x‖/‖u‖, lamb_min_coeff, lamb_max_coeff) · u
 
-    The norms are of the whole tensor, however it is split; the experts of a layer are one tensor, and so are gate and up
+    The norms are those of the whole tensor in any layout; the experts of a layer are one tensor, and so are gate and up
     projection. Norms and biases, which do not decay, take Adam's step (a ratio of 1), as in the recipes for BERT: they
-    start at 0 or 1 and their size says nothing of the step that suits them.
+    start at 0 or 1, so their norm is unrelated to a good step size.
 
     The direction u is computed twice, for the norms and for the step, block by block in the cache: no temporary is as
-    large as the parameters, and gradients stay as they are.
+    large as the parameters, and gradients do not change.
 
-    `group`: all ranks that make the step. `every`: norms and biases have trust ratios too.
+    `group`: all ranks of the step. `every`: norms and biases have trust ratios too.
 
     Collectives: per step one all-reduce of two fp64 numbers for each tensor."""
 
@@ -189,5 +190,5 @@ class LAMB(Optimizer):
 
     @property
     def trust_ratios(self) -> dict[str, float]:
-        """Those of the last step by tensor, of all tensors of the model, the same on every rank."""
+        """Trust ratios of the last step, for all tensors of the model by name; the same on every rank."""
         return dict(zip(self._sums.names, self._ratios, strict=True))

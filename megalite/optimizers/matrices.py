@@ -1,4 +1,4 @@
-"""Optimizers that work on whole matrices: which rank works on which, and how its parts come there and back."""
+"""Define the base class of optimizers that need whole matrices: assign matrices to ranks, gather and return their parts."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ from megalite.optimizers.adam import AdamW
 from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Update, cut_part
 from megalite.topology.group import Group
 
-WAVE = 1 << 26  # most elements per rank of matrices in work at the same time: a bound for the buffers
+WAVE = 1 << 26  # most elements per rank of the matrices that are processed together: it bounds the buffers
 
-Box = tuple[int, int, int, int]  # first row, one past the last, and columns likewise
+Box = tuple[int, int, int, int]  # first row, one past the last row, first column, one past the last column
 
 
-class HeldRange(NamedTuple):
-    """Elements [start, stop) of a flattened box of a matrix where a rank has them: from `at` in its flat parameter
+class OwnedRange(NamedTuple):
+    """Elements [start, stop) of a flattened box of a matrix that a rank has, from element `at` of its flat parameter
     number `flat`."""
 
     box: Box
@@ -38,84 +38,84 @@ class HeldRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix, with all parts of it that the group's ranks have."""
+    """One matrix, with the ranges of all ranks of the group."""
 
     key: MatrixKey
     rows: int
     columns: int
-    count: int  # of matrices in its tensor
-    holdings: tuple[HeldRange, ...]
+    count: int  # number of matrices in its tensor
+    ranges: tuple[OwnedRange, ...]
 
     @property
     def boxes(self) -> list[Box]:
-        """What the slices of tensor parallelism cut it into."""
-        return sorted({holding.box for holding in self.holdings})
+        """The parts into which tensor parallelism slices it."""
+        return sorted({owned.box for owned in self.ranges})
 
 
-Place = tuple[Matrix, HeldRange]
+MatrixPart = tuple[Matrix, OwnedRange]
 
 
 @dataclass
 class Traffic:
-    """One exchange: parts of matrices that go from rank to rank, all of one wave.
+    """One exchange of parts of matrices between ranks, for one wave.
 
-    Both ends list what passes between two ranks in the same order, that of matrices and holdings."""
+    Sender and receiver list the parts between them in the same order, that of matrices and ranges."""
 
-    rank: int  # this one
-    sent: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))  # by receiver
-    received: defaultdict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    """By sender."""
-    kept: list[Place] = field(default_factory=list)  # what stays on this rank
-    moves: bool = False  # some rank sends something
-
-    @property
-    def outgoing(self) -> list[Place]:
-        """In the order of messages."""
-        return [place for rank in sorted(self.sent) for place in self.sent[rank]]
+    rank: int  # this rank
+    sent: defaultdict[int, list[MatrixPart]] = field(default_factory=lambda: defaultdict(list))  # by receiver
+    received: defaultdict[int, list[MatrixPart]] = field(default_factory=lambda: defaultdict(list))  # by sender
+    local: list[MatrixPart] = field(default_factory=list)  # parts that stay on this rank
+    moves: bool = False  # some rank sends a part
 
     @property
-    def incoming(self) -> list[Place]:
-        return [place for rank in sorted(self.received) for place in self.received[rank]]
+    def outgoing(self) -> list[MatrixPart]:
+        """Sent parts, in the order of messages."""
+        return [part for rank in sorted(self.sent) for part in self.sent[rank]]
 
-    def add(self, place: Place, *, sender: int, receiver: int) -> None:
+    @property
+    def incoming(self) -> list[MatrixPart]:
+        """Received parts, in the order of messages."""
+        return [part for rank in sorted(self.received) for part in self.received[rank]]
+
+    def add(self, part: MatrixPart, *, sender: int, receiver: int) -> None:
         if sender == receiver == self.rank:
-            self.kept.append(place)
+            self.local.append(part)
         elif sender != receiver:
             self.moves = True
             if sender == self.rank:
-                self.sent[receiver].append(place)
+                self.sent[receiver].append(part)
             if receiver == self.rank:
-                self.received[sender].append(place)
+                self.received[sender].append(part)
 
 
 class Wave(NamedTuple):
-    """Matrices that are in work together."""
+    """Matrices that are processed together."""
 
-    owned: list[Matrix]  # those that this rank works on
-    gather: Traffic  # to the owners; a holding is the sender's
-    give_back: Traffic  # from the owners to all ranks with a part; a holding is the receiver's
+    owned: list[Matrix]  # matrices that this rank owns
+    gather: Traffic  # to the owners; ranges are the senders'
+    scatter: Traffic  # from the owners to all ranks with a part; ranges are the receivers'
 
 
 def plan(parameters: Sequence[FlatParameter], config: OptimizerConfig, group: Group) -> list[Wave]:
-    """Deal out the matrices of `parameters` over the ranks of `group`, which together have every one of them complete.
+    """Assign the matrices of `parameters` to owners in `group`, which together have every matrix complete.
 
-    A matrix is the last two dimensions of a tensor; further ones in front count matrices (experts, gate and up). Where
-    several ranks have the same elements, with the same values, one of them sends them: the owner itself if it can.
+    A matrix is the last two dimensions of a tensor; leading dimensions count matrices (experts, gate and up). If several
+    ranks have the same elements, one of them sends them: the owner if it has them.
 
-    Collectives: what each rank has is gathered over `group`."""
+    Collectives: one gather of all ranks' segments over `group`."""
     own = [
         [index, each.start, each.offset, each.stop - each.start, each.name, each.global_shape, each.slice]
         for index, flat in enumerate(parameters)
         for each in flat.segments
     ]
-    found: defaultdict[MatrixKey, list[HeldRange]] = defaultdict(list)
+    found: defaultdict[MatrixKey, list[OwnedRange]] = defaultdict(list)
     shapes: dict[MatrixKey, tuple[int, int]] = {}
     counts: dict[str, int] = {}
     for rank, segments in enumerate(group.gather_json(own)):
         for flat, at, offset, length, name, shape, bounds in segments:
             counts[name] = math.prod(shape[:-2])
             for number, box, start, stop in _parts(shape, bounds, offset, offset + length):
-                found[name, number].append(HeldRange(box, start, stop, rank, flat, at))
+                found[name, number].append(OwnedRange(box, start, stop, rank, flat, at))
                 shapes[name, number] = (shape[-2], shape[-1])
                 at += stop - start
     owners = deal(config, shapes, group.size)
@@ -126,8 +126,8 @@ def plan(parameters: Sequence[FlatParameter], config: OptimizerConfig, group: Gr
 def _parts(
     shape: Sequence[int], bounds: Sequence[Sequence[int]], start: int, stop: int
 ) -> Iterator[tuple[int, Box, int, int]]:
-    """(number, box, first and last element in it) of each matrix that elements [start, stop) of the flattened slice
-    `bounds` touch."""
+    """Yield (number, box, start and stop in the box) of each matrix with elements in [start, stop) of the flattened slice
+    `bounds`."""
     (top, bottom), (left, right) = bounds[-2:]
     size = (bottom - top) * (right - left)
     counts = [after - before for before, after in bounds[:-2]]
@@ -140,12 +140,12 @@ def _parts(
 
 
 def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """In order, so many at a time that no rank has more than `WAVE` elements of them."""
+    """Yield the matrices in order, as many at a time as leave no rank with more than `WAVE` elements of them."""
     wave: list[Matrix] = []
     sizes: Counter[int] = Counter()
     for matrix in matrices:
         more = Counter(sizes)
-        for each in matrix.holdings:
+        for each in matrix.ranges:
             more[each.rank] += each.size
         if wave and max(more.values()) > WAVE:
             yield wave
@@ -157,37 +157,36 @@ def _cut(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def _wave(matrices: Sequence[Matrix], group: Group, owners: Mapping[MatrixKey, int]) -> Wave:
-    """What travels to and from owners."""
+    """Return the wave of these matrices, with the traffic to and from their owners."""
     wave = Wave([], Traffic(group.rank), Traffic(group.rank))
     for matrix in matrices:
         owner = owners[matrix.key]
         if owner == group.rank:
             wave.owned.append(matrix)
         elements = 0
-        for (_, start, stop), copies in itertools.groupby(matrix.holdings, key=lambda each: each[:3]):
-            holders = {holding.rank: holding for holding in copies}
+        for (_, start, stop), copies in itertools.groupby(matrix.ranges, key=lambda each: each[:3]):
+            by_rank = {owned.rank: owned for owned in copies}
             elements += stop - start
-            sender = owner if owner in holders else sorted(holders)[owner % len(holders)]
-            wave.gather.add((matrix, holders[sender]), sender=sender, receiver=owner)
-            for receiver, holding in holders.items():
-                wave.give_back.add((matrix, holding), sender=owner, receiver=receiver)
+            sender = owner if owner in by_rank else sorted(by_rank)[owner % len(by_rank)]
+            wave.gather.add((matrix, by_rank[sender]), sender=sender, receiver=owner)
+            for receiver, owned in by_rank.items():
+                wave.scatter.add((matrix, owned), sender=owner, receiver=receiver)
         assert elements == matrix.rows * matrix.columns, f"{matrix.key} is not complete on ranks {group.ranks}"
     return wave
 
 
 class MatrixOptimizer(Optimizer):
-    """For hidden matrices [r, c]; embeddings, head, norms and biases are AdamW's.
+    """Steps hidden matrices [r, c] as a whole; AdamW steps embeddings, head, norms and biases.
 
-    Matrices are complete when they are worked on, however ranks share them. Each is dealt to one rank; the others send
-    what it lacks and get back their parts of what comes out (`plan`). So ranks share the work, also those that hold the
-    same matrices, and the numbers do not depend on the layout but for the rounding of gradients.
+    Each matrix has one owner. The other ranks send the owner the parts that it lacks, and receive their parts of the
+    result (`plan`). So ranks share the work, also ranks with the same matrices, and results do not depend on the layout
+    except through the rounding of gradients.
 
-    `matrices`: parameters of nothing but hidden matrices, which the ranks of `group` have complete together.
-    Collectives: where matrices are split, exchanges of `sends` numbers for each element over `group`, and where several
-    ranks hold parts of one, of `returns` numbers. Each rank sends and receives about as many elements as it holds, at
-    most."""
+    `group`: the ranks that together have all hidden matrices complete.
+    Collectives: exchanges over `group`, of `sends` numbers per element if ranks split matrices, and of `returns` numbers
+    if other ranks than the owner have parts. Each rank sends and receives at most about as many elements as it has."""
 
-    keeps: bool  # `_after` needs the states
+    needs_states_after: bool  # `_after` needs the states
 
     def __init__(
         self, parameters: Sequence[FlatParameter], config: OptimizerConfig, states: Sequence[str], *, group: Group
@@ -197,7 +196,7 @@ class MatrixOptimizer(Optimizer):
         super().__init__(matrices, config, states)
         self.parameters = [*matrices, *others]
         self._matrices, self._group = matrices, group
-        # What `_before` gives of each element, and what `_work` changes of it: the first of them.
+        # Numbers per element that `_before` returns, and that `_work` changes (the first ones).
         self.sends, self.returns = OPTIMIZERS.facts(config.optimizer).exchanged
         self._adam = AdamW(others, config)
         self._states |= self._adam._states
@@ -206,15 +205,15 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
-        """Before matrices are whole: step the states of a piece, and give what is needed of it."""
+        """Step the states of a piece, before matrices are gathered, and return the tensors that `_work` needs."""
 
     @abstractmethod
     def _work(self, matrix: Matrix, wholes: Sequence[torch.Tensor]) -> None:
-        """On a whole matrix: what `_before` gave of it, each [r, c]; the first `returns` of them are changed."""
+        """Process a whole matrix: `wholes` are the tensors of `_before`, each [r, c]; change the first `returns`."""
 
     @abstractmethod
-    def _after(self, piece: Piece, made: Sequence[torch.Tensor], update: Update) -> None:
-        """Take up what `_work` has made of a piece."""
+    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
+        """Update a piece by its part of the tensors that `_work` changed."""
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
@@ -226,57 +225,56 @@ class MatrixOptimizer(Optimizer):
         self.updates += 1
 
     def _step(self, wave: Wave, update: Update) -> None:
-        gather, back = wave.gather, wave.give_back
-        held = [holding for _, holding in (*back.kept, *back.incoming)]
+        gather, scatter = wave.gather, wave.scatter
         visits = [
-            (part, holding, slice(part[1] - holding.at, part[2] - holding.at))
-            for holding in held
-            for part in cut_part(self._matrices[holding.flat], holding.at, holding.at + holding.size)
+            (part, owned, slice(part[1] - owned.at, part[2] - owned.at))
+            for _, owned in (*scatter.local, *scatter.incoming)
+            for part in cut_part(self._matrices[owned.flat], owned.at, owned.at + owned.size)
         ]
         parts = [part for part, _, _ in visits]
-        parcels = [_WaveValues(wave, self._empty) for _ in range(self.sends)]
-        for (_, holding, within), piece in zip(visits, self.pieces(parts, values=False), strict=True):
-            for parcel, values in zip(parcels, self._before(piece), strict=True):
-                if holding in parcel.wanted:
-                    parcel.wanted[holding][within] = values
-        for parcel in parcels:
-            received = self._exchange(gather, parcel.outgoing)
-            for place, values in zip(gather.incoming, received, strict=True):
-                parcel.at(place).copy_(values)
+        buffers = [_WaveValues(wave, self._empty) for _ in range(self.sends)]
+        for (_, owned, within), piece in zip(visits, self.pieces(parts, values=False), strict=True):
+            for buffer, values in zip(buffers, self._before(piece), strict=True):
+                if owned in buffer.inputs:
+                    buffer.inputs[owned][within] = values
+        for buffer in buffers:
+            received = self._exchange(gather, buffer.outgoing)
+            for matrix_part, values in zip(gather.incoming, received, strict=True):
+                buffer.at(matrix_part).copy_(values)
         for matrix in wave.owned:
-            wholes = [parcel.whole(matrix, self._empty) for parcel in parcels]
+            wholes = [buffer.whole(matrix, self._empty) for buffer in buffers]
             self._work(matrix, wholes)
-            for parcel, whole in zip(parcels, wholes[: self.returns]):
-                parcel.cut(matrix, whole)
-        found = []
-        for parcel in parcels[: self.returns]:
-            own = {holding: parcel.at((matrix, holding)) for matrix, holding in back.kept}
-            outgoing = torch.cat([self._empty(0), *map(parcel.at, back.outgoing)])
-            own |= zip((holding for _, holding in back.incoming), self._exchange(back, outgoing), strict=True)
-            found.append(own)
-        pieces = self.pieces(parts, update, states=self.keeps)
-        for (_, holding, within), piece in zip(visits, pieces, strict=True):
-            self._after(piece, [own[holding][within] for own in found], update)
+            for buffer, whole in zip(buffers, wholes[: self.returns]):
+                buffer.cut(matrix, whole)
+        results = []
+        for buffer in buffers[: self.returns]:
+            own = {owned: buffer.at((matrix, owned)) for matrix, owned in scatter.local}
+            outgoing = torch.cat([self._empty(0), *map(buffer.at, scatter.outgoing)])
+            own |= zip((owned for _, owned in scatter.incoming), self._exchange(scatter, outgoing), strict=True)
+            results.append(own)
+        pieces = self.pieces(parts, update, states=self.needs_states_after)
+        for (_, owned, within), piece in zip(visits, pieces, strict=True):
+            self._after(piece, [own[owned][within] for own in results], update)
 
     def _exchange(self, traffic: Traffic, outgoing: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Send `outgoing`, in the order of `traffic.outgoing`; what comes instead, in that of `traffic.incoming`."""
+        """Send `outgoing`, in the order of `traffic.outgoing`; return the parts of `traffic.incoming`."""
         if not traffic.moves:
             return []
         ranks = range(self._group.size)
         splits = [
-            [sum(holding.size for _, holding in way[rank]) for rank in ranks]
-            for way in (traffic.received, traffic.sent)
+            [sum(owned.size for _, owned in by_rank[rank]) for rank in ranks]
+            for by_rank in (traffic.received, traffic.sent)
         ]
         received = self._empty(sum(splits[0]))
         self._group.all_to_all(received, outgoing, *splits)
-        return received.split([holding.size for _, holding in traffic.incoming])
+        return received.split([owned.size for _, owned in traffic.incoming])
 
     def _empty(self, size: int) -> torch.Tensor:
         return self._matrices[0].param.data.new_empty(size)
 
 
 class _WaveValues:
-    """One number of each element of a wave's matrices: on the owners in boxes, and what goes there from elsewhere."""
+    """Buffers for one number per element of a wave's matrices: boxes of owned matrices, and parts to send to owners."""
 
     def __init__(self, wave: Wave, empty: Callable[[int], torch.Tensor]) -> None:
         self._boxes = {
@@ -284,26 +282,26 @@ class _WaveValues:
             for matrix in wave.owned
             for box in matrix.boxes
         }
-        sizes = [holding.size for _, holding in wave.gather.outgoing]
+        sizes = [owned.size for _, owned in wave.gather.outgoing]
         self.outgoing = empty(sum(sizes))
-        self.wanted = {place[1]: self.at(place) for place in wave.gather.kept}
-        """Where what this rank holds goes."""
-        self.wanted |= zip((holding for _, holding in wave.gather.outgoing), self.outgoing.split(sizes), strict=True)
+        self.inputs = {part[1]: self.at(part) for part in wave.gather.local}
+        """Range of this rank -> its elements in a box or in `outgoing`."""
+        self.inputs |= zip((owned for _, owned in wave.gather.outgoing), self.outgoing.split(sizes), strict=True)
 
-    def at(self, place: Place) -> torch.Tensor:
-        """In its box on the owner."""
-        matrix, holding = place
-        return self._boxes[matrix.key, holding.box][holding.start : holding.stop]
+    def at(self, part: MatrixPart) -> torch.Tensor:
+        """Return the elements of a part in its box; on the owner."""
+        matrix, owned = part
+        return self._boxes[matrix.key, owned.box][owned.start : owned.stop]
 
     def whole(self, matrix: Matrix, empty: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """[r, c]."""
+        """Return the matrix [r, c], assembled from its boxes."""
         found = empty(matrix.rows * matrix.columns).view(matrix.rows, matrix.columns)
         for box, part in self._parts(matrix, found):
             part.copy_(self._boxes[matrix.key, box].view(part.shape))
         return found
 
     def cut(self, matrix: Matrix, whole: torch.Tensor) -> None:
-        """Back into boxes."""
+        """Copy the matrix back into its boxes."""
         for box, part in self._parts(matrix, whole):
             self._boxes[matrix.key, box].view(part.shape).copy_(part)
 
@@ -312,5 +310,5 @@ class _WaveValues:
 
 
 def group_of(context: Context) -> Group:
-    """The ranks that have all matrices complete: where replicas have their own weights each works on its own."""
+    """Return the ranks that share the work on matrices: one replica only if replicas have different weights."""
     return context.topology.tp_dp_cp if context.replicas_agree else context.topology.tp

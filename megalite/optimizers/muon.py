@@ -1,4 +1,4 @@
-"""Muon: the update of a matrix is its momentum, made orthogonal."""
+"""Implement Muon: the update of a matrix is its orthogonalised momentum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from megalite.optimizers.matrices import Matrix, MatrixOptimizer, group_of
 from megalite.topology.group import Group
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's coefficients: steepest at 0, at the price of singular values between 0.7 and 1.2 instead of 1."""
+"""Keller Jordan's coefficients: the steepest slope at 0, with singular values between 0.7 and 1.2 instead of 1."""
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -20,16 +20,16 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 }
 """Factors of `muon_scale_mode`, by arXiv 2502.16982, Keller Jordan and Jeremy Bernstein."""
 FUSED = ".attention.qkv.weight"  # queries, keys and values in one tensor, group by group
-EPS = 1e-7  # least norm that a matrix is divided by
+EPS = 1e-7  # least divisor when a matrix is normalized
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """The nearest orthogonal matrix U·Vᵀ of U·S·Vᵀ [r, c], roughly: `steps` Newton-Schulz iterations
+    """Return approximately the nearest orthogonal matrix U·Vᵀ of U·S·Vᵀ [r, c], by `steps` Newton-Schulz iterations
 
         X <- aX + bAX + cA²X,  A = X·Xᵀ,
 
-    which drive every singular value from (0, 1] towards 1. In the matrix's own precision, also on CUDA, where others use
-    bf16: shared out over ranks the products take little time, and results hang less on the hardware.
+    which drive every singular value in (0, 1] towards 1. They use the matrix's precision, also on CUDA, where other
+    implementations use bf16: distributed over ranks the products take little time, and results depend less on hardware.
     """
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
@@ -42,19 +42,19 @@ def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class Muon(MatrixOptimizer):
-    """For hidden matrices [r, c] (Jordan 2024; scaled as in arXiv 2502.16982, with decoupled decay):
+    """Steps hidden matrices [r, c] (Jordan 2024; scaled as in arXiv 2502.16982, with decoupled decay):
 
         b = μb + (1-μ)g,   x = (1 - lr·λ)x - lr·muon_scale·s(r, c)·orthogonalise((1-μ)g + μb)
 
-    With s = √max(r, c), the mode `spectral`, the root mean square of a full-rank update is muon_scale, about that of AdamW:
-    learning rate and weight decay can be AdamW's. Without Nesterov it is b that is made orthogonal. Embeddings, head, norms
-    and biases are AdamW's. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; so are
-    gate and up projection, and every expert's.
+    With s = √max(r, c), the mode `spectral`, the root mean square of a full-rank update is muon_scale, about that of AdamW,
+    so AdamW's learning rate and weight decay fit. Without Nesterov, b is orthogonalised. AdamW steps embeddings, head,
+    norms and biases. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; gate and up
+    projection, and the matrices of each expert, are always separate.
 
-    `fused`: rows of the queries, the key and the value of each group in a matrix of all three; None: it is one matrix.
+    `fused`: rows of queries, key and value per group in a fused matrix; None: it is stepped as one matrix.
     """
 
-    keeps = False
+    needs_states_after = False
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Muon(MatrixOptimizer):
             scale = self.config.muon_scale * SCALES[self.config.muon_scale_mode](*rows.shape)
             part.copy_(orthogonalise(rows, self.config.muon_steps).mul_(scale).view(part.shape))
 
-    def _after(self, piece: Piece, made: Sequence[torch.Tensor], update: Update) -> None:
+    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
         if piece.flat.decay:
             piece.param.mul_(update.kept_of(piece.flat))
-        piece.param.sub_(made[0], alpha=update.rate(piece.flat))
+        piece.param.sub_(results[0], alpha=update.rate(piece.flat))

@@ -1,4 +1,4 @@
-"""1-bit optimizers: when their second moment stops moving, and what they have in common once ranks exchange signs."""
+"""Implement 1-bit Adam, the freeze point of 1-bit optimizers, and the base class for steps with exchanged signs."""
 
 import copy
 from abc import abstractmethod
@@ -26,14 +26,16 @@ def warmup_steps(config: RunConfig) -> int:
 
 
 class FreezePoint:
-    """The last step of the warm-up, F: whether a step is frozen depends on its number, on F and, with fp16, on the steps
-    that were skipped.
+    """Determines the last step F of the warm-up. Whether a step is frozen depends on its number, on F and, with fp16, on
+    the skipped steps.
 
-    F is `freeze_step`. Without it, it is the first multiple t of Δ = 1/(1-β₂) after the warm-up of the learning rate at
-    which ‖v̂‖₁, over all parameters, has been stable for Δ steps (arXiv 2102.02888, section 4, which asks this of
-    shrinking alone: with a moment that still grows every step after it would be too long):
+    F is `freeze_step`, if set. Otherwise it is the first multiple t of Δ = 1/(1-β₂) after the learning rate's warm-up at
+    which ‖v̂‖₁, over all parameters, has been stable for Δ steps:
 
         freeze_threshold ≤ ‖v̂_t‖₁/‖v̂_{t-Δ}‖₁ ≤ 1/freeze_threshold
+
+    Source: arXiv 2102.02888, section 4, which has only the lower limit. But if a moment that still grows were frozen, all
+    later steps would be too long.
 
     `world`: all ranks, which together count each element of the moment once."""
 
@@ -41,36 +43,36 @@ class FreezePoint:
         c = config.optimizer
         self.step = c.freeze_step  # F, once it is known
         self.updates: int | None = None
-        """Updates that the frozen second moment has had, once a frozen step has been made."""
+        """Number of updates of the frozen second moment; None before the first frozen step."""
         self.bounded: int | None = None
-        """Updates that the second moment had had when it was last bounded (`onebit.bound_moments`)."""
-        self._given = c.freeze_step
+        """Number of updates of the second moment when it was last bounded (`onebit.bound_moments`)."""
+        self._configured = c.freeze_step
         self._threshold, self._world = c.freeze_threshold, world
         self._warmup = warmup_steps(config) if c.freeze_step is None else 0
         self._every = max(round(1.0 / (1.0 - c.adam_beta2)), 1)
         self._last: tuple[int, float] | None = None
 
     def at(self, step: int) -> "FreezePoint":
-        """Another one, of a warm-up that ends after `step` whatever happens."""
+        """Return a freeze point of a warm-up that ends after `step`."""
         other = copy.copy(self)
-        other.step = other._given = step
+        other.step = other._configured = step
         other.updates = other.bounded = other._last = None
         return other
 
     def frozen(self, step: int, updates: int) -> bool:
-        """The step, from 1, is after the warm-up, in which there were `updates` updates if it ended just before.
+        """Return whether the step, from 1, is after the warm-up. `updates`: number of updates before the step.
 
-        Steps that fp16 skipped are no part of the warm-up: a moment of none would be frozen forever.
+        Steps that fp16 skips do not count for the warm-up; otherwise a moment without updates could be frozen.
         """
         if self.step is None or step <= self.step:
             return False
-        return self.updates is not None or self._given is None or updates >= self._given
+        return self.updates is not None or self._configured is None or updates >= self._configured
 
     def observe(self, step: int, norm: Callable[[], torch.Tensor]) -> str | None:
-        """Look at the second moment after an update of the warm-up; a line for the log if the warm-up ends with it.
-        `norm`: this rank's part of ‖v̂‖₁, fp64; called on few steps.
+        """Check the second moment after an update of the warm-up; return a line for the log if the warm-up ends.
+        `norm`: computes this rank's part of ‖v̂‖₁, fp64; called on few steps.
 
-        Collectives: on every Δ-th step, unless freeze_step is given, one all-reduce of a number over the world."""
+        Collectives: on every Δ-th step, unless freeze_step is set, one all-reduce of a number over the world."""
         if self.step is not None or step % self._every:
             return None
         total = norm().view(1).clone()
@@ -89,7 +91,7 @@ class FreezePoint:
         )
 
     def counters(self) -> dict[str, Any]:
-        passed = self._given is None or self.updates is not None
+        passed = self._configured is None or self.updates is not None
         return {
             "freeze_step": self.step if passed else None,
             "frozen_updates": self.updates,
@@ -98,43 +100,44 @@ class FreezePoint:
         }
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Load saved `counters`; those of another optimizer are ignored. Raises ConfigError: freeze_step is given and
-        is not where the warm-up has ended already."""
+        """Load saved `counters`; those of another optimizer are ignored. Raises ConfigError: the warm-up has ended, at
+        another step than freeze_step."""
         if "frozen_updates" not in counters:
             return
         step, last = counters["freeze_step"], counters["second_moment_norm"]
-        if step is not None and self._given not in (None, step):
+        if step is not None and self._configured not in (None, step):
             raise ConfigError(
-                f"freeze_step is {self._given}, but the checkpoint's warm-up ended after step {step} already; give "
-                f"--freeze-step {step}, or leave it out"
+                f"freeze_step is {self._configured}, but the checkpoint's warm-up ended after step {step} already; use "
+                f"--freeze-step {step}, or omit it"
             )
         self.step = self.step if step is None else step
         self.updates = counters["frozen_updates"]
-        self.bounded = counters.get("bounded_updates")  # checkpoints of before moments were bounded have none
+        self.bounded = counters.get("bounded_updates")  # older checkpoints lack it
         self._last = None if last is None else (last[0], last[1])
 
 
 NOISE_SHARE = 0.01
-"""Of a mean square (of a tensor's second moment, of ε): what is below is not stepped by its own size."""
+"""Share of a mean square (of a tensor's second moment, or ε²) below which a second moment is not used as it is."""
 
 
 def bound_moments(
     optimizer: Optimizer, sums: TensorSums, freeze: FreezePoint, *, updates: int, by_bucket: bool
 ) -> None:
-    """In place, once for each second moment v that signs are divided by: make it one that bounds their steps.
+    """Raise or clear small second moments, in place and once for each v that divides signs, to bound steps by signs.
 
-    A sign stands for the size of its whole tensor. Over the √v̂ of an element far below the tensor's that is a step of any
-    length: key biases have rounding noise for gradients, as softmax does not see them. With V the tensor's mean of v̂,
+    A decoded sign has the size of its whole tensor. Divided by the √v̂ of an element far below the tensor's mean, it could
+    be a step of any length: the gradients of key biases, for example, are rounding noise, as softmax is invariant to them.
+    With V the tensor's mean of v̂,
 
-        v̂ ≤ 0.01·V and v̂ ≤ 0.01·ε²:  v = 0; Adam would hardly move the element, and `zero_without_moment` leaves it where it is
-        v̂ ≤ 0.01·V alone:             v̂ = 0.01·V; it steps no more than 10 times as far as one of mean size
+        v̂ ≤ 0.01·V and v̂ ≤ 0.01·ε²:  v = 0; Adam would hardly move the element, and `zero_without_moment` does not move it
+        v̂ ≤ 0.01·V only:              v̂ = 0.01·V; it steps at most 10 times as far as an element of mean size
 
-    What signs leave out stays owed as it is. The new v is what checkpoints have.
+    Errors of the sign compression do not change. Checkpoints contain the new v.
 
-    `sums`: over the optimizer's parameters; V is of whole tensors, however they are split. `updates`: that v has had.
-    `by_bucket`: signs stand for the size of all tensors of a bucket, so V is the mean over those.
+    `sums`: over the optimizer's parameters; V is of whole tensors in any layout. `updates`: number of updates of v.
+    `by_bucket`: signs have the size of all tensors of a bucket, so V is the mean over them.
 
-    Collectives: one all-reduce of two fp64 numbers per tensor, or nothing where v is bounded already."""
+    Collectives: one all-reduce of two fp64 numbers per tensor, or none if v is bounded already."""
     if freeze.bounded == updates:
         return
     freeze.bounded = updates
@@ -151,33 +154,33 @@ def bound_moments(
     for flat, moment in zip(optimizer.parameters, moments, strict=True):
         columns = [sums.column(each) for each in flat.segments]
         for each, column in zip(flat.segments, columns, strict=True):
-            those = columns if by_bucket else [column]
-            lowest = NOISE_SHARE * sum(totals[one] for one in those) / sum(counts[one] for one in those)
+            averaged = columns if by_bucket else [column]
+            lowest = NOISE_SHARE * sum(totals[one] for one in averaged) / sum(counts[one] for one in averaged)
             part = moment[each.start : each.stop]
             part.copy_(torch.where(part <= min(lowest, quiet), 0.0, part.clamp(min=lowest)))
 
 
 def zero_without_moment(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """In place: 0 where the second moment v is. What got no gradient in the warm-up (see `bound_moments`) has no scale to
-    step by, so it stays as it is."""
-    # v is not negative. A product is several times as fast as a mask, on a CPU.
+    """Zero, in place, the values with a second moment v of 0. Elements without a gradient in the warm-up (see
+    `bound_moments`) have no scale for a step, so they do not move."""
+    # v is not negative. On a CPU a product is several times as fast as a mask.
     return values.mul_(moment.sign())
 
 
 def ranges(parameter: torch.Tensor) -> Iterator[slice]:
-    """All elements, as many at a time as LAMB takes."""
+    """Yield slices of all elements, with LAMB's block size."""
     size = block_size(parameter)
     for start in range(0, parameter.numel(), size):
         yield slice(start, min(start + size, parameter.numel()))
 
 
 UNCORRECTED = 1 << 30
-"""Updates after which a bias correction is 1: those of DeepSpeed's rule, which has none."""
+"""Number of updates with a bias correction of 1, for DeepSpeed's rule, which has no correction."""
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that averages its own state by signs once its second moment is frozen. `freeze`: when that is.
-    `group`: all ranks that make the step."""
+    """An optimizer that averages its state by signs once its second moment is frozen. `freeze`: the freeze point.
+    `group`: all ranks of the step."""
 
     def __init__(
         self,
@@ -209,7 +212,7 @@ class OneBitOptimizer(Optimizer):
             bound_moments(self, self._sums, self.freeze, updates=updates, by_bucket=self._by_bucket)
 
     def _observe(self, step: int, correction: float) -> None:
-        """Look whether the warm-up ends with this step; 1 - β₂ᵏ is the `correction` of v̂."""
+        """Check whether the warm-up ends with this step. `correction`: bias correction 1 - β₂ᵏ of v̂."""
 
         def norm() -> torch.Tensor:
             total = torch.zeros((), dtype=torch.float64, device=self._sums.device)
@@ -230,16 +233,16 @@ class OneBitOptimizer(Optimizer):
 
 
 class FrozenMoments(OneBitOptimizer):
-    """A base optimizer in the warm-up; then v stays, and each rank's momentum follows its own gradient and is averaged:
+    """Steps by a base optimizer in the warm-up. Then v is frozen, and ranks average their momenta:
 
         m_i = β₁m + (1-β₁)g_i;   m = mean over ranks of m_i, by signs;   a step along m̂/(√v̂ + ε)
 
-    v̂ = v/(1-β₂ᵏ) with the k updates that v has had when it is frozen: without that a short warm-up would leave every
-    later step 1/√(1-β₂ᵏ) times too long. DeepSpeed's rule has neither that nor m̂, and v is as it is; but what had no
-    gradient in the warm-up stays where it is, as with the masks that users of DeepSpeed make by hand.
+    v̂ = v/(1-β₂ᵏ), with k updates of v before the freeze: without the correction every step after a short warm-up would be
+    1/√(1-β₂ᵏ) times too long. DeepSpeed's rule has neither v̂ nor m̂ and does not bound v. Elements without a gradient in
+    the warm-up never move afterwards, as with the masks that users of DeepSpeed write by hand.
     """
 
-    _base: Optimizer  # of the warm-up; its states `exp_avg` and `exp_avg_sq` are the moments
+    _base: Optimizer  # the warm-up's optimizer; its states `exp_avg` and `exp_avg_sq` are the moments
 
     def reduces_gradients(self, step: int) -> bool:
         return not self.freeze.frozen(step, self.updates)
@@ -253,7 +256,7 @@ class FrozenMoments(OneBitOptimizer):
             self._warmed()
             self._observe(update.step, 1.0 - self.config.adam_beta2**self.updates)
             return
-        assert exchange is not None, "gradients are this rank's own"
+        assert exchange is not None, "gradients are not reduced"
         begins = self.freeze.updates is None
         if begins:
             self.freeze.updates = max(self.updates, 1)
@@ -265,14 +268,14 @@ class FrozenMoments(OneBitOptimizer):
         self._frozen_step(update, exchange)
 
     def _warmed(self) -> None:
-        """A step of the warm-up has been made."""
+        """Update further states after a step of the warm-up."""
 
     def _freeze(self) -> None:
-        """The first frozen step comes."""
+        """Initialize further states before the first frozen step."""
 
     @abstractmethod
     def _frozen_step(self, update: Update, exchange: Exchange) -> None:
-        """One step along the exchanged momentum; `updates` counts it already."""
+        """Step along the exchanged momentum; `updates` already includes this step."""
 
     @property
     def _variance_correction(self) -> float:
@@ -293,10 +296,8 @@ class FrozenMoments(OneBitOptimizer):
 
 
 class OneBitAdam(FrozenMoments):
-    """arXiv 2102.02888, with decoupled weight decay, bias correction as in AdamW and sizes of signs tensor by tensor.
-
-    In bucket scale all signs of a bucket stand for one size, as in the paper.
-    """
+    """1-bit Adam (arXiv 2102.02888), with decoupled weight decay, bias correction as in AdamW, and a size of signs for
+    each tensor. In bucket scale all signs of a bucket have one size, as in the paper."""
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB until its second moment is stable, then momentum by signs and trust ratios that follow from it."""
+"""Implement 1-bit LAMB: LAMB until its second moment is stable, then momentum by signs with derived trust ratios."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,40 +12,40 @@ from megalite.optimizers.base import Exchange, FlatParameter, Update
 from megalite.optimizers.lamb import LAMB, Block, Pieces, make_blocks
 from megalite.optimizers.onebit import FrozenMoments
 
-RATIO_SMOOTHING = 0.9  # β₃, of the trust ratios in the warm-up
-FACTOR_RANGE = (0.5, 4.0)  # of r
-FACTOR_CHANGE = 0.1  # by how much of itself r may change in a step
+RATIO_SMOOTHING = 0.9  # β₃, for the average of trust ratios in the warm-up
+FACTOR_RANGE = (0.5, 4.0)  # limits of r
+FACTOR_CHANGE = 0.1  # greatest relative change of r in a step
 
 
 class OneBitLAMB(FrozenMoments):
-    """arXiv 2104.06069. In the warm-up LAMB, with smoothed trust ratios c: c̄ ← β₃c̄ + (1-β₃)c, from the first c on
-    and whatever c is. Then, for each tensor of the model, with d = √v̂ + ε of the frozen moment,
+    """1-bit LAMB (arXiv 2104.06069). The warm-up is LAMB, with an average of trust ratios c: c̄ ← β₃c̄ + (1-β₃)c, starting
+    at the first c. Then, for each tensor of the model, with d = √v̂ + ε of the frozen moment,
 
         m_i = β₁m₋ + (1-β₁)g_i;   m = mean of m_i by signs;   ĝ = (m - β₁m₋)/(1-β₁)
         v' ← β₂v' + (1-β₂)ĝ², from v' = v̂;   r = max over elements of d/(√v' + ε)
         r ← rρ + 1 - ρ with ρ = min(1, ‖m̂/d‖/‖u‖), u = m̂/d + λx;   r within [0.5, 4] and 10 % of the last r
         x -= lr·c̄·r·u
 
-    so that c̄r stands for the trust ratio that a moving v would have given. Maxima and norms are of the whole tensor,
-    however it is split. Tensors that do not decay take 1-bit Adam's step, as LAMB gives them Adam's.
+    so that c̄r approximates the trust ratio of an unfrozen v. Maxima and norms are of the whole tensor in any layout.
+    Tensors without weight decay take 1-bit Adam's step, as they take Adam's in LAMB.
 
-    In bucket scale momenta are multiplied with σ before they are exchanged, and divided by it after, which gives all
-    tensors of the run the same root mean square when the moment is frozen: one size of sign then fits them all.
+    In bucket scale momenta are multiplied with a factor σ per tensor before they are exchanged, and divided by it after.
+    At the freeze, σ gives all tensors of the run the same root mean square, so that one size of signs fits all.
 
-    DeepSpeed's rule (`onebit_rule`) has trust ratios for all tensors, σ, no bias correction, and c̄ from 0 on, of the c that
-    are not 1: a tensor without any is never stepped once frozen.
+    DeepSpeed's rule (`onebit_rule`) has trust ratios for all tensors, σ, no bias correction, and a c̄ that starts at 0 and
+    ignores every c of 1: a tensor without another c is never stepped once frozen.
 
-    Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers a tensor.
+    Collectives: those of LAMB; when frozen those of `exchange`, and two all-reduces of up to two fp64 numbers per tensor.
     """
 
-    from_zeros = frozenset(("exp_avg_sq_fresh",))  # v' is made when the warm-up ends
+    from_zeros = frozenset(("exp_avg_sq_fresh",))  # v' is initialized when the warm-up ends
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, **common)
         published = self._published
         self._base = self._lamb = LAMB(parameters, config, group=self._group, kernels=self._kernels, every=published)
         device = parameters[0].param.device
-        self._by_bucket = False  # in a bucket, too, σ gives signs the size of each tensor
+        self._by_bucket = False  # even in bucket scale, σ gives signs the size of each tensor
         self._has_sigma = published or config.onebit_scale == "bucket"
         self._blocks = make_blocks(parameters, self._sums, every=published)
         in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
@@ -55,7 +55,7 @@ class OneBitLAMB(FrozenMoments):
         self._ratio, self._factor, self._sigma = self._sums.zeros(3)
         self._knows_ratios = True
         self._unknown = -1.0 if published else 0.0
-        """What stands in place of a trust ratio until there has been one; by DeepSpeed's rule 0 is one."""
+        """Initial value of an average ratio that has not been computed yet; by DeepSpeed's rule 0 is a valid ratio."""
         self._ratio += self._unknown
         self._factor += 1.0
         self._sigma += 1.0
@@ -78,14 +78,14 @@ class OneBitLAMB(FrozenMoments):
         for flat in self.parameters:
             moment = self.state(flat.param)["exp_avg_sq"]
             torch.div(moment, self._variance_correction, out=self._fresh[flat.param])
-        # Without an own warm-up (a checkpoint of another optimizer) the ratio is 1.
+        # Without a warm-up by this optimizer (a checkpoint of another one) the ratio is 1.
         if self._lacks_ratios():
             self._ratio.masked_fill_(self._ratio == self._unknown, 1.0)
         if self._has_sigma:
             self._find_sigma()
 
     def _lacks_ratios(self) -> bool:
-        """There are tensors without a trust ratio, on whatever rank."""
+        """Return whether some tensor, on any rank, has no trust ratio."""
         ratios = self._ratio.clone()
         self._sums.all_reduce(ratios, op="max")
         return not all(self._sums.read(ratios > self._unknown))
@@ -101,12 +101,12 @@ class OneBitLAMB(FrozenMoments):
                     table[1, column] += segment.stop - segment.start
         self._sums.all_reduce(table)
         rms = (table[0] / table[1]).sqrt()
-        # A tensor without momentum says nothing of its size.
+        # The size of a tensor without momentum is unknown.
         self._sigma.copy_(torch.where(rms > 0.0, rms[rms > 0.0].mean() / rms, 1.0))
 
     def _frozen_step(self, update: Update, exchange: Exchange) -> None:
         if not self._knows_ratios:
-            # The warm-up was that of a 1-bit optimizer without trust ratios: start as where one ends.
+            # The warm-up was by a 1-bit optimizer without trust ratios: freeze again, with ratios of 1.
             self._knows_ratios = True
             if self._lacks_ratios():
                 self._freeze()
@@ -119,7 +119,7 @@ class OneBitLAMB(FrozenMoments):
             below, mean = self._take_mean(block, direction.eps)
             if block.column is None:
                 continue
-            # Of (√v + eps)/(√v' + ε).
+            # Maximum of (√v + eps)/(√v' + ε).
             fresh = block.of(self._fresh[block.param])
             largest.append(below.div_(fresh.sqrt().add_(self.config.adam_eps)).amax())
             if block.counts:
@@ -148,14 +148,14 @@ class OneBitLAMB(FrozenMoments):
         torch._foreach_div_(parts, sizes)
 
     def _take_mean(self, block: Block, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and v' by the mean of m_i; √v + eps, 0 where v is, and m/(√v + eps), which is in the gradient's memory.
+        """Update m and v' by the mean of m_i. Return √v + eps (0 if v is 0) and m/(√v + eps), in the gradient's memory.
 
-        All is done to a block while it is in the cache.
+        All operations run on one block while it is in the cache.
         """
         c = self.config
         mean, momentum, moment = map(block.of, (block.flat.grad, *self._lamb.state(block.param).values()))
         known = moment.sign()
-        mean.mul_(known)  # see `silence`
+        mean.mul_(known)  # see `zero_without_moment`
         estimate = torch.sub(mean, momentum, alpha=c.adam_beta1)
         share = (1.0 - c.adam_beta2) / (1.0 - c.adam_beta1) ** 2
         block.of(self._fresh[block.param]).mul_(c.adam_beta2).addcmul_(estimate, estimate, value=share)
@@ -165,8 +165,8 @@ class OneBitLAMB(FrozenMoments):
         return below.mul_(known), mean
 
     def _factors(self, largest: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[float]:
-        """c̄r of all tensors; 1 for those of which nothing is known. `largest`: (√v + eps)/(√v' + ε) of all
-        blocks that are in a tensor. `norms`: of those that are counted, of the two parts of ρ."""
+        """Return c̄r of all tensors; r is 1 for tensors without a second moment. `largest`: maxima of (√v + eps)/(√v' + ε)
+        of blocks with a trust ratio. `norms`: the two norms of ρ, of counted blocks."""
         growth = self._sums.zeros(1)[0]
         if largest:
             found = torch.stack(list(largest)).double() / math.sqrt(self._variance_correction)
@@ -188,5 +188,5 @@ class OneBitLAMB(FrozenMoments):
         found = {"trust_ratio": self._ratio, "trust_factor": self._factor}
         if self._has_sigma:
             found["momentum_scale"] = self._sigma
-        held = {each.name: self._sums.column(each) for flat in self.parameters for each in flat.segments}
-        return {(state, name): values[column] for state, values in found.items() for name, column in held.items()}
+        columns = {each.name: self._sums.column(each) for flat in self.parameters for each in flat.segments}
+        return {(state, name): values[column] for state, values in found.items() for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: an average of all steps in place of a decay of the learning rate."""
+"""Implement schedule-free AdamW, which averages all steps instead of decaying the learning rate."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from megalite.optimizers.base import Exchange, FlatParameter, Optimizer, Update
 
 
 class ScheduleFreeAdamW(Optimizer):
-    """arXiv 2405.15682, as its authors' package `schedulefree` has it (bias correction of v, w = largest lr so far):
+    """Steps as in arXiv 2405.15682 and its authors' package `schedulefree` (bias correction of v, w = largest lr so far):
 
-        y = (1-β₁)z + β₁x                            where gradients g are taken: what is trained
+        y = (1-β₁)z + β₁x                            the trained parameters, at which gradients g are taken
         v = β₂v + (1-β₂)g²,   u = g/(√(v/(1-β₂ᵗ)) + ε) + λy
         z ← z - lr·u,   x ← (1-c)x + c·z,   c = w²/Σw²
 
-    The parameters are y, and z is kept; x, which is evaluated, saved and exported, is (y - (1-β₁)z)/β₁. Checkpoints have x as
-    the weights, and y as the state `train_param`: the run continues with its bits, and other readers of weights get x.
+    The parameters are y, and z is a state; x = (y - (1-β₁)z)/β₁ is evaluated, saved and exported. Checkpoints contain x as
+    the weights, and y as the state `train_param`: a run resumes bit for bit, and other readers of weights get x.
     """
 
     from_parameters = Optimizer.from_parameters | {"z", "train_param"}
@@ -31,7 +31,7 @@ class ScheduleFreeAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:
-        assert exchange is None, "it steps by reduced gradients"
+        assert exchange is None, "schedule-free AdamW needs reduced gradients"
         c = self.config
         self.updates += 1
         self._largest_lr = max(self._largest_lr, update.lr)

@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of how far the run is.
+"""Compute learning rate, weight decay and loss scale; the first two are pure functions of the run's progress.
 
-The formulas, and the order in which they round, are Megatron-LM's (`OptimizerParamScheduler`): all is counted in samples,
-and a run with a length in steps has full batches.
+The formulas, including their rounding, are Megatron-LM's (`OptimizerParamScheduler`): lengths are in samples, and a run
+with a length in steps has full batches.
 """
 
 import math
@@ -17,13 +17,14 @@ _SKIPPED = ("skipped_steps", "skipped_samples", "faults_in_a_row", "overflows_in
 class LossScaler:
     """The factor that keeps fp16 gradients in range (arXiv 1710.03740).
 
-    Constant 1 where neither the network nor the wire is in fp16, and constant where `loss_scale` is given; else it halves
-    after `hysteresis` overflows (good steps in between do not reset the count before a whole window) and doubles after
-    `loss_scale_window` good steps, as in Megatron-LM. Every rank sees the same overflows, so every rank has the same scale without asking.
+    It is 1 if neither the network nor the wire is in fp16, and constant if `loss_scale` is set. Otherwise it halves after
+    `hysteresis` overflows (good steps in between do not reset the count before a whole window) and doubles after
+    `loss_scale_window` good steps, as in Megatron-LM. All ranks detect the same overflows, so they have the same scale
+    without communication.
 
-    Learning rate and weight decay wait for a step that was skipped, as in Megatron-LM: `skipped_steps` and
-    `skipped_samples` say how far they are behind the run. `faults_in_a_row` and `overflows_in_a_row` are of the steps since
-    the last good one: skipped for what no scale would change, and at the smallest scale.
+    Learning rate and weight decay do not advance in a skipped step, as in Megatron-LM; `skipped_steps` and
+    `skipped_samples` count their lag. `faults_in_a_row` and `overflows_in_a_row` count steps since the last good one that
+    were skipped for a reason other than the scale, and those that overflowed at the smallest scale.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -41,9 +42,8 @@ class LossScaler:
         self.skipped_steps = self.skipped_samples = self.faults_in_a_row = self.overflows_in_a_row = 0
 
     def update(self, *, overflow: bool, fault: bool = False, samples: int = 0) -> None:
-        """One step, over so many samples, has been made. `overflow`: it was skipped, as gradients overflowed: the scale
-        may be too large. `fault`: it was skipped for something that no scale would change, such as a loss that is not
-        finite."""
+        """Record one step over `samples` samples. `overflow`: it was skipped because gradients overflowed, so the scale
+        may be too large. `fault`: it was skipped for another reason, such as a loss that is not finite."""
         if overflow or fault:
             self.skipped_steps += 1
             self.skipped_samples += samples
@@ -72,7 +72,7 @@ class LossScaler:
         return skipped | {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Load a saved state; a scale that this run fixes stays fixed, and that of a run without one is the initial."""
+        """Load a saved state; a fixed scale stays fixed, and without a saved scale the initial one is used."""
         for name in _SKIPPED:
             setattr(self, name, int(state.get(name, 0)))
         if self.dynamic and "scale" in state:
@@ -91,24 +91,24 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Decay:
-    """A position behind the warm-up; all lengths are in samples."""
+    """A position after the warm-up; all lengths are in samples."""
 
     at: int
     warmup: float
     length: int
-    """To the end of the decay, warm-up included; behind it the learning rate is `least`, whatever the schedule is."""
-    final: int  # of WSD's last decay
+    """Length of warm-up and decay; afterwards every schedule except `constant` returns `least`."""
+    final: int  # length of WSD's final decay
     peak: float
     least: float
     config: OptimizerConfig
 
     @property
     def ratio(self) -> float:
-        """The share of the decay that is over."""
+        """The completed share of the decay."""
         return (self.at - self.warmup) / (self.length - self.warmup)
 
     def between(self, remaining: float) -> float:
-        """`least` and this share of the way up to `peak`."""
+        """Return `least` plus the share `remaining` of the distance to `peak`."""
         return self.least + (self.peak - self.least) * remaining
 
 
@@ -167,7 +167,7 @@ class Schedules:
         assert self._warmup < self._length, "the warm-up ends before the decay does"
 
     def read_at(self, before: Progress, after: Progress) -> Progress:
-        """The position that the values of the step between two positions are read at."""
+        """Return the position at which the schedules are evaluated for the step between two positions."""
         return before if self._config.lr_schedule_offset == "megatron" else after
 
     def _position(self, progress: Progress) -> int:
@@ -175,14 +175,14 @@ class Schedules:
 
     @property
     def warmup(self) -> int:
-        """Length of the learning rate's warm-up, in what the run's length is in; what is not whole is left out."""
+        """Length of the learning rate's warm-up in the unit of the run's length (steps or samples), rounded down."""
         return int(self._warmup / self._unit)
 
     def lr(self, progress: Progress) -> float:
         return self._lr(progress, self._config.lr, self._config.min_lr)
 
     def decoupled_lr(self, progress: Progress) -> float | None:
-        """That of word embedding and head, where it is another."""
+        """Return the learning rate of word embedding and head, or None if it is not separate."""
         c = self._config
         if c.decoupled_lr is None:
             return None
@@ -201,7 +201,7 @@ class Schedules:
         )
 
     def weight_decay(self, progress: Progress) -> float:
-        """Weight decay at a position of `read_at`; it moves over the length of the run."""
+        """Return the weight decay at a position of `read_at`; it changes over the length of the run."""
         c = self._config
         if c.weight_decay_incr_style == "constant":
             return c.weight_decay

@@ -1,4 +1,4 @@
-"""SGD with momentum over flat shards: torch's fused kernel, one tensor per bucket."""
+"""Implement SGD with momentum over flat shards by torch's fused kernel, one tensor per bucket."""
 
 import torch
 from torch.optim.sgd import sgd
@@ -7,11 +7,11 @@ from megalite.optimizers.base import Exchange, Optimizer, Update, whole_parts
 
 
 class SGD(Optimizer):
-    """b = μb + g,  x = (1 - lr·λ)x - lr·b; Nesterov's form steps by g + μb instead of b.
+    """Steps by b = μb + g,  x = (1 - lr·λ)x - lr·b; Nesterov's form steps by g + μb instead of b.
 
-    Weight decay is decoupled, as in AdamW here, and norms and biases are left out of it. torch's SGD adds λx to the
-    gradient instead, where momentum accumulates it to λ/(1-μ); decoupled, `--weight-decay` means the same with every
-    optimizer. The buffer starts at 0 and gradients enter it whole (no dampening), as in torch.
+    Weight decay is decoupled, as in AdamW here, and does not apply to norms and biases. torch's SGD adds λx to the
+    gradient instead, which momentum accumulates to λ/(1-μ); decoupled, `--weight-decay` means the same with every
+    optimizer. The buffer starts at 0, and there is no dampening, as in torch.
     """
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbases of Shampoo's preconditioners (arXiv 2409.11321)."""
+"""Implement SOAP, Adam in the eigenbases of Shampoo's preconditioners (arXiv 2409.11321)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,27 +13,27 @@ from megalite.topology.host_memory import pinned
 from megalite.topology.layout import ShardSpec
 
 SHIFT = 1e-3
-"""Of the mean eigenvalue, added to all before a power iteration. Directions without gradients stay then as they are; else
-rounding would choose among them, and another layout would choose otherwise."""
+"""Share of the mean eigenvalue that is added to all eigenvalues before a power iteration. Directions without gradients then
+do not change; otherwise rounding, and so the layout, would determine them."""
 
 Sides = Mapping[str, Sequence[torch.Tensor]]
 """left, right -> its Gram matrix and eigenbasis, [n, n]."""
 
 
 class SOAP(MatrixOptimizer):
-    """For hidden matrices [r, c] with gradient g (algorithm 3 of the paper):
+    """Steps hidden matrices [r, c] with gradient g (algorithm 3 of the paper):
 
         m = β1·m + (1-β1)·g,   v = β2·v + (1-β2)·(Qₗᵀ·g·Qᵣ)²,   x = (1 - lr·λ)x - lr·Qₗ·(Qₗᵀ·m̂·Qᵣ/(√v̂ + ε))·Qᵣᵀ
         L = β2·L + (1-β2)·g·gᵀ,   R = β2·R + (1-β2)·gᵀ·g
         every soap_frequency updates Qₗ = QR((L + shift)·Qₗ),   Qᵣ = QR((R + shift)·Qᵣ)
 
-    with bias corrections m̂ and v̂ as Adam's. `one-sided-soap` is the form of the paper's section 7: L and Qₗ alone, or R and
-    Qᵣ where c < r. These matrices stay with the rank that works on x: 2·(r² + c²) numbers, which do not travel. Q starts
-    from the identity, so that the first updates are Adam's. Each expert's matrix, gate and up projection are separate
+    with bias corrections m̂ and v̂ as in Adam. `one-sided-soap` is the variant of the paper's section 7: only L and Qₗ, or R
+    and Qᵣ if c < r. Only the owner of x stores these matrices, 2·(r² + c²) numbers, and never sends them. Q starts from
+    the identity, so that the first updates equal Adam's. Each expert's matrix, gate and up projection are separate
     matrices; queries, keys and values of a layer are one.
     """
 
-    keeps = True
+    needs_states_after = True
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *, group: Group) -> None:
         super().__init__(parameters, config, MOMENTS, group=group)
@@ -88,12 +88,12 @@ class SOAP(MatrixOptimizer):
                 # The sign of a column changes nothing.
                 basis.copy_(torch.linalg.qr(torch.addmm(basis * shift, gram, basis)).Q)
             for own, new in zip(kept[side], (gram, basis), strict=True):
-                if own is not new:  # it is in host memory
+                if own is not new:  # offloaded
                     own.copy_(new)
-        grad.copy_(change)  # in the gradient's place
+        grad.copy_(change)  # the first result replaces the gradient
 
-    def _after(self, piece: Piece, made: Sequence[torch.Tensor], update: Update) -> None:
-        change, square = made
+    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
+        change, square = results
         piece.states[1].copy_(square)
         if piece.flat.decay:
             piece.param.mul_(update.kept_of(piece.flat))
@@ -101,7 +101,7 @@ class SOAP(MatrixOptimizer):
 
 
 def _turned(x: torch.Tensor, sides: Sides, *, back: bool = False) -> torch.Tensor:
-    """Qₗᵀ·x·Qᵣ, or `back` Qₗ·x·Qᵣᵀ."""
+    """Return Qₗᵀ·x·Qᵣ, or Qₗ·x·Qᵣᵀ with `back`."""
     for side, (_, basis) in sides.items():
         turn = basis if back else basis.mT
         x = turn @ x if side == "left" else x @ turn.mT

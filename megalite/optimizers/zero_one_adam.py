@@ -1,4 +1,4 @@
-"""0/1 Adam: a second moment that is updated ever more rarely, then own steps between exchanges of signs."""
+"""Implement 0/1 Adam: ever rarer updates of the second moment, then local steps between exchanges of signs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from megalite.optimizers.onebit import OneBitOptimizer, ranges, zero_without_mom
 
 
 def updates_variance(step: int, scaler: int) -> bool:
-    """In the warm-up the first `scaler` updates of the second moment are 1 step apart, the next 2, then 4, ..."""
+    """Return whether a step of the warm-up updates the second moment: the first `scaler` updates are 1 step apart, the
+    next 2, then 4, ..."""
     interval = 1
     while step > scaler * interval:
         step -= scaler * interval
@@ -22,28 +23,28 @@ def updates_variance(step: int, scaler: int) -> bool:
 
 
 def exchanges(local: int, *, scaler: int, clipper: int) -> bool:
-    """Step number `local` after the warm-up, from 1, ends with an exchange: every step at first, and half as often after
-    every `scaler` steps, but at least every `clipper` steps."""
+    """Return whether step `local` after the warm-up, from 1, ends with an exchange: every step at first, half as often
+    after every `scaler` steps, but at least every `clipper` steps."""
     doublings = min((local - 1) // scaler, clipper.bit_length())
     return local % min(1 << doublings, clipper) == 0
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """arXiv 2202.06009, with decoupled weight decay and bias correction. In the warm-up, on the steps of
-    `updates_variance`, whole gradients update both moments; in its other steps the mean of gradients by signs updates the
-    first one. After it v stays, d = √v̂ + ε, and each rank (from exchange to exchange, with a for the parameters after the
-    last one, D for the decay since and S = Σ lr̂ over the steps since)
+    """0/1 Adam (arXiv 2202.06009), with decoupled weight decay and bias correction. In the warm-up, the steps of
+    `updates_variance` update both moments by whole gradients; the other steps update the first moment by the mean of
+    gradients by signs. Then v is frozen, d = √v̂ + ε, and each rank steps alone between exchanges. With the parameters a
+    after the last exchange, the decay D since then, and S = Σ lr̂ over the steps since then:
 
         m_i = β₁m_i + (1-β₁)g_i;   u_i ← (1 - lr·λ)u_i + lr̂·m_i, lr̂ = lr/(1-β₁ᵗ);   x_i = D·a - u_i/d
 
-    An exchange makes m̄ the mean of u_i/S by signs and continues, everywhere alike, from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
+    An exchange computes m̄, the mean of u_i/S by signs; all ranks continue from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
 
-    u_i/S and gradients are of one unit, so what signs have left out stays right through the change of phase. And x is
-    recomputed from what all ranks have alike: taking back a rank's own steps in floating point would leave the replicas
-    apart by its rounding. Between exchanges replicas differ in x_i, m_i and u_i; checkpoints have those of each.
+    u_i/S has the unit of gradients, so errors of the sign compression stay valid when the warm-up ends. x is recomputed
+    from values that are equal on all ranks: subtracting a rank's local steps would leave replicas apart by rounding.
+    Between exchanges replicas differ in x_i, m_i and u_i; checkpoints contain those of each replica.
     """
 
-    from_zeros = frozenset(("local_update", "synced_param"))  # both are made when the warm-up ends
+    from_zeros = frozenset(("local_update", "synced_param"))  # both are initialized when the warm-up ends
 
     def __init__(self, parameters: Sequence[FlatParameter], config: OptimizerConfig, *args: Any, **common: Any) -> None:
         super().__init__(parameters, config, *args, states=tuple(state_formats(config)), **common)
@@ -60,7 +61,7 @@ class ZeroOneAdam(OneBitOptimizer):
         frozen = self.freeze.frozen(update.step, self.updates)
         self.updates += 1
         if exchange is None:
-            assert not frozen, "gradients are this rank's own"
+            assert not frozen, "gradients are not reduced"
             self._variance_updates += 1
         else:
             self._bound(max(self._variance_updates, 1))
@@ -110,7 +111,7 @@ class ZeroOneAdam(OneBitOptimizer):
         rate = update.lr / self._momentum_correction
         self._decay *= update.kept
         self._rate += rate
-        # Where nothing has moved (the learning rate is 0) there is no mean step either.
+        # If no parameter has moved (the learning rate is 0), there is no mean step either.
         due = due and self._rate > 0.0
         for flat in self.parameters:
             param, states = flat.param, self._states[flat.param]

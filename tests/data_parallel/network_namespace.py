@@ -1,4 +1,4 @@
-"""A process with its own network, in which nothing but its children's loopback traffic passes and is counted."""
+"""Give a process a separate network that carries only its children's loopback traffic, to count the bytes."""
 
 import ctypes
 import fcntl
@@ -12,9 +12,9 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def enter() -> str | None:
-    """Move this process, of one thread, into a new network with `lo` up; returns why it could not."""
+    """Move this single-threaded process into a new network with `lo` up; return the reason if that failed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # Root needs no user namespace, and may be forbidden to make one.
+    # Root needs no user namespace, and may not be allowed to create one.
     if libc.unshare(_NEW_NETWORK) != 0 and libc.unshare(_NEW_USER | _NEW_NETWORK) != 0:
         return f"no network namespace can be made here: {os.strerror(ctypes.get_errno())}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -28,7 +28,7 @@ def enter() -> str | None:
 
 
 def bytes_sent() -> int:
-    """What `lo` has sent since it came up, headers included."""
+    """Return the bytes that `lo` has sent since it came up, including headers."""
     table = Path("/proc/net/dev").read_text().splitlines()
     (line,) = [line for line in table if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])

@@ -1,4 +1,4 @@
-"""1-bit optimizers once more, written straight down: one process plays all ranks, tensor by tensor."""
+"""Reference implementations of 1-bit optimizers: one process simulates all ranks, tensor by tensor."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ B1, B2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.1
 
 
 class Layout(NamedTuple):
-    """A bucket: its size and where its tensors are."""
+    """A bucket: its size and the ranges of its tensors."""
 
     size: int
     places: dict[str, tuple[int, int]]
 
 
 def layouts(run: ToyRun) -> list[Layout]:
-    """Of the buckets of a run."""
+    """Return the plans of a run's buckets."""
     return [
         Layout(
             bucket.grad.numel(),
@@ -34,7 +34,7 @@ def layouts(run: ToyRun) -> list[Layout]:
 
 
 class Means:
-    """The lossy mean over all ranks of all buckets."""
+    """Computes the lossy mean over all ranks, for all buckets."""
 
     def __init__(self, buckets: Sequence[Layout], ranks: int, scale: str = "tensor") -> None:
         self.buckets, self.ranks, self.scale = buckets, ranks, scale
@@ -42,7 +42,7 @@ class Means:
         self.server = [torch.zeros(bucket.size) for bucket in buckets]
 
     def pieces(self, bucket: Layout) -> Iterator[slice]:
-        """What has one size: what of a tensor, or of all tensors, is in one rank's chunk."""
+        """Yield the ranges with one size: the part of a tensor, or of all tensors, in one rank's chunk."""
         places = list(bucket.places.values())
         if self.scale == "bucket":
             places = [(0, max(stop for _, stop in places))]
@@ -55,12 +55,12 @@ class Means:
 
     @staticmethod
     def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its signs and their size."""
+        """Return the signs and their size."""
         size = (x.double().square().sum() / x.numel()).sqrt()
         return torch.where(x >= 0, 1.0, -1.0), size.to(x.dtype)
 
     def mean(self, values: Sequence[Tensors]) -> Tensors:
-        """Of each rank's tensors; alone, they themselves."""
+        """Return the lossy mean of each rank's tensors; a single rank's are unchanged."""
         if self.ranks == 1:
             return {name: value.clone() for name, value in values[0].items()}
         found: Tensors = {}
@@ -85,7 +85,7 @@ class Means:
 
 
 class Warmed:
-    """A base optimizer over summed gradients on one rank, and what it has after the warm-up."""
+    """A base optimizer over summed gradients on one rank, with its states after the warm-up."""
 
     def __init__(self, optimizer: str, ranks: int, beta2: float = B2) -> None:
         self.ranks = ranks
@@ -93,7 +93,7 @@ class Warmed:
         self.run = ToyRun(RankContext(0, {}).topology(dp=1), settings)
 
     def step(self, step: int) -> Tensors:
-        """One step by the gradient added up by rank."""
+        """Step by the gradient added in rank order."""
         run = self.run
         run.strategy.begin_step(step)
         for name in SHAPES:
@@ -104,7 +104,7 @@ class Warmed:
         return run.weights()
 
     def moments(self) -> tuple[Tensors, Tensors]:
-        """Copies, by tensor."""
+        """Return copies of both moments, by tensor."""
         found: tuple[Tensors, Tensors] = ({}, {})
         for shard in self.run.strategy.shards:
             states = self.run.optimizer.state(shard.main_param)
@@ -116,7 +116,7 @@ class Warmed:
 
 
 def own_gradients(step: int, ranks: int) -> list[Tensors]:
-    """Each rank's estimate of the whole one."""
+    """Return each rank's estimate of the whole gradient."""
     return [{name: gradient(name, step, rank) * float(ranks) for name in SHAPES} for rank in range(ranks)]
 
 
@@ -125,13 +125,13 @@ def blend(momentum: Tensors, gradients: Tensors) -> Tensors:
 
 
 def below(moment: torch.Tensor, updates: int, beta2: float = B2) -> tuple[torch.Tensor, float]:
-    """√v̂ + ε, but for a factor that steps are multiplied with in its place."""
+    """Return √v̂ + ε without a factor by which steps are multiplied instead."""
     factor = math.sqrt(1.0 - beta2**updates)
     return moment.sqrt() + EPS * factor, factor
 
 
 def bounded(moments: Tensors, groups: Sequence[Sequence[str]]) -> Tensors:
-    """Second moments that are no smaller than a hundredth of the mean over the tensors of their group."""
+    """Raise second moments to at least a hundredth of the mean over the tensors of their group."""
     found = {}
     for names in groups:
         total = sum(float(moments[name].sum(dtype=torch.float64)) for name in names)
@@ -141,14 +141,14 @@ def bounded(moments: Tensors, groups: Sequence[Sequence[str]]) -> Tensors:
 
 
 def each_alone() -> list[list[str]]:
-    """Every tensor is a group."""
+    """Return groups of one tensor each."""
     return [[name] for name in SHAPES]
 
 
 def onebit_adam(
     buckets: Sequence[Layout], ranks: int, *, freeze: int, steps: int, scale: str = "tensor", lr: float = 0.05
 ) -> list[Tensors]:
-    """The weights after each step."""
+    """Return the weights after each step."""
     warmed, means = Warmed("adam", ranks), Means(buckets, ranks, scale)
     found = [warmed.step(step) for step in range(1, freeze + 1)]
     weights = {name: value.clone() for name, value in found[-1].items()}
@@ -175,7 +175,7 @@ def onebit_lamb(
     scale: str = "tensor",
     lr: float = 0.05,
 ) -> tuple[list[Tensors], dict[str, float]]:
-    """The weights after each step, and r after the last one."""
+    """Return the weights after each step, and r after the last one."""
     warmed, means = Warmed("lamb", ranks, beta2), Means(buckets, ranks, scale)
     found, ratios = [], dict[str, float]()
     for step in range(1, freeze + 1):
@@ -228,7 +228,7 @@ def zero_one_adam(
     steps: int,
     lr: float = 0.05,
 ) -> list[list[Tensors]]:
-    """The weights of each rank after each step."""
+    """Return the weights of each rank after each step."""
     means = Means(buckets, ranks)
     warmed = Warmed("adam", ranks)
     start = warmed.run.weights()

@@ -1,4 +1,4 @@
-"""One process that plays replicas with weights of their own, for what several do to be compared with to the bit."""
+"""Simulate replicas with different weights in one process, for bitwise comparison with real ranks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 
 
 def start() -> Weights:
-    """The weights before the first step, flat."""
+    """Return the weights before the first step, flat."""
     return {name: padded(values) for name, values in initial().items()}
 
 
 class Replica:
-    """Torch's own optimizer over `Toy`'s tensors, made flat, on one of several ranks."""
+    """Torch's optimizer over `Toy`'s flat tensors, on one of several ranks."""
 
     def __init__(self, rank: int, ranks: int, *, optimizer: str = "adam", momentum: float = 0.9) -> None:
         self.rank, self.ranks = rank, ranks
@@ -50,11 +50,11 @@ class Replica:
             self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
 
     def own_gradient(self, name: str, step: int) -> torch.Tensor:
-        """As if the other ranks' samples were like this one's."""
+        """Return the gradient as if the other ranks had the same samples."""
         return padded(gradient(name, step, self.rank)) * self.ranks
 
     def step(self, step: int, *, together: bool = False, wire: torch.dtype | None = None) -> None:
-        """One of the optimizer; `together`: by the sum of all ranks' gradients as they come over the wire."""
+        """Take a step; `together`: by the sum of all ranks' gradients in the wire's format."""
         for name, weight in self.weights.items():
             parts = [sent(padded(gradient(name, step, rank)), wire).float() for rank in range(self.ranks)]
             whole = sent(torch.stack(parts).sum(dim=0), wire).float()
@@ -64,21 +64,21 @@ class Replica:
         self.optimizer.step()
 
     def state(self, kind: str) -> Weights:
-        """An optimizer state by tensor."""
+        """Return an optimizer state by tensor."""
         return {name: self.optimizer.state[weight][kind] for name, weight in self.weights.items()}
 
     def copy(self) -> Weights:
-        """The weights, flat."""
+        """Return the weights, flat."""
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def shaped(self) -> Weights:
-        """The weights as the model has them."""
+        """Return the weights with the model's shapes."""
         sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
         return {name: values[: sizes[name]].view(SHAPES[name]) for name, values in self.copy().items()}
 
 
 def mean(values: list[torch.Tensor]) -> torch.Tensor:
-    """Added up by rank in fp64, rounded once."""
+    """Return the mean, added by rank in fp64 and rounded once."""
     total = values[0].double()
     for each in values[1:]:
         total = total + each.double()
@@ -86,12 +86,12 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sent(values: torch.Tensor, wire: torch.dtype | None) -> torch.Tensor:
-    """As they travel."""
+    """Return the values in the wire's format."""
     return values if wire is None else values.to(wire)
 
 
 def toy_fragment(name: str, fragments: int) -> int:
-    """`Toy` has no layers."""
+    """Return a fixed fragment for each tensor, as `Toy` has no layers."""
     return list(SHAPES).index(name) % fragments
 
 
@@ -132,7 +132,7 @@ def run_toy(
 
 
 def play(ranks: int, steps: int, turn: Callable[[list[Replica], int], None], **optimizer: Any) -> list[Any]:
-    """The weights by rank and step; `turn` takes all replicas through one step."""
+    """Return the weights by rank and step; `turn` runs one step of all replicas."""
     replicas = [Replica(rank, ranks, **optimizer) for rank in range(ranks)]
     found: list[list[Weights]] = [[] for _ in replicas]
     for step in range(1, steps + 1):
@@ -143,13 +143,13 @@ def play(ranks: int, steps: int, turn: Callable[[list[Replica], int], None], **o
 
 
 def replica_gradient(name: str, step: int, replica: int, members: int) -> Any:
-    """In numpy and fp64: the part of the gradient that the ranks of one of several replicas find together."""
+    """Return, in numpy and fp64, the part of the gradient of all ranks of one replica."""
     ranks = range(replica * members, (replica + 1) * members)
     return sum(gradient(name, step, rank).double().numpy() for rank in ranks)
 
 
 def assert_near(found: list[dict[str, Any]], wanted: list[list[dict[str, Any]]], members: int) -> None:
-    """All weights of all ranks after all steps, to 1e-10 of those of their replicas; of one replica to the bit."""
+    """Assert that all weights of all ranks are within 1e-10 of the simulated replicas', and bit-equal within a replica."""
     assert len(found) == members * len(wanted)
     for rank, ours in enumerate(found):
         for one, other, first in zip(
@@ -161,7 +161,7 @@ def assert_near(found: list[dict[str, Any]], wanted: list[list[dict[str, Any]]],
 
 
 def assert_same(found: list[dict[str, Any]], wanted: list[list[Weights]]) -> None:
-    """All weights of all ranks after all steps, to the bit."""
+    """Assert that all weights of all ranks after all steps are bit-equal."""
     for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
         for step, (ours, theirs) in enumerate(zip(one["weights"], other, strict=True), start=1):
             for name in SHAPES:

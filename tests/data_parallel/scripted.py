@@ -1,4 +1,4 @@
-"""The order of a server as a list says it."""
+"""Serve the events of a server in the order of a list."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,13 @@ from megalite.data_parallel.more.server_link import Event, Ledger
 
 
 class Scripted:
-    """What a list says, each as soon as it comes; then by arrival."""
+    """Serves the events of a list, each as soon as it arrives; afterwards by arrival."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._left = deque(events)
 
     def __call__(self, waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-        """The next of the list, if it is there."""
+        """Return the next event of the list, if it has arrived."""
         if not self._left:
             return waiting[0]
         if self._left[0] not in waiting:

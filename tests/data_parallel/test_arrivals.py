@@ -1,4 +1,4 @@
-"""No forward reads a parameter before it has arrived, however late the gather of the last step comes."""
+"""Test that no forward reads a parameter before it has been gathered, however late the gather ends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +20,7 @@ NORMS: Settings = {"recompute_granularity": "selective", "recompute_modules": ["
 
 
 class _Late:
-    """Work whose result is out of reach until somebody waits for it."""
+    """Work with a result that is hidden until `wait`."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._values = bucket, bucket.data.clone()
@@ -60,13 +60,13 @@ CASES: dict[str, tuple[int, Settings]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_forwards_wait_for_what_they_read(name: str) -> None:
-    """Buckets of one parameter each, all of NaN until they are waited for: a module that read one sooner shows it."""
+    """Each bucket has one parameter, and contains NaN until its wait: an early read gives NaN."""
     world, settings = CASES[name]
     assert run_ranks(world, steps, world, settings, True) == run_ranks(world, steps, world, settings, False)
 
 
 def orders(context: RankContext, settings: Settings) -> list[int]:
-    """The places, in the order in which buckets are asked for, of those that the next forward waits for."""
+    """Return the positions in the order of gathers of the buckets for which the next forward waits."""
     runner = Runner(build(context, tiny_config(2, **SMALL, **settings)))
     runner.step()
     strategy: Any = runner.replica.strategy

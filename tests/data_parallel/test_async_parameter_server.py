@@ -1,4 +1,4 @@
-"""The asynchronous parameter server on several processes does what one process does that plays its log of events."""
+"""Compare the asynchronous parameter server with one process that replays its log of events."""
 
 import random
 from collections import Counter
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 class Recorded:
-    """By arrival, and noted."""
+    """Serves by arrival and records the events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -36,7 +36,7 @@ class Recorded:
 def workers_steps(
     context: RankContext, dp: int, settings: dict[str, Any], steps: int, script: Script = ()
 ) -> dict[str, Any]:
-    """The weights that a worker computed its steps with, and those of the meeting after them."""
+    """Return the weights of each of a worker's steps, and those of the meeting after them."""
     run = ToyRun(context.topology(dp=dp), {"dp_strategy": "async-parameter-server", **settings})
     strategy = run.strategy
     assert isinstance(strategy, AsyncParameterServer)
@@ -58,8 +58,8 @@ def workers_steps(
 def simulated(
     workers: int, events: Script, *, aware: bool, wire: torch.dtype | None = None, precision: str = "fp32"
 ) -> tuple[list[list[Weights]], Weights, Counter[int]]:
-    """One process that plays server and workers: what each pulled, the end, and how stale pushes were."""
-    # The optimizer over the same flat buckets: a fused kernel rounds an element by its place in them.
+    """Simulate server and workers in one process; return the pulled weights, the final ones, and the staleness."""
+    # Use the same flat buckets: the rounding of a fused kernel depends on an element's position.
     server = ToyRun(Topology.solo(), {"dp_strategy": "all-reduce", "precision": precision})
     pulled: list[list[Weights]] = [[] for _ in range(workers)]
     held, steps, ages = [0] * workers, [0] * workers, Counter[int]()
@@ -83,7 +83,7 @@ def simulated(
 
 
 def random_script(workers: int, steps: int, bound: int, seed: int) -> Script:
-    """An order of pulls and pushes in which no worker starts a step more than `bound` ahead of the slowest."""
+    """Return an order of events in which no worker starts a step more than `bound` ahead of the slowest."""
     dice, clocks, computing = random.Random(seed), [0] * workers, [False] * workers
     script: list[Event] = []
     while min(clocks) < steps:
@@ -146,7 +146,7 @@ def test_one_worker_is_the_optimizer_alone() -> None:
 
 
 def late_worker(context: RankContext, bound: int, steps: int) -> Script:
-    """Worker 1 runs ahead; worker 0 starts when that has asked for a pull which it must wait for."""
+    """Let worker 1 run ahead; worker 0 starts when worker 1 has requested a pull that must wait."""
     run = ToyRun(context.topology(dp=2), {"dp_strategy": "async-parameter-server", "max_staleness": bound})
     assert isinstance(run.strategy, AsyncParameterServer)
     recorded = run.strategy.order = Recorded()
@@ -156,7 +156,7 @@ def late_worker(context: RankContext, bound: int, steps: int) -> Script:
         assert server is not None
         ahead, changed = server._ledger.clocks, server._changed
         with changed:
-            changed.wait_for(lambda: ahead[1] > bound and bool(server._workers[1].asked))
+            changed.wait_for(lambda: ahead[1] > bound and bool(server._workers[1].requests))
             assert ahead[1] == bound + 1 and server._chosen() is None
     for _ in range(steps):
         run.step()
@@ -165,7 +165,7 @@ def late_worker(context: RankContext, bound: int, steps: int) -> Script:
 
 
 def early_worker(context: RankContext) -> bool:
-    """Worker 1 leaves a meeting and continues at once, while worker 0 is still in it."""
+    """Let worker 1 leave a meeting and continue at once, while worker 0 is still in it."""
     run = ToyRun(context.topology(dp=2), {"dp_strategy": "async-parameter-server", "max_staleness": 1})
     strategy = run.strategy
     assert isinstance(strategy, AsyncParameterServer)
@@ -176,7 +176,7 @@ def early_worker(context: RankContext) -> bool:
         if server is not None:
             before = [shard.main_param.detach().clone() for shard in strategy.shards]
             with server._changed:
-                server._changed.wait_for(lambda: bool(server._workers[1].asked) or server._ledger.clocks[1] > 1)
+                server._changed.wait_for(lambda: bool(server._workers[1].requests) or server._ledger.clocks[1] > 1)
                 rested = server._chosen() is None and server._ledger.clocks == [1, 1]
             for shard, values in zip(strategy.shards, before, strict=True):
                 rested &= torch.equal(shard.main_param, values)

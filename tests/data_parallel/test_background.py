@@ -1,4 +1,4 @@
-"""The thread beside the program: order, errors, and an end that waits for no one."""
+"""Test the background thread: order, errors, and a close that does not wait for stuck work."""
 
 import threading
 from functools import partial
@@ -82,7 +82,7 @@ def test_on_cuda_it_is_a_stream_between_two_parts_of_the_computation() -> None:
         x.mul_(1.0)
     x.mul_(3.0)
     work = background.run(lambda: x.add_(1.0))
-    beside = torch.ones(1 << 20, device=device).sum()  # may run at the same time
+    beside = torch.ones(1 << 20, device=device).sum()  # may overlap
     work.wait()
     x.mul_(2.0)
     assert torch.equal(x, torch.full_like(x, 8.0)) and beside.item() == 1 << 20

@@ -1,4 +1,4 @@
-"""What a run says of whether lossy means pay, and when."""
+"""Test the break-even lines of the log."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from tests.support.ranks import RankContext, run_ranks
 SLOW_LINK = Costs(
     step=1.0, exposed=0.8, reduction=0.9, codec=0.02, latency=0.003, optimizer=0.007, whole_bytes=1e6, lossy_bytes=4e4
 )
-"""80 % of the step waits; 0.1 s of the reduction hides."""
+"""80 % of the step is waiting; 0.1 s of the reduction is hidden."""
 
 
 def test_the_prediction_is_that_of_its_parts() -> None:
@@ -54,7 +54,7 @@ Said = tuple[dict[int, list[str]], list[float], torch.Tensor]
 
 
 def said(context: RankContext, settings: dict[str, Any], silent: bool = False) -> Said:
-    """The log's lines by step, the bytes of each step, and weights at the end; `silent`: with nothing measured."""
+    """Return the log's lines by step, the bytes of each step, and the final weights; `silent`: without measurement."""
     lines, sent = {}, []
     with mock.patch.object(BreakEven, "begin", lambda self, *, whole: None) if silent else contextlib.nullcontext():
         run = ToyRun(context.topology(dp=2), {"train_iters": 20, "lr_warmup_iters": 1, **settings})
@@ -75,8 +75,8 @@ ONEBIT = {"optimizer": "onebit-adam"}
 
 @pytest.mark.parametrize(("freeze", "at"), [(20, [8]), (4, [5, 12])])
 def test_it_is_said_once_the_same_on_all_ranks_and_its_bytes_are_counted(freeze: int, at: list[int]) -> None:
-    """After 2 steps that settle and 5 that are measured, or what there is of them before the freeze; then after as many
-    frozen steps what they bring."""
+    """The first line comes after 2 settling and 5 measured steps, or at an earlier freeze; the second after as many
+    frozen steps."""
     runs = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze})
     lines, sent, _ = runs[0]
     assert runs[1][0] == lines and list(lines) == at
@@ -90,12 +90,12 @@ def test_it_is_said_once_the_same_on_all_ranks_and_its_bytes_are_counted(freeze:
         assert times == pytest.approx(before / after, rel=0.1, abs=0.01) and f"(step {before} ms" in found
     _, plain, _ = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze}, True)[0]
     assert len(set(plain)) == (1 if freeze == 20 else 2)
-    # A reduction of all, and of each bucket three exchanges and gathers of a byte.
+    # One reduction of all buckets, and three exchanges and gathers of a byte for each bucket.
     assert 0 < probed(sent, plain, at[0]) - sent[0] < 100 and (probed(sent, plain, at[0]) - sent[0]) % 6 == 0
 
 
 def probed(sent: list[float], plain: list[float], at: int) -> float:
-    """What the measurement sends, in step `at` and no other."""
+    """Return the bytes of the measurement, which are all in step `at`."""
     more = {step: a - b for step, (a, b) in enumerate(zip(sent, plain, strict=True), start=1) if a != b}
     assert list(more) == [at]
     return sum(more.values())
@@ -103,7 +103,7 @@ def probed(sent: list[float], plain: list[float], at: int) -> float:
 
 @pytest.mark.parametrize(("name", "warmup", "at"), [("powersgd", 5, [6, 13]), ("onebit", 0, [8]), ("topk", 2, [10])])
 def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: list[int]) -> None:
-    """When its warm-up ends, or after as many steps without one; numbers of the run do not show it."""
+    """The line comes when the warm-up ends, or after as many steps without one; results do not change."""
     settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
     runs = run_ranks(2, said, settings)
     lines, sent, table = runs[0]
@@ -118,7 +118,7 @@ def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: list[i
 
 
 def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
-    """Bytes of a reduction as they are computed from a part of it, and those that the part sends."""
+    """Return the bytes of a reduction extrapolated from a part of it, and the bytes that the part sends."""
     run = ToyRun(context.topology(dp=3), {"grad_compression": "onebit"})
     strategy: Any = run.strategy
     sent: list[float] = []
@@ -144,7 +144,7 @@ def test_a_reduction_is_measured_by_a_part_of_it() -> None:
 
 
 def lossy_steps(wait: float, reduction: float) -> Costs:
-    """What is made of five steps with lossy means, 3 s each."""
+    """Return the costs computed from five steps with lossy means, 3 s each."""
     measured = BreakEven(mock.Mock(), [mock.Mock(grad=torch.zeros(4))], mock.Mock(), warmup=0.0, all_alike=True)
     measured._done, measured._lossy = False, True
     measured._times, measured._waits = [3.0], [wait]
@@ -163,7 +163,7 @@ def test_without_a_step_of_whole_gradients_the_backward_hides_what_it_can() -> N
 
 
 def test_the_optimizers_own_work_is_measured_beside_the_run() -> None:
-    """An optimizer that sleeps in frozen steps; the run's own is not stepped."""
+    """Uses an optimizer that sleeps in frozen steps; the run's optimizer is not stepped."""
 
     class Slow(OneBitAdam):
         def _frozen_step(self, update: Update, exchange: Exchange) -> None:

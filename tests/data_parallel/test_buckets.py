@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, where they lie in it, and when it is full."""
+"""Test which parameters share a bucket, their offsets, and when a bucket is full."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ FACTORY = ParameterFactory(
 
 
 def parameters() -> list[ShardedParameter]:
-    """Two layers of everything that needs its own bucket."""
+    """Two layers with parameters of every kind of bucket."""
     made = []
     for layer in range(2):
         made += [
@@ -113,7 +113,7 @@ def test_gradients_of_autograd_move_into_the_buffer_and_add_up(at_once: bool) ->
 
 
 class Additions(TorchDispatchMode):
-    """Counts what is added in place, and what is joined."""
+    """Counts in-place additions and concatenations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,10 +126,10 @@ class Additions(TorchDispatchMode):
 
 
 def test_vectors_of_a_backward_are_added_together() -> None:
-    """Neighbours by one addition; a matrix is added alone, within the backward; full comes after all."""
+    """Neighbours need one addition; a matrix is added separately during the backward; full is reported last."""
     vectors = [FACTORY.parameter(f"norm{index}", (5,), decay=False, value=1.0) for index in range(5)]
     matrix = FACTORY.parameter("learned", (2, 5), decay=False, value=1.0)
-    given = [vectors[4], vectors[3], matrix, *vectors[2::-1]]  # in their bucket they lie the other way round
+    given = [vectors[4], vectors[3], matrix, *vectors[2::-1]]  # the bucket has the reverse order
     (bucket,) = make_buckets(given, bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
     full: list[float] = []
     for microbatch in range(2):
@@ -147,11 +147,11 @@ def test_vectors_of_a_backward_are_added_together() -> None:
 
 
 def test_a_matrix_that_a_layer_adds_itself_keeps_no_hook() -> None:
-    """And is taken at the backward's end if autograd gives it a gradient all the same."""
+    """If autograd still gives it a gradient, `collect` moves it."""
     matrix = FACTORY.parameter("weight", (2, 5), decay=False, value=1.0)
     (bucket,) = make_buckets([matrix], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
     assert matrix._post_accumulate_grad_hooks
-    matrix.grad_given()  # as torch 2.13 does where a backward gives None
+    matrix.grad_given()  # as torch 2.13 does if a backward returns None
     bucket.collect()
     assert not matrix._post_accumulate_grad_hooks
     matrix.float().sum().backward()
@@ -160,7 +160,7 @@ def test_a_matrix_that_a_layer_adds_itself_keeps_no_hook() -> None:
 
 
 def test_a_backward_that_broke_leaves_nothing() -> None:
-    """Its gradients are forgotten with the step's."""
+    """Its gradients are discarded with the step's."""
     norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
     (bucket,) = make_buckets([norm], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
     broken = torch.ones(5, requires_grad=True)
@@ -175,7 +175,7 @@ def test_a_backward_that_broke_leaves_nothing() -> None:
 
 
 def test_full_after_the_last_gradient_of_each_parameter() -> None:
-    """A parameter that is embedding and head at once gives two gradients, and only the second is its last."""
+    """A tied embedding gets two gradients, and only the second is its last."""
     word = FACTORY.parameter("word", (4, 5), std=1.0, uses=2)
     other = FACTORY.parameter("other", (4, 5), std=1.0)
     (bucket,) = make_buckets([word, other], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
@@ -215,7 +215,7 @@ class Stage(torch.nn.Module):
 
 
 class Armed:
-    """A strategy of one stage with a note of each reduction that starts."""
+    """A strategy of one stage that records each reduction that starts."""
 
     def __init__(self, *, overlap: bool = True) -> None:
         self.stage, self.started = Stage(), list[str]()
@@ -227,7 +227,7 @@ class Armed:
         return DONE
 
     def give(self, *names: str) -> list[str]:
-        """Contributions to these, in order; what has started since the last call."""
+        """Add gradients to these parameters, in order; return the reductions started since the last call."""
         for name in names:
             parameter = getattr(self.stage, name)
             assert isinstance(parameter, ShardedParameter)
@@ -271,7 +271,7 @@ def test_without_overlap_nothing_starts_before_the_launch(pending: list[str] | N
 
 
 def test_a_bucket_that_has_had_a_backward_is_freed() -> None:
-    """Its parameters' hooks are torch's, which Python's collector does not see: they must not hold it."""
+    """torch stores its parameters' hooks where Python's collector does not look: they must not reference it."""
     norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
     (bucket,) = make_buckets([norm], bucket_size=1, replicas=lambda kind: 1, grad_dtype=torch.float32)
     bucket.take_at_once()

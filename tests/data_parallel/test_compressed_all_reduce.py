@@ -1,4 +1,4 @@
-"""Training with lossy gradients: like one process that plays all ranks, in every layout."""
+"""Compare training with lossy gradients with one process that simulates all ranks, in every layout."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ CODECS = ("onebit", "uint8", "topk", "powersgd")
 TOY: dict[str, Any] = {"ddp_bucket_size": 10_000, "reduction_order": "rank", "topk_density": 0.1, "powersgd_rank": 1}
 """One bucket of matrices and one of vectors."""
 
-MATRICES = ("down", "up", "table")  # in the order of their bucket, as the others are in theirs
+MATRICES = ("down", "up", "table")  # in the order of their bucket
 
 VECTORS = ("norm", "bias")
 
 
 def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_scale: float = 1.0) -> dict[str, Any]:
-    """Four steps: weights after each, phases, and bytes sent."""
+    """Run four steps; return the weights after each, phases, and bytes sent."""
     run = ToyRun(context.topology(dp=ranks), {**TOY, **settings})
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": []}
     for step in range(1, 5):
@@ -36,12 +36,12 @@ def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_s
 
 
 def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -> torch.Tensor:
-    """Like a bucket of them."""
+    """Return the tensors as one bucket."""
     return padded(torch.cat([tensors[name].flatten() for name in names]), 64 * ranks)
 
 
 def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
-    """Torch's AdamW over the means of an oracle; during warm-up, and for vectors, over sums.
+    """Run torch's AdamW over the means of an oracle; during warm-up, and for vectors, over sums.
 
     In flat tensors: it rounds the last elements of a tensor, which fill no register, in another way.
     """
@@ -87,7 +87,7 @@ def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str) -> Non
 
 @pytest.mark.parametrize("name", CODECS)
 def test_neither_overlap_nor_loss_scale_nor_order_matter(name: str) -> None:
-    """A sum of two has one order, and a power of 2 no rounding."""
+    """A sum of two has only one order, and a power of 2 does not round."""
     plain = run_ranks(2, toy_steps, 2, {"grad_compression": name})[0]["weights"]
     late = {"grad_compression": name, "overlap_grad_reduce": False}
     backend = {"grad_compression": name, "reduction_order": "backend"}
@@ -113,21 +113,21 @@ TINY: dict[str, Any] = {
 }
 
 OWN: dict[str, dict[str, Any]] = {"topk": {"topk_density": 0.1}, "powersgd": {"powersgd_rank": 2}}
-"""Settings of codecs; others do not take them."""
+"""Settings of codecs."""
 
 
 def compressed(name: str) -> dict[str, Any]:
-    """Settings of a run."""
+    """Return the settings of a run."""
     return {"grad_compression": name, **OWN.get(name, {})}
 
 
 def trained(context: RankContext, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Losses, and this rank's slices of the weights; all sharers' copies are compared where they are put together."""
+    """Return losses and this rank's slices of the weights; the caller compares all copies when it assembles them."""
     runner = Runner(build(context, tiny_config(4, **TINY, **settings)))
     losses = []
     for _ in range(steps):
         losses.append(runner.step().loss)
-        runner.progress = Progress(runner.progress.step, 0)  # the same batch again: something to learn
+        runner.progress = Progress(runner.progress.step, 0)  # the same batch again, which can be learned
     strategy = runner.replica.strategy
     held = [*strategy.states(), *strategy.tensor_states()]
     strategy.close()
@@ -137,7 +137,7 @@ def trained(context: RankContext, settings: dict[str, Any], steps: int) -> dict[
 STEPS = 8
 
 SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
-"""Of the fall of the loss without compression, in so few steps with so small matrices."""
+"""Share of the loss reduction without compression, for few steps and small matrices."""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
     ids=["tp2-dp2", "pp2-dp2"],
 )
 def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Equal to the bit: over dp, and what tp ranks or the ends of the pipeline hold twice (`assemble` compares)."""
+    """Copies over dp, tp ranks and both ends of the pipeline are bit-equal (`assemble` compares them)."""
     plain = run_ranks(4, trained, layout, STEPS)[0]["losses"]
     for name in names:
         ranks = run_ranks(4, trained, {**layout, **compressed(name), "compression_warmup_steps": 2}, STEPS)

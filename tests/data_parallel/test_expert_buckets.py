@@ -1,4 +1,4 @@
-"""Gradients of experts are summed over the ranks that hold the same experts, and each element counts once."""
+"""Test that gradients of experts are summed over ranks with the same experts, and that each element counts once."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dp_rank", range(6))
 def test_shards_follow_the_groups_of_their_bucket(dp_rank: int) -> None:
-    """Dense ones are cut over dp, experts over expert-dp, whichever rank this is of the other."""
+    """Dense buckets are sharded over dp, experts over expert-dp, independently of the rank in the other group."""
     for expert_rank in range(3):
         strategy = strategy_of(DistributedOptimizer, group("dp", 6, dp_rank), group("expert-dp", 3, expert_rank))
         shards = by_name(strategy)

@@ -1,4 +1,4 @@
-"""The torch-free statements of what strategies cut and keep are what the strategies do."""
+"""Compare the torch-free facts of strategies (bucket sizes, states) with the strategies themselves."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -40,11 +40,11 @@ CASES: list[dict[str, Any]] = [
     {"dp_strategy": "gossip", "gossip_algorithm": "decentlam", **SGD},
     {"dp_strategy": "gossip", "gossip_algorithm": "choco-sgd"},
 ]
-MAIN = ("replica_param", "main_param")  # main parameters, which are there anyway
+MAIN = ("replica_param", "main_param")  # main parameters, which exist anyway
 
 
 def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:
-    """For each case: names and elements of the states, as the strategy has them and as they are stated."""
+    """Return, for each case, names and elements of the states, from the strategy and from the facts."""
     found = []
     for settings in CASES:
         run = ToyRun(context.topology(dp=RANKS), {"dp": RANKS, "ddp_bucket_size": 10**4, **settings})
@@ -83,7 +83,7 @@ SERVER = {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.0006}
     ids=str,
 )
 def test_buckets_are_closed_at_the_stated_size(settings: dict[str, Any], size: int, buckets: int) -> None:
-    """Gradients come in the order norm, down (330), bias, up (330), table (240)."""
+    """Gradients arrive in the order norm, down (330), bias, up (330), table (240)."""
     run = ToyRun(RankContext(0, {}).topology(dp=1), settings)
     assert bucket_size(run.config, 1) == run.strategy.options.bucket_size == size
     assert len(run.strategy.all_buckets()) == buckets
@@ -92,20 +92,20 @@ def test_buckets_are_closed_at_the_stated_size(settings: dict[str, Any], size: i
 
 
 class Tripled(DataParallelStrategy):
-    """Replicas' gradients are summed, and counted three times."""
+    """Sums the replicas' gradients, and multiplies them by three."""
 
     def _reduce(self, bucket: Bucket) -> Work:
         return self.channel(bucket).all_reduce_async(bucket.grad.mul_(3))
 
 
 def tripled() -> AbstractContextManager[None]:
-    """Inside, it is registered."""
+    """Register the strategy in the block."""
     facts = {"settings": "ddp_bucket_size", "traffic": lambda t: [("all-reduce", 3 * t.elements * t.wire)]}
     return registered(STRATEGIES, "tripled", Tripled, **facts)
 
 
 class Keeping(Tripled):
-    """Has a state for each element."""
+    """A strategy with a state per element."""
 
     def states(self) -> list[FlatState]:
         return [
@@ -115,7 +115,7 @@ class Keeping(Tripled):
 
 
 def built_with(context: RankContext, states: tuple[str, ...]) -> str:
-    """What building a run says of a strategy that keeps `seen`, and is registered with `states`."""
+    """Return the error of a run with a strategy that has the state `seen`, registered with `states`."""
     facts = {"traffic": lambda t: [("all-reduce", t.elements * t.wire)], "states": lambda config: states}
     with registered(STRATEGIES, "keeping", Keeping, **facts):
         try:
@@ -135,14 +135,14 @@ def test_a_strategy_keeps_what_it_is_registered_with(monkeypatch: pytest.MonkeyP
     facts = {"traffic": lambda t: [], "states": lambda config: ("seen",)}
     with registered(STRATEGIES, "keeping", Keeping, **facts):
         config = tiny_config(RANKS, dp=RANKS, dp_strategy="keeping", precision="fp32")
-        with pytest.raises(ConfigError, match=r"keeps a state seen, of which nothing is stated; add STATES\['seen'\]"):
+        with pytest.raises(ConfigError, match=r"keeps a state seen, which is not in .*; add STATES\['seen'\]"):
             strategy_bytes(config, RANKS)
         monkeypatch.setitem(STATES, "seen", StateFact(Placement.REPLICATED, "zeros"))
         assert strategy_bytes(config, RANKS) == 4
 
 
 def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:
-    """After a step of SGD: by the strategy that this file adds, and by an all-reduce of gradients three times as large."""
+    """Return the weights after a step of SGD by this file's strategy, and by an all-reduce of tripled gradients."""
     found = []
     with tripled():
         for name, scale in (("tripled", 1.0), ("all-reduce", 3.0)):

@@ -73,7 +73,7 @@ def most_units(context: RankContext, settings: Settings) -> tuple[int, set[str]]
         for module in stage.modules():
             module.register_forward_hook(note)
     for bucket in runner.replica.strategy.all_buckets():
-        bucket._note = partial(noting, bucket._note)  # type: ignore[method-assign]
+        bucket._count_down = partial(noting, bucket._count_down)  # type: ignore[method-assign]
     for _ in range(2):
         runner.step()
     left = units()

@@ -1,4 +1,4 @@
-"""A small network with given gradients, so that what a strategy does to weights can be computed by hand beside it."""
+"""A small model with fixed gradients, so that tests can compute the results of a strategy independently."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ NO_DECAY = ("bias", "norm")
 
 
 class Toy(torch.nn.Module):
-    """Parameters, and nothing that uses them."""
+    """Parameters without a forward."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Toy(torch.nn.Module):
 
 
 def gradient(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
-    """The part of the gradient that data-parallel rank `rank` finds in `step` (from 1): fp32."""
+    """Return data-parallel rank `rank`'s part of the gradient in `step` (from 1), fp32."""
     seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
     return scale * torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
 
@@ -52,7 +52,7 @@ class ToyRun:
         self.steps = 0
 
     def gradients(self, *, scale: float = 1.0, loss_scale: float = 1.0) -> list[float]:
-        """Forward and backward of a step; the sums of the strategy's norm terms over its scope."""
+        """Run forward and backward of a step; return the sums of the strategy's norm terms over its scope."""
         step = self.steps + 1
         self.strategy.begin_step(step, loss_scale=loss_scale)
         self.strategy.enable_grad_sync(0)
@@ -67,14 +67,14 @@ class ToyRun:
         return terms.tolist()
 
     def step(self, *, lr: float = 0.05, loss_scale: float = 1.0) -> None:
-        """One whole step."""
+        """Run one whole step."""
         self.gradients(loss_scale=loss_scale)
         self.steps += 1
         update = Update(step=self.steps, lr=lr, weight_decay=0.1, factor=1.0 / loss_scale)
         self.strategy.update(self.optimizer, update)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's, on this rank."""
+        """Return the model's weights on this rank."""
         self.strategy.wait_for_parameters()
         return {name: getattr(self.toy, name).detach().clone() for name in SHAPES}
 
@@ -85,7 +85,7 @@ S = TypeVar("S", bound=DataParallelStrategy)
 def bare(
     kind: type[S], stages: Mapping[int, torch.nn.Module], *, groups: Mapping[str, Group] | None = None, **options: Any
 ) -> S:
-    """A strategy of no run, over ranks that are not there: alone but for `groups`."""
+    """Return a strategy without a run, on a single rank except for `groups`, which need not exist."""
     alone: dict[str, Any] = {name: Group.solo(name) for name in ("dp", "tp", "expert_dp")}
     defaults: dict[str, Any] = {"bucket_size": 1, "grad_dtype": torch.float32, "overlap": True}
     return kind(
@@ -96,7 +96,7 @@ def bare(
 
 
 def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> list[dict[str, torch.Tensor]]:
-    """For run_ranks: the weights after each step, on this rank."""
+    """Return, for run_ranks, the weights after each step on this rank."""
     run = ToyRun(context.topology(dp=dp, instances=settings.get("dp_instances", 1)), settings)
     found = []
     for _ in range(steps):
@@ -107,7 +107,7 @@ def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps
 
 
 def initial() -> dict[str, torch.Tensor]:
-    """The weights before the first step."""
+    """Return the weights before the first step."""
     toy = Toy()
     return {name: getattr(toy, name).detach().clone() for name in SHAPES}
 
@@ -117,12 +117,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def summed(name: str, step: int, ranks: int) -> torch.Tensor:
-    """The gradient of a step, added up by rank."""
+    """Return the gradient of a step, added in rank order."""
     return torch.stack([gradient(name, step, rank) for rank in range(ranks)]).sum(dim=0)
 
 
 def padded(values: torch.Tensor, multiple: int = 64) -> torch.Tensor:
-    """Flat as in a bucket: torch's kernels round the last few elements of a tensor in another way."""
+    """Return flat values with padding as in a bucket: torch's kernels round the last elements of a tensor differently."""
     return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % multiple))
 
 
@@ -133,8 +133,8 @@ def adam(
     total: Callable[[str, int, int], torch.Tensor] = summed,
     dtype: torch.dtype = torch.float32,
 ) -> list[Weights]:
-    """What one process that plays all ranks has after each step: torch's AdamW over fp32 parameters and the `total` of
-    their gradients; the weights in `dtype`, from which they started."""
+    """Return the weights after each step in one process that simulates all ranks: torch's AdamW over fp32 parameters and
+    the `total` of their gradients; weights are in `dtype`, also the initial ones."""
     first = {name: getattr(Toy(dtype), name).detach().float() for name in SHAPES}
     main = {name: torch.nn.Parameter(padded(value)) for name, value in first.items()}
     groups = [
@@ -157,7 +157,7 @@ def adam(
 
 
 def assert_same(found: list[Weights], wanted: list[Weights]) -> None:
-    """To the bit."""
+    """Assert that all weights are bit-equal."""
     for step, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
         for name in SHAPES:
             assert torch.equal(one[name], other[name]), f"{name} after step {step}"

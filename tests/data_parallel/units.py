@@ -1,4 +1,4 @@
-"""A network of units whose parameters a forward and a backward look at, with gradients that are given beforehand."""
+"""A model of units with fixed gradients that records which parameters are whole in each forward and backward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ LR, DECAY = 0.05, 0.1
 
 
 def factor(unit: int, step: int, microbatch: int, rank: int) -> torch.Tensor:
-    """What a unit's weight is multiplied with, and so its gradient."""
+    """Return the factor of a unit's weight, which is also its gradient."""
     seed = ((step * 100 + microbatch) * 10 + rank) * 10 + unit
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 class _Product(torch.autograd.Function):
-    """x + Σ weight·factor; it looks at the weight again in the backward."""
+    """Computes x + Σ weight·factor, and reads the weight again in the backward."""
 
     @staticmethod
     def forward(
@@ -56,7 +56,7 @@ Seen = tuple[str, int, "Live", float]
 
 @dataclass(frozen=True)
 class Live:
-    """The units of which something is whole."""
+    """The units with whole weights or gradients."""
 
     weights: list[int]
     gradients: list[int]
@@ -78,11 +78,11 @@ class Layer(torch.nn.Module):
     __hash__ = torch.nn.Module.__hash__
 
     def live(self) -> Live:
-        """Of this moment."""
+        """Return the units that are whole now."""
         return self.run.live()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A scalar."""
+        """Return a scalar."""
         run = self.run
         return _Product.apply(x, self.weight, factor(self.index, run.steps + 1, run.microbatch, run.rank), self)
 
@@ -103,7 +103,7 @@ class UnitRun:
         self.steps = self.microbatch = 0
 
     def live(self) -> Live:
-        """The units whose weights or gradients are whole in memory now."""
+        """Return the units with whole weights or gradients in memory."""
         weights, gradients = [], []
         for bucket in self.strategy.all_buckets():
             unit = int(bucket.placed[0].parameter.info.spec.name.split(".")[0])
@@ -112,18 +112,18 @@ class UnitRun:
         return Live(sorted(weights), sorted(gradients))
 
     def seen(self) -> list[Seen]:
-        """What the layers have noted since the last call, layer by layer."""
+        """Return the layers' records since the last call, layer by layer."""
         found = [note for layer in self.layers for note in layer.seen]
         for layer in self.layers:
             layer.seen.clear()
         return found
 
     def forward(self) -> torch.Tensor:
-        """Of the microbatch."""
+        """Run the forward of the microbatch."""
         return self.model(torch.zeros(()))
 
     def step(self) -> list[float]:
-        """One whole step; the losses of its microbatches."""
+        """Run one whole step; return the losses of its microbatches."""
         strategy, losses = self.strategy, list[float]()
         strategy.begin_step(self.steps + 1)
         for self.microbatch in range(MICROBATCHES):
@@ -142,7 +142,7 @@ class UnitRun:
 
 @dataclass
 class Result:
-    """What one rank has found in some steps."""
+    """One rank's results of some steps."""
 
     losses: list[list[float]]
     weights: list[torch.Tensor]  # after the last step
@@ -153,7 +153,7 @@ class Result:
 
 
 def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps: int) -> Result:
-    """For run_ranks."""
+    """Run some steps on one rank, for run_ranks."""
     run = UnitRun(context.topology(dp=dp), settings)
     losses, seen, sent = [], list[Seen](), 0.0
     for _ in range(steps):
@@ -169,7 +169,7 @@ def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps
 
 
 def oracle(ranks: int, rank: int, steps: int) -> tuple[list[list[float]], list[torch.Tensor]]:
-    """The losses of a rank and the weights at the end: torch's own AdamW over sums by microbatch and by rank."""
+    """Return a rank's losses and the final weights, by torch's AdamW over sums by microbatch and by rank."""
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     weights = [factory.parameter(f"{unit}.weight", SHAPE, std=1.0) for unit in range(UNITS)]
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=DECAY, fused=True)

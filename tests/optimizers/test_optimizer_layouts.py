@@ -119,7 +119,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
             matrix.rows * matrix.columns * min(matrix.rows, matrix.columns) for wave in waves for matrix in wave.owned
         ),
         "gathers": any(wave.gather.moves for wave in waves),
-        "gives_back": any(wave.give_back.moves for wave in waves),
+        "gives_back": any(wave.scatter.moves for wave in waves),
     }
 
 
@@ -148,7 +148,7 @@ def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]
     runner.step()
     optimizer = runner.replica.optimizer
     assert isinstance(optimizer, Muon)
-    moves = any(wave.gather.moves or wave.give_back.moves for wave in optimizer._waves)
+    moves = any(wave.gather.moves or wave.scatter.moves for wave in optimizer._waves)
     owned = sorted(matrix.key[0] for wave in optimizer._waves for matrix in wave.owned)
     return (moves, owned, {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()})
 

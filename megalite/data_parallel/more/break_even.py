@@ -1,4 +1,4 @@
-"""What a step costs with whole gradients and with lossy means in their place, and where the one overtakes the other."""
+"""Measure the cost of a step with whole gradients and with lossy means, and find the link rate at which they break even."""
 
 import statistics
 import time
@@ -14,38 +14,39 @@ from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 from megalite.topology.group import DONE, Work
 
-ASSUMED_WARMUP = 0.15  # share of the run, where its end is to be found while training
+ASSUMED_WARMUP = 0.15  # share of the run, if training determines the end of the warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds and bytes of one step with whole gradients, and of lossy means in its place; the slowest rank's."""
+    """Seconds and bytes of one step with whole gradients and of lossy means that replace them, on the slowest rank."""
 
     step: float
-    exposed: float  # of the step, waiting for the reduction
-    reduction: float  # the reduction by itself
+    exposed: float  # wait for the reduction, a part of the step
+    reduction: float  # the reduction alone
     codec: float
-    latency: float  # the collectives of lossy means when next to nothing is sent
-    optimizer: float  # by which the optimizer's own work is longer
+    latency: float  # collectives of lossy means with almost no data
+    optimizer: float  # additional work of the optimizer
     whole_bytes: float
     lossy_bytes: float
-    assumed: bool = False  # no step with whole gradients was seen: what they would wait is computed
+    assumed: bool = False  # no step had whole gradients: `exposed` is computed
 
     @property
     def extra(self) -> float:
-        """Seconds of a step with lossy means that do not depend on the link's rate and that others do not have."""
+        """Additional seconds of a step with lossy means that do not depend on the link's rate."""
         return self.codec + self.latency + self.optimizer
 
     def speed(self, warmup: float) -> float:
-        """How many times as fast a run is: 1/(w + (1-w)(c + (1-c)/k + o)), with the share c of the step that does not
-        wait, the ratio of volumes k and `extra` as a share o of the step. Lossy means hide behind nothing."""
+        """Return the speedup of a run: 1/(w + (1-w)(c + (1-c)/k + o)), with the warm-up's share w of the run, the share c
+        of the step that does not wait, the ratio of volumes k, and `extra` as a share o of the step. Lossy means do not
+        overlap with computation."""
         waits = self.exposed / self.step
         lossy = 1.0 - waits + waits * self.lossy_bytes / self.whole_bytes + self.extra / self.step
         return 1.0 / (warmup + (1.0 - warmup) * lossy)
 
     @property
     def break_even(self) -> float:
-        """Bytes per second below which lossy means pay, if what hides of the reduction stays as it is: there
+        """Bytes per second R below which lossy means pay, if the hidden part of the reduction stays the same:
 
         extra + bytes/(k·R) = bytes/R - hidden.
         """
@@ -53,13 +54,13 @@ class Costs:
         return (self.whole_bytes - self.lossy_bytes) / max(self.extra + hidden, 1e-9)
 
     def line(self, warmup: float | None, *, name: str = "1-bit") -> str:
-        """For the log; `name` is that of the lossy means."""
+        """Return a line for the log; `name`: of the lossy means."""
         share = ASSUMED_WARMUP if warmup is None else warmup
         speed = self.speed(share)
         verdict = f"the run will be about {speed:.2f} times as fast as with whole gradients"
         if speed <= 1.0:
             verdict = f"{name} will be slower here: the run will take about {1.0 / speed:.2f} times as long as with whole gradients"
-        assumption = "; no step had whole gradients, which are taken to hide behind the backward" * self.assumed
+        assumption = "; no step had whole gradients, which are assumed to hide behind the backward" * self.assumed
         step, codec, latency, own = (1e3 * each for each in (self.step, self.codec, self.latency, self.optimizer))
         return (
             f"break-even: {verdict}; it pays where ranks send at less than {self.break_even * 8e-6:.0f} Mbit/s (step "
@@ -71,18 +72,18 @@ class Costs:
 
 
 SETTLING_STEPS = 2
-"""Steps that are not looked at: memory is touched first and kernels are chosen in them."""
+"""Steps before the measurement: they touch memory for the first time and choose kernels."""
 MEASURED_STEPS = 5
-CALLS = 3  # of codec and exchanges, when they are measured by themselves
+CALLS = 3  # calls of codec and exchanges when they are measured alone
 REHEARSED = 1 << 20
-"""Parameters that the optimizer's work and the reduction are measured with, at most: both grow as their number, and a whole
-reduction more is a step's worth of bytes."""
+"""Most parameters for measurements of the optimizer and the reduction: both grow linearly, and a whole reduction would
+send the bytes of another step."""
 ASSUMED_HIDDEN = 2.0 / 3.0
-"""Share of the computation behind which a reduction hides, where no step with whole gradients is seen: the backward's."""
+"""Share of the computation that hides a reduction if no step has whole gradients: the backward's share."""
 
 
 class _Loopback(Channel):
-    """As many ranks, all of them here: what would be sent comes back at once."""
+    """A channel that returns sent data at once, as if all ranks were this process."""
 
     def exchange_raw_async(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work]:
         self._counter.add((self.size - 1) / self.size * tensor.nbytes)
@@ -95,15 +96,15 @@ class _Loopback(Channel):
 
 
 class BreakEven:
-    """Times the first steps, then the reduction and the codec by themselves on scratch memory; the strategy's notes get
-    the line. Once steps with lossy means come, they are timed too, and a second line has what they really bring.
+    """Times the first steps, then the reduction and the codec alone on scratch memory, and adds a line to the strategy's
+    notes. Later it times steps with lossy means, and a second line reports their measured speedup.
 
-    All ranks call it at the same places. What it sends counts for the step that it measures in; it touches no state. Times
-    are medians, which on a busy machine have the share of the cores in them that the run really gets.
+    All ranks call it at the same points. Its bytes count for the current step; it changes no state. Times are medians,
+    which on a busy machine include the share of the cores that the run gets.
 
-    `buckets`: those that lossy means are made of. `warmup`: share of the run with whole gradients; None: not known yet.
-    `name`: of the lossy means, for the line. `all_alike`: steps with lossy means are like each other, and say enough
-    where none before them was seen."""
+    `buckets`: those with lossy means. `warmup`: share of the run with whole gradients; None: not known yet. `name`: of the
+    lossy means, for the line. `all_alike`: all steps with lossy means have equal costs, so they can be measured even if no
+    step with whole gradients precedes them."""
 
     def __init__(
         self,
@@ -120,17 +121,16 @@ class BreakEven:
         self._elements = sum(bucket.grad.numel() for bucket in self._buckets)
         self.optimizer: Optimizer | None = None
         self._done = all(strategy.channel(bucket).size == 1 for bucket in self._buckets)
-        self._lossy = False  # steps with lossy means are being looked at
+        self._lossy = False  # steps with lossy means are being measured
         self._before: float | None = None  # seconds of a step with whole gradients
         self._steps, self._began = 0, 0.0
         self._times: list[float] = []
         self._waits: list[float] = []
 
     def begin(self, *, whole: bool) -> None:
-        """A step begins, which reduces gradients if it is `whole`.
+        """Begin a step, which reduces gradients if it is `whole`.
 
-        Collectives: once enough steps have been seen, some reductions (of `REHEARSED` numbers in all) and a maximum
-        over the world."""
+        Collectives: after enough steps, some reductions (of `REHEARSED` numbers in all) and a maximum over the world."""
         if self._done or (whole and not self._lossy and self._before is not None):  # until steps with lossy means come
             return
         if self._steps > SETTLING_STEPS:
@@ -138,7 +138,7 @@ class BreakEven:
         changes = whole == self._lossy
         if len(self._times) == MEASURED_STEPS or changes:
             if self._times:
-                self._say()
+                self._add_note()
             self._done |= changes and (whole or (self._before is None and not self._all_alike))
             self._lossy |= changes
             self._steps = 0
@@ -147,8 +147,8 @@ class BreakEven:
         self._steps += 1
         self._began = self._now()
 
-    def _say(self) -> None:
-        """Adds a line, the last one if steps with lossy means are in it."""
+    def _add_note(self) -> None:
+        """Add a line to the notes; it is the last one if it covers steps with lossy means."""
         self._done = self._lossy
         if self._before is None:
             costs = self._costs()
@@ -173,7 +173,7 @@ class BreakEven:
         return time.perf_counter()
 
     def _typical(self, times: int, work: Callable[[], object]) -> float:
-        """Seconds of a call, the median of some."""
+        """Return the median seconds of a call."""
         taken = []
         for _ in range(times):
             before = self._now()
@@ -205,7 +205,7 @@ class BreakEven:
         return Costs(**found, assumed=self._lossy)
 
     def _slowest(self, seconds: Iterable[float]) -> list[float]:
-        """Those of the slowest rank."""
+        """Return the maxima over ranks."""
         found = torch.tensor(list(seconds), dtype=torch.float64, device=self._buckets[0].grad.device)
         self._strategy.groups.world.all_reduce(found, op="max")
         return list(map(float, found.tolist()))
@@ -214,7 +214,8 @@ class BreakEven:
         return self._strategy.new_channel(self._strategy.groups.replicas(bucket.kind), counter, kind)
 
     def _reduction(self, bucket: Bucket) -> tuple[float, float]:
-        """(seconds, bytes) of a bucket's, from a part of it. Once: the run's first steps have warmed the connections up."""
+        """Return (seconds, bytes) of a bucket's reduction, estimated from one reduction of a part of it. The run's first
+        steps have warmed up the connections."""
         counter, size = WireCounter(), bucket.grad.numel()
         channel = self._channel(bucket, counter)
         share = size * REHEARSED // self._elements
@@ -231,13 +232,13 @@ class BreakEven:
         return self._typical(CALLS, lambda: codec.mean(values.clone()))
 
     def _latency(self, bucket: Bucket) -> float:
-        """Of an exchange and a gather of a byte per rank."""
+        """Return the seconds of an exchange and a gather of a byte per rank."""
         channel = self._channel(bucket, self._strategy.wire_counter)
         sent = torch.zeros(channel.size, dtype=torch.uint8, device=bucket.grad.device)
         return self._typical(CALLS, lambda: channel.gather_raw(channel.exchange_raw(sent), sent[:1]))
 
     def _optimizer_extra(self) -> float:
-        """On scratch memory, alone: a step without reduced gradients against one with them."""
+        """Return the additional seconds that the optimizer needs without reduced gradients, on scratch memory."""
         total = self._elements
         size = min(total, REHEARSED)
         param = torch.nn.Parameter(_signed(size, self._buckets[0].grad))
@@ -256,5 +257,5 @@ class BreakEven:
 
 
 def _signed(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Numbers of either sign, and not from a generator that the run uses."""
+    """Return numbers of both signs, without a generator that the run uses."""
     return torch.arange(size, device=like.device).to(like.dtype).sin_()

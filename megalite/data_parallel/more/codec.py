@@ -1,4 +1,4 @@
-"""Lossy means over replicas: what all have in common, and 8 bits, the largest elements and low rank."""
+"""Compute lossy means over replicas: the base class of codecs, 8-bit integers, top-k and low rank (PowerSGD)."""
 
 import math
 import zlib
@@ -10,36 +10,36 @@ import torch
 
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import STATES, low_rank_pays
-from megalite.data_parallel.strategy import FlatState, TensorState, kept
+from megalite.data_parallel.strategy import FlatState, TensorState, flat_state
 from megalite.data_parallel.wire import Channel
 from megalite.kernels.integers import Integers
 
 
 class Codec(ABC):
-    """The mean over replicas of flat tensors like one bucket, with far fewer bytes than the whole takes.
+    """Computes the mean over replicas of flat tensors like one bucket, with far fewer bytes than the whole takes.
 
-    Error feedback: what rounding has left out of this rank's values is added to the next ones, so that over many calls
-    nothing is lost: Σ results + mean of the errors left = Σ means, but for rounding in fp32.
+    Error feedback: the compression error of this rank's values is added to the next values, so that nothing is lost over
+    many calls: Σ results + mean of the remaining errors = Σ means, except for rounding in fp32.
 
-    Errors are in the unit of the values: a caller that multiplies values with a loss scale divides by it before.
+    Errors are in the unit of the values: a caller with a loss scale must divide values by it first.
 
-    `bucket`: gives the places of tensors; its data and grad are not touched. `channel`: the replicas."""
+    `bucket`: gives the offsets of tensors; its data and grad are not used. `channel`: the replicas."""
 
     name: str
-    """Of the codec in `grad_compression`; its states are those of `facts.STATES` that begin with it."""
-    wire_bytes: int  # that this rank sends for one mean
+    """Name in `grad_compression`; prefix of the codec's states in `facts.STATES`."""
+    wire_bytes: int  # bytes that this rank sends for one mean
 
     def __init__(self, bucket: Bucket, channel: Channel) -> None:
         self.bucket, self.channel = bucket, channel
         size = bucket.grad.numel() if channel.size > 1 else 0
-        self.error = bucket.grad.new_zeros(size)  # what this rank still owes, element by element
+        self.error = bucket.grad.new_zeros(size)  # compression error of this rank's values, per element
         self.server_error = bucket.grad.new_zeros(size // channel.size)
-        """Where each rank serves a chunk of the bucket: what is still owed of this rank's."""
+        """If each rank serves a chunk of the bucket: the error of this rank's chunk."""
 
     @torch.no_grad()
     def mean(self, values: torch.Tensor) -> None:
-        """In place: this rank's `values` [bucket size], of the gradient's type, become the lossy mean, the same bits on
-        every replica. It blocks; run it with `channel.in_background` to overlap it.
+        """Replace this rank's `values` [bucket size], of the gradient's type, by the lossy mean, the same bits on every
+        replica. It blocks; run it with `channel.in_background` to overlap it.
 
         Collectives: over the replicas.
         """
@@ -48,15 +48,15 @@ class Codec(ABC):
 
     @abstractmethod
     def _mean(self, values: torch.Tensor) -> None:
-        """`mean`, with several replicas."""
+        """Do the work of `mean`, with several replicas."""
 
     def states(self) -> list[FlatState]:
         if self.channel.size == 1:
             return []
-        found = [kept(f"{self.name}_error", self.bucket, self.error)]
+        found = [flat_state(f"{self.name}_error", self.bucket, self.error)]
         if f"{self.name}_server_error" in STATES:
             start = self.channel.rank * self.server_error.numel()
-            found.append(kept(f"{self.name}_server_error", self.bucket, self.server_error, start))
+            found.append(flat_state(f"{self.name}_server_error", self.bucket, self.server_error, start))
         return found
 
     def tensor_states(self) -> list[TensorState]:
@@ -64,21 +64,22 @@ class Codec(ABC):
 
 
 STRIDE = 61
-"""Every so many'th element is looked at first. Odd, so that it passes through all columns of the usual matrices."""
+"""Distance of sampled elements. It is odd, so that the sample covers all columns of the usual matrices."""
 
-SMALL = 1 << 14  # elements of a tensor that is not worth a sample
+SMALL = 1 << 14  # tensors with fewer elements are not sampled
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the `count` largest of `magnitudes` [n], none of them negative: int64 [count], ascending.
+    """Return the indices of the `count` largest of `magnitudes` [n], which are not negative: int64 [count], ascending.
 
-    Of equal ones the first count as larger; NaN counts as largest. The result does not depend on how it is found: on a CPU
-    a threshold from a sample leaves few candidates, and where it leaves too few, all are. Elsewhere the host reads nothing.
+    Of equal elements the first counts as larger; NaN is the largest. On a CPU, a threshold from a sample leaves few
+    candidates; if it leaves too few, all elements are candidates. The result does not depend on the sample. On other
+    devices the host reads nothing.
     """
     places = _candidates(magnitudes, count) if magnitudes.device.type == "cpu" else None
-    # As integers they have the same order, and NaN is above all.
+    # Their bits as integers have the same order, with NaN above all.
     among = (magnitudes if places is None else magnitudes[places]).view(_INTEGERS[magnitudes.dtype])
     last = torch.topk(among, count, sorted=False).values.min()
     chosen, equal = torch.gt(among, last), torch.eq(among, last)
@@ -88,7 +89,7 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _candidates(magnitudes: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Places that hold the `count` largest, ascending; None: it may be any."""
+    """Return indices that include the `count` largest, ascending; None: no restriction was found."""
     size = magnitudes.numel()
     sample = magnitudes[::STRIDE]
     expected = count * sample.numel() / size
@@ -96,22 +97,22 @@ def _candidates(magnitudes: torch.Tensor, count: int) -> torch.Tensor | None:
     if size < SMALL or rank >= sample.numel():
         return None
     threshold = torch.topk(sample, rank).values[-1].item()
-    # numpy compares and finds four times as fast as torch.
+    # numpy is four times as fast here as torch.
     places = torch.from_numpy(np.flatnonzero(~np.less(magnitudes.numpy(), threshold)))
     return places if places.numel() >= count else None
 
 
 class TopK(Codec):
-    """Each replica sends the k largest elements of what it owes and their places, all to all; the rest waits.
+    """Sends the k largest elements of each replica, with their indices, to all replicas; the rest stays in the error.
 
         x_i = values_i + e_i;  out = Σ_i top_k(x_i)/n, in the order of ranks;  e_i = x_i - top_k(x_i)
 
-    They are the largest of the whole bucket, not of each tensor: a tensor of small gradients waits until its errors have
-    grown. Elements have the wire format, else the type of the values; what rounding leaves out stays in the error.
+    They are the largest of the whole bucket, not of each tensor: a tensor with small gradients waits until its errors have
+    grown. Elements are sent in the wire's format, if any; the rounding error stays in the error.
 
     Wire: 8·k·(n-1) bytes, 6·k·(n-1) with bf16. Above a density of 1/n the whole gradient takes less.
 
-    `density`: k is this share of the bucket's elements, at least 1."""
+    `density`: k is this share of the bucket's elements, at least 1 element."""
 
     name = "topk"
 
@@ -136,17 +137,17 @@ class TopK(Codec):
         self.channel.gather_raw(self._rows.view(-1), row)
         values.zero_()
         for row in self._rows:
-            # Copies, as rows need not start where numbers may.
+            # Clone, as the row may not be aligned for these types.
             where = row[: self._split].clone().view(torch.int32)
             parts = row[self._split :].clone().view(self._format).to(values.dtype)
-            # No place occurs twice in a row, so that the order of additions is that of rows on every device.
+            # No index occurs twice in a row, so additions are in the order of rows on every device.
             values.index_add_(0, where, parts.div_(self.channel.size))
 
 
 class Uint8(Codec):
-    """Two-stage mean of 8-bit integers, after ByteGrad (arXiv 2107.01499) but with error feedback.
+    """Computes a two-stage mean of 8-bit integers, after ByteGrad (arXiv 2107.01499) but with error feedback.
 
-    The bucket is cut into one chunk a replica, which serves it. With C(x) what is left of x in 8 bits,
+    The bucket is cut into one chunk per replica, which serves it. With x rounded to 8 bits as C(x),
 
         x_i = values_i + e_i;  C(x_i) to the server of each chunk;  e_i = x_i - C(x_i)
         y = E + Σ_i C(x_i)/n, in the order of ranks;  C(y) to all;  E = y - C(y)
@@ -177,55 +178,55 @@ class Uint8(Codec):
 
 @dataclass(frozen=True, eq=False)
 class _Matrices:
-    """One tensor of the bucket, as a batch of matrices, and its factors, rows of which are contiguous: products with
-    columns of a few elements are several times slower."""
+    """One tensor of the bucket, as a batch of matrices, and its factors. The rows of factors are contiguous: products with
+    short columns are several times slower."""
 
     placed: Placed
-    p: torch.Tensor  # [batch, r, a], inside the flat tensor of all left factors
-    q: torch.Tensor  # [batch, r, b], inside that of all right factors
+    p: torch.Tensor  # [batch, r, a], a view of the flat tensor of all left factors
+    q: torch.Tensor  # [batch, r, b], a view of the flat tensor of all right factors
 
     def __post_init__(self) -> None:
-        """The first right factor is random, the same on every replica and in every run."""
+        """Draw the first right factor, the same on every replica and in every run."""
         seed = zlib.crc32(self.placed.parameter.info.spec.name.encode())
         self.q.copy_(torch.randn(self.q.shape, generator=torch.Generator().manual_seed(seed)))
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """[batch, a, b], a <= b, in a flat tensor like the bucket."""
+        """Return the matrices [batch, a, b], a <= b, as a view of a flat tensor like the bucket."""
         tensor = self.tensor(flat)
         return tensor.mT if tensor.shape[-2] > tensor.shape[-1] else tensor
 
     def tensor(self, flat: torch.Tensor) -> torch.Tensor:
-        """The matrices as they lie in a flat tensor."""
+        """Return the matrices in the tensor's orientation, as a view of a flat tensor."""
         return flat[self.placed.start : self.placed.stop].view(-1, *self.placed.parameter.shape[-2:])
 
     def product(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two factors; their product lies like the tensor."""
+        """Return two factors with a product in the tensor's orientation."""
         rows, columns = self.placed.parameter.shape[-2:]
         return (self.q.mT, self.p) if rows > columns else (self.p.mT, self.q)
 
     def normalize(self) -> None:
-        """Each right factor to a largest element of 1: its range is all that counts, and products with tiny gradients
+        """Scale each right factor to a largest element of 1: only its range matters, and products with tiny gradients
         must not underflow."""
         top = self.q.abs().amax(dim=(1, 2), keepdim=True)
         self.q.div_(top.clamp_min_(torch.finfo(self.q.dtype).tiny))
 
 
 class PowerSGD(Codec):
-    """Rank-r means, one power iteration a call (arXiv 1905.13727). For each matrix [a, b], a <= b, of the bucket,
+    """Computes rank-r means with one power iteration per call (arXiv 1905.13727). For each matrix [a, b], a <= b:
 
         M_i = values_i + e_i;  P = orthonormal basis of Σ_i M_i·Q;  Q_i = M_iᵀ·P;  Q = Σ_i Q_i/n
         out = P·Qᵀ;  e_i = M_i - P·Q_iᵀ
 
-    and the next call starts from Q. Every rank keeps what its own matrix has outside P, and the mean of that is what the
-    mean matrix has there. To keep M_i - out instead, as is usual, adds up how replicas differ for as long as they do.
+    The next call starts from Q. The error of a rank is the part of its matrix outside P; the mean of these errors is the
+    error of the mean. The usual error, M_i - out, would also accumulate the differences between replicas.
 
-    A tensor's last two dimensions are the matrix (of this rank's slice, where tp splits it), transposed if need be, and
-    those before a batch. Tensors with 2·r·(a+b) >= a·b, and vectors, are sent whole with the right factors, and owe
-    nothing.
+    A tensor's last two dimensions are the matrix (of this rank's slice if tp splits it), transposed if a > b; the other
+    dimensions are a batch. Tensors with 2·r·(a+b) >= a·b, and vectors, are sent whole with the right factors, without
+    error.
 
-    Sums are made in the order of ranks and in the type of the values, whatever the wire format.
+    Sums add in the order of ranks and in the type of the values, whatever the wire format.
 
-    Wire: 2·(n-1)/n times the bytes of r·(a+b) values a matrix, and of the tensors sent whole.
+    Wire: 2·(n-1)/n times the bytes of r·(a+b) values per matrix, and of the tensors sent whole.
     """
 
     name = "powersgd"
@@ -238,7 +239,7 @@ class PowerSGD(Codec):
         for placed in bucket.placed:
             pays = placed.parameter.dim() > 1 and low_rank_pays(rank, *_shape(placed))
             (low if pays else self._whole).append(placed)
-        # Matrices of one shape lie together: their left factors are made orthonormal in one go.
+        # Matrices of one shape are neighbours, so that one call makes their left factors orthonormal.
         low.sort(key=_shape)
         left = [rank * placed.parameter.numel() // _shape(placed)[1] for placed in low]
         right = [rank * placed.parameter.numel() // _shape(placed)[0] for placed in low]
@@ -250,7 +251,7 @@ class PowerSGD(Codec):
             _Matrices(placed, p.view(-1, rank, _shape(placed)[0]), q.view(-1, rank, _shape(placed)[1]))
             for placed, p, q in zip(low, ps, qs, strict=False)
         ]
-        self._bases: list[torch.Tensor] = []  # the left factors of each height together, [batch, r, a]
+        self._bases: list[torch.Tensor] = []  # the left factors of each height, [batch, r, a]
         heights, start = [_shape(placed)[0] for placed in low], 0
         for height in sorted(set(heights)):
             stop = start + sum(size for size, other in zip(left, heights, strict=True) if other == height)
@@ -280,8 +281,8 @@ class PowerSGD(Codec):
             values[placed.start : placed.stop].copy_(room)
 
     def _sum(self, flat: torch.Tensor) -> None:
-        """In place, over the replicas and in their order. Not the channel's all-reduce: that would round to the wire
-        format, which error feedback does not know of, and would wait for the thread that this runs on."""
+        """Sum over replicas in place, in rank order. The channel's all-reduce would round to the wire's format without
+        error feedback, and would wait for the thread that runs this method."""
         first, *others = self.channel.exchange_raw(flat).view(self.channel.size, -1)
         for part in others:
             first.add_(part)
@@ -293,6 +294,6 @@ class PowerSGD(Codec):
 
 
 def _shape(placed: Placed) -> tuple[int, int]:
-    """(a, b) of its matrices."""
+    """Return (a, b) of the tensor's matrices."""
     short, long = sorted(placed.parameter.shape[-2:])
     return short, long

@@ -1,4 +1,4 @@
-"""Lossy means in place of whole gradients, or of the momentum of 1-bit optimizers."""
+"""Replace the sum of gradients, or of a 1-bit optimizer's momentum, by lossy means."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from megalite.topology.topology import Topology
 
 
 def build_codec(name: str, bucket: Bucket, channel: Channel, settings: DataParallelConfig) -> Codec:
-    """What `grad_compression` names, other than `none`."""
+    """Return the codec of a `grad_compression` other than `none`."""
     if name == "topk":
         return TopK(bucket, channel, density=settings.topk_density)
     if name == "powersgd":
@@ -35,19 +35,18 @@ def build_codec(name: str, bucket: Bucket, channel: Channel, settings: DataParal
 
 
 class CompressedAllReduce(AllReduce):
-    """All-reduce in which, after the first steps, buckets of weight matrices become lossy means (1-bit, 8-bit, top-k,
-    low rank) behind the backward that fills them.
+    """Averages buckets of weight matrices by a codec (1-bit, 8-bit, top-k, low rank) after the first steps, overlapped
+    with the backward.
 
-    A rank's estimate of the gradient is n times its part; `codec.mean` makes of all estimates, and of what earlier
-    steps still owe, the gradient that every rank steps and clips by. Errors are in the gradient's unit, without the
-    loss scale.
+    A rank's estimate of the gradient is n times its part. `codec.mean` averages the estimates, plus the errors of earlier
+    steps, into the gradient that every rank steps and clips by. Errors are in the gradient's unit, without the loss scale.
 
-    Biases and the weights of norms, under 1 % of the bytes, travel whole.
+    Biases and the weights of norms, under 1 % of the bytes, are sent whole.
 
-    With fp16 an overflow must leave errors as they are: there, all ranks first agree that no gradient has overflowed,
-    and nothing compressed overlaps the backward.
+    With fp16 an overflow must not change errors: all ranks first agree that no gradient has overflowed, and compression
+    does not overlap with the backward.
 
-    Wire: see the codecs; with `wire_dtype` for what travels whole.
+    Wire: see the codecs; `wire_dtype` applies to buckets sent whole.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
@@ -64,7 +63,7 @@ class CompressedAllReduce(AllReduce):
             self, self._codecs, make, warmup=0.0, name=f"grad_compression {name}", all_alike=True
         )
         self._may_overflow = self.all_buckets()[0].data.dtype == torch.float16
-        self._full: list[Bucket] = []  # waiting for all ranks to agree that nothing has overflowed
+        self._full: list[Bucket] = []  # to compress when all ranks agree that no gradient has overflowed
 
     def phase(self, step: int) -> str:
         return "gradients" if step <= self._warmup else "compressed"
@@ -82,9 +81,9 @@ class CompressedAllReduce(AllReduce):
         if channel.size == 1 or self.phase(self.step) == "gradients":
             return super()._reduce(bucket)
         if bucket not in self._codecs:
-            # An all-reduce among means: two threads must not use one group, so it takes its turn on theirs.
+            # The means run in the background thread. Two threads must not use one group, so this sum runs there too.
             if channel.sums_in_parts(bucket.grad.dtype):
-                return super()._reduce(bucket)  # goes there by itself
+                return super()._reduce(bucket)  # already uses that thread
             return channel.in_background(lambda: channel.all_reduce_async(bucket.grad).wait())
         if self._may_overflow:
             self._full.append(bucket)
@@ -109,7 +108,7 @@ class CompressedAllReduce(AllReduce):
             overflowed = bool(overflow.item())
         for bucket in self._full:
             if overflowed:
-                # It may be on one rank alone; every rank's norm has to be NaN.
+                # Possibly only one rank overflowed, but every rank's norm must be NaN.
                 bucket.grad.fill_(torch.nan)
             else:
                 self._compress(bucket)
@@ -122,25 +121,25 @@ class CompressedAllReduce(AllReduce):
         return [state for codec in self._codecs.values() for state in codec.tensor_states()]
 
 
-SMOOTHING = 0.9  # of the gradients' ratio, from step to step
+SMOOTHING = 0.9  # weight of the previous gradient ratio ρ in its average over steps
 
 
 class MomentumExchange(AllReduce):
-    """For 1-bit optimizers. Where the optimizer reduces gradients it is `AllReduce`. In other steps each rank's
-    estimate of the mean gradient is the number of replicas times its part (parts over tp and of tied embeddings are
-    still summed), and the optimizer is given a mean by signs, one `OneBit` a bucket, for one of its states. Buckets
-    that tp ranks hold alike hold nothing else, and so equal inputs decode to equal bits on all of them.
+    """Exchanges the momentum of 1-bit optimizers. In steps in which the optimizer reduces gradients, it is `AllReduce`.
+    In other steps each rank's estimate of the mean gradient is the number of replicas times its part (parts over tp and
+    of tied embeddings are still summed), and the optimizer averages one of its states by signs, with one `OneBit` per
+    bucket. Buckets that are equal on tp ranks contain no other parameters, so they decode to equal bits on all of them.
 
-    Clipping: the mean gradient's norm is not known while gradients stay local. Steps with whole gradients track
-    ρ = ‖ḡ‖/√(mean_i ‖g_i‖²), smoothed over about 10 of them; others take ρ·√(mean_i ‖g_i‖²) for it, the same number
-    on every rank. Before any step with whole gradients ρ is 1. With `own_clipping`, DeepSpeed's, each replica takes its
-    own ‖g_i‖, and √(mean_i ‖g_i‖²) is shown.
+    Clipping: the mean gradient's norm is unknown while gradients stay local. Steps with whole gradients track
+    ρ = ‖ḡ‖/√(mean_i ‖g_i‖²), smoothed over about 10 steps; other steps use ρ·√(mean_i ‖g_i‖²) instead, the same number on
+    every rank. Before any step with whole gradients ρ is 1. With `own_clipping`, DeepSpeed's rule, each replica clips by
+    its ‖g_i‖, and the log shows √(mean_i ‖g_i‖²).
 
-    Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients, else 0.25·(d-1)/d bytes per parameter and 4 bytes
-    twice a tensor and peer.
+    Wire: 2·(d-1)/d of the gradient bytes in steps with whole gradients; else 0.25·(d-1)/d bytes per parameter, and 4 bytes
+    twice per tensor and peer.
 
-    `scale`: of the codecs. `warmup`: share of the run with whole gradients, if it is known: for the log's line on
-    whether this pays."""
+    `scale`: of the codecs. `warmup`: share of the run with whole gradients, if known, for the break-even line of the
+    log."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class MomentumExchange(AllReduce):
         self._break_even.wait(super().finish_grad_sync)
 
     def _reduce(self, bucket: Bucket) -> Work:
-        # The gradient is final on this rank here, and not yet summed over replicas.
+        # Here the gradient is final on this rank, and not yet summed over replicas.
         if self._counts(bucket):
             replicas = self.groups.replicas(bucket.kind).size
             self._own_squares[bucket] = replicas * self.options.l2norm([bucket.grad]).square()
@@ -217,7 +216,7 @@ class MomentumExchange(AllReduce):
         return Norms(shown=norm, clipping=norm)
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
-        """A step by whole gradients, or one by this rank's own and what the optimizer exchanges."""
+        """Step by whole gradients, or by this rank's gradients with the optimizer's exchange."""
         if self._whole:
             super().update(optimizer, update)
             if self._found is not None:
@@ -247,7 +246,7 @@ class MomentumExchange(AllReduce):
 
 
 class LocalMomentumExchange(OwnWeights, MomentumExchange):
-    """`MomentumExchange` for an optimizer that steps without an exchange too, so that replicas have different weights
+    """A `MomentumExchange` for an optimizer that also steps without an exchange, so that replicas have different weights
     and states.
 
     Wire: as `MomentumExchange` in steps with an exchange; nothing in the others.

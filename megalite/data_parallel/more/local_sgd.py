@@ -1,5 +1,5 @@
-"""Local SGD, DiLoCo and gossip: replicas step by themselves, then exchange weights now and then, or with a few
-others."""
+"""Implement local SGD, DiLoCo and gossip: replicas step independently and exchange weights periodically, or only with a
+few others."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, all_kept, rank_mean, swap
+from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, flat_states, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.data_parallel.wire import WorkList
@@ -24,30 +24,30 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """The fragment that a tensor belongs to: layers go round them; what is in no layer is in the first.
+    """Return the fragment of a tensor: round-robin over layers; tensors outside layers are in the first one.
 
-    By name alone, so that it is the same in every layout and for both copies of a tied embedding.
+    It depends only on the name, so it is the same in every layout and for both copies of a tied embedding.
     """
     layer = _LAYER.search(name)
     return int(layer.group(1)) % fragments if layer else 0
 
 
 class PeriodicAveraging(LocalWeights):
-    """Every `sync_interval` H updates the mean over ranks of what each of them sends; `sync_delay` D updates later it is used,
-    and the exchange is in flight between. Any optimizer takes the steps; its states stay each rank's own.
+    """Averages a value over ranks every `sync_interval` H updates, and uses the mean `sync_delay` D updates later; the
+    exchange is in flight in between. Any optimizer can take the steps; each rank has its own optimizer states.
 
-    Fragment f of P = `sync_fragments` is exchanged in the updates (f+1)·H/P, and every H after. P must divide H, and D be
-    less than H/P.
+    Fragment f of P = `sync_fragments` is exchanged in update (f+1)·H/P, and every H updates after. P must divide H, and D
+    be less than H/P.
 
-    What is in flight is finished before a checkpoint or an evaluation, which changes no number: its result waits for its
-    time, in the checkpoint if need be.
+    An exchange in flight is finished before a checkpoint or an evaluation. This changes no number, as the mean is stored,
+    also in the checkpoint, until its update.
 
     Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time.
     """
 
-    exchange = "exchange"  # the name of a step with one
-    anchored = False  # weights that all have had are kept; where what is sent is rounded they are anyway
-    waiting: str  # the name of the state that waits where there is a delay
+    exchange = "exchange"  # phase of a step with an exchange
+    anchored = False  # store the last common weights; with a narrow wire they are always stored
+    delayed_state: str  # name of the state that stores a mean until its update
 
     def __init__(
         self, stages: Mapping[int, torch.nn.Module], *, groups: StrategyGroups, options: StrategyOptions
@@ -59,21 +59,21 @@ class PeriodicAveraging(LocalWeights):
         self._anchors = self._copies() if anchored and not self.alone else {}
         delayed = self._mains() if self._delay and not self.alone else {}
         self._arrived = {bucket: torch.zeros_like(main) for bucket, main in delayed.items()}
-        """What waits for its time; what it holds at others says nothing."""
+        """Means that wait for their update; meaningless for buckets without one."""
         self._in_flight: dict[Bucket, MeanInFlight] = {}
         self._due: dict[int, int] = {}  # fragment -> the local update in which its mean is used
 
     @abstractmethod
     def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
-        """What is averaged: new memory."""
+        """Return the value to average, in new memory."""
 
     def _arrive(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        """The mean of what was sent is there, before its time."""
+        """Store a mean that arrived before its update."""
         self._arrived[bucket].copy_(mean)
 
     @abstractmethod
     def _use_mean(self, bucket: Bucket, main: torch.Tensor, mean: torch.Tensor) -> None:
-        """Use the mean; with a delay, what `_arrive` has kept."""
+        """Update `main` by the mean; with a delay, by the value that `_arrive` stored."""
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         found: list[Bucket] = []
@@ -133,7 +133,7 @@ class PeriodicAveraging(LocalWeights):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """As all with own weights, once the exchanges in flight are finished."""
+        """Finish the exchanges in flight, and then provide the mean model."""
         for in_flight in self._in_flight.values():
             in_flight.advance()
         for bucket in list(self._in_flight):
@@ -143,23 +143,24 @@ class PeriodicAveraging(LocalWeights):
 
     def close(self) -> None:
         for in_flight in self._in_flight.values():
-            # A peer may be gone, which is known by then.
+            # A lost peer has been reported already.
             with contextlib.suppress(RuntimeError):
                 in_flight.posted.wait()
         super().close()
 
-    # ---- what is saved
+    # ---- saved states
 
     def states(self) -> list[FlatState]:
-        return super().states() + all_kept("anchor", self._anchors) + all_kept(self.waiting, self._arrived)
+        anchors, means = flat_states("anchor", self._anchors), flat_states(self.delayed_state, self._arrived)
+        return super().states() + anchors + means
 
     def counters(self) -> dict[str, Any]:
         due = {"due": sorted(self._due.items()), "sync_fragments": self._count} if self._due else {}
         return super().counters() | due
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Means that were to be used by a run with other fragments, or with no delay, are left: nothing is lost, for
-        weights are still as far from each other, and the next exchange says so."""
+        """Load saved counters. Pending means are dropped if this run has no delay or another number of fragments: nothing
+        is lost, as the next exchange averages the same differences."""
         super().load_counters(counters)
         self._due = {}
         if self._delay and not self.alone and counters.get("sync_fragments") == self._count:
@@ -167,21 +168,21 @@ class PeriodicAveraging(LocalWeights):
 
 
 class LocalSGD(PeriodicAveraging):
-    """Every H updates x_i = mean over ranks of x_j (arXiv 1805.09767). With `sync_warmup_steps` it is post-local SGD
-    (arXiv 1808.07217). With `average_optimizer_state` the optimizer's states become their mean too.
+    """Sets x_i = mean over ranks of x_j every H updates (arXiv 1805.09767). With `sync_warmup_steps` it is post-local SGD
+    (arXiv 1808.07217). With `average_optimizer_state` the optimizer's states are averaged too.
 
-    With a delay it is asynchronous model averaging, after Bagua's (arXiv 2107.01499): x_i += mean_j(s_j) - s_i, where s_i
-    are the weights with which the exchange began. There a thread repeats it as fast as it can; here the updates in which it
-    begins and ends are given, and so the numbers are.
+    With a delay it is asynchronous model averaging, after Bagua's (arXiv 2107.01499): x_i += mean_j(s_j) - s_i, with the
+    weights s_i at the start of the exchange. Bagua repeats it in a thread, as fast as it can. Here an exchange starts and
+    ends in fixed updates, so results are deterministic.
 
-    A bf16 wire would round the weights themselves; so what travels is each rank's difference from the last common
-    weights a: x = a + mean(bf16(x_i - a)), the mean rounded to bf16 too. That costs a copy of the weights. Averaged
-    states of the optimizer are rounded to bf16 by it.
+    A bf16 wire would round the weights themselves. Each rank therefore sends its difference from the last common weights
+    a: x = a + mean(bf16(x_i - a)), with the mean rounded to bf16 too. That costs a copy of the weights. The optimizer's
+    states are rounded to bf16 when averaged.
 
-    Wire: with averaged states, as much again for each of them. After an exchange without delay replicas are equal to the bit.
+    Wire: with averaged states, as much again for each of them. After an exchange without delay replicas are bit-equal.
     """
 
-    exchange, waiting = "weights", "sync_change"
+    exchange, delayed_state = "weights", "sync_change"
 
     def _outgoing(self, bucket: Bucket, main: torch.Tensor) -> torch.Tensor:
         if self._delay:
@@ -210,18 +211,18 @@ class LocalSGD(PeriodicAveraging):
 
 
 class DiLoCo(PeriodicAveraging):
-    """With Δ = mean over ranks of (a - x_i) from the common anchor a (arXiv 2311.08105):
+    """Takes outer steps along Δ = mean over ranks of (a - x_i) from the common anchor a (arXiv 2311.08105):
 
         m = μ·m + Δ,   a = a - η·(Δ + μ·m),   x_i = a
 
-    that is SGD with Nesterov momentum, η = `outer_lr`, μ = `outer_momentum`. A lone rank takes no outer steps: it is the
-    inner optimizer. With fragments and a delay it is streaming DiLoCo (arXiv 2501.18512): a fragment's outer step is taken
-    when its Δ is used, and x_i = α·x_i + (1-α)·a, α = `sync_mix`.
+    This is SGD with Nesterov momentum, η = `outer_lr`, μ = `outer_momentum`. A single replica takes no outer steps and
+    equals the inner optimizer. With fragments and a delay it is streaming DiLoCo (arXiv 2501.18512): a fragment's outer
+    step is taken when its Δ is used, and x_i = α·x_i + (1-α)·a, α = `sync_mix`.
 
     Memory: two copies of the main parameters, three with a delay.
     """
 
-    anchored, waiting = True, "outer_mean"
+    anchored, delayed_state = True, "outer_mean"
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
@@ -241,15 +242,15 @@ class DiLoCo(PeriodicAveraging):
             main.mul_(mix).add_(anchor, alpha=1.0 - mix)
 
     def states(self) -> list[FlatState]:
-        return super().states() + all_kept("outer_momentum", self._momenta)
+        return super().states() + flat_states("outer_momentum", self._momenta)
 
 
 def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
-    """The ranks that `rank` averages with in a turn (from 0), ascending; the graph is symmetric.
+    """Return the ranks with which `rank` averages in a turn (from 0), ascending; the graph is symmetric.
 
     `ring`: both neighbours. `one-peer`: for a power of two the rank that differs in one bit, another bit each turn
-    (after log2(size) turns of averaging alone all have the mean); for other even numbers a rank of the other half, all
-    of them in turn. An odd number has no such pairs.
+    (averaging alone gives all ranks the mean after log2(size) turns); for other even sizes a rank of the other half,
+    each of them in turn. Odd sizes are not supported.
     """
     if graph == "ring":
         return tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
@@ -261,14 +262,14 @@ def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
 
 
 def _integers(values: torch.Tensor, replicas: Replicas) -> Integers:
-    """Of a part of the values."""
+    """Return the 8-bit coder for one rank's part of the values."""
     return Integers(values.numel() // replicas.inside.size, values.dtype, values.device)
 
 
 def _pull(own: torch.Tensor, others: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1): to v_i it makes the average.
+    """Return w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1); added to v_i it gives the average.
 
-    Of values as they were sent, on both sides: the pulls of all ranks sum to 0, so rounding moves no mean.
+    Both v are values as sent, so the results of all ranks sum to 0 and rounding does not change the mean.
     """
     own, total = own.to(dtype), torch.zeros_like(own, dtype=dtype)
     for _, values in sorted(others.items()):
@@ -277,43 +278,44 @@ def _pull(own: torch.Tensor, others: Mapping[int, torch.Tensor], dtype: torch.dt
 
 
 class Gossip(LocalWeights):
-    """Weights W_ij = 1/3 on a ring, 1/2 between two; g_i is taken at x_i, and
+    """Averages weights with peers in each step: W_ij = 1/3 on a ring, 1/2 between two. Gradients g_i are taken at x_i.
 
-    - d-psgd (arXiv 1705.09056): x_i = step from Σ_j W_ij x_j by g_i, whatever optimizer takes the step. The weights of
-      before the step travel, while forward and backward run.
+    - d-psgd (arXiv 1705.09056): x_i = step from Σ_j W_ij x_j by g_i, with any optimizer. Ranks send the weights before the
+      step, during forward and backward.
     - decentlam (arXiv 2104.11981): m_i = μ·m_i + (x_i - Σ_j W_ij (x_j - γ·g_j))/γ, x_i = x_i - γ·m_i at the rate γ.
-      Averaging then does not disturb the momentum, which in d-psgd magnifies what replicas differ by. m has two parts: of
-      gradients, which is the SGD optimizer's own momentum, and of averaging, which is kept times γ: u_i = μ·u_i - (what
-      averaging adds to x_i - γ·g_i), x_i = x_i - u_i. So a rate that changes divides nothing, and may become 0. The half
-      steps travel after the backward. On a ring alone: with peers that change, u grows without bound from 6 replicas on.
-    - choco-sgd (arXiv 1902.00340, at consensus step size 1): d-psgd, of which 8-bit integers travel. Each rank keeps a
-      public copy of its weights and of those of its peers, p_j, the same bits on all that have one: p_i += C(x_i - p_i),
-      C as in `Integers`, x_i += Σ_j W_ij (p_j - p_i), then the step. What C leaves out stays in x_i - p_i and
-      travels later. Before, and again when the number of replicas changes, all have the same weights and p is these. On a
-      ring alone: there are only two peers to know.
+      Then averaging does not disturb the momentum, which in d-psgd magnifies the differences between replicas. m has two
+      parts. That of gradients is the momentum of the SGD optimizer. That of averaging is stored times γ: u_i = μ·u_i -
+      (change of x_i - γ·g_i by averaging), x_i = x_i - u_i, so that no division by the rate occurs and it may become 0.
+      Ranks send x - γ·g after the backward. Only on a ring: with changing peers u diverges from 6 replicas on.
+    - choco-sgd (arXiv 1902.00340, at consensus step size 1): d-psgd that sends 8-bit integers. Each rank stores a public
+      copy p_j of its weights and of each peer's, bit-equal on all ranks with a copy: p_i += C(x_i - p_i), C as in
+      `Integers`, x_i += Σ_j W_ij (p_j - p_i), then the step. The rounding error of C stays in x_i - p_i and is sent later.
+      At the start, and when the number of replicas changes, all have the same weights and p equals them. Only on a ring,
+      which has two peers.
 
-    A bf16 wire rounds what travels, not what is kept: x_i moves by W·(bf16(x_j) - bf16(x_i)). The mean over replicas is
-    moved by nothing but the gradients; single replicas stay about one bf16 step apart.
+    A bf16 wire rounds the values sent, not the weights: x_i changes by W·(bf16(x_j) - bf16(x_i)). Only gradients change
+    the mean over replicas; single replicas stay about one bf16 step apart.
 
-    Wire: per step and rank the bytes of the main parameters (in the wire's format) once for each peer, with choco-sgd a byte
-    of each and a scale for every 2048; memory for as much again while they travel, a copy for decentlam, and for
-    choco-sgd one of this rank's and of each peer's.
+    Wire: per step and rank the bytes of the main parameters (in the wire's format) for each peer; with choco-sgd one byte
+    per element and a scale for every 2048. Memory: as much again while sending; a copy of the weights for decentlam, and
+    for choco-sgd one for this rank and one for each peer.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:
         super().__init__(stages, **common)
         corrects = self.settings.gossip_algorithm == "decentlam" and not self.alone
         self._momentum = momentum
-        self._lags = {bucket: torch.zeros_like(main) for bucket, main in self._mains().items()} if corrects else {}
+        self._momenta = {bucket: torch.zeros_like(main) for bucket, main in self._mains().items()} if corrects else {}
         """decentlam: u of each bucket."""
-        us, known = self.replicas, self.settings.gossip_algorithm == "choco-sgd" and not self.alone
-        held = {us.rank, *peers_of("ring", us.rank, us.size, 0)} if known else ()
-        self._public = {replica: self._copies() for replica in held}  # choco-sgd: p, by replica
+        rank, size = self.replicas.rank, self.replicas.size
+        with_copies = self.settings.gossip_algorithm == "choco-sgd" and not self.alone
+        known = {rank, *peers_of("ring", rank, size, 0)} if with_copies else ()
+        self._public = {replica: self._copies() for replica in known}  # choco-sgd: p, by replica
         self._same_replicas = True
-        """The checkpoint that was loaded, if any, has the public copies of as many replicas."""
-        self._meetings: dict[Bucket, tuple[WorkList, torch.Tensor, dict[int, torch.Tensor]]] = {}
-        """In flight between this rank and its peers: own values as they are sent, with the parts that other ranks of the
-        replica send, and what is received."""
+        """Whether the loaded checkpoint, if any, is of as many replicas, so that its public copies can be used."""
+        self._exchanges: dict[Bucket, tuple[WorkList, torch.Tensor, dict[int, torch.Tensor]]] = {}
+        """Exchanges in flight: works, this replica's values as sent (also the parts that its other ranks send), and the
+        parts received, by peer."""
 
     @classmethod
     def from_config(
@@ -322,22 +324,22 @@ class Gossip(LocalWeights):
         return cls(stages, momentum=config.optimizer.sgd_momentum, **common)
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        self._part()
+        self._finish_exchanges()
         super().begin_step(step, loss_scale=loss_scale)
-        if self.local > 0 and not self._lags and not self.alone:
+        if self.local > 0 and not self._momenta and not self.alone:
             for bucket, main in self._mains().items():
-                self._meet(bucket, main)  # it stands still until the update: no copy
+                self._start_exchange(bucket, main)  # without a copy: it does not change before the update
 
-    def _part(self) -> None:
-        for works, _, _ in self._meetings.values():
+    def _finish_exchanges(self) -> None:
+        for works, _, _ in self._exchanges.values():
             works.wait()
-        self._meetings.clear()
+        self._exchanges.clear()
 
     def _local_phase(self, local: int) -> str:
         return "mix"
 
-    def _meet(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Send `values`, which must stay as they are, to this turn's peers."""
+    def _start_exchange(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Start to exchange `values`, which must not change meanwhile, with this turn's peers."""
         replicas, wire = self.between(bucket), self.options.wire_dtype
         if self._public:
             integers, parts = _integers(values, replicas), replicas.inside.size
@@ -351,14 +353,14 @@ class Gossip(LocalWeights):
         own = replicas.part(sent)
         received = {peer: torch.empty_like(own) for peer in peers}
         works = swap(replicas.across, dict.fromkeys(peers, own), received)
-        self._meetings[bucket] = WorkList(works), sent, received
+        self._exchanges[bucket] = WorkList(works), sent, received
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
-        lags = self._lags if self.local > 0 else {}
+        momenta = self._momenta if self.local > 0 else {}
         for shard in self.shards:
-            if lags:
-                self._meet(shard.bucket, torch.add(shard.main_param.data, shard.grad, alpha=-update.lr))
-        for bucket, (works, own, received) in self._meetings.items():
+            if momenta:
+                self._start_exchange(shard.bucket, torch.add(shard.main_param.data, shard.grad, alpha=-update.lr))
+        for bucket, (works, own, received) in self._exchanges.items():
             main, replicas = self._mains()[bucket], self.between(bucket)
             works.wait()
             others = {peer: replicas.gather(part) for peer, part in received.items()}
@@ -371,31 +373,31 @@ class Gossip(LocalWeights):
                 own = self._public[self.replicas.rank][bucket]
                 others = {peer: self._public[peer][bucket] for peer in others}
             pull = _pull(own, others, main.dtype)
-            if lags:
-                lags[bucket].mul_(self._momentum).sub_(pull)
+            if momenta:
+                momenta[bucket].mul_(self._momentum).sub_(pull)
             else:
                 main += pull
-        self._meetings.clear()
+        self._exchanges.clear()
         optimizer.step(update)
-        for bucket, lag in lags.items():
-            self._mains()[bucket].sub_(lag)
+        for bucket, momentum in momenta.items():
+            self._mains()[bucket].sub_(momentum)
         if self.local == 0:
             self._publish()
 
     def _publish(self) -> None:
-        """All replicas have these weights, and know it."""
+        """Set all public copies to this rank's weights, which all replicas have."""
         for copies in self._public.values():
             for bucket, main in self._mains().items():
                 copies[bucket].copy_(main)
 
-    # ---- what is saved
+    # ---- saved states
 
     def states(self) -> list[FlatState]:
-        found = super().states() + all_kept("gossip_momentum", self._lags)
+        found = super().states() + flat_states("gossip_momentum", self._momenta)
         own, left = self.replicas.rank, (self.replicas.rank - 1) % self.replicas.size
         for replica, copies in self._public.items():
             side = "own" if replica == own else "left" if replica == left else "right"
-            found += all_kept(f"gossip_{side}", copies)
+            found += flat_states(f"gossip_{side}", copies)
         return found
 
     def counters(self) -> dict[str, Any]:
@@ -409,10 +411,10 @@ class Gossip(LocalWeights):
     def loaded(self) -> None:
         super().loaded()
         if not self._same_replicas:
-            self._publish()  # from which all start, the mean, is not the mean of any copies to the bit
+            self._publish()  # all start from the mean, which may differ in its last bits from a mean of the copies
 
     def close(self) -> None:
-        # A peer may be gone, which is known by then.
+        # A lost peer has been reported already.
         with contextlib.suppress(RuntimeError):
-            self._part()
+            self._finish_exchanges()
         super().close()

@@ -1,4 +1,4 @@
-"""Replicas with different weights, the mean of which is the model; and means and messages between them."""
+"""Support replicas with different weights, with their mean as the model; exchange means and messages between them."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard
-from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, kept
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, flat_state
 from megalite.data_parallel.wire import Channel, WireCounter, WorkList
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import Work
@@ -21,18 +21,18 @@ from megalite.topology.group import Work
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas with different weights, as one rank sees them. Each rank exchanges its part of a flat tensor, and the ranks
-    of a replica gather what they have got: 1/(ranks of a replica) of the bytes goes to other replicas."""
+    """Replicas with different weights, from the view of one rank. Each rank exchanges its part of a flat tensor with other
+    replicas, and the ranks of a replica gather the results: a rank sends 1/(ranks of a replica) of the bytes to others."""
 
-    across: Channel  # the ranks at this one's place in all replicas
-    inside: Channel  # those of this replica, which have the same weights
+    across: Channel  # the ranks with this rank's index in all replicas
+    inside: Channel  # the ranks of this replica, which have the same weights
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's; a view."""
+        """Return this rank's part, a view."""
         return tensor.view(self.inside.size, -1)[self.inside.rank]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks of this replica."""
+        """Return the parts of all ranks of this replica."""
         if self.inside.size == 1:
             return part
         whole = part.new_empty(self.inside.size * part.numel())
@@ -41,12 +41,13 @@ class Replicas:
 
 
 def rank_mean(replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
-    """In place: the mean over replicas, with the same bits on each rank. Flat; its size is a multiple of the number of ranks.
+    """Average the flat `tensor` over replicas, in place, with the same bits on each rank; its size is a multiple of the
+    number of ranks.
 
-    Each rank adds up its part of the values as they were sent, in fp64 and in the order of ranks, and the rounded means
-    are gathered: as many bytes as a ring all-reduce. The mean of equal values of up to 32 bits is that value to the bit.
+    Each rank adds its part of the values as sent, in fp64 and in the order of ranks, and the rounded means are gathered: as
+    many bytes as a ring all-reduce. The mean of equal values of up to 32 bits is exactly that value.
 
-    `wire_dtype`: what is sent is rounded to it, on both ways; None: nothing is."""
+    `wire_dtype`: rounds the values, and the means, before they are sent; None: no rounding."""
     channel = replicas.across
     if channel.size > 1:
         part = replicas.part(tensor)
@@ -65,10 +66,10 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
-    """Send a tensor to each of some ranks and receive one from each of them; what is sent must stay as it is meanwhile.
+    """Start to send a tensor to each peer and to receive one from each; sent tensors must not change meanwhile.
 
-    Each rank takes its pairs in the same order and in each pair the lower rank sends first: where a backend runs
-    messages one by one, none waits for one that is queued behind it."""
+    All ranks handle pairs in the same order, and in each pair the lower rank sends first: if a backend runs messages one
+    by one, none waits for one that is queued behind it."""
     works = []
     for peer in sorted(outgoing):
         if channel.rank < peer:
@@ -80,16 +81,16 @@ def swap(channel: Channel, outgoing: Mapping[int, torch.Tensor], incoming: Mappi
 
 
 class MeanInFlight:
-    """`rank_mean`, to the bit, while the ranks compute and use their group for other things.
+    """Computes the same bits as `rank_mean` while the ranks compute and use their group for other operations.
 
-    No thread: its messages are posted when it is made, its gather by the first call of `advance` after, which all ranks
-    make at the same place among their collectives.
+    It needs no thread: the constructor posts the messages, and the first call of `advance` the gather. All ranks call
+    `advance` at the same point in their order of collectives.
 
-    `tensor`: not to be written any more."""
+    `tensor`: must not be written any more."""
 
     def __init__(self, replicas: Replicas, tensor: torch.Tensor, *, wire_dtype: torch.dtype | None) -> None:
         channel, part = replicas.across, replicas.part(tensor)
-        assert channel.size > 1, "one rank has no other to wait for"
+        assert channel.size > 1, "needs several replicas"
         self._replicas, self._channel = replicas, channel
         self._sent = (part if wire_dtype is None else part.to(wire_dtype)).view(channel.size, -1)
         self._received = torch.empty_like(self._sent)
@@ -100,29 +101,29 @@ class MeanInFlight:
         self._gathers = False
 
     def advance(self) -> None:
-        """Start the gather, once the parts are here."""
+        """Wait for the parts, and start the gather, on the first call."""
         if not self._gathers:
             self.posted.wait()
             self._received = _mean(self._received)
-            # The buffer that was sent is free now.
+            # Reuse the buffer of the sent parts.
             self.posted = WorkList([self._channel.gather_raw_async(self._sent.view(-1), self._received)])
             self._gathers = True
 
     def result(self) -> torch.Tensor:
-        """The mean, in the number format of the wire; all ranks of a replica call it at the same place too."""
+        """Return the mean, in the wire's format; all ranks of a replica call it at the same point."""
         self.advance()
         self.posted.wait()
         return self._replicas.gather(self._sent.view(-1))
 
 
-def all_kept(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
-    return [kept(name, bucket, each) for bucket, each in values.items()]
+def flat_states(name: str, values: Mapping[Bucket, torch.Tensor]) -> list[FlatState]:
+    return [flat_state(name, bucket, each) for bucket, each in values.items()]
 
 
 class OwnWeights(DataParallelStrategy):
-    """The model is the mean of the replicas' weights; a checkpoint keeps every replica's own and the mean.
+    """Defines the model as the mean of the replicas' weights; a checkpoint contains all replicas' weights and the mean.
 
-    A run that continues with as many replicas does so to the bit. With another number each starts from the mean.
+    A run resumes bit for bit with the same number of replicas. With another number, each replica starts from the mean.
     """
 
     replicas_agree = False
@@ -135,17 +136,17 @@ class OwnWeights(DataParallelStrategy):
         super().__init__(stages, **common)
         assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
         self.replicas, _ = self.groups.own_weights(self.all_buckets()[0].kind)
-        """This rank's own, and those at its place in the others."""
-        self.alone = self.replicas.size == 1  # there is no other replica, and nothing to exchange
+        """The ranks with this rank's index in all replicas."""
+        self.alone = self.replicas.size == 1  # no other replica, so no exchange
 
     def between(self, bucket: Bucket) -> Replicas:
-        """The replicas that hold a bucket."""
+        """Return the replicas of a bucket."""
         return Replicas(*map(self._channel, self.groups.own_weights(bucket.kind)))
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, `data` is the mean of the replicas' main parameters, rounded once: the same bits on every rank. The
-        log gets the distance from it. What is sent for it is not counted: it is no part of any step.
+        """Make `data`, inside the block, the mean of the replicas' main parameters, rounded once: the same bits on every
+        rank. Logs the distance from it. Its bytes are not counted, as they belong to no step.
 
         Collectives: an exchange and a gather of all parameters over the replicas; a sum of two numbers over the world.
         """
@@ -177,7 +178,7 @@ class OwnWeights(DataParallelStrategy):
             rank_mean(replicas, bucket.data, wire_dtype=None)
 
     def _note_distance(self) -> None:
-        """||x_i - mean|| of all replicas' weights, root mean square over replicas, as a share of ||mean||."""
+        """Log ||x_i - mean|| of the replicas' weights, root mean square over replicas, as a share of ||mean||."""
         if self.alone or self._noted == self.step:
             return
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -196,7 +197,7 @@ class OwnWeights(DataParallelStrategy):
             self.notes.append(f"consensus distance after step {self.step}: {share:.3e} of the weights' norm")
 
     def _counts_here(self, bucket: Bucket) -> bool:
-        """Of the ranks of its replica that hold the same, this one has it counted."""
+        """Return whether this rank, of those in its replica with equal values, is the one that counts."""
         _, same = self.groups.own_weights(bucket.kind)
         return same.rank == 0 and self.groups.first_copy(bucket.kind)
 
@@ -206,27 +207,27 @@ class OwnWeights(DataParallelStrategy):
 
     def states(self) -> list[FlatState]:
         own = {shard.bucket: self._own.get(shard.bucket, shard.main_param.data) for shard in self.shards}
-        return super().states() + all_kept("replica_param", own) + all_kept("main_param", self._means)
+        return super().states() + flat_states("replica_param", own) + flat_states("main_param", self._means)
 
     def loaded(self) -> None:
         self.publish_parameters()
 
 
 class LocalWeights(OwnWeights):
-    """Each data-parallel rank (with its tp and pp ranks: a replica) steps its own weights by its own gradient.
+    """Steps each replica's weights by its own gradient. A replica is a data-parallel rank with its tp and pp ranks.
 
-    With several instances (`dp_instances`) each of them is a replica: inside it gradients are all-reduced in every step, so
-    that its ranks have the same weights, and only what is exchanged goes to other instances (hierarchical SGD).
+    With several instances (`dp_instances`) each instance is a replica: gradients are all-reduced inside it in every step,
+    so its ranks have the same weights, and only the exchanges go to other instances (hierarchical SGD).
 
-    A replica's gradient is its part of the global mean's times the number of replicas: what the mean over its own samples
-    gives where every sample has as many tokens. It is clipped by the replica's own norm; the log shows the root mean
-    square of all. Each rank knows all replicas' norms, so an overflow anywhere skips the step everywhere.
+    A replica's gradient is its part of the gradient of the global mean, times the number of replicas. That equals the
+    gradient of the mean over its samples if all samples have equally many tokens. It is clipped by the replica's norm;
+    the log shows the root mean square of all norms. All ranks get all norms, so any overflow skips the step everywhere.
 
-    Time is counted in updates: a step that fp16 skips is none, and what was due in it happens in the next one. In the
+    Time is counted in updates: a step that fp16 skips is not counted, and its exchange happens in the next one. In the
     first `sync_warmup_steps` updates gradients are all-reduced, and replicas stay equal.
 
     Needs the same replicas for every bucket (no context or expert parallelism), whole main parameters (not split ones),
-    and an optimizer that goes by gradients and makes no sums over the world.
+    and an optimizer that steps by gradients and has no sums over the world.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
@@ -236,12 +237,12 @@ class LocalWeights(OwnWeights):
         self._skipped = 0
 
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
-        # Every replica's gradient counts, in a separate norm.
+        # Every replica has a separate norm.
         return dataclasses.replace(super()._make_shard(bucket), counts_in_norm=self._counts_here(bucket))
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         super().begin_step(step, loss_scale=loss_scale)
-        if self._updates is None:  # a new run, or one that another strategy began
+        if self._updates is None:  # a new run, or a checkpoint of another strategy
             self._updates = step - 1
         self._skipped = step - 1 - self._updates
 
@@ -250,12 +251,12 @@ class LocalWeights(OwnWeights):
         return "gradients" if local <= 0 else self._local_phase(local)
 
     def _local_updates(self, step: int) -> int:
-        """Updates by own gradients, with that of `step`; 0 or less in the warm-up."""
+        """Return the number of local updates up to `step`, inclusive; 0 or less in the warm-up."""
         return step - self._skipped - self.settings.sync_warmup_steps
 
     @abstractmethod
     def _local_phase(self, local: int) -> str:
-        """What is exchanged in the update with the number `local` after the warm-up, from 1."""
+        """Return what update number `local` after the warm-up (from 1) exchanges."""
 
     @property
     def local(self) -> int:
@@ -302,7 +303,7 @@ class LocalWeights(OwnWeights):
 
     @abstractmethod
     def _step(self, optimizer: Optimizer, update: Update) -> None:
-        """Step the optimizer and exchange what is due."""
+        """Step the optimizer and run the exchanges of this update."""
 
     def _mains(self) -> dict[Bucket, torch.Tensor]:
         return {shard.bucket: shard.main_param.data for shard in self.shards}
@@ -310,7 +311,7 @@ class LocalWeights(OwnWeights):
     def _copies(self) -> dict[Bucket, torch.Tensor]:
         return {bucket: main.clone() for bucket, main in self._mains().items()}
 
-    # ---- what is saved
+    # ---- saved states
 
     def counters(self) -> dict[str, Any]:
         return {} if self._updates is None else {"local_updates": self._updates}

@@ -1,4 +1,4 @@
-"""Signs as bits: 8 values in a byte, the first in its highest bit; a set bit is a value that is not negative."""
+"""Compress tensors to signs: a byte has 8 of them, the first in its highest bit; a set bit means a value >= 0."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from megalite.data_parallel.wire import Channel
 
 
 class Signs:
-    """Packs signs into bytes and back, at most `size` (a multiple of 8) at a time.
+    """Packs signs into bytes and unpacks them, at most `size` (a multiple of 8) at a time.
 
-    On the CPU with numpy: its comparison, packing and table look-up are several times as fast as torch's.
+    The CPU version uses numpy: its comparison, packing and table lookup are several times as fast as torch's.
 
     `dtype`: of the values."""
 
@@ -24,13 +24,13 @@ class Signs:
         self._weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=device)
         every_byte = torch.arange(256, dtype=torch.uint8, device=device).view(-1, 1)
         self._table = ((every_byte & self._weights) > 0).to(dtype) * 2 - 1
-        """[256, 8]: the signs ±1 that a byte stands for."""
+        """[256, 8]: the signs ±1 of each byte."""
         self._flags = torch.empty(size, dtype=torch.bool, device=device)
-        # Bytes as numpy looks them up: without a conversion in every call.
+        # Bytes in numpy's index type, to avoid a conversion in every lookup.
         self._places = np.empty(size // 8 if self._on_cpu else 0, dtype=np.intp)
 
     def pack(self, values: torch.Tensor, packed: torch.Tensor) -> None:
-        """`packed` [n/8], uint8, becomes the signs of `values` [n]; both zeros count as positive, NaN as negative."""
+        """Write the signs of `values` [n] to `packed` [n/8], uint8; both zeros count as positive, NaN as negative."""
         flags = self._flags[: values.numel()]
         if self._on_cpu:
             np.greater_equal(values.numpy(), 0, out=flags.numpy())
@@ -40,9 +40,9 @@ class Signs:
         torch.sum(flags.view(-1, 8) * self._weights, dim=1, dtype=torch.uint8, out=packed)
 
     def unpack(self, packed: torch.Tensor, signs: torch.Tensor) -> None:
-        """`signs` [n], of `dtype`, becomes ±1 after the bits of `packed` [n/8]."""
+        """Write ±1 for the bits of `packed` [n/8] to `signs` [n], of `dtype`."""
         if self._on_cpu:
-            # Rows as single items: numpy copies those of 32 bytes without a call for each.
+            # Treat rows as single items: numpy copies items of 32 bytes without a call for each.
             row = np.dtype((np.void, 8 * signs.element_size()))
             table, target = self._table.numpy().view(row).reshape(-1), signs.numpy().view(row)
             places = self._places[: packed.numel()]
@@ -53,36 +53,36 @@ class Signs:
 
 
 WINDOWS = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Values that are coded at a time: on a CPU what fits into its cache together with their signs."""
+"""Values that are coded at a time: on a CPU they fit into its cache together with their signs."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring values of a chunk, of one piece or of several that follow each other."""
+    """Neighbouring values of a chunk, from one piece or several consecutive pieces."""
 
     start: int  # from the start of the chunk; like `stop` a multiple of 8
     used: int  # one past the last value that is not padding
     stop: int
-    first: int  # the piece that the first value belongs to
-    lengths: torch.Tensor  # how many values each piece has here, int64 [pieces]
+    first: int  # index of the first value's piece
+    lengths: torch.Tensor  # number of values of each piece in the window, int64 [pieces]
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Its part of a tensor like the chunk, without padding."""
+        """Return the window of a tensor like the chunk, without padding."""
         return values[self.start : self.used]
 
     def bits(self, row: torch.Tensor) -> torch.Tensor:
-        """Its part of the chunk's signs."""
+        """Return the window's part of the chunk's signs."""
         return row[self.start // 8 : self.stop // 8]
 
     def squares(self, values: torch.Tensor) -> torch.Tensor:
-        """Σx² of each piece's `values` here, fp64 [pieces]: so exact that the order of the sum does not show in fp32."""
+        """Return Σx² of each piece's `values`, fp64 [pieces]: so exact that the order of addition cannot change fp32."""
         exact = values.double()
         if len(self.lengths) == 1:
             return torch.dot(exact, exact).view(1)
         return torch.segment_reduce(exact * exact, "sum", lengths=self.lengths, unsafe=True)
 
     def spread(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Of the chunk's `sizes` the one of each value here; [] where all have the same."""
+        """Return the element of the chunk's `sizes` for each value; [] if all have the same."""
         if len(self.lengths) == 1:
             return sizes[self.first]
         own = sizes[self.first : self.first + len(self.lengths)]
@@ -90,20 +90,20 @@ class Window:
 
 
 LARGE = 1 << 12
-"""Values of a piece that is worth separate windows: there one size is a scalar, not one for each value."""
+"""Least values of a piece with separate windows: there the size is a scalar, not one number for each value."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one replica serves: its pieces, and the windows it is worked through in."""
+    """The part of a bucket that one replica serves: its pieces, and the windows in which it is coded."""
 
     windows: list[Window]
-    parts: torch.Tensor  # in how many windows each piece is, int64 [pieces]
+    parts: torch.Tensor  # number of windows of each piece, int64 [pieces]
     lengths: torch.Tensor  # values of each piece, fp64 [pieces]
 
     @classmethod
     def of(cls, ends: list[int], first: int, last: int, device: torch.device) -> "Chunk":
-        """Of the pieces [0, ends[0]), [ends[0], ends[1]), ... what lies in [first, last), counted from `first`."""
+        """Cut the pieces [0, ends[0]), [ends[0], ends[1]), ... to [first, last), with offsets from `first`."""
         cut = [(max(a, first) - first, min(b, last) - first) for a, b in itertools.pairwise([0, *ends])]
         pieces = [(a, b) for a, b in cut if a < b]
         width = WINDOWS["cpu" if device.type == "cpu" else "cuda"]
@@ -112,7 +112,7 @@ class Chunk:
             inside = [(index, min(b, stop) - max(a, start)) for index, (a, b) in enumerate(pieces)]
             inside = [(index, length) for index, length in inside if length > 0]
             if not inside:
-                break  # all that follows is padding
+                break  # only padding follows
             for index, _ in inside:
                 parts[index] += 1
             lengths = torch.tensor([length for _, length in inside], device=device)
@@ -122,14 +122,14 @@ class Chunk:
         return cls(windows, torch.tensor(parts, dtype=torch.int64, device=device), sizes)
 
     def sizes(self, squares: torch.Tensor) -> torch.Tensor:
-        """The root mean square of each piece, fp64 [pieces], from what the windows have found, one after the other."""
+        """Return the root mean square of each piece, fp64 [pieces], from the concatenated `squares` of the windows."""
         if len(squares) != len(self.parts):
             squares = torch.segment_reduce(squares, "sum", lengths=self.parts, unsafe=True)
         return (squares / self.lengths).sqrt_()
 
 
 def _spans(pieces: list[tuple[int, int]], size: int, width: int) -> list[tuple[int, int]]:
-    """[0, size) in steps of at most `width` and at the borders of large pieces, where they are between two bytes."""
+    """Cut [0, size) into steps of at most `width`, and at the borders of large pieces that are on a byte boundary."""
     borders = {border for piece in pieces if piece[1] - piece[0] >= LARGE for border in piece if border % 8 == 0}
     return [
         (start, min(start + width, last))
@@ -139,16 +139,16 @@ def _spans(pieces: list[tuple[int, int]], size: int, width: int) -> list[tuple[i
 
 
 class OneBit(Codec):
-    """Two-stage mean of signs, as in 1-bit Adam (arXiv 2102.02888), in 2 collectives instead of 4.
+    """Computes a two-stage mean of signs, as in 1-bit Adam (arXiv 2102.02888), in 2 collectives instead of 4.
 
-    The bucket is cut into one chunk a replica, which serves it. With sgn(0) = 1 and s the root mean square of a piece,
+    The bucket is cut into one chunk per replica, which serves it. With sgn(0) = 1 and s the root mean square of a piece,
 
         x_i = values_i + e_i;  s_i, sgn(x_i) to the server of each chunk;  e_i = x_i - s_i·sgn(x_i)
         y = E + Σ_i s_i/n·sgn(x_i), in the order of ranks;  s, sgn(y) to all;  E = y - s·sgn(y)
 
-    Sizes travel behind the signs they belong to. A piece is what of one tensor is in one chunk (`scale` tensor), so
-    that neither large neighbours nor padding set its size; or, as in the paper, all of a chunk that is not padding
-    (bucket). With scale `buffer` the x_i of a whole bucket have one size, as DeepSpeed's have.
+    The sizes s are sent after their signs. With `scale` tensor, a piece is the part of one tensor in one chunk, so that
+    neither large neighbours nor padding affect its size. With bucket, as in the paper, it is a whole chunk without
+    padding. With buffer, as in DeepSpeed, the x_i of a whole bucket have one size.
 
     Wire: 2·(n-1)/n bits per value, 0.25·(n-1)/n bytes, and 2·(n-1) times the sizes of the chunk with the most pieces.
     """
@@ -160,7 +160,7 @@ class OneBit(Codec):
         assert scale in ("tensor", "bucket", "buffer")
         like = bucket.grad
         n, size = channel.size, like.numel()
-        assert size % (64 * n) == 0, "chunks are whole bytes of signs, and sizes lie behind them aligned"
+        assert size % (64 * n) == 0, "chunks are whole bytes of signs, and the sizes after them are aligned"
         self._used, self._one_size = bucket.placed[-1].stop, scale == "buffer"
         self._chunk = chunk = size // n
         ends = [placed.stop for placed in bucket.placed] if scale == "tensor" else [self._used]
@@ -170,7 +170,7 @@ class OneBit(Codec):
         widest = max((window.stop - window.start for each in self._chunks for window in each.windows), default=0)
         self._signs = Signs(widest, like.dtype, like.device)
         self._unpacked = torch.empty(widest, dtype=like.dtype, device=like.device)
-        # Bytes that no rank reads (of padding, and sizes that a chunk does not have) are sent all the same.
+        # Bytes that no rank reads (padding, and unused sizes of chunks with fewer pieces) are sent too.
         self._sent = torch.zeros(n, self._row, dtype=torch.uint8, device=like.device)
         self.wire_bytes = 2 * (n - 1) * self._row
 
@@ -215,7 +215,7 @@ class OneBit(Codec):
         row: torch.Tensor,
         size: torch.Tensor | None = None,
     ) -> None:
-        """`row` becomes signs and sizes of a chunk, or the `size` given, `error` what they leave out of `values`."""
+        """Write signs and sizes (`size`, if it is passed) of a chunk to `row`, and the error of `values` to `error`."""
         chunk, squares = self._chunks[server], []
         for window in chunk.windows:
             squares.append(window.squares(window.of(values)))
@@ -225,7 +225,7 @@ class OneBit(Codec):
         sizes = self._sizes(row)
         sizes[: len(chunk.lengths)] = chunk.sizes(torch.cat(squares)) if size is None else size
         for window in chunk.windows:
-            # The very signs that are sent, unpacked again: what is owed is then exact whatever becomes of -0.0.
+            # Unpack the signs that are sent, so that the error is exact also for -0.0.
             signs = self._unpack(window, row)
             torch.addcmul(window.of(values), signs, window.spread(sizes), value=-1, out=window.of(error))
 

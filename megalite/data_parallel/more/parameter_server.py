@@ -1,4 +1,4 @@
-"""Data parallelism by parameter servers: ranks add gradients, step, and hand out parameters."""
+"""Implement parameter servers: servers add the workers' gradients, step, and send parameters back."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ SERVER = 0  # index of the server in its group
 
 
 class OneServer(DataParallelStrategy):
-    """The first rank of each group with the same buckets is worker and server at once: it alone has main parameters and
+    """Makes the first rank of each group with the same buckets both worker and server: only it has main parameters and
     optimizer states."""
 
     shards_over_dp = True
@@ -44,19 +44,19 @@ class OneServer(DataParallelStrategy):
 
 
 class ParameterServer(OneServer):
-    """Workers push gradients to a server and pull parameters from it, in chunks (as in Li et al., OSDI 2014).
+    """Lets workers push gradients to a server and pull parameters from it, in chunks (as in Li et al., OSDI 2014).
 
-    A bucket is pushed as soon as the last backward has filled it; the server adds chunk after chunk, in the order of
-    ranks, its own part rounded like those that travel. Once the norm is known it steps all it has and sends the
-    parameters, first-needed first; workers continue into the next forward and wait for each module's own.
+    A bucket is pushed as soon as the last backward has filled it. The server adds chunk by chunk, in the order of ranks,
+    with its own part rounded like the received ones. Once the norm is known, it steps its parameters and sends them in
+    the order of the next forward. Workers start that forward, and each module waits for its parameters.
 
-    Wire, of B bytes of gradients and P of parameters: a worker sends B, the server (d-1)·P, and receives (d-1)·B; its
-    link is what all wait for. d is the expert-dp size for experts, which have other servers.
+    Wire, of B bytes of gradients and P of parameters: a worker sends B; the server sends (d-1)·P and receives (d-1)·B, so
+    its link is the bottleneck. d is the expert-dp size for experts, which have other servers.
     """
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
-        self._sending: list[Work] = []  # what the server has in flight to its workers
+        self._sending: list[Work] = []  # the server's messages in flight
         overlap = self.options.overlap_param_gather and self.has_replicas
         self._arrivals = ParameterWaits(stages, self.all_buckets(), overlap=overlap)
 
@@ -70,11 +70,11 @@ class ParameterServer(OneServer):
         return WorkList([channel.send_async(chunk, to=SERVER) for chunk in sent], sent)
 
     def _chunks(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        """A flat tensor in messages of `server_chunk_mb`, if its elements are sent as `dtype`."""
+        """Split a flat tensor into messages of `server_chunk_mb`, for elements that are sent as `dtype`."""
         return tensor.split(message_elements(self.options.settings.server_chunk_mb, (dtype or tensor.dtype).itemsize))
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
-        # The parameters of the step before may still be on their way from where the optimizer writes now.
+        # The last step's parameters may still be in flight, from the memory that the optimizer writes now.
         self.wait_for_parameters()
         super().update(optimizer, update)
 
@@ -103,7 +103,7 @@ def _add_pushes(chunks: Sequence[torch.Tensor], channel: Channel) -> None:
 
 
 def _receive_parts(chunk: torch.Tensor, channel: Channel) -> tuple[torch.Tensor, torch.Tensor, Work]:
-    """The chunk, all ranks' parts of it [size, m] as the wire has them, and when they are there."""
+    """Return the chunk, the tensor [size, m] that receives all ranks' parts in the wire's type, and their work."""
     parts = chunk.new_empty(channel.size, chunk.numel(), dtype=channel.wire_dtype or chunk.dtype)
     works = [channel.receive_async(parts[rank], source=rank) for rank in range(1, channel.size)]
     parts[SERVER].copy_(chunk)
@@ -111,20 +111,19 @@ def _receive_parts(chunk: torch.Tensor, channel: Channel) -> tuple[torch.Tensor,
 
 
 class ShardedParameterServer(DistributedOptimizer):
-    """Every rank is a worker and serves its share of the keys, as co-located servers of BytePS do (OSDI 2020).
+    """Makes every rank a worker and the server of its share of the keys, like co-located servers of BytePS (OSDI 2020).
 
-    A key is a chunk of `server_chunk_mb` at most, and keys are dealt out in turn: key k is served by rank k mod d. In a
-    bucket the keys of one server lie side by side, so that what a rank steps is one range. A bucket is about as long as
-    d keys, one for each server; one that is longer, since it holds a longer tensor, has several rounds of d keys, and
-    the next round is in flight while one is added.
+    A key is a chunk of at most `server_chunk_mb`, and rank k mod d serves key k. In a bucket, the keys of one server are
+    neighbours, so a rank steps one range. A bucket is about as long as d keys, one for each server. A bucket with a
+    longer tensor has several rounds of d keys; the next round is in flight while one is added.
 
     Push: an exchange of one round's keys (all-to-all) and a sum of the parts in the order of ranks. Pull: an all-gather
-    of each bucket, first-needed layers first. Gradients are pushed as the last backward makes them: none may overtake,
-    since no server steps before the norm of all of them is known.
+    of each bucket, in the order of the next forward. Gradients are pushed in the order of the last backward: priorities
+    would not help, as no server steps before the norm of all gradients is known.
 
-    The sums, the range that each rank steps and the bytes are those of ZeRO-1 (`distributed-optimizer`). What differs
-    is the grain: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
-    smaller pieces, at most two rounds of keys are buffered, and sums are in the order of ranks on every backend.
+    The sums, the range that each rank steps and the bytes are those of ZeRO-1 (`distributed-optimizer`). The difference
+    is the granularity: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
+    smaller pieces; at most two rounds of keys are buffered; and sums add in the order of ranks on every backend.
     """
 
     def _reduce(self, bucket: Bucket) -> Work:
@@ -134,7 +133,7 @@ class ShardedParameterServer(DistributedOptimizer):
         return channel.in_background(lambda: self._push(bucket.grad.view(channel.size, -1), channel))
 
     def _push(self, served: torch.Tensor, channel: Channel) -> None:
-        """Exchange keys of `served` [servers, n] round after round, and add up those of this server."""
+        """Exchange the keys of `served` [servers, n] round by round, and add those of this server."""
         width = (self.options.wire_dtype or self.options.grad_dtype).itemsize
         rounds = served.split(message_elements(self.options.settings.server_chunk_mb, width), dim=1)
         started = ((keys, *channel.exchange_raw_async(channel.rounded(keys).contiguous())) for keys in rounds)
@@ -144,20 +143,20 @@ class ShardedParameterServer(DistributedOptimizer):
 
 
 class AsyncParameterServer(OneServer):
-    """Each worker pushes gradients and pulls weights when it is ready (bounded staleness: see `Ledger`).
+    """Lets each worker push gradients and pull weights when it is ready (bounded staleness: see `Ledger`).
 
-    A worker's step: pull the newest weights; forward and backward over its own part of the batch; clip by the norm of its
-    estimate of the gradient, which is n times its part (n workers); push. The server makes of each push one optimizer
-    update with the learning rate of that step / `divisor`, so n pushes without staleness are about one synchronous step,
-    with moments that decay at each push. With max_staleness 0 all pushes of a step are of the same weights and are
-    applied in the order of ranks: a synchronous algorithm, the same in each run. Else the result depends on timing; what
-    is evaluated and saved is what all workers have agreed on in a meeting, when the pushes of all steps have been applied.
+    A worker's step: pull the newest weights; forward and backward over its part of the batch; clip by the norm of its
+    estimate of the gradient, which is n times its part (n workers); push. The server makes one optimizer update per push,
+    with the learning rate of that step / `divisor`. So n pushes without staleness are about one synchronous step, with
+    moments that decay at each push. With max_staleness 0 all pushes of a step are for the same weights and are applied in
+    the order of ranks: the algorithm is synchronous and deterministic. Otherwise results depend on timing. For an
+    evaluation or a checkpoint all workers meet: the server has then applied the pushes of all steps.
 
-    The decisions of a step (clipping, a loss that is NaN) are those of one copy of the model: see `scope`.
-    Wire: a worker sends the gradient, the server the weights in the model's type, for each worker but the server's own.
+    The decisions of a step (clipping, a NaN loss) are made by each copy of the model separately: see `scope`.
+    Wire: a worker sends the gradient, the server the weights in the model's type, for each worker on another rank.
     Server memory: see `Server`; workers have no main parameters and no optimizer state.
 
-    `scope`: tp and pp: one copy of the model."""
+    `scope`: the tp and pp ranks of one copy of the model."""
 
     replicas_agree = False
 
@@ -171,11 +170,11 @@ class AsyncParameterServer(OneServer):
         self._link: Link | None = None
         self._optimizer: Optimizer | None = None
         self.order: Order = by_rank if self.options.settings.max_staleness == 0 else by_arrival
-        """In which pushes and pulls are served; another one must be set before the first step."""
+        """Order in which pushes and pulls are served; replace it only before the first step."""
         if self._workers > 1:
             self.notes.append(
                 "async-parameter-server: losses and norms of steps are of the samples of data-parallel rank 0; those of "
-                "evaluations are of all, with the weights that all workers then have"
+                "evaluations are of all samples, with weights that are equal on all workers"
             )
 
     @classmethod
@@ -193,7 +192,7 @@ class AsyncParameterServer(OneServer):
     def _make_shard(self, bucket: Bucket) -> OptimizerShard:
         shard = super()._make_shard(bucket)
         if self.groups.dp.size > 1 and not shard.is_copy:
-            # The server steps it while this rank's worker computes with the weights that it has pulled.
+            # The server steps it while the worker of this rank computes with its pulled weights.
             shard.main_param.data = shard.main_param.data.clone()
         return shard
 
@@ -212,7 +211,7 @@ class AsyncParameterServer(OneServer):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         self.step = step
         if self._workers > 1:
-            # First: a gradient may still be on its way.
+            # Before gradients are zeroed: the last push may still be in flight.
             self._ask(Request(Kind.PULL, step))
         super().begin_step(step, loss_scale=loss_scale)
 
@@ -246,7 +245,7 @@ class AsyncParameterServer(OneServer):
     # ---- the server
 
     def _connected(self) -> Link | Server:
-        """This rank's end of the exchange, made once weights have been loaded."""
+        """Return this rank's end of the exchange; created at the first call, after weights have been loaded."""
         groups, settings, wire = self._groups_of_servers, self.options.settings, self.options.wire_dtype
         if self._link is None and self._server is None:
             assert groups is not None and self._optimizer is not None
@@ -295,13 +294,13 @@ class AsyncParameterServer(OneServer):
             self._server = self._link = None
 
     def _note(self) -> None:
-        """On the rank that decides, say how stale the pushes since the last report were."""
+        """On the leader, add a note on the staleness of pushes since the last report."""
         if self._server is not None:
             report = self._server.take_report()
             if self._server.servers.rank == LEADER and report.staleness:
                 self.notes.append(report.line())
 
-    # ---- what is saved and counted
+    # ---- saved states
 
     def states(self) -> list[FlatState]:
         copies = [shard for shard in self.shards if shard.is_copy]

@@ -1,8 +1,8 @@
-"""The asynchronous parameter server of one (tp, pp) coordinate: threads next to the training of its first worker.
+"""Run the asynchronous parameter server of one (tp, pp) coordinate, in threads of its first worker's process.
 
-One thread listens to each worker on another rank; one serves what they and the worker of this process ask, one request
-after the other. All servers of a model serve in one order, or copies of one tensor would drift apart and the parts of a
-worker's weights would be of different versions: the first coordinate's server decides and broadcasts it.
+One thread per worker on another rank receives its requests; one thread serves all requests, one by one. All servers of
+a model serve in the same order; otherwise copies of one tensor would drift apart and a worker could get weights of
+different versions. The first coordinate's server, the leader, decides the order and broadcasts it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megalite.data_parallel.shards import OptimizerShard
 from megalite.optimizers.base import Optimizer, Update
 from megalite.topology.group import Group
 
-LEADER = 0  # index, among the servers of a model, of the one that decides
+LEADER = 0  # index of the leader among the servers of a model
 
 _FAILED = 0  # in place of a `Kind`: the leader cannot continue
 
@@ -38,25 +38,25 @@ _FAILED = 0  # in place of a `Kind`: the leader cannot continue
 @dataclass
 class _Worker:
     inbox: list[torch.Tensor]
-    """Its push, for each shard; there is never a second one before the first is applied."""
-    link: Link | None  # None: it is the worker of this process
-    asked: deque[tuple[Request, int]] = field(default_factory=deque)
-    """With the time when each came, in nanoseconds."""
-    answer: Sequence[torch.Tensor] | None = None  # the newest weights; empty if it has them
+    """The pushed gradient of each shard; a worker never pushes again before its push is applied."""
+    link: Link | None  # None: the worker of this process
+    requests: deque[tuple[Request, int]] = field(default_factory=deque)
+    """Requests with their arrival times, in nanoseconds."""
+    answer: Sequence[torch.Tensor] | None = None  # the newest weights; empty if the worker has them
 
 
 class Server:
     """Owns the main parameters and the optimizer. The worker of this process calls its methods.
 
-    Memory in addition: for each worker one gradient in the wire's type, in host memory, and while weights are being sent
-    a copy of them for each version that is.
+    Additional memory: one gradient in the wire's type for each worker, in host memory, and, while weights are sent, a
+    copy of them for each version in flight.
 
     Args:
         shards: whole buckets; their `main_param` has separate memory.
-        links: of workers 1, 2, ...
-        servers: of all coordinates, on gloo; the group has no other use.
-        order: in which the leader serves.
-        wire_dtype: of pushes.
+        links: links to workers 1, 2, ...
+        servers: servers of all coordinates, on gloo; the group has no other use.
+        order: order in which the leader serves.
+        wire_dtype: type of pushed gradients.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Server:
     ) -> None:
         self._shards, self._optimizer = shards, optimizer
         self.servers, self._ledger, self._order = servers, ledger, order
-        self._aware = staleness_aware
+        self._staleness_aware = staleness_aware
         self._device = shards[0].main_param.device
         self._workers = [
             _Worker([torch.zeros_like(s.main_param.data, dtype=wire_dtype, device=device) for s in shards], link)
             for device, link in [(self._device, None), *((torch.device("cpu"), link) for link in links)]
         ]
         self._changed = threading.Condition()
-        """Guards all that follows, the ledger and what is asked and answered."""
+        """Guards the following attributes, the ledger, and the requests and answers of workers."""
         self._failure: Exception | None = None
         self._paused = False
         self._report = Report()
         self._sent = 0
         self._snapshot: list[torch.Tensor] | None = None
         """The newest weights in the model's type, for sending."""
-        # Daemons: where the run ends by an error they may be waiting for a rank that is gone.
+        # Daemon threads: after an error they may wait for a lost rank.
         self._threads = [threading.Thread(target=self._serve, name="megalite-server", daemon=True)]
         self._threads += [
             threading.Thread(target=self._listen, args=(index, link), name=f"megalite-worker-{index}", daemon=True)
@@ -99,7 +99,7 @@ class Server:
     # ---- for the worker of this process
 
     def push(self, request: Request, gradients: Sequence[torch.Tensor]) -> None:
-        """Take over the gradients, which may then change."""
+        """Copy the gradients, which may change afterwards."""
         for target, gradient in zip(self._workers[0].inbox, gradients, strict=True):
             target.copy_(gradient)
         with self._changed:
@@ -107,15 +107,15 @@ class Server:
             self._enter(0, request)
 
     def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
-        """Return when the model's parameters, `weights`, are what was asked for. Raises RuntimeError: the connection to
-        a worker or to another server broke, or the server failed."""
+        """Wait until the request is served; the model's parameters, `weights`, are then up to date. Raises RuntimeError:
+        the connection to a worker or to another server broke, or the server failed."""
         with self._changed:
             self._enter(0, request)
             self._answer_of(0)
             self._raise_failure()
 
     def resume(self) -> None:
-        """After a meeting: serve again. Between the two the main parameters and the optimizer do not change."""
+        """Serve again after a meeting. During a meeting the main parameters and the optimizer do not change."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -130,7 +130,7 @@ class Server:
         return report
 
     def take_sent(self) -> int:
-        """Bytes of weights that have been sent since the last call."""
+        """Return the bytes of weights that have been sent since the last call."""
         with self._changed:
             sent, self._sent = self._sent, 0
         return sent
@@ -169,7 +169,7 @@ class Server:
         except Exception as error:
             self._fail(error)
             if self.servers.rank == LEADER:
-                # Where that fails too the others know, or are gone.
+                # If this fails too, the other servers have noticed the failure or are gone.
                 with contextlib.suppress(RuntimeError):
                     self._broadcast(_FAILED, 0)
 
@@ -185,7 +185,7 @@ class Server:
     # ---- requests; under the lock
 
     def _enter(self, worker: int, request: Request) -> None:
-        self._workers[worker].asked.append((request, time.monotonic_ns()))
+        self._workers[worker].requests.append((request, time.monotonic_ns()))
         self._changed.notify_all()
 
     def _answer_of(self, worker: int) -> Sequence[torch.Tensor] | None:
@@ -205,7 +205,7 @@ class Server:
         self._raise_failure()
         if self._paused:
             return None
-        first = {index: worker.asked[0] for index, worker in enumerate(self._workers) if worker.asked}
+        first = {index: worker.requests[0] for index, worker in enumerate(self._workers) if worker.requests}
         if len(first) == len(self._workers) and all(request.kind in JOINT for request, _ in first.values()):
             kinds = {request.kind for request, _ in first.values()}
             assert len(kinds) == 1, "workers are at different points of the run"
@@ -221,7 +221,7 @@ class Server:
         self.servers.broadcast(torch.tensor([kind, worker]), source=LEADER)
 
     def _follow(self) -> Event:
-        """The leader's next event, as soon as what it serves is here too."""
+        """Return the leader's next event, once its requests have arrived here too."""
         decided = torch.zeros(2, dtype=torch.int64)
         self.servers.broadcast(decided, source=LEADER)
         kind, worker = decided.tolist()
@@ -229,47 +229,47 @@ class Server:
             raise RuntimeError(f"{CLOSED}: the first parameter server of the model has lost a rank, or failed")
         event = Event(Kind(kind), worker)
         with self._changed:
-            while self._paused or not all(self._asks(index, event.kind) for index in self._concerned(event)):
+            while self._paused or not all(self._requests(index, event.kind) for index in self._workers_of(event)):
                 self._raise_failure()
                 self._changed.wait()
         return event
 
-    def _asks(self, worker: int, kind: Kind) -> bool:
-        asked = self._workers[worker].asked
-        return bool(asked) and asked[0][0].kind is kind
+    def _requests(self, worker: int, kind: Kind) -> bool:
+        requests = self._workers[worker].requests
+        return bool(requests) and requests[0][0].kind is kind
 
-    def _concerned(self, event: Event) -> Sequence[int]:
+    def _workers_of(self, event: Event) -> Sequence[int]:
         return range(len(self._workers)) if event.kind in JOINT else (event.worker,)
 
-    # ---- serving; the main parameters are this thread's alone
+    # ---- serving; only this thread uses the main parameters
 
     def _apply(self, worker: int) -> None:
         state, workers = self._workers[worker], len(self._workers)
-        request, _ = state.asked[0]
+        request, _ = state.requests[0]
         for shard, gradient in zip(self._shards, state.inbox, strict=True):
             shard.main_param.grad = gradient.to(device=self._device, dtype=shard.main_param.dtype)
         staleness = self._ledger.staleness(worker)
-        lr = request.lr / divisor(staleness, workers=workers, aware=self._aware)
+        lr = request.lr / divisor(staleness, workers=workers, aware=self._staleness_aware)
         self._optimizer.step(Update(step=request.step, lr=lr, weight_decay=request.weight_decay))
         self._snapshot = None
         with self._changed:
-            state.asked.popleft()
+            state.requests.popleft()
             self._ledger.pushed(worker)
             self._report.staleness[staleness] += 1
             self._changed.notify_all()
 
     def _answer(self, event: Event) -> None:
-        """The newest weights, to each concerned worker that does not have them."""
+        """Give each worker of the event the newest weights, unless it has them."""
         ledger = self._ledger
         weights = {
             index: self._weights(self._workers[index])
-            for index in self._concerned(event)
+            for index in self._workers_of(event)
             if event.kind is not Kind.LEAVE and ledger.pulled_versions[index] < ledger.version
         }
         with self._changed:
-            for index in self._concerned(event):
+            for index in self._workers_of(event):
                 worker = self._workers[index]
-                _, arrived = worker.asked.popleft()
+                _, arrived = worker.requests.popleft()
                 worker.answer = weights.get(index, [])
                 ledger.pulled(index)
                 if event.kind is Kind.PULL:
@@ -281,7 +281,7 @@ class Server:
 
     def _weights(self, worker: _Worker) -> list[torch.Tensor]:
         if worker.link is None:
-            # Its thread waits for this answer: nothing reads the parameters meanwhile.
+            # The worker's thread waits for this answer, so nothing reads the parameters meanwhile.
             for shard in self._shards:
                 shard.bucket.data.copy_(shard.main_param.data)
             return [shard.bucket.data for shard in self._shards]

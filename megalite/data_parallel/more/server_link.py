@@ -1,5 +1,5 @@
-"""Stale-synchronous parallelism: which worker may continue, how stale a gradient's weights are, and the messages between a
-worker and its server. The rules know no tensors, threads or ranks: they serve a simulation of the server too."""
+"""Define the rules of stale-synchronous parallelism (which worker may continue, how stale a gradient is), and the messages
+between a worker and its server. The rules use no tensors, threads or ranks, so a simulation can use them too."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,32 +14,32 @@ from megalite.topology.group import Group, Work
 
 
 class Kind(IntEnum):
-    """What a worker asks of the server."""
+    """The kind of a worker's request."""
 
-    PULL = 1  # the newest weights, as soon as it may start its next step
-    PUSH = 2  # take this gradient
-    MEET = 3  # the newest weights, once all workers ask for that: then all get the same
-    LEAVE = 4  # to end, once all workers ask for that
+    PULL = 1  # send the newest weights, as soon as the worker may start its next step
+    PUSH = 2  # apply this gradient
+    MEET = 3  # send the newest weights, the same to all workers, once all have requested it
+    LEAVE = 4  # end, once all workers have requested it
 
 
-JOINT = (Kind.MEET, Kind.LEAVE)  # all workers ask for these, and get their answers together
+JOINT = (Kind.MEET, Kind.LEAVE)  # requested by all workers and answered together
 
 
 class Event(NamedTuple):
-    """Something that the server does: an entry in the order that all servers of a model follow."""
+    """An action of the server: an entry in the order that all servers of a model follow."""
 
     kind: Kind
-    worker: int  # its index; 0 for what concerns all
+    worker: int  # its index; 0 for joint events
 
 
 @dataclass
 class Ledger:
-    """How far each of the workers is.
+    """Tracks the progress of each worker.
 
     The clock of a worker counts its applied pushes; the version of the weights counts all of them. Bounded staleness
     (SSP, Ho et al., NeurIPS 2013): a worker may start a step while clock <= min over workers of clock + max_staleness.
-    The staleness of a push is the number of other workers' pushes that were applied since its worker pulled. Between two
-    of equal speed it is workers-1; it is never above (workers-1)·(2·max_staleness + 1).
+    The staleness of a push is the number of other workers' pushes that were applied since its worker pulled. With equally
+    fast workers it is workers-1; it is never above (workers-1)·(2·max_staleness + 1).
     """
 
     workers: int
@@ -67,17 +67,16 @@ class Ledger:
 
 
 def divisor(staleness: int, *, workers: int, aware: bool) -> int:
-    """What the learning rate of a step is divided by for one push.
+    """Return the number by which the learning rate of a step is divided for one push.
 
     One push is one of `workers` parts of a step. Staleness-aware (Zhang et al., arXiv 1511.05950): 1 + staleness, the age
-    of the weights in updates, where that is more than the workers-1 others that a step has anyway.
+    of the weights in updates, if that is more than `workers`.
     """
     return max(workers, 1 + staleness) if aware else workers
 
 
 Order = Callable[[Sequence[Event], Ledger], Event | None]
-"""Decides what is served next: one of what could be served now, by arrival, and at least one. None: wait for
-another."""
+"""Chooses the next event from those that could be served now, in order of arrival (at least one). None: wait for more."""
 
 
 def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
@@ -85,10 +84,10 @@ def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
 
 
 def by_rank(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-    """Pushes of one clock once they are all there, in the order of ranks.
+    """Choose pulls first, and pushes of one clock in the order of ranks once all have arrived.
 
-    With max_staleness 0, where workers wait for each other anyway, all of them have then pulled the same version for each
-    step, and the run is the same each time.
+    With max_staleness 0, workers wait for each other anyway; all then pull the same version for each step, and the run is
+    deterministic.
     """
     pushes = [event for event in waiting if event.kind is Kind.PUSH]
     if len(pushes) < len(waiting):
@@ -101,11 +100,11 @@ def by_rank(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
 
 @dataclass
 class Report:
-    """What happened since the last report."""
+    """Statistics since the last report."""
 
-    staleness: Counter[int] = field(default_factory=Counter)  # pushes by their staleness
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of pushes
     waited: Counter[int] = field(default_factory=Counter)
-    """Nanoseconds for which each worker's pulls waited."""
+    """Worker -> nanoseconds that its pulls waited."""
 
     def line(self) -> str:
         pushes = self.staleness.total()
@@ -122,14 +121,14 @@ SERVER, WORKER = 0, 1
 """Indices in the group of two."""
 
 CLOSED = "Connection closed by peer"
-"""The words of a broken connection's error, by which its handler knows it."""
+"""Text of a broken connection's error, by which handlers recognize it."""
 
 _REFUSED, _UNCHANGED, _NEWER = -1, 0, 1
-"""Answers: the server cannot continue; the worker has the newest weights; they follow."""
+"""Answers: the server cannot continue; the worker has the newest weights; newer weights follow."""
 
 
 class Request(NamedTuple):
-    """What a worker asks, without the gradient."""
+    """A worker's request, without the gradient."""
 
     kind: Kind
     step: int = 0
@@ -138,7 +137,7 @@ class Request(NamedTuple):
 
 
 class Link:
-    """One end of a connection, in a group of two; messages are in host memory."""
+    """One end of a connection between a worker and its server, in a group of two; messages are in host memory."""
 
     def __init__(self, group: Group, *, chunk_bytes: int, wire_dtype: torch.dtype | None = None) -> None:
         self._group, self._chunk_bytes, self._wire_dtype = group, chunk_bytes, wire_dtype
@@ -149,13 +148,13 @@ class Link:
     # ---- the worker's end
 
     def push(self, request: Request, gradients: Sequence[torch.Tensor]) -> None:
-        """Start to send; the gradients must not change before `ask` returns."""
+        """Start to send a push; the gradients must not change before `ask` returns."""
         self._post(torch.tensor(request, dtype=torch.float64))
         self._send(gradients, self._wire_dtype)
 
     def ask(self, request: Request, weights: Sequence[torch.Tensor]) -> None:
         """Send a request and wait for its answer; `weights` are then the newest. Raises RuntimeError: the connection to
-        the server broke, or the server's to another rank."""
+        the server, or from the server to another rank, broke."""
         self._flush()
         self._post(torch.tensor(request, dtype=torch.float64))
         self._flush()
@@ -166,10 +165,10 @@ class Link:
         if answer == _NEWER:
             self._receive(weights)
 
-    # ---- the server's
+    # ---- the server's end
 
     def receive(self, gradients: Sequence[torch.Tensor]) -> Request:
-        """The next request; of a push, `gradients` get the gradient."""
+        """Return the next request; a push writes the gradient to `gradients`."""
         header = torch.zeros(4, dtype=torch.float64)
         self._group.receive_async(header, source=self._peer).wait()
         kind, step, lr, weight_decay = header.tolist()
@@ -179,7 +178,7 @@ class Link:
         return request
 
     def answer(self, weights: Sequence[torch.Tensor]) -> None:
-        """With weights, or with none if the worker has them."""
+        """Send an answer with weights, or an empty one if the worker has them."""
         self._post(torch.tensor([_NEWER if weights else _UNCHANGED]))
         self._send(weights, None)
         self._flush()
@@ -188,7 +187,7 @@ class Link:
         self._post(torch.tensor([_REFUSED]))
         self._flush()
 
-    # ---- both
+    # ---- both ends
 
     def _post(self, tensor: torch.Tensor) -> None:
         self._works.append(self._group.send_async(tensor, to=self._peer))
@@ -200,7 +199,7 @@ class Link:
                 self._post(part.to(device="cpu", dtype=dtype or whole.dtype))
 
     def _flush(self) -> None:
-        """Return when all has been sent: what was sent may be written to again."""
+        """Wait until everything is sent: the sent tensors may be written again."""
         WorkList(self._works, self._sent).wait()
         self._works, self._sent = [], []
 
