@@ -103,9 +103,9 @@ def run_toy(
     consensus_at: tuple[int, ...] = (),
     overflow_at: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """For run_ranks: this rank's weights, phase, bytes and notes after each step. `consensus_at`: steps after which the
-    mean is asked for, and noted. `overflow_at`: steps that are skipped, for the last rank's gradients are infinite;
-    there is nothing noted of them."""
+    """Return, for run_ranks, this rank's weights, phase, bytes and notes after each step. `consensus_at`: steps after
+    which the mean is requested and recorded. `overflow_at`: steps that are skipped, without a record, as the last
+    rank's gradients are infinite."""
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": [], "means": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_sgd, "fragment_of", toy_fragment)
@@ -149,7 +149,7 @@ def replica_gradient(name: str, step: int, replica: int, members: int) -> Any:
 
 
 def assert_near(found: list[dict[str, Any]], wanted: list[list[dict[str, Any]]], members: int) -> None:
-    """Assert that all weights of all ranks are within 1e-10 of the simulated replicas', and bit-equal within a replica."""
+    """Assert that all ranks' weights are within 1e-10 of the simulated replicas', and bit-equal within a replica."""
     assert len(found) == members * len(wanted)
     for rank, ours in enumerate(found):
         for one, other, first in zip(

@@ -1,4 +1,4 @@
-"""Weights that multiply in fp8 are gathered in it: the bits of a run that gathers them in bf16, and half the bytes."""
+"""Test that gathers in fp8 give the bits of gathers in bf16, with half the bytes."""
 
 import dataclasses
 from pathlib import Path
@@ -32,13 +32,13 @@ FP8: Settings = {
 }
 GATHERED: Settings = {"fp8_param_gather": True}
 SIXTEENS: Settings = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
-"""Sizes of Llama that fp8 takes on two ranks."""
+"""Sizes of a Llama model that work in fp8 on two ranks."""
 TP2: Settings = {**LLAMA, **SIXTEENS, "tp": 2, "sequence_parallel": True}
 SHARED: Settings = {**MOE, **SIXTEENS, "moe_shared_expert_intermediate_size": 32}
 
 
 def runner_of(context: RankContext, world: int, settings: Settings, load: str | None = None) -> Runner:
-    """With torch's product in fp8 for CPUs, which is as exact as it is slow."""
+    """Build a runner with torch's fp8 matmul for CPUs, which is exact and slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compute, "why_not_fp8", lambda device: None)
         config = tiny_config(world, **{**FP8, **settings, "load": load})
@@ -46,14 +46,14 @@ def runner_of(context: RankContext, world: int, settings: Settings, load: str | 
 
 
 def kept_of(runner: Runner) -> dict[str, str]:
-    """All that is kept, and the weights as they are read outside a forward: each rank keeps all or a part of them."""
+    """Return all stored tensors, and the weights outside a forward: each rank stores all or a part of them."""
     found = {name: value for name, value in hashes(runner.replica).items() if not name.endswith(" weights")}
-    buckets = runner.replica.strategy.all_buckets()  # whole, and exact: someone has asked
+    buckets = runner.replica.strategy.all_buckets()  # whole and exact, as `wait_for_parameters` was called
     return found | {f"{number} weights": hashed(bucket.data.clone()) for number, bucket in enumerate(buckets)}
 
 
 def steps(context: RankContext, world: int, settings: Settings, piece: int) -> dict[str, Any]:
-    """Results of two steps and an evaluation, and all that is kept after them; bytes sent in the last one."""
+    """Return the results of two steps and an evaluation, all tensors after them, and the bytes sent in the last step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero, "PIECE", piece)
         runner = runner_of(context, world, settings)
@@ -71,7 +71,7 @@ CASES: list[tuple[int, Settings]] = [
     (4, {**TP2, "sanitize_communication": True}),
     (4, {"dp_instances": 2, "ddp_bucket_size": 1, "reduction_order": "rank", "overlap_param_gather": False}),
     (2, {**SHARED, "ep": 2, "ema_decay": 0.5, "eval_ema": True, "recompute_granularity": "full"}),
-    # Of one tensor each, buckets are cut alike: else their order in the sum of the norm is another.
+    # With one tensor per bucket, both runs have the same buckets, so the norm's sum has the same order.
     (2, {**Z1, "ddp_bucket_size": 1}),
     (4, {**Z1, **TP2, "shard_gradients": True, "main_params": "split", "ddp_bucket_size": 1}),
     (
@@ -125,7 +125,7 @@ def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> N
 
 
 def flagged(context: RankContext, world: int, settings: Settings) -> tuple[set[str], set[str]]:
-    """Names of the weights that multiply in fp8, and of those that are gathered in it."""
+    """Return the names of the weights with fp8 matmuls, and of those gathered in fp8."""
     replica = runner_of(context, world, settings).replica
     modules = [module for stage in replica.stages.values() for module in stage.modules()]
     linears = [module for module in modules if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
@@ -146,7 +146,7 @@ def test_gathered_are_the_weights_that_multiply_in_fp8(family: Settings) -> None
 
 
 def continue_from(context: RankContext, world: int, settings: Settings, folder: str) -> list[dict[str, str]]:
-    """What is kept after two steps that were saved, after a third, and after a third that continues from what was saved."""
+    """Return all tensors after two steps and a save, after a third step, and after a third step of a resumed run."""
     runner = runner_of(context, world, settings)
     for _ in range(2):
         runner.step()
@@ -168,7 +168,7 @@ def test_a_checkpoint_has_the_weights_as_they_are(settings: Settings, tmp_path: 
 
 
 def spoilt(context: RankContext, world: int) -> str:
-    """What a step says of an infinite element that one rank has."""
+    """Return the error of a step with an infinite weight on one rank."""
     runner = runner_of(context, world, GATHERED)
     strategy = runner.replica.strategy
     shard = next(shard for shard in strategy.shards if shard.bucket.kind.fp8)

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3 on units with given gradients: the numbers to the bit, what is whole when, and the bytes sent."""
+"""Test ZeRO-2 and ZeRO-3 on units with fixed gradients: bits, which units are whole when, and the bytes sent."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ STEPS = 3
 
 @pytest.mark.parametrize("settings", [Z2, {**Z3, **BY_RANK}], ids=str)
 def test_given_gradients(settings: dict[str, Any]) -> None:
-    """Several parameters in a bucket, some in buckets of their own, one gradient each."""
+    """Some buckets have several parameters, some have one; each parameter gets one gradient."""
     for found in run_ranks(3, trajectory, 3, settings, STEPS):
         assert_same(found, adam(3))
 
 
 def in_two_levels(name: str, step: int, ranks: int) -> torch.Tensor:
-    """The gradient of a step with two instances, each added up by rank."""
+    """Return the gradient of a step with two instances, each added in rank order."""
     parts = torch.stack([gradient(name, step, rank) for rank in range(ranks)])
     return parts[: ranks // 2].sum(dim=0) + parts[ranks // 2 :].sum(dim=0)
 
@@ -48,7 +48,7 @@ def test_microbatches_to_the_bit(settings: dict[str, Any]) -> None:
 
 
 def moments(found: Result) -> dict[tuple[str, int], list[Any]]:
-    """(forward or backward, unit) -> what was whole, by microbatch."""
+    """Return (forward or backward, unit) -> the whole units, by microbatch."""
     result: dict[tuple[str, int], list[Any]] = {}
     for kind, unit, live, _ in found.seen:
         result.setdefault((kind, unit), []).append(live)
@@ -63,7 +63,7 @@ def test_two_units_are_whole_at_most_the_one_at_work_and_the_next(more: dict[str
             assert len(lives) == MICROBATCHES
             for live in lives:
                 assert live.weights == sorted({unit, ahead} & set(range(UNITS)))
-                # Those of the unit at work, and of one that is being sent.
+                # The gradients of the current unit, and of one in flight.
                 there = {unit, unit + 1} if kind == "backward" else {0} if unit == 0 else set()
                 assert set(live.gradients) <= there
         assert found.idle.weights == found.idle.gradients == []

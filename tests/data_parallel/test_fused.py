@@ -1,4 +1,4 @@
-"""Which slices the ready queue gives out, and when; and that ranks with other orders are found out."""
+"""Test which slices the ready queue returns, and when, and that ranks with different orders are detected."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ FACTORY = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, dev
 
 
 def bucket_of(sizes: list[int], *, replicas: int = 1, uses: int = 1) -> Bucket:
-    """Parameters so long, in the order of the buffer."""
+    """Return a bucket with parameters of these lengths, in the order of the buffer."""
     parameters = [
         FACTORY.parameter(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
     ]
@@ -109,7 +109,7 @@ def test_slices_start_inside_the_backward() -> None:
         return DONE
 
     strategy.channel(bucket).all_reduce_async = all_reduce  # type: ignore[method-assign, assignment]
-    for _ in range(2):  # also a second step
+    for _ in range(2):  # and a second step
         started.clear()
         strategy.begin_step(1)
         last, middle, first = reversed(list(stage.layers))
@@ -129,7 +129,7 @@ def test_slices_start_inside_the_backward() -> None:
 
 
 def out_of_order(context: RankContext, different: bool) -> str:
-    """Rank 1's gradients come in another order; nothing is reduced, as sizes would not fit."""
+    """Return the error if rank 1's gradients arrive in another order; no all-reduce runs, as sizes would differ."""
     run = ToyRun(context.topology(dp=2), {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.0001})
     for bucket in run.strategy.all_buckets():
         run.strategy.channel(bucket).all_reduce_async = lambda tensor: DONE  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Gossip against one process that plays all replicas; its graphs."""
+"""Compare gossip with one process that simulates all replicas; test its graphs."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ STEPS = 4
 
 
 def peers(graph: str, ranks: int, rank: int, turn: int) -> list[int]:
-    """Written down once more: a ring, or one bit after the other."""
+    """Return the peers by a second implementation: a ring, or one bit after the other."""
     if graph == "ring":
         return sorted({(rank + 1) % ranks, (rank - 1) % ranks})
     return [rank ^ (1, 2)[turn % 2]]
@@ -102,7 +102,7 @@ def test_d_psgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict
 
 
 def test_a_skipped_step_is_none() -> None:
-    """Its peers are met in the next."""
+    """Its exchange happens in the next step."""
     found = run_ranks(4, run_toy, 4, GOSSIP | PEER, STEPS, (), (2,))
     assert_same(found, d_psgd(4, graph="one-peer", skipped=2))
 
@@ -115,7 +115,7 @@ def test_decentlam_in_several_processes(ranks: int, more: dict[str, Any], how: d
 
 
 def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
-    """m = βm + (x - Σ W (x_j - γ g_j))/γ, x = x - γ m: beside it, in fp64 and without weight decay on two tensors."""
+    """Compare with m = βm + (x - Σ W (x_j - γ g_j))/γ, x = x - γ m in fp64, without weight decay on two tensors."""
     ranks, names = 4, ("bias", "norm")
     replicas = [Replica(rank, ranks) for rank in range(ranks)]
     weights = {name: [each.weights[name].data.double() for each in replicas] for name in names}
@@ -140,7 +140,7 @@ BUCKETS = (("norm", "bias"), ("down",), ("up",), ("table",))
 
 
 def rounded(change: dict[str, Any], members: int, ranks: int) -> dict[str, Any]:
-    """8 bits and one scale for each part of a bucket: the ranks of a replica have one each."""
+    """Round to 8 bits with one scale for each part of a bucket: each rank of a replica has one part."""
     found = {}
     for bucket in BUCKETS:
         flat = np.concatenate([change[name].ravel() for name in bucket])
@@ -153,7 +153,7 @@ def rounded(change: dict[str, Any], members: int, ranks: int) -> dict[str, Any]:
 
 
 def choco_sgd(ranks: int, steps: int, warm_up: int = 0, members: int = 1) -> list[list[dict[str, Any]]]:
-    """In numpy, with decoupled decay and heavy ball: the weights by replica, of so many members, and step."""
+    """Return, in numpy with decoupled decay and heavy ball, the weights by replica (of `members` ranks) and step."""
     first = {name: getattr(Toy(torch.float64), name).detach().numpy() for name in SHAPES}
     weights = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
     public = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
@@ -190,7 +190,7 @@ def test_choco_sgd_is_the_papers(replicas: int, warm_up: int, members: int) -> N
 
 
 def copies(context: RankContext) -> dict[str, list[torch.Tensor]]:
-    """This rank's public copies, after a few steps of which one is skipped."""
+    """Return this rank's public copies after a few steps, one of them skipped."""
     run = ToyRun(context.topology(dp=4), GOSSIP | EIGHT_BITS)
     for step in range(5):
         if step == 2:
@@ -217,14 +217,14 @@ def test_all_that_have_a_copy_have_the_same() -> None:
 
 
 def drift(replicas: list[Replica], step: int) -> None:
-    """Each goes its own way."""
+    """Step each replica without exchanges."""
     for replica in replicas:
         replica.step(step)
 
 
 @pytest.mark.parametrize("more", [{}, DECENTLAM, EIGHT_BITS])
 def test_rounding_on_the_wire_moves_no_mean(more: dict[str, Any]) -> None:
-    """The mean is that of replicas that never meet, which plain SGD makes independent of who meets whom."""
+    """The mean equals that of replicas without exchanges: with plain SGD it does not depend on the peers."""
     plain = SGD | more | BF16_WIRE | {"sgd_momentum": 0.0}
     found = run_ranks(4, run_toy, 4, GOSSIP | plain, 6)
     alone = play(4, 6, drift, optimizer="sgd", momentum=0.0)
@@ -246,7 +246,7 @@ def test_the_distance_is_that_of_the_weights() -> None:
 
 @pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER | BF16_WIRE, 2), (EIGHT_BITS, 2)])
 def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
-    """To each peer; with 8 bits also a scale of fp32 for each bucket here."""
+    """The bytes go to each peer; with 8 bits there is also an fp32 scale for each bucket here."""
     scales = 2 * 4 * len(BUCKETS) if more == EIGHT_BITS else 0
     for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
         assert rank["bytes"] == [bytes_each * rank["elements"] + scales] * 2

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo, whole and in fragments, against one process that plays all replicas."""
+"""Compare local SGD and DiLoCo, with and without fragments, with one process that simulates all replicas."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_local_sgd_in_several_processes(ranks: int, more: dict[str, Any], how: d
 def model_average(
     ranks: int, steps: int, *, warm_up: int, interval: int, delay: int, members: int = 1
 ) -> list[list[dict[str, Any]]]:
-    """In numpy and fp64, with heavy ball and decoupled decay: x += mean(s) - s, s being x of `delay` steps before."""
+    """Compute x += mean(s) - s, where s is x of `delay` steps ago, in numpy and fp64 (heavy ball, decoupled decay)."""
     first = {name: getattr(Toy(torch.float64), name).detach().numpy() for name in SHAPES}
     x = [{name: values.copy() for name, values in first.items()} for _ in range(ranks)]
     momenta = [{name: np.zeros_like(values) for name, values in first.items()} for _ in range(ranks)]
@@ -164,7 +164,7 @@ def simulated_diloco(
     wire: torch.dtype | None = None,
     skipped: tuple[int, ...] = (),
 ) -> Any:
-    """Torch's SGD with Nesterov momentum is the outer optimizer."""
+    """Simulate DiLoCo with torch's SGD with Nesterov momentum as the outer optimizer."""
     anchor = {name: torch.nn.Parameter(value) for name, value in start().items()}
     outer = {name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in anchor.items()}
     changes: dict[str, torch.Tensor] = {}
@@ -232,7 +232,7 @@ def test_each_fragment_is_sent_at_its_time() -> None:
     one_way = 3 / 4 * 4
     assert found[0]["bytes"][0] == 0.0
     for step, nbytes in enumerate(found[0]["bytes"][1:], start=2):
-        # Parts go out when the exchange starts, and their means one update later: it is under way between.
+        # Parts are sent when the exchange starts, and their means one update later.
         size = sizes[(step // 2 + 1) % 2]
         assert size * one_way <= nbytes <= (size + 1024) * one_way, f"step {step}"
 
@@ -247,7 +247,7 @@ INSTANCES = {"dp_instances": 2}
 
 
 def merged(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
-    """Of two ranks together."""
+    """Return the gradient of two ranks together."""
     first, second = (gradient(name, step, member, scale).double() for member in (2 * rank, 2 * rank + 1))
     return first + second
 
@@ -269,8 +269,8 @@ def run_merged(context: RankContext, *how: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_an_instance_is_a_replica(settings: dict[str, Any]) -> None:
-    """Two instances of two ranks do what two ranks with the sums of their gradients do; with a bf16 wire but for the rounding
-    of gradients inside."""
+    """Two instances of two ranks equal two ranks with the sums of their gradients; with a bf16 wire, except for the
+    rounding of gradients inside an instance."""
     found = run_ranks(4, run_toy, 4, settings | INSTANCES | {"precision": "fp64"}, 9, (3, 5))
     plain = run_ranks(2, run_merged, 2, settings | {"precision": "fp64"}, 9, (3, 5))
     assert found[0]["phases"] == plain[0]["phases"]

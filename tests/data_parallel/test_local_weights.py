@@ -1,4 +1,4 @@
-"""Replicas with weights of their own on a real network: under tp and pp, skipped steps, evaluation, other numbers of replicas."""
+"""Test replicas with different weights on a real model: tp and pp, skipped steps, evaluation, other replica counts."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FP16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresi
 
 
 def trained(context: RankContext, world: int, settings: Settings, steps: int) -> dict[str, Any]:
-    """A few steps of a real network; this rank's own weights after them."""
+    """Run a few steps of a real model; return this rank's weights after them."""
     runner = Runner(build(context, tiny_config(world, **SMALL, **settings)))
     results = [runner.step() for _ in range(steps)]
     with runner.replica.strategy.consensus():
@@ -42,7 +42,7 @@ def trained(context: RankContext, world: int, settings: Settings, steps: int) ->
 
 
 def by_replica(ranks: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-    """Whole main parameters of each replica; raises where copies on its tp or pp ranks have drifted."""
+    """Return the whole main parameters of each replica; raise if copies on its tp or pp ranks have drifted."""
     return [assemble([rank["main"] for rank in ranks if rank["dp"] == dp]) for dp in range(2)]
 
 
@@ -92,7 +92,7 @@ def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Setti
 
 
 def norms(context: RankContext, ranks: int, settings: Settings) -> list[tuple[float, float]]:
-    """(shown, clipping) of a step in the warm-up, and of one after it, at gradients of another size on each rank."""
+    """Return (shown, clipping) of a step in the warm-up and of one after it, with different gradient sizes per rank."""
     run, found = ToyRun(context.topology(dp=ranks, instances=settings.get("dp_instances", 1)), settings), []
     for _ in range(2):
         told = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
@@ -156,7 +156,7 @@ def test_fewer_and_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
         found = run_ranks(dp, taken_up, dp, folder, settings, target)
         for kind in KINDS:
             assert_all_have(found, kind, average(old, kind))
-    # So does a strategy whose replicas share everything, with all the digits that main parameters have.
+    # So does a strategy with equal replicas, with all digits of main parameters.
     other = run_ranks(2, taken_up, 2, four, {"precision": "bf16"}, None)
     for kind in KINDS:
         assert_all_have(other, kind, average(old, kind))
@@ -165,7 +165,7 @@ def test_fewer_and_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
 
 
 def known(context: RankContext, folder: str) -> list[bool]:
-    """After a change of the number of replicas: whether each copy is of the weights that all have."""
+    """Return, after a change of the number of replicas, whether each copy equals the common weights."""
     runner = continued(context, tiny_config(2, dp=2, load=folder, precision="fp32", **SMALL, **CHOCO), folder)
     mains = {shard.bucket: shard.main_param.data for shard in runner.replica.strategy.shards}
     copies = [state for state in runner.replica.strategy.states() if state.name.startswith("gossip_")]
@@ -180,7 +180,7 @@ def test_copies_of_other_replicas_start_from_the_mean_too(tmp_path: Path) -> Non
 
 
 def test_instances_load_as_ranks(tmp_path: Path) -> None:
-    """Two instances of two ranks are two replicas: as such two ranks take them up."""
+    """Two instances of two ranks are two replicas, so two ranks can load them."""
     settings = {**LATE, "precision": "fp32"}
     old = run_ranks(4, drifted, str(tmp_path), {**settings, "dp_instances": 2})
     found = run_ranks(2, taken_up, 2, str(tmp_path), settings, None)
@@ -192,7 +192,7 @@ def test_instances_load_as_ranks(tmp_path: Path) -> None:
 
 
 def broken_off(context: RankContext, settings: Settings) -> list[bool]:
-    """An evaluation that fails: whether replicas were equal inside, and whether each has its own again."""
+    """Run an evaluation that fails; return whether replicas were equal inside, and whether their weights came back."""
     run = ToyRun(context.topology(dp=3), settings)
     run.step()
     strategy, verdicts = run.strategy, []
@@ -221,7 +221,7 @@ def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) 
 
 
 def counted(context: RankContext, settings: Settings, look: bool) -> list[float]:
-    """Bytes that each of some steps sends, with or without an evaluation between them."""
+    """Return the bytes that each step sends, with or without an evaluation in between."""
     run, found = ToyRun(context.topology(dp=3), settings), []
     for _ in range(4):
         run.step()

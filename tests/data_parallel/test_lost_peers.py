@@ -1,4 +1,4 @@
-"""What a broken connection is called. (Who is named once a rank is killed: tests/e2e/test_lost_peer.py.)"""
+"""Test the message of a broken connection. (tests/e2e/test_lost_peer.py kills a rank.)"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""1-bit optimizers over real processes: what one process does that plays all ranks, to the bit."""
+"""Compare 1-bit optimizers over real processes, bit by bit, with one process that simulates all ranks."""
 
 import math
 from typing import Any
@@ -20,13 +20,13 @@ ZERO_ONE = {
     "local_step_scaler": 2,
     "local_step_clipper": 4,
 }
-"""The second moment is updated in steps 1, 2 and 4; exchanges after the warm-up are in steps 6, 7, 9 and 13."""
+"""Steps 1, 2 and 4 update the second moment; exchanges after the warm-up are in steps 6, 7, 9 and 13."""
 
 Trajectory = tuple[list[Tensors], list[tuple[str, float]], list[Layout], dict[str, float]]
 
 
 def trajectory(context: RankContext, dp: int, settings: dict[str, Any], steps: int) -> Trajectory:
-    """Weights after each step, what each exchanged and how many bytes it sent, the buckets, and r."""
+    """Return the weights, phase and bytes of each step, the buckets, and r."""
     run = ToyRun(context.topology(dp=dp), {"reduction_order": "rank", "freeze_step": FREEZE, **settings})
     weights, sent = [], []
     for _ in range(steps):
@@ -83,7 +83,7 @@ def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
 
 
 def test_what_it_sends() -> None:
-    """32 times fewer bytes than whole gradients, and the sizes of signs."""
+    """It sends 1/32 of the bytes of whole gradients, plus the sizes of signs."""
     _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 2)[0]
     elements = sum(bucket.size for bucket in buckets)
     whole, signs, sizes = 2 * 3 / 4 * 4 * elements, 0.25 * 3 / 4 * elements, 0
@@ -94,13 +94,13 @@ def test_what_it_sends() -> None:
             for first in range(0, size, chunk)
         ]
         sizes += 2 * 3 * 4 * max(touching)
-    measuring = sent.pop(FREEZE)  # what a step costs, with a reduction
+    measuring = sent.pop(FREEZE)  # the break-even measurement, with a reduction
     assert sent == [("gradients", whole)] * FREEZE + [("momentum", signs + sizes)]
     assert measuring[0] == "momentum" and measuring[1] > whole
 
 
 def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
-    """What each step is clipped by, and this rank's own gradient norm."""
+    """Return the clipping norm of each step, and this rank's gradient norm."""
     settings = {"optimizer": "onebit-adam", "freeze_step": FREEZE, "reduction_order": "rank"}
     run = ToyRun(context.topology(dp=4), settings)
     found = []
@@ -117,7 +117,7 @@ def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
 
 
 def test_clipping_goes_by_an_estimate_that_all_ranks_share() -> None:
-    """Given gradients of like size and no direction in common, rho is about 1/2 at 4 ranks, and so is the estimate."""
+    """With uncorrelated gradients of similar size, rho is about 1/2 on 4 ranks, and so is the estimate."""
     runs = run_ranks(4, norms, 1.0)
     assert all([clipping for clipping, _ in run] == [clipping for clipping, _ in runs[0]] for run in runs)
     ratio = None
@@ -134,7 +134,7 @@ def test_clipping_goes_by_an_estimate_that_all_ranks_share() -> None:
 
 
 def own_part(step: int, rank: int) -> float:
-    """The norm of a rank's part of the gradient."""
+    """Return the norm of a rank's part of the gradient."""
     return math.sqrt(sum(float(gradient(name, step, rank).double().square().sum()) for name in SHAPES))
 
 
@@ -149,7 +149,7 @@ SMALL: dict[str, Any] = {
 
 
 def copies(context: RankContext, settings: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
-    """After some steps, the parameters that tp ranks hold alike."""
+    """Return, after some steps, the parameters that are replicated over tp."""
     runner = Runner(build(context, tiny_config(4, **SMALL, **settings)))
     losses = [runner.step().loss for _ in range(steps)]
     assert all(math.isfinite(loss) for loss in losses)
@@ -163,7 +163,7 @@ def copies(context: RankContext, settings: dict[str, Any], steps: int) -> dict[s
 
 @pytest.mark.parametrize(("optimizer", "steps"), [("onebit-adam", 12), ("onebit-lamb", 12)])
 def test_what_tp_ranks_hold_alike_stays_alike(optimizer: str, steps: int) -> None:
-    """Each of them decodes it from a bucket with nothing else in it."""
+    """Each tp rank decodes them from a bucket without other parameters."""
     settings = {"optimizer": optimizer, "dp": 2, "tp": 2, "sequence_parallel": True}
     runs = run_ranks(4, copies, settings, steps)
     assert len(runs[0]) > 6
@@ -183,7 +183,7 @@ def onebit_losses(
 
 @pytest.mark.parametrize("settings", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "num_layers": 2}])
 def test_lamb_factors_are_of_whole_tensors(settings: dict[str, Any]) -> None:
-    """Without data parallelism nothing is rounded: the layout changes no number."""
+    """Without data parallelism nothing is rounded, so results do not depend on the layout."""
     common = {"optimizer": "onebit-lamb", "precision": "fp64", "num_layers": settings.get("num_layers", 1)}
     losses, states = onebit_losses(RankContext(0, {}), 1, common)
     seen = set()
@@ -196,7 +196,7 @@ def test_lamb_factors_are_of_whole_tensors(settings: dict[str, Any]) -> None:
 
 
 def skipping(context: RankContext, skipped: list[int]) -> list[str]:
-    """The phases of steps some of which make no update, as after an overflow."""
+    """Return the phases of steps, some of them without an update, as after an overflow."""
     run = ToyRun(context.topology(dp=2), {"optimizer": "onebit-adam", "freeze_step": FREEZE})
     phases = []
     for step in range(1, FREEZE + len(skipped) + 3):
@@ -211,14 +211,14 @@ def skipping(context: RankContext, skipped: list[int]) -> list[str]:
 
 
 def test_a_warm_up_has_as_many_updates_as_it_was_given() -> None:
-    """Skipped steps make it longer: a second moment of fewer gradients would be frozen."""
+    """Skipped steps make it longer: otherwise a second moment of fewer gradients would be frozen."""
     for skipped in ([], [2], [1, 3, 4]):
         wanted = ["gradients"] * (FREEZE + len(skipped)) + ["momentum"] * 2
         assert run_ranks(2, skipping, skipped) == [wanted] * 2
 
 
 def untouched(context: RankContext, optimizer: str) -> None:
-    """A row of the table never gets a gradient."""
+    """Run steps in which one row of the table never gets a gradient."""
     settings = {"optimizer": optimizer, "freeze_step": FREEZE, "weight_decay": 0.0}
     run = ToyRun(context.topology(dp=2), settings)
     table: Any = run.toy.table

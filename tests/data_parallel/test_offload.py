@@ -1,4 +1,4 @@
-"""Optimizer states in host memory: no step is another, every byte is planned, and checkpoints do not know."""
+"""Test offloaded optimizer states: equal steps, planned bytes, and exchangeable checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ OTHERS: list[dict[str, Any]] = [
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """So that a bucket comes in several."""
+    """Set a small piece size, so that a bucket has several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "HOST_PIECE", 128)
         patch.setattr(shards, "HOST_PIECE", 128)
@@ -61,7 +61,7 @@ def small_pieces() -> Iterator[None]:
 
 
 def both_places(context: RankContext) -> list[str]:
-    """The settings under which states in host memory give other weights."""
+    """Return the settings for which offloading changes the weights."""
     found = []
     with small_pieces():
         for settings in OTHERS:
@@ -97,7 +97,7 @@ MODELS: list[tuple[int, dict[str, Any]]] = [
 
 
 def models_in_both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str]:
-    """What differs after steps and an evaluation: losses, weights, main parameters, states and averages."""
+    """Return the differences after steps and an evaluation: losses, weights, main parameters, states and averages."""
     found = []
     with small_pieces():
         for form in ({}, HOST, HALF):
@@ -134,7 +134,7 @@ def test_a_run_that_saves_and_one_that_continues(settings: dict[str, Any], tmp_p
 
 
 def pinned_bytes(replica: Replica) -> int:
-    """Of main parameters and states in host memory."""
+    """Return the bytes of main parameters and states in host memory."""
     total = 0
     for shard in replica.strategy.shards:
         if shard.host is not None:
@@ -157,7 +157,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def held_and_planned(context: RankContext) -> list[tuple[int, int, int, int]]:
-    """(in host memory, planned, on the device for pieces, planned)."""
+    """Return (bytes in host memory, planned, bytes on the device for pieces, planned)."""
     found = []
     for settings, form in [*((settings, HOST) for settings in LAYOUTS), (LAYOUTS[1], HALF)]:
         here, there = (tiny_config(2, dp=2, num_layers=2, **settings, **place) for place in (form, {}))
@@ -183,7 +183,7 @@ def test_every_byte_is_planned() -> None:
 
 @pytest.mark.parametrize("settings", [LAYOUTS[2], LAYOUTS[5], MUON], ids=str)
 def test_the_device_is_relieved_of_them(settings: dict[str, Any]) -> None:
-    """Live bytes once all is built, on a device that counts them; each storage takes whole blocks of 512 bytes."""
+    """Compare live bytes after the build, on a device that counts them in blocks of 512 bytes."""
     shape = {"dp": 2, "hidden_size": 64}
     there, here = (tiny_config(2, **shape, **settings, **form) for form in ({}, HOST))
     found, before = rehearse(here, 0), rehearse(there, 0)

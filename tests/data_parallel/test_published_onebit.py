@@ -1,4 +1,4 @@
-"""`onebit_rule deepspeed` beside the published equations (arXiv 2102.02888, 2104.06069; DeepSpeed 0.19.6), in plain numpy."""
+"""Compare `onebit_rule deepspeed` with the equations of arXiv 2102.02888, 2104.06069 and DeepSpeed 0.19.6 in numpy."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ Arrays = dict[str, Any]
 
 
 def of_rank(rank: int) -> float:
-    """Ranks have gradients of other sizes, so that some are clipped by their own norm and others are not."""
+    """Return a rank's gradient scale; they differ so that some ranks clip by their norm and others do not."""
     return 1.0 + 0.5 * rank
 
 
 def run_published(context: RankContext, dp: int, settings: dict[str, Any]) -> tuple[list[Arrays], list[Layout]]:
-    """The weights before the first step and after each, and the buckets."""
+    """Return the weights before the first step and after each step, and the buckets."""
     common = {"onebit_rule": "deepspeed", "freeze_step": FREEZE, "precision": "fp64", "clip_grad": CLIP}
     run = ToyRun(context.topology(dp=dp), {**common, **settings})
     found = [{name: value.numpy() for name, value in run.weights().items()}]
@@ -39,7 +39,7 @@ def run_published(context: RankContext, dp: int, settings: dict[str, Any]) -> tu
 
 
 class CompressedAllReduce:
-    """Error-compensated signs of one flat buffer of `size` elements, of which the first `used` are no padding."""
+    """Error-compensated signs of one flat buffer of `size` elements; those after the first `used` are padding."""
 
     def __init__(self, workers: int, used: int, size: int) -> None:
         self.used, self.chunk = used, size // workers
@@ -70,7 +70,7 @@ def clipped(gradients: Arrays) -> Arrays:
 def published(
     x: Arrays, buckets: list[Layout], workers: int, *, lamb: bool, b2: float, highest: float
 ) -> tuple[list[Arrays], dict[str, float]]:
-    """The weights after each step, and the r of LAMB after the last one."""
+    """Return the weights after each step, and the r of LAMB after the last one."""
     x, found = {name: value.copy() for name, value in x.items()}, []
     m, v, fresh = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(3))
     coefficient, last_factor = dict.fromkeys(SHAPES, 0.0), dict.fromkeys(SHAPES, 1.0)

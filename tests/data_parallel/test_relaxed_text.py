@@ -1,4 +1,4 @@
-"""What replicas with different weights learn of real text, beside all-reduce on the same samples."""
+"""Compare replicas with different weights with all-reduce, on the same samples of real text."""
 
 import functools
 from pathlib import Path
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Windows:
-    """Bytes of the licence, which is the same with every Python, from anywhere."""
+    """A dataset of random windows of Python's licence text, as bytes."""
 
     seq_length, vocab_size = SETTINGS["seq_length"], SETTINGS["vocab_size"]
 
@@ -41,7 +41,7 @@ class Windows:
 
 
 def learned(context: RankContext, settings: dict[str, Any]) -> tuple[float, float]:
-    """The first loss, and the loss of the mean of all replicas' weights on four batches that come after the last."""
+    """Return the first loss, and the loss of the mean model on four further batches."""
     runner = Runner(build(context, tiny_config(4, **SETTINGS, **settings)))
     runner.loader = make_loader(runner.replica, Windows(), eod_token=None)
     first = runner.step().loss

@@ -1,4 +1,4 @@
-"""A bit that flips in one rank's weights is found within the interval, and named."""
+"""Test that a flipped bit in one rank's weights or states is found and named."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def flip(parameter: torch.Tensor, element: int) -> None:
 
 
 def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: str, element: int) -> tuple[str, str]:
-    """What the check says after a good step, and after a bit of the culprit's tensor has flipped."""
+    """Return the check's errors after a good step, and after a flip of a bit in the culprit's tensor."""
     run = ToyRun(context.topology(dp=4), settings)
     run.step()
     found = []
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, culprit: int, name: str
 
 
 def with_experts(context: RankContext) -> list[str]:
-    """dp 4, ep 2: ranks 0 and 2 hold the same experts, 1 and 3 others, and all the same dense layers."""
+    """Return errors with dp 4, ep 2: ranks 0 and 2 have the same experts, 1 and 3 others, all the same dense layers."""
     runner = Runner(build(context, tiny_config(4, **{**MOE, "num_layers": 2, "precision": "fp32", "dp": 4, "ep": 2})))
     runner.step()
     strategy, found = runner.replica.strategy, []
@@ -89,7 +89,7 @@ def with_experts(context: RankContext) -> list[str]:
 def test_experts_are_compared_where_they_are_the_same() -> None:
     for rank, (experts, good, expert, dense) in enumerate(run_ranks(4, with_experts)):
         assert good == ""
-        # Ranks 0 and 2 hear of it: their own experts are the same.
+        # Ranks 0 and 2 get a RuntimeError: their experts are equal.
         kind = "ReplicasDifferError" if rank in (1, 3) else "RemoteError: rank 1 failed: ReplicasDifferError"
         assert expert.startswith(f"{kind}: after step 1")
         assert f"ranks 1 and 3 should have the same weights but differ in {experts}" in expert
@@ -98,7 +98,7 @@ def test_experts_are_compared_where_they_are_the_same() -> None:
 
 
 def states(context: RankContext, strategy: str, culprit: str | None) -> str:
-    """What the check says of one bit of rank 1's state of a tensor."""
+    """Return the check's error after a flip of one bit of rank 1's state of a tensor."""
     config = tiny_config(2, dp=2, dp_strategy=strategy, precision="bf16", num_layers=2)
     runner = Runner(build(context, config))
     runner.step()
@@ -127,7 +127,7 @@ def test_sound_states_are_the_same() -> None:
 
 
 def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
-    """dp 4 in two instances: what the check says of one bit of rank 3's shard of the weights, or of a state."""
+    """Return the check's error, with dp 4 in two instances, after a flip of one bit of rank 3's shard."""
     config = tiny_config(4, dp=4, dp_strategy=strategy, dp_instances=2, precision="fp32", num_layers=2)
     runner = Runner(build(context, config))
     runner.step()
@@ -137,7 +137,7 @@ def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
         weights = [here.weights(shard) for shard in here.shards]
         here.wait_until_idle()
         own = [state.values for state in [*weights, *held] if state.name == culprit]
-        flip(max(own, key=torch.numel), 3)  # small ones are padding here
+        flip(max(own, key=torch.numel), 3)  # small shards contain only padding here
     try:
         check_replicas(here, states=held, step=1, world=runner.replica.topology.world)
     except RuntimeError as error:

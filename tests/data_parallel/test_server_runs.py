@@ -1,4 +1,4 @@
-"""Whole GPT runs with fused all-reduce and parameter servers: checkpoints that move. (`tests/parity` has their numbers.)"""
+"""Test resumes of GPT runs across fused all-reduce, parameter servers and all-reduce. (`tests/parity` tests numbers.)"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from tests.support.tiny import Runner, build, tiny_config
 
 Settings = dict[str, Any]
 
-# The network has some 60 thousand parameters: several pieces and chunks of most buckets.
+# The model has about 60 thousand parameters: several pieces and chunks in most buckets.
 SAVED_BY: dict[str, Settings] = {
     "all-reduce": {"dp_strategy": "all-reduce"},
     "fused": {"dp_strategy": "fused-all-reduce", "fusion_threshold_mb": 0.02},
@@ -19,7 +19,7 @@ SAVED_BY: dict[str, Settings] = {
 
 
 def weights(runner: Runner) -> dict[str, str]:
-    """Of each tensor on this rank, as hashes: the buckets that they lie in do not matter."""
+    """Return hashes of the states of each tensor on this rank, independent of the buckets."""
     runner.replica.strategy.wait_for_parameters()
     return {
         placed.parameter.info.spec.name: hashed(shard.bucket.data[placed.start : placed.stop])
@@ -29,7 +29,7 @@ def weights(runner: Runner) -> dict[str, str]:
 
 
 def resumed(context: RankContext, folder: str) -> dict[str, Any]:
-    """By strategy: a step and a checkpoint and one more; then each way to continue from each checkpoint."""
+    """Run, for each strategy, a step, a save and another step; then resume each checkpoint with each strategy."""
     common = {"dp": 2, "precision": "bf16", "reduction_order": "rank", "clip_grad": 0.1, "num_layers": 2}
     found: dict[str, Any] = {"on": {}, "same": {}, "crossed": {}}
     for name, settings in SAVED_BY.items():

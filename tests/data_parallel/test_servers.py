@@ -1,4 +1,4 @@
-"""Several processes do what one does that plays them all, to the bit: sums in the order of ranks; and what each sends."""
+"""Compare servers, bit by bit, with one process that simulates all ranks; test sums in rank order and bytes."""
 
 import pytest
 

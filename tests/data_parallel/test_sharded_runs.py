@@ -1,5 +1,5 @@
-"""ZeRO-2 and ZeRO-3 under the real network: the bits of the plain run, checkpoints, failed steps. (`tests/parity` has the
-numbers of one rank.)"""
+"""Test ZeRO-2 and ZeRO-3 with a real model: equal bits, checkpoints, failed steps. (`tests/parity` compares with
+one rank.)"""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 
 
 def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
-    """Clipped steps over 2 ranks, of one microbatch each."""
+    """Run clipped steps over 2 ranks, of one microbatch each."""
     more = {"dp": 2, "clip_grad": 0.1, "micro_batch_size": 4, "num_layers": 2}
     runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
     steps = [runner.step() for _ in range(STEPS)]
@@ -39,7 +39,7 @@ def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
 
 
 def test_the_same_bits_as_all_reduce_on_two_ranks() -> None:
-    """A sum of two has one order, and one microbatch nothing to add up."""
+    """A sum of two has only one order, and one microbatch needs no accumulation."""
     plain = run_ranks(2, bits, {"precision": "bf16"})
     theirs = assemble([rank["weights"] for rank in plain])
     late = {**Z1, "overlap_param_gather": False, "overlap_grad_reduce": False}
@@ -51,7 +51,7 @@ def test_the_same_bits_as_all_reduce_on_two_ranks() -> None:
 
 
 def most_units(context: RankContext, settings: Settings) -> tuple[int, set[str]]:
-    """The most units of which weights are whole in a forward or backward, and which ones are after a step."""
+    """Return the maximum number of units with whole weights in a forward or backward, and those whole after a step."""
     runner = Runner(build(context, tiny_config(2, dp=2, **LLAMA, **settings)))
     strategy, most = runner.replica.strategy, 0
 
@@ -99,19 +99,19 @@ def steps(runner: Runner, count: int) -> list[tuple[float, float]]:
 def leg(
     context: RankContext, world: int, settings: Settings, taken_from: str | None, to: str, count: int
 ) -> dict[str, Any]:
-    """A part of a run: take up a checkpoint, make steps, save; the state before and after."""
+    """Run a part of a run: load a checkpoint, run steps, save; return the state before and after."""
     config = tiny_config(world, **{"precision": "bf16", "num_layers": 2, "load": taken_from, **settings})
     runner = Runner(build(context, config)) if taken_from is None else continued(context, config, taken_from)
     start = state(runner)
     steps(runner, count)
     end = state(runner)
-    runner.replica.strategy.begin_step(0)  # a save finds nothing gathered
+    runner.replica.strategy.begin_step(0)  # nothing is gathered when the save starts
     save_run(runner, to)
     return {"start": start, "end": end}
 
 
 def test_from_strategy_to_strategy(tmp_path: Path) -> None:
-    """All of the state goes with the weights, whatever the number of ranks."""
+    """All states load with the weights, on any number of ranks."""
     legs: list[tuple[int, Settings]] = [
         (2, {}),
         (3, {**Z3, "global_batch_size": 6}),
@@ -136,7 +136,7 @@ def test_from_strategy_to_strategy(tmp_path: Path) -> None:
 
 
 def after_failure(context: RankContext, ranks: int, settings: Settings, fails: bool) -> list[tuple[float, float]]:
-    """Two steps, before which one may have failed in the backward of its second microbatch."""
+    """Run two steps, optionally after a step that failed in the backward of its second microbatch."""
     runner = Runner(build(context, tiny_config(ranks, dp=ranks, micro_batch_size=4 // ranks, num_layers=2, **settings)))
     if fails:
         (stage,) = runner.replica.stages.values()

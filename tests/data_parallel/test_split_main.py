@@ -1,4 +1,4 @@
-"""Main parameters kept as the 16 bits that bf16 weights lack: every fp32 value comes back, and no step is another."""
+"""Test main parameters stored as the 16 bits that bf16 weights lack: exact values and equal steps."""
 
 import gc
 from pathlib import Path
@@ -20,7 +20,7 @@ WHOLE: dict[str, Any] = {"precision": "bf16", "main_params": "fp32"}
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_value_comes_back(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All upper halves with the lower halves around the ties; NaN stays NaN."""
+    """Test all upper halves with lower halves around the ties; NaN stays NaN."""
     monkeypatch.setattr(shards, "PIECE", 10_000)
     bits = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16) | low
     main = torch.nn.Parameter(bits.clone().view(torch.float32))
@@ -71,7 +71,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 def both_forms(context: RankContext) -> list[str]:
-    """The settings under which the two forms end with other weights."""
+    """Return the settings for which the two forms give different weights."""
     found = []
     for settings in OTHERS:
         ours, theirs = (trajectory(context, 2, {**settings, **form}, 5) for form in (SPLIT, WHOLE))
@@ -132,7 +132,7 @@ def test_both_forms_take_up_each_others_checkpoints(world: int, layout: dict[str
 
 
 def alive(context: RankContext, settings: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of all storages that belong to a run between two steps, and how many parameters there are."""
+    """Return the bytes of all storages of a run between two steps, and the number of parameters."""
     before = {id(tensor) for tensor in tensors()}
     run = ToyRun(context.topology(dp=1), {"ddp_bucket_size": 300, **settings})
     run.step()
@@ -142,14 +142,14 @@ def alive(context: RankContext, settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def tensors() -> list[torch.Tensor]:
-    """All that are alive. (Not isinstance: it asks the objects themselves, and some of torch's warn.)"""
+    """Return all live tensors. (isinstance would call methods of objects, and some of torch's warn.)"""
     gc.collect()
     return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def test_a_parameter_takes_two_bytes_less_between_steps() -> None:
     (ours, count), (theirs, _) = (alive(RankContext(0), settings) for settings in (SPLIT, WHOLE))
-    # A listed tie takes 8 bytes; there is about one in 2^17 elements.
+    # A listed tie takes 8 bytes; there is about one per 2^17 elements.
     assert theirs - ours == pytest.approx(2 * count, abs=80)
 
 

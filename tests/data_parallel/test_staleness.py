@@ -1,4 +1,4 @@
-"""The rules of bounded staleness, without tensors."""
+"""Test the rules of bounded staleness, without tensors."""
 
 import random
 
@@ -9,7 +9,7 @@ from tests.data_parallel.scripted import Scripted
 
 
 def step(ledger: Ledger, worker: int) -> int:
-    """A whole step of one worker with no one beside it; the staleness of its push."""
+    """Run a whole step of one worker alone; return the staleness of its push."""
     ledger.pulled(worker)
     staleness = ledger.staleness(worker)
     ledger.pushed(worker)

@@ -1,4 +1,4 @@
-"""When gradients are reduced, what each rank then owns, and when parameters are waited for."""
+"""Test when gradients are reduced, what each rank owns afterwards, and when modules wait for parameters."""
 
 import gc
 from collections.abc import Callable
@@ -23,7 +23,7 @@ SP = {"sequence_parallel": True}
 
 
 def reductions(context: RankContext, settings: dict[str, Any]) -> list[list[str]]:
-    """Per step: begin and end of each backward, and the start of each reduction with its kind: late, vectors alone, or not."""
+    """Return, per step, begin and end of each backward and the start of each reduction with its kind."""
     runner = Runner(build(context, tiny_config(**settings)))
     strategy = runner.replica.strategy
     events: list[str] = []
@@ -69,7 +69,7 @@ def test_without_overlap_reduction_waits_for_the_backward() -> None:
 
 
 def test_numbers_of_buckets_are_added_up_in_one_order() -> None:
-    """In which order gradients come must not be seen in any bit."""
+    """The order of gradients must not change any bit."""
     strategy = build(RankContext(0, {}), tiny_config()).strategy
     squares = [torch.tensor(value, dtype=torch.float64) for value in (1e16, 1.0, 1.0)]
     pairs = list(zip(strategy.all_buckets(), squares))
@@ -82,7 +82,7 @@ def on_two_ranks(context: RankContext, settings: dict[str, Any]) -> list[list[st
 
 @pytest.mark.parametrize("settings", [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}])
 def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str, Any]) -> None:
-    """Norms over sequence parallel ranks, tied embeddings over the pipeline's ends: last, the rest overlapped."""
+    """Norms with sequence parallelism and tied embeddings are reduced last; the others overlap with the backward."""
     for rank in run_ranks(2, on_two_ranks, settings):
         for events in rank:
             assert "late" in events and "reduce" in events
@@ -92,7 +92,7 @@ def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str
 
 
 class Layer(torch.nn.Module):
-    """One parameter, and a note of each forward."""
+    """A module with one parameter that records its forwards."""
 
     def __init__(self, name: str, factory: ParameterFactory, events: list[str]) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class SpyWork:
 
 
 class SpyGroup(Group):
-    """Two data-parallel ranks that are not there; notes gathers by the size of what is gathered."""
+    """A group of two ranks without processes that records the sizes of gathers."""
 
     def all_gather_async(self, output: torch.Tensor, part: torch.Tensor) -> SpyWork:
         name = NAMES[output.data_ptr()]
@@ -190,7 +190,7 @@ def norms(context: RankContext, world: int, settings: dict[str, Any]) -> dict[st
     ],
 )
 def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:
-    """Each parameter once: not once for each tp rank that replicates it, nor for both copies of a tied one."""
+    """Each parameter counts once: not for each tp rank that replicates it, nor for both copies of a tied one."""
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     found = run_ranks(world, norms, world, settings)
     full = assemble([rank["grads"] for rank in found])
@@ -200,7 +200,7 @@ def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> Non
 
 
 def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> list[float]:
-    """Runs one after the other over the same groups, each dropped as soon as it has finished; how far apart replicas are."""
+    """Run several runs over the same groups, dropping each when it has finished; return the distance of replicas."""
     topology, found = context.topology(dp=3), []
     for _ in range(3):
         run = ToyRun(topology, settings)
@@ -233,5 +233,5 @@ def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> l
     ids=lambda settings: settings["dp_strategy"],
 )
 def test_a_run_that_ends_leaves_nothing_under_way(settings: dict[str, Any]) -> None:
-    """Receives that are dropped would leave their bytes in the connection, before those of whatever comes next."""
+    """Dropped receives would leave their bytes in the connection, and the next receive would get them."""
     assert run_ranks(3, left_behind, settings, 2) == [[3.0] * 3] * 3

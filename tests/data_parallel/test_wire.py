@@ -1,4 +1,4 @@
-"""Sums, gathers and messages through a wire format: exact values, every rank the same bits, and the bytes."""
+"""Test sums, gathers and messages in a wire format: exact values, equal bits on all ranks, and the byte counts."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ RANKS, SIZE = 3, 3 * 64
 
 
 def part(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """What one rank brings."""
+    """Return one rank's values."""
     return torch.randn(SIZE, dtype=dtype, generator=torch.Generator().manual_seed(rank))
 
 

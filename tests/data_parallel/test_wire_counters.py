@@ -1,4 +1,4 @@
-"""What strategies say that they send is what the network carries: counters of an interface that nothing else uses."""
+"""Compare the byte counts of strategies with the counters of a network interface that nothing else uses."""
 
 import datetime
 import multiprocessing
@@ -26,7 +26,7 @@ from tests.data_parallel import network_namespace
 from tests.support.fork_server import fork_server
 
 RANKS = 4
-STEPS = 2  # measured, after one that is not
+STEPS = 2  # measured, after one warm-up step
 BF16 = {"wire_dtype": "bf16"}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's n
 
 
 class Network(torch.nn.Module):
-    """A few MB of parameters."""
+    """A model with a few MB of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Network(torch.nn.Module):
 
 
 def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
-    """Bytes that this rank says it has sent, and those that all have."""
+    """Return the bytes that this rank counts, and the measured bytes of all ranks."""
     config = replace(RunConfig(), **{"ddp_bucket_size": 300_000, **settings})
     network = Network()
     strategy = build_strategy(config, {0: network}, topology, Precision.of("fp32"), Kernels())
@@ -90,7 +90,7 @@ def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
 
 
 def be_rank(rank: int, pipe: Connection) -> None:
-    """Measure every case and send {name: (said, measured)}, or a traceback."""
+    """Measure every case and send {name: (counted, measured)}, or a traceback."""
     try:
         dist.init_process_group(
             *("gloo", "tcp://127.0.0.1:29500"), rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=30)
@@ -102,7 +102,7 @@ def be_rank(rank: int, pipe: Connection) -> None:
 
 
 def be_tree(pipe: Connection) -> None:
-    """In its own network: start the ranks and hand on what they found."""
+    """Start the ranks in a separate network and forward their results."""
     reason = network_namespace.enter()
     if reason is not None:
         pipe.send(reason)
@@ -125,7 +125,7 @@ def be_tree(pipe: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[list[dict[str, tuple[float, int]]]]:
-    """By rank: (said, measured) of each case; one tree of processes for all."""
+    """Return, by rank, (counted, measured) of each case, from one tree of processes."""
     ours, theirs = multiprocessing.Pipe()
     tree = fork_server().Process(target=be_tree, args=(theirs,))
     tree.start()
@@ -145,7 +145,7 @@ def found() -> Iterator[list[dict[str, tuple[float, int]]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_said_is_what_was_sent(found: list[dict[str, tuple[float, int]]], name: str) -> None:
-    """Headers, and the three barriers, are the rest."""
+    """The difference is headers and three barriers."""
     said = sum(rank[name][0] for rank in found)
     measured = found[0][name][1]
     assert said > 1e6

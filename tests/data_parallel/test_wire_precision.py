@@ -1,4 +1,4 @@
-"""A narrow wire rounds what travels and nothing else, whatever the run computes in; and by how much."""
+"""Test that a narrow wire rounds only sent values, in every precision, and by how much."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ def on_the_wire(name: str, step: int, ranks: int, *, wire: str, scale: float, tw
 STRATEGIES: dict[str, dict[str, Any]] = {
     "all-reduce": {},
     "distributed-optimizer": {},
-    # Chunks and pieces of a few hundred elements: several in each bucket.
+    # Chunks and pieces have a few hundred elements: several per bucket.
     "fused-all-reduce": {"fusion_threshold_mb": 0.002, "reduction_order": "rank"},
     "parameter-server": {"server_chunk_mb": 0.0006},
     "sharded-parameter-server": {"server_chunk_mb": 0.0003},
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def runs(
     context: RankContext, settings: dict[str, Any], loss_scales: list[float]
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """The weights after each step, for each loss scale."""
+    """Return the weights after each step, for each loss scale."""
     found = [list[dict[str, torch.Tensor]]() for _ in loss_scales]
     for loss_scale, weights in zip(loss_scales, found, strict=True):
         run = ToyRun(context.topology(dp=RANKS), settings)
@@ -54,7 +54,7 @@ def runs(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("precision", "wire"), [("fp32", "fp16"), ("fp16", "bf16")])
 def test_only_the_wire_is_rounded(strategy: str, precision: str, wire: str) -> None:
-    """Also with loss scales as large as they come: bf16 has the range of fp32, and powers of 2 lose no digit."""
+    """This includes very large loss scales: bf16 has the range of fp32, and powers of 2 are exact."""
     settings = {"dp_strategy": strategy, "wire_dtype": wire, "precision": precision, **STRATEGIES[strategy]}
     scales = [1.0, 2.0**-12, 2.0**12] if wire == "fp16" else [1.0, 2.0**32, 2.0**100] if precision == "fp16" else [1.0]
     twice = strategy.endswith("all-reduce")
@@ -66,7 +66,7 @@ def test_only_the_wire_is_rounded(strategy: str, precision: str, wire: str) -> N
 
 
 def overflowing(context: RankContext, wire: str, too_large: float) -> list[float]:
-    """Norm terms of a step in which one rank's gradients exceed the wire's range, and of a good one."""
+    """Return the norm terms of a step with gradients beyond the wire's range on one rank, and of a good step."""
     found = []
     for scale in (too_large, 1.0):
         run = ToyRun(context.topology(dp=2), {"wire_dtype": wire, "precision": "fp16"})
@@ -86,7 +86,7 @@ SCALE = 2.0**10
 
 
 def spread(rank: int) -> torch.Tensor:
-    """Gradients of all sizes that an fp16 wire takes with this loss scale, and smaller ones."""
+    """Return gradients of all sizes that an fp16 wire can represent with this loss scale, and smaller ones."""
     source = torch.Generator().manual_seed(rank)
     size = 64 * RANKS
     return torch.randn(size, generator=source) * 2.0 ** torch.randint(-45, 3, (size,), generator=source)
@@ -101,7 +101,7 @@ def summed(context: RankContext) -> torch.Tensor:
 
 
 def test_what_an_fp16_wire_loses() -> None:
-    """Of each number x that travels at most max(2^-11·|x|, 2^-25/scale): the parts, and their sum once more."""
+    """Each sent number x loses at most max(2^-11·|x|, 2^-25/scale): the parts, and their sum again."""
 
     def lost(x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(2.0**-11 * x.abs(), torch.tensor(2.0**-25 / SCALE))

@@ -38,7 +38,7 @@ def gradient(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tenso
 
 
 class ToyRun:
-    """A strategy and its optimizer over `Toy`, on one rank of a dp group. `settings`: of the config, flat: dp_strategy,
+    """A strategy and its optimizer over `Toy`, on one rank of a dp group. `settings`: flat config settings: dp_strategy,
     optimizer, ..."""
 
     def __init__(self, topology: Topology, settings: Mapping[str, Any]) -> None:

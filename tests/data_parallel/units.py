@@ -88,7 +88,7 @@ class Layer(torch.nn.Module):
 
 
 class UnitRun:
-    """A strategy and its optimizer over a few units, on one rank of a dp group. `settings`: of the config, flat:
+    """A strategy and its optimizer over a few units, on one rank of a dp group. `settings`: flat config settings:
     dp_strategy, ..."""
 
     def __init__(self, topology: Topology, settings: Mapping[str, Any]) -> None:

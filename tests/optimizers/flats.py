@@ -1,4 +1,4 @@
-"""Flat parameters out of named tensors, each held whole on this rank."""
+"""Build flat parameters from named tensors that are whole on this rank."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
 
-PADDING = 3  # elements of every flat parameter that belong to no tensor
+PADDING = 3  # padding elements of every flat parameter
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -14,7 +14,7 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool, orthogonal: bool = False) -> FlatParameter:
-    """One after the other, and padding."""
+    """Return a flat parameter of consecutive tensors, and padding."""
     segments, start = [], 0
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
@@ -28,7 +28,7 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool, orthogonal: boo
 
 
 def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> list[FlatParameter]:
-    """One of those that decay, one of the others."""
+    """Return one flat parameter with weight decay and one without."""
     return [
         flat_of({name: value for name, value in tensors.items() if (name in decayed) is decay}, decay=decay)
         for decay in (True, False)
@@ -36,23 +36,23 @@ def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> l
 
 
 def tensors_of(flat: FlatParameter, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Views by name of the parameter, or of `values` like it."""
+    """Return views, by name, of the parameter or of `values` like it."""
     values = flat.param.data if values is None else values
     return {each.name: values[each.start : each.stop].view(each.global_shape) for each in flat.segments}
 
 
 def set_gradients(flats: Sequence[FlatParameter], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Those of all tensors."""
+    """Set the gradients of all tensors."""
     for flat in flats:
         for name, grad in tensors_of(flat, flat.param.grad).items():
             grad.copy_(gradients[name])
 
 
 def weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Copies of all tensors."""
+    """Return copies of all tensors."""
     return {name: values.clone() for flat in optimizer.parameters for name, values in tensors_of(flat).items()}
 
 
 def update(step: int) -> Update:
-    """Terms that change from step to step."""
+    """Return an update with terms that change in each step."""
     return Update(step=step, lr=0.02 * (1 + step), weight_decay=0.1 + 0.01 * step)

@@ -1,4 +1,4 @@
-"""AdamW and SGD over flat shards are torch's over the parameters, with decoupled decay on some of them."""
+"""Compare AdamW and SGD over flat shards with torch's over parameters, with decoupled decay on some of them."""
 
 from typing import Any
 

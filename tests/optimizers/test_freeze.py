@@ -1,4 +1,4 @@
-"""When the warm-up of 1-bit optimizers ends."""
+"""Test when the warm-up of 1-bit optimizers ends."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def made(**settings: Any) -> FreezePoint:
 
 
 def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int, str]:
-    """Show it a norm after each step; what it says, by step."""
+    """Pass a norm after each step; return the log lines by step."""
     said = {}
     for step, norm in enumerate(norms, start=first):
         line = point.observe(step, lambda norm=norm: torch.tensor(norm, dtype=torch.float64))  # type: ignore[misc]
@@ -47,13 +47,13 @@ def test_a_given_step_is_the_last_of_the_warm_up() -> None:
 
 
 def test_skipped_steps_are_no_part_of_a_given_warm_up() -> None:
-    """Of 12 steps the first 5 were skipped: the warm-up has its 3 updates in steps 6 to 8."""
+    """The first 5 of 12 steps are skipped, so the warm-up's 3 updates are in steps 6 to 8."""
     point = made(freeze_step=3)
     assert [step for step in range(1, 13) if point.frozen(step, max(step - 6, 0))] == [9, 10, 11, 12]
 
 
 def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> None:
-    """beta2 0.9 remembers 10 steps: after 20 the norm is half of that after 10, after 30 it is 0.97 of that."""
+    """With beta2 0.9 the interval is 10 steps: the norm falls to half from step 10 to 20, and to 0.97 of it at 30."""
     point = made()
     norms = [1.0] * 10 + [0.5] * 10 + [0.485] * 20
     said = feed(point, norms)
@@ -76,7 +76,7 @@ def test_it_waits_for_the_learning_rate() -> None:
 
 
 def test_a_step_that_is_left_out_is_looked_at_no_more() -> None:
-    """fp16 skips step 20: that after 30 has no norm of 10 steps before to go by."""
+    """fp16 skips step 20, so step 30 has no norm of 10 steps before."""
     point = made()
     feed(point, [1.0] * 19)
     feed(point, [1.0] * 18, first=21)

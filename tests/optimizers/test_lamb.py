@@ -1,4 +1,4 @@
-"""LAMB over flat shards is the algorithm of the paper tensor by tensor."""
+"""Compare LAMB over flat shards with the paper's algorithm, tensor by tensor."""
 
 from unittest import mock
 
@@ -32,7 +32,7 @@ def lamb_of(tensors: dict[str, torch.Tensor]) -> LAMB:
 
 
 def paper(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Algorithm 2, one tensor after the other; the weights, and the ratios of the last step."""
+    """Run algorithm 2, tensor by tensor; return the weights, and the ratios of the last step."""
     found, ratios = {}, {}
     for name, x in initial().items():
         m, v = torch.zeros_like(x), torch.zeros_like(x)
@@ -61,7 +61,7 @@ def test_updates_are_those_of_the_paper(block: int | None) -> None:
     wanted, ratios = paper(4)
     for name, value in weights(ours).items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-14)
-    for flat in ours.parameters:  # what is logged and compared after a step is the gradient, as it was
+    for flat in ours.parameters:  # the step must not change gradients, which are logged and compared later
         for name, grad in tensors_of(flat, flat.param.grad).items():
             assert torch.equal(grad, gradients(4)[name]), name
     assert ours.trust_ratios == pytest.approx(ratios, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Loss scales through sequences of overflows, by hand."""
+"""Compare loss scales with sequences computed by hand."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def scaler(*, initial: float = 1024.0, minimum: float = 1.0, window: int = 3, hy
 
 
 def scales(one: LossScaler, events: str) -> list[float]:
-    """The scale after each event: x is an overflow, o a good step."""
+    """Return the scale after each event: x is an overflow, o a good step."""
     found = []
     for event in events:
         one.update(overflow=event == "x")
@@ -37,13 +37,13 @@ def scales(one: LossScaler, events: str) -> list[float]:
 @pytest.mark.parametrize(
     "options, events, expected",
     [
-        # The first overflow uses up the patience, the second and each one after it halve.
+        # The first overflow uses up the hysteresis; the second and each later one halve the scale.
         ({}, "xxxx", [1024, 512, 256, 128]),
-        # Good steps double after a whole window, and restore the patience.
+        # A whole window of good steps doubles the scale and restores the hysteresis.
         ({}, "ooo", [1024, 1024, 2048]),
         ({}, "oooooo", [1024, 1024, 2048, 2048, 2048, 4096]),
         ({}, "xooox", [1024, 1024, 1024, 2048, 2048]),
-        # Less than a window does not restore it, and an overflow starts the window again.
+        # Fewer good steps do not restore it, and an overflow restarts the window.
         ({}, "xox", [1024, 1024, 512]),
         ({}, "ooxoo", [1024, 1024, 1024, 1024, 1024]),
         ({}, "ooxooo", [1024, 1024, 1024, 1024, 1024, 2048]),
@@ -89,7 +89,7 @@ def test_a_given_scale_stays() -> None:
 
 
 def test_skipped_steps_are_counted_and_kept() -> None:
-    """Learning rates wait for them, also after a resume, and in a run that continues without a scale."""
+    """Learning rates do not advance in them, also after a resume, and in a resumed run without a scale."""
     one = scaler()
     for event in "oxxo":
         one.update(overflow=event == "x", samples=8)

@@ -1,4 +1,4 @@
-"""Learning rates by names of parameters: each optimizer steps as far as the factor says, and buckets are planned by it."""
+"""Test learning-rate multipliers by parameter names: steps of each optimizer, and planned buckets."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def changes(settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What the first step adds to each weight."""
+    """Return the change of each weight in the first step."""
     runner = Runner(build(RankContext(0), tiny_config(1, num_layers=2, **settings)))
     before = local_parts(runner.replica, "weight")
     runner.step()

@@ -1,5 +1,5 @@
-"""Learning rates and weight decays beside those of Megatron-LM's scheduler, written down a second time from its
-description: to the bit, in every step of a run."""
+"""Compare learning rates and weight decays, bit by bit in every step of a run, with a second implementation of
+Megatron-LM's scheduler, written from its description."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.support.tiny import Runner, build, tiny_config
 
 @dataclass
 class Theirs:
-    """A count of samples, moved on after each step that is not skipped; rates are functions of it."""
+    """Counts samples, advancing after each step that is not skipped; rates are functions of the count."""
 
     max_lr: float
     min_lr: float
@@ -48,7 +48,7 @@ class Theirs:
         return self.min_lr + self.share(n) * (self.max_lr - self.min_lr)
 
     def share(self, n: int) -> float:
-        """Of the way from the highest rate down that is left."""
+        """Return the remaining share of the decay from the highest rate."""
         style, done = self.style, float(n - self.warmup) / float(self.decay - self.warmup)
         if style == "WSD":
             first = self.decay - self.wsd_decay
@@ -71,7 +71,7 @@ class Theirs:
 
 
 def theirs(config: RunConfig) -> Theirs:
-    """Lengths in samples, as its `get_optimizer_param_scheduler` has them."""
+    """Return a scheduler with lengths in samples, as `get_optimizer_param_scheduler` computes them."""
     o, t = config.optimizer, config.training
     assert t.global_batch_size is not None
     if t.train_iters is not None:
@@ -123,7 +123,7 @@ WEIGHT_DECAYS: list[dict[str, Any]] = [
 
 
 def configs(offset: str) -> Iterator[RunConfig]:
-    """All styles with all warm-ups; the decay ends before the run does, and with it; in steps, in samples, with a ramp-up."""
+    """Yield all styles with all warm-ups, decays that end before or with the run, in steps, in samples, with a ramp-up."""
     lengths: list[dict[str, Any]] = [
         {"train_iters": 53},
         {"train_iters": 53, "lr_decay": 41},
@@ -151,7 +151,7 @@ def configs(offset: str) -> Iterator[RunConfig]:
 
 
 def trajectory(config: RunConfig) -> list[tuple[float, float]]:
-    """Rate and weight decay of each step, and of some after the end of the run."""
+    """Return the rate and weight decay of each step, and of some after the end of the run."""
     schedules, before, found = Schedules(config), Progress(0, 0), []
     for _ in range(65):
         after = Progress(before.step + 1, before.samples + batch_size(config, before.samples))
@@ -162,7 +162,7 @@ def trajectory(config: RunConfig) -> list[tuple[float, float]]:
 
 
 def reference(config: RunConfig, *, ahead: int) -> list[tuple[float, float]]:
-    """The same of their scheduler; with `ahead` 1 of one that is moved on before the first step as well."""
+    """Return the same of their scheduler; with `ahead` 1, it also advances before the first step."""
     scheduler, samples, found = theirs(config), 0, []
     for step in range(65 + ahead):
         if step >= ahead:
@@ -182,7 +182,7 @@ def test_every_schedule_has_their_bits(offset: str, ahead: int) -> None:
 
 
 def test_the_first_step_of_a_run_has_the_rate_that_the_warm_up_starts_from() -> None:
-    """Beside the usual: the rates are those of one step later."""
+    """By default, the rates are those of one step later."""
     rates = {}
     for offset in ("megatron", "step-end"):
         config = tiny_config(1, num_layers=1, lr_warmup_iters=4, lr_schedule_offset=offset)

@@ -1,4 +1,4 @@
-"""Muon over flat shards is momentum, orthogonalised matrix by matrix; everything else is AdamW's."""
+"""Compare Muon over flat shards with momentum orthogonalised matrix by matrix, and AdamW for the rest."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ def advance(muon: Muon, steps: range, dtype: torch.dtype = torch.float64) -> Non
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Straight from the definition, on the singular values."""
+    """Apply the polynomial to the singular values, by definition."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.square().sum().sqrt()
     for _ in range(5):
@@ -96,7 +96,7 @@ def test_it_is_torchs_muon_but_for_its_bf16() -> None:
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     matrix = drawn(3, *shape) + 5.0 * drawn(4, shape[0], 1) @ drawn(5, 1, shape[1]) / shape[0]
     if shape[0] == shape[1]:
-        matrix += 3.0 * torch.eye(shape[0], dtype=matrix.dtype)  # else one value is next to 0
+        matrix += 3.0 * torch.eye(shape[0], dtype=matrix.dtype)  # otherwise one singular value is close to 0
     values = torch.linalg.svdvals(orthogonalise(matrix, 5))
     assert float(values.min()) > 0.6 and float(values.max()) < 1.3, values
     mean_square = orthogonalise(matrix, 5).square().mean() * max(shape)
@@ -115,7 +115,7 @@ def test_no_gradient_means_no_update() -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("mode", ["spectral", "shape_scaling", "unit_rms_norm"])
 def test_queries_keys_and_values_are_matrices_of_their_own(mode: str, nesterov: bool) -> None:
-    """Of two groups with two queries each, heads of three channels; and what each mode multiplies with."""
+    """There are two groups with two queries each and heads of three channels; each mode has a different scale."""
     name, first, others = "layers.0.attention.qkv.weight", drawn(0, 24, 8), {"norm": drawn(1, 5)}
     settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}
     config = OptimizerConfig(optimizer="muon", muon_scale=0.5, **settings)

@@ -1,4 +1,4 @@
-"""What becomes of elements with nothing but rounding noise for a gradient, such as key biases, which softmax does not see."""
+"""Test elements with only rounding noise as gradient, such as key biases, to which softmax is invariant."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
 
 
 def moved(context: RankContext, settings: dict[str, Any]) -> dict[str, float]:
-    """How far an element of each parameter has come at most in the steps after the warm-up."""
+    """Return the largest change of an element of each parameter in the steps after the warm-up."""
     runner = Runner(build(context, tiny_config(2, **MODEL, **settings)))
     placed = [each for bucket in runner.replica.strategy.all_buckets() for each in bucket.placed]
     for _ in range(FREEZE):
@@ -66,14 +66,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_moves_out_of_proportion(kind: str) -> None:
-    """Steps by signs, or by gradients that come coded, beside as many of Adam."""
+    """Compare steps by signs, or by compressed gradients, with as many steps of Adam."""
     found, adam = run_ranks(2, moved, KINDS[kind])[0], moved_by_adam()
     for name, far in found.items():
         assert far <= 10.0 * adam[name], f"{name}: {far:.3g}, with Adam {adam[name]:.3g}"
 
 
 def test_what_a_bounded_moment_is() -> None:
-    """Below a hundredth of its tensor's mean v stands at that, or at 0 where Adam would hardly move the element either."""
+    """v below a hundredth of its tensor's mean is raised to that, or set to 0 if Adam would hardly move the element."""
     eps, beta2, updates = 1e-8, 0.999, 3
     correction = 1.0 - beta2**updates
     moments = {

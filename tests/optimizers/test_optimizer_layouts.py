@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors give the one-rank run's numbers in every layout, and continue from checkpoints."""
+"""Test that optimizers that need whole tensors give one rank's numbers in every layout, and resume."""
 
 from functools import cache
 from pathlib import Path
@@ -64,7 +64,7 @@ def run(context: RankContext, world: int, settings: Settings) -> RankTrajectory:
 
 @cache
 def reference(optimizer: str, experts: bool, llama: bool) -> Trajectory:
-    """On one rank."""
+    """Return the results on one rank."""
     model = EXPERTS if experts else LLAMA if llama else {}
     return one_rank_trajectory(tiny_config(1, **SMALL, **model, **optimizer_settings(optimizer)), STEPS)
 
@@ -76,7 +76,7 @@ CASES += [("tp2-ep2-etp1-zero", name) for name in ("muon", "soap", "one-sided-so
 
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)
 def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> None:
-    """Losses, gradients and weights; and what several ranks hold is equal to the bit."""
+    """Compare losses, gradients and weights; replicated values are bit-equal."""
     world, settings = LAYOUTS[layout]
     found = run_ranks(world, run, world, settings_of(layout, optimizer))
     one_rank = reference(optimizer, "num_experts" in settings, "normalization" in settings)
@@ -84,7 +84,7 @@ def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> No
 
 
 def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, float]:
-    """The trust ratios after two steps, as this rank knows them."""
+    """Return this rank's trust ratios after two steps."""
     runner = Runner(build(context, tiny_config(world, **settings)))
     for _ in range(2):
         runner.step()
@@ -106,7 +106,7 @@ def test_trust_ratios_are_of_whole_tensors(layout: str) -> None:
 
 
 def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
-    """Who works on what and whether anything travels, with waves so small that there are several."""
+    """Return the matrices of this rank and whether parts are sent, with several small waves."""
     with mock.patch.object(matrices, "WAVE", 10_000):
         config = tiny_config(2, **SMALL, **settings, optimizer="muon", tie_embeddings=False)
         optimizer = build(context, config).optimizer
@@ -127,9 +127,9 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
     ("settings", "gathers", "gives_back"), [({}, False, True), (Z1, True, True), ({"tp": 2}, True, True)]
 )
 def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
-    """Two ranks share the work about evenly, also where both hold everything and so need not be sent anything first.
+    """Two ranks share the work about evenly, also if both have all parameters and need not gather first.
 
-    Embeddings and the head are no one's.
+    Embeddings and the head have no owner.
     """
     first, second = run_ranks(2, shared_work, settings)
     assert not set(first["owned"]) & set(second["owned"])
@@ -142,7 +142,7 @@ def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: 
 
 
 def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
-    """Whether matrices travel where replicas have weights of their own, whose this rank works on, and its weights."""
+    """Return, for replicas with different weights, whether matrices are sent, those of this rank, and its weights."""
     settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 4, "optimizer": "muon"}
     runner = Runner(build(context, tiny_config(2, **settings)))
     runner.step()
@@ -173,7 +173,7 @@ def test_the_size_of_waves_does_not_matter() -> None:
 
 
 def saved_and_gone_on(context: RankContext, world: int, settings: Settings, folder: str, stop: bool) -> dict[str, Part]:
-    """The weights after four steps: of a run that saves after two, or of one that continues from that."""
+    """Return the weights after four steps of a run that saves after two, or that resumes from there."""
     if stop:
         runner = continued(context, tiny_config(world, **settings, load=folder), folder)
         assert runner.replica.optimizer.updates == 2
@@ -190,7 +190,7 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "one-sided-soap", "schedule-free-adamw"])
 def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
-    """With the same numbers. (To the bit on the same layout: test_every_strategy_goes_on_from_any_step.)"""
+    """Numbers are the same. (On the same layout they are bit-equal: test_every_strategy_goes_on_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
     ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
     plain = {**SMALL, **optimizer_settings(optimizer)}
@@ -203,7 +203,7 @@ Squares = dict[tuple[Any, ...], np.ndarray]
 
 
 def squares(context: RankContext, world: int, settings: Settings, folder: str, loads: bool) -> Squares:
-    """What this rank keeps of whole matrices: of a run that saves after two steps, or of one that takes that up."""
+    """Return this rank's matrix states of a run that saves after two steps, or that loads them."""
     if loads:
         runner = continued(context, tiny_config(world, **settings, load=folder), folder)
     else:
@@ -233,7 +233,7 @@ def test_whole_states_come_to_other_ranks_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_another_number_of_replicas_takes_ones(tmp_path: Path) -> None:
-    """The mean of two bases is none."""
+    """The mean of two bases is not a basis."""
     own = settings_of("tp2-dp2-zero", "one-sided-soap", tp=1, dp_strategy="local-sgd", sync_interval=2)
     wrote = joined(run_ranks(2, squares, 2, own, str(tmp_path), False))
     for world, wanted in ((1, (0,)), (4, (0, 1, 0, 1))):

@@ -1,4 +1,4 @@
-"""What is true of every optimizer: it loads by name, keeps the states that its config states, and continues from them."""
+"""Test every registered optimizer: it loads by name, has its registered states, and resumes from them."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_its_states_are_those_that_the_config_states_and_start_as_it_says(case: 
 
 @pytest.mark.parametrize("case", CASES)
 def test_states_counters_and_updates_are_all_there_is(case: str) -> None:
-    """Another optimizer that gets them makes the same steps, to the bit."""
+    """Another optimizer with these values takes bit-equal steps."""
     one, other = made(case), made(case)
     for _ in range(4):
         one.step()

@@ -1,4 +1,4 @@
-"""AdamW with bf16 moments: the arithmetic of fp32, rounded once an update, the same way in every layout."""
+"""Test AdamW with bf16 moments: fp32 arithmetic, rounded once per update, in the same way in every layout."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def config(**settings: Any) -> OptimizerConfig:
 
 
 def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by step beside AdamW that is given the rounded moments; then they are rounded to the nearest."""
+    """Compare each step with AdamW from the same rounded moments, with rounding to nearest."""
     monkeypatch.setattr(adam, "CPU_PIECE", 64)
     ours, theirs = flat(200), flat(200)
     rounded, plain = RoundedAdamW([ours], config(**BOTH), seed=1), AdamW([theirs], config())
@@ -68,7 +68,7 @@ def test_one_of_them_alone(which: str) -> None:
 
 
 def second_moment(**settings: Any) -> float:
-    """Of gradients of 1, over a second moment that begins at 0.5: its mean over elements after 300 updates."""
+    """Return the mean second moment after 300 updates with gradients of 1, starting at 0.5."""
     one = flat(4096)
     optimizer = RoundedAdamW([one], OptimizerConfig(adam_beta2=0.999, **settings), seed=1)
     optimizer.state(one.param)["exp_avg_sq"].fill_(0.5)
@@ -85,7 +85,7 @@ def test_rounded_at_random_a_second_moment_moves_as_it_should() -> None:
 
 
 def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Weights and moments by tensor after each of three updates, of the elements that this rank updates."""
+    """Return weights and moments by tensor after each of three updates, for this rank's elements."""
     run = ToyRun(context.topology(dp=dp), {**settings, "reduction_order": "rank"})
     found = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dic
 
 
 def test_ranges_of_ranks_round_alike() -> None:
-    """Sharded over four ranks in buckets of another size: the bits of the whole on each."""
+    """Four ranks with another bucket size have the bits of one rank."""
     settings = {**RANDOM, "precision": "bf16"}
     (whole, *_) = run_ranks(4, moments, 4, settings)
     sharded = {"dp_strategy": "distributed-optimizer", "ddp_bucket_size": 100}

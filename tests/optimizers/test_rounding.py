@@ -1,4 +1,4 @@
-"""Stochastic rounding: right in the mean, and the same for an element wherever it lies."""
+"""Test stochastic rounding: unbiased, and independent of an element's position."""
 
 import hashlib
 import math
@@ -21,7 +21,7 @@ def segment(
     offset: int = 0,
     count: int | None = None,
 ) -> Segment:
-    """`count` elements from `offset` on of a slice of a tensor, at `start` of a flat parameter."""
+    """Return a segment of `count` elements from `offset` of a tensor's slice, at `start` of a flat parameter."""
     bounds = bounds or tuple((0, size) for size in shape)
     local = tuple(high - low for low, high in bounds)
     stop = start + (math.prod(local) - offset if count is None else count)
@@ -52,7 +52,7 @@ def test_indices_are_those_of_the_whole_tensor(bounds: tuple[tuple[int, int], ..
 
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
 def test_bits_do_not_depend_on_the_place(bounds: tuple[tuple[int, int], ...]) -> None:
-    """A slice, of which a rank has a range, beside another tensor: the bits of the whole tensor on one rank."""
+    """A range of a slice, next to another tensor, gets the bits of the whole tensor."""
     whole = bits_of(flat(segment(SHAPE)), 0, math.prod(SHAPE)).view(SHAPE)
     expected = whole[tuple(slice(low, high) for low, high in bounds)].flatten()
     count = expected.numel() - 5
@@ -64,7 +64,7 @@ def test_bits_do_not_depend_on_the_place(bounds: tuple[tuple[int, int], ...]) ->
 
 
 def hashed(index: int, *, seed: int, step: int, name: str) -> int:
-    """The bits of one element, written down in numbers without a sign: a run that continues must round as it did."""
+    """Return the bits of one element, computed with unsigned numbers: a resumed run must round in the same way."""
     digest = hashlib.blake2b(f"{seed}:{step}:{name}".encode(), digest_size=8).digest()
     first, second = (int.from_bytes(half, "little") for half in (digest[:4], digest[4:]))
     x = (index % 2**32 * 0x9E3779B1 + first + (index >> 32) * 0xC2B2AE3D) % 2**32
@@ -126,7 +126,7 @@ def test_what_needs_no_rounding_stays() -> None:
 
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7FC00000, -0x400000, 0x7FFF8001])
 def test_nan_stays_nan(pattern: int) -> None:
-    """Whatever its bits, those included that devices make."""
+    """This covers all bit patterns, also those that devices produce."""
     value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
     for bits in (0, 1, 0x8000, 0xFFFF, -1):
         assert rounded(value, torch.tensor([bits], dtype=torch.int32)).isnan().all()

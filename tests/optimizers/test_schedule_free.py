@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: the paper's three sequences, and which of them is trained, evaluated, saved and continued."""
+"""Test schedule-free AdamW: the paper's three sequences, and which of them is trained, evaluated, saved and resumed."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def by_the_paper(decayed: str, lrs: list[float]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """y and x after steps with these learning rates, each sequence kept by itself."""
+    """Return y and x after steps with these learning rates, with all sequences stored separately."""
     z, x, v = tensors(0), tensors(0), {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
     y = {}
     for t, lr in enumerate(lrs, start=1):

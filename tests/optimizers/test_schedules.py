@@ -1,4 +1,4 @@
-"""Learning rates against values worked out by hand; weight decay is beside Megatron-LM's in test_megatron_schedules.py."""
+"""Compare learning rates with values computed by hand; test_megatron_schedules.py tests weight decay."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_warm_up_is_linear_and_the_first_step_learns() -> None:
 
 
 def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
-    """The same shape between other ends; the least is min_lr unless given."""
+    """The curve is the same between other limits; the lower limit is min_lr unless it is set."""
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)
     assert [made.decoupled_lr(Progress(step, 4 * step)) for step in (10, 20, 60, 100, 130)] == [2.5, 5.0, 2.6, 0.2, 0.2]
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0, decoupled_min_lr=1.0)

@@ -1,4 +1,4 @@
-"""SOAP over flat shards is what numpy makes of the paper's algorithm 3; everything else is AdamW's."""
+"""Compare SOAP over flat shards with the paper's algorithm 3 in numpy, and AdamW for the rest."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def soap_of(name: str, frequency: int) -> SOAP:
 
 
 def eigenvectors(gram: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """Algorithm 4, with the shift; by Gram-Schmidt, not by reflections."""
+    """Run algorithm 4 with the shift, by Gram-Schmidt instead of reflections."""
     size = len(gram)
     columns: list[np.ndarray] = []
     for column in ((gram + SHIFT * np.trace(gram) / size * np.eye(size)) @ basis).T:
@@ -40,7 +40,7 @@ def eigenvectors(gram: np.ndarray, basis: np.ndarray) -> np.ndarray:
 
 
 def transcribed(weight: np.ndarray, gradients: list[np.ndarray], frequency: int, both: bool) -> np.ndarray:
-    """One matrix after all gradients, by algorithm 3; a side without a basis has the identity."""
+    """Return one matrix after all gradients, by algorithm 3; a side without a basis has the identity."""
     rows, columns = weight.shape
     mean, square = np.zeros_like(weight), np.zeros_like(weight)
     left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
@@ -64,7 +64,7 @@ def transcribed(weight: np.ndarray, gradients: list[np.ndarray], frequency: int,
 
 
 class HostMemory(torch.Tensor):
-    """As that is to a GPU: what is computed with is a copy."""
+    """A tensor with a `to` that copies, as from host memory to a GPU."""
 
     def to(self, *_: object) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -107,7 +107,7 @@ def test_everything_else_and_all_until_the_first_basis_is_adams(name: str) -> No
 
 @pytest.mark.parametrize("name", ["soap", "one-sided-soap"])
 def test_the_basis_becomes_that_of_the_gradients_and_stays_orthogonal(name: str) -> None:
-    """Of gradients with one fixed covariance."""
+    """The gradients have a fixed covariance."""
     first = drawn(1, 6, 40, dtype=torch.float64)
     factor = torch.diag(torch.tensor([8.0, 5.0, 3.0, 2.0, 1.0, 0.5], dtype=torch.float64))
     mixing = torch.linalg.qr(drawn(2, 6, 6, dtype=torch.float64))[0]

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its equation, on every layout, evaluated, saved and read."""
+"""Test the moving average of the weights: equation, layouts, evaluation, saving and reading."""
 
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,7 @@ Found = tuple[dict[str, Part], float]
 
 
 def averaged(context: RankContext, world: int, settings: Settings, folder: str | None = None) -> Found:
-    """The average after three steps, and the loss of the next batch with it; saved, or taken up from a folder."""
+    """Return the average after three steps and its loss on the next batch; save it, or load it from a folder."""
     config = tiny_config(world, **SMALL, **settings)
     if folder is not None and Path(folder).exists():
         runner = continued(context, config, folder)
@@ -105,7 +105,7 @@ def test_layouts_and_checkpoints_have_the_average_of_one_rank(layout: str, tmp_p
 
 
 def test_readers_take_it(tmp_path: Path) -> None:
-    """And a run that starts from the weights alone begins its average with them."""
+    """A run that starts from weights only initializes its average with them."""
     runner = Runner(build(RankContext(0), tiny_config(1, **SMALL, precision="bf16")))
     for _ in range(2):
         runner.step()

@@ -1,4 +1,4 @@
-"""Backends that do not fit the device are refused before any rank waits."""
+"""Test that backends that do not fit the device are refused before any rank waits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch's flight recorder is on where NCCL communicates, by variables that the user may have set."""
+"""Test that torch's flight recorder is enabled with NCCL, and that the user's variables are kept."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """None of them set, now and afterwards."""
+    """Remove the variables, now and after the test."""
     with mock.patch.dict(os.environ):
         for name in NAMES:
             os.environ.pop(name, None)
@@ -52,7 +52,7 @@ def test_a_run_without_a_folder_leaves_the_files_where_torch_puts_them() -> None
 @pytest.mark.parametrize("size", NAMES[:2])
 @pytest.mark.parametrize("file", NAMES[3:])
 def test_what_the_user_has_set_stays(size: str, file: str) -> None:
-    """Also under the names that torch had before."""
+    """This includes the older names of the variables."""
     mine = {size: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", file: "/x/mine"}
     os.environ.update(mine)
     assert not launch().recorded("auto", CUDA, "run").flight_recorder

@@ -1,4 +1,4 @@
-"""Collectives and exchanges over real gloo ranks, and the identities of a solo group."""
+"""Test collectives over real gloo ranks, and the identities of a solo group."""
 
 import sys
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_messages_round_the_ring() -> None:
 
 
 def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
-    """(type, message) where rank 1 alone has a fault of some kind, and where both have one."""
+    """Return (type, message) of errors if only rank 1 has an error of some kind, and if both ranks have one."""
     topology = context.topology(dp=2)
     faults: list[list[Exception | None]] = [
         [None, DatasetFault("x.bin is truncated", "x.bin", 8)],
@@ -106,7 +106,7 @@ def fail_on_rank_one(context: RankContext) -> None:
 
 
 def test_pool_reports_the_failing_rank() -> None:
-    # A pool of its own: the one that other tests share would have to start all its ranks again.
+    # A separate pool: the shared one would have to restart all its ranks.
     with (
         forked_pools(),
         RankPool(2, strict=True) as pool,
@@ -118,13 +118,13 @@ def test_pool_reports_the_failing_rank() -> None:
 def groups_and_threads(context: RankContext) -> tuple[int, int]:
     before, held = len(context.made), [context.topology(dp=2)]
     held[0].world.all_reduce(torch.ones(1))
-    held.append(held)  # type: ignore[arg-type]  # a cycle, as modules and their hooks are
+    held.append(held)  # type: ignore[arg-type]  # a reference cycle, like modules and their hooks
     return before, len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_pool_gives_up_its_process_groups_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo has threads for each, which wake all the time."""
+    """gloo has threads for each group, which wake up all the time."""
     monkeypatch.setattr("megalite.parity.pool._MOST_GROUPS", 1)
     with forked_pools(), RankPool(2, strict=True) as pool:
         found = [pool.run(2, groups_and_threads)[0] for _ in range(4)]
@@ -132,7 +132,7 @@ def test_a_pool_gives_up_its_process_groups_when_they_are_many(monkeypatch: pyte
 
 
 SENT = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]
-"""Rows from rank i to rank j: one rank sends nothing, one gets next to nothing."""
+"""Rows from rank i to rank j: one rank sends nothing, one receives almost nothing."""
 
 
 def unequal(context: RankContext, dtype: torch.dtype) -> list[list[float]]:
@@ -164,7 +164,7 @@ def test_all_to_all_without_a_single_row() -> None:
 
 
 def rotated(context: RankContext, cp: int) -> list[list[float]]:
-    """Two exchanges of different sizes under way at once, then a third."""
+    """Run two exchanges of different sizes concurrently, then a third."""
     group = context.topology(cp=cp).cp
     first, wait_first = group.rotate_async(torch.tensor([float(group.rank)]))
     second, wait_second = group.rotate_async(torch.tensor([group.rank + 0.5, group.rank + 0.25]))

@@ -1,4 +1,4 @@
-"""Parts that visit the device: copies wait for what they must, however late they are made."""
+"""Test offloaded parts: copies wait for the right events, even if they run as late as possible."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,7 +10,7 @@ from megalite.topology.host_memory import HostMemory
 
 
 class Late:
-    """Something that has not happened until somebody needs it."""
+    """An event that happens only when it is waited for."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do: Callable[[], None] | None = do
@@ -22,7 +22,7 @@ class Late:
 
 
 class LateStream:
-    """Copies in order, each only when its event is waited for."""
+    """Runs copies in order, each only when its event is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._queue: list[Late] = []
@@ -40,7 +40,7 @@ class LateStream:
         return self._queue[-1]
 
     def now(self) -> None:
-        """The device computes at once here."""
+        """Return no event, as computation is synchronous here."""
 
     def await_on_device(self, event: Late | None) -> None:
         if event is not None:
@@ -59,7 +59,7 @@ def test_every_part_comes_and_goes(late: bool, slots: int, monkeypatch: pytest.M
     wanted = [first * 4 + 3, second * 4 + 3]
     parts = [[first[at : at + 60], second[at : at + 60]] for at in range(0, 300, 60)]
     parts.insert(2, [])
-    for _ in range(2):  # the second round reads what the first has written
+    for _ in range(2):  # the second round reads the results of the first
         for here, there in zip(memory.stream(parts), parts, strict=True):
             assert [one.shape for one in here] == [one.shape for one in there]
             for values in here:

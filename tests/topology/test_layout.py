@@ -1,5 +1,5 @@
-"""Rank lists of every group, against the examples that Megatron-LM documents and against their definition; and which
-slices of tensors and spans of sequences ranks hold."""
+"""Compare rank lists of groups with Megatron-LM's documented examples and with their definition; test slices of tensors
+and spans of sequences."""
 
 import itertools
 
@@ -99,7 +99,7 @@ def test_a_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
 
 
 def test_instances_are_neighbours_and_their_shards_meet_across() -> None:
-    """As Megatron-LM's initialize_model_parallel cuts them, of 16 ranks in two instances."""
+    """The groups are those of Megatron-LM's initialize_model_parallel for 16 ranks in two instances."""
     layout = ParallelLayout(tp=2, dp=8, ep=2, etp=1, instances=2)
     assert layout.groups("intra-dp-cp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
     assert layout.groups("inter-dp-cp") == tuple((rank, rank + 8) for rank in range(8))
@@ -141,12 +141,12 @@ def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:
     for shift in (0, 1):
         ours = {edge for edge in vee.pipeline_edges() if edge[0] % 2 == shift}
         assert ours == {(a + shift, b + shift) for edge in down for a, b in (edge, edge[::-1])}
-    # First and last stage are on one rank: the embedding needs no second copy.
+    # First and last stage are on one rank, so the embedding needs no second copy.
     assert vee.groups("embedding") == ((0,), (1,))
     loop = ParallelLayout(pp=3, placement=(0, 1, 2, 0, 1, 2))
     assert set(loop.pipeline_edges()) == set(ParallelLayout(pp=3).pipeline_edges())
     assert loop.groups("embedding") == ((0, 2),)
-    # The user's own: the first stage need not be on the first rank.
+    # A user's placement: the first stage need not be on the first rank.
     own = ParallelLayout(pp=3, placement=(2, 0, 0, 1))
     assert set(own.pipeline_edges()) == {(2, 0), (0, 2), (0, 1), (1, 0)}
     assert own.groups("embedding") == ((1, 2),)
@@ -182,6 +182,6 @@ def test_every_position_is_on_one_rank_and_all_ranks_have_equal_work(cp: int) ->
         assert rows == sorted(rows)
         assert len(rows) == s // cp
     for step in range(cp):
-        # In every step of a ring all ranks see equally many pairs: none waits for another.
+        # All ranks have equally many pairs in every step of a ring, so none waits for another.
         pairs = {sum(c <= p for p in held[rank] for c in held[rank - step]) for rank in range(cp)}
         assert len(pairs) == 1

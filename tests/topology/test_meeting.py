@@ -1,4 +1,4 @@
-"""Ranks meet where former ranks have left their words, and those who come late are waited for."""
+"""Test the rendezvous of ranks in a store with tokens of earlier ranks, and with late ranks."""
 
 import datetime
 import time
@@ -17,19 +17,19 @@ SECONDS = datetime.timedelta(seconds=20)
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    """As torchrun keeps one."""
+    """Return a store like torchrun's."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECONDS)
 
 
 def part(store: dist.TCPStore, rank: int, world: int, late: float = 0.0) -> dist.PrefixStore:
-    """One rank comes to the meeting, over its own connection."""
+    """Join as one rank, over a separate connection."""
     time.sleep(late)
     client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
     return fresh_prefix_store(client, rank=rank, world_size=world, timeout=SECONDS)
 
 
 def start(store: dist.TCPStore, late: list[float]) -> list[dist.PrefixStore]:
-    """All ranks of a start, each so many seconds late."""
+    """Start all ranks, each with a delay in seconds."""
     with ThreadPoolExecutor(len(late)) as threads:
         came = [threads.submit(part, store, rank, len(late), wait) for rank, wait in enumerate(late)]
         return [each.result(timeout=30) for each in came]
@@ -50,7 +50,7 @@ def test_ranks_of_one_start_meet_and_former_ones_are_left_out(store: dist.TCPSto
 
 
 def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str]:
-    """What these ranks of a start say of the others."""
+    """Return the errors of these ranks about the missing ones."""
 
     def wait(rank: int) -> str:
         client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
@@ -105,7 +105,7 @@ def test_ranks_started_by_hand_meet_or_each_says_why_not(store: dist.TCPStore, m
     for name, value in by_hand.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    # This process has other tests to run.
+    # Do not change the policy of this process, which runs other tests.
     monkeypatch.setattr("megalite.topology.topology.schedule_as_batch", lambda: None)
     with pytest.raises(
         RankError,

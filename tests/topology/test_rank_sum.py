@@ -1,4 +1,4 @@
-"""Sums by rank, to the bit: any number of ranks, pieces and formats, and the two collectives that make them."""
+"""Test sums in rank order, bit by bit: numbers of ranks, pieces and formats, and the two collectives that use them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.topology.group import add_in_order
 from tests.support.ranks import RankContext, run_ranks
 
-LENGTH = (1 << 16) + 640  # a whole piece and a part of one
+LENGTH = (1 << 16) + 640  # a whole piece and a partial one
 
 
 def parts_of(ranks: int, length: int = LENGTH) -> torch.Tensor:

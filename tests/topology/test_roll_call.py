@@ -1,4 +1,4 @@
-"""Who answers once a collective has timed out, over a store as torchrun keeps one."""
+"""Test the roll call after a timeout of a collective, over a store like torchrun's."""
 
 import time
 from typing import Any
@@ -42,7 +42,7 @@ NCCL_SYSTEM = (  # pytorch#149984
     "exception: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.25.1\n"
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
 )
-NCCL_OURS = (  # nccl#1241; and a device's own fault
+NCCL_OURS = (  # nccl#1241; and a fault of the device
     "NCCL error in: /opt/pytorch/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1287, invalid usage, NCCL version "
     "2.17.1\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
     "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled cuda error, NCCL version 2.18.6\n"
@@ -51,7 +51,7 @@ NCCL_OURS = (  # nccl#1241; and a device's own fault
 
 
 def launch_of(rank: int, world: int, port: int) -> Launch:
-    """Two ranks a host."""
+    """Return a launch with two ranks per host."""
     store = ("127.0.0.1", port)
     return Launch(rank=rank, world_size=world, local_rank=rank % 2, host=rank // 2, store=store)
 
@@ -65,11 +65,11 @@ def explained(
     seconds: float = SECONDS,
     text: str | None = None,
 ) -> Any:
-    """What a rank says after a timeout in which `absent` ranks give no answer."""
+    """Return a rank's error after a timeout in which `absent` ranks do not answer."""
     group = context.topology(dp=world).world
     launch = launch_of(context.rank, world, port)
     roll = RollCall.open(group, launch)
-    if twice:  # another start of the run that meets in the same store
+    if twice:  # another start of the run with the same store
         assert roll is not None
         roll.missing(SECONDS)
         roll = RollCall.open(group, launch)
@@ -85,7 +85,7 @@ def explained(
 
 @pytest.fixture
 def port() -> Any:
-    """Of a store outside the ranks."""
+    """Return the port of a store outside the ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
 

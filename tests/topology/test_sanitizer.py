@@ -1,4 +1,4 @@
-"""Faults of asynchronous communication, planted into the program, are found and named; the clean program has none."""
+"""Test that planted faults of asynchronous communication are found and named, and that the program has none."""
 
 import importlib
 import inspect
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Plant(NamedTuple):
-    """Another text in a function of the program."""
+    """A replacement of text in a function of the program."""
 
     layout: str
     place: str  # `module:qualified name`
@@ -81,7 +81,7 @@ PLANTS = {
 
 @contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """The function with the other text, in this process."""
+    """Replace the function in this process."""
     module, _, path = plant.place.partition(":")
     *outer, name = path.split(".")
     owner: Any = importlib.import_module(f"megalite.{module}")
@@ -108,7 +108,7 @@ def planted(plant: Plant) -> Iterator[None]:
 def _put(owner: Any, name: str, function: Any) -> None:
     setattr(owner, name, function)
     if name == "backward" and issubclass(owner, Function):
-        owner._backward_cls.apply = owner.backward  # which the engine calls
+        owner._backward_cls.apply = owner.backward  # the autograd engine calls this one
 
 
 def losses(context: RankContext, layout: str, *, sanitized: bool = True) -> list[float]:
@@ -130,12 +130,12 @@ def outcome(context: RankContext, plant: Plant) -> str:
 
 
 def nothing(context: RankContext) -> None:
-    """Another number of ranks is another job."""
+    """Another number of ranks needs another job."""
 
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Process groups that no later test uses: after a fault ranks may stand at different operations."""
+    """Use process groups that no later test uses: after a fault, ranks may be in different operations."""
     run_ranks(1, nothing)
     yield
     run_ranks(1, nothing)
@@ -143,7 +143,7 @@ def job() -> Iterator[None]:
 
 @pytest.mark.parametrize("layout", ["overlapped", "bf16 wire", "gossip"])
 def test_the_clean_program_passes_with_the_same_numbers(layout: str) -> None:
-    """(So do all layouts of `tests/parity`, the others among them.)"""
+    """(`tests/parity` checks all layouts.)"""
     assert run_ranks(2, losses, layout) == run_ranks(2, losses, layout, sanitized=False)
 
 
@@ -161,7 +161,7 @@ def group_of(context: RankContext) -> SanitizedGroup:
 
 
 def each_operation(context: RankContext) -> list[str]:
-    """Right results; NaN before; an error that names the line where something is written meanwhile."""
+    """Check each operation: results, NaN before the wait, and an error that names the line after an early write."""
     group, said = group_of(context), list[str]()
     other = 1 - group.rank
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "rotate", "message"):
@@ -204,7 +204,7 @@ def each_operation(context: RankContext) -> list[str]:
                 said.append(f"{name} {spoil}: {fault}")
                 for work in works:
                     if not work._is_waited_for:  # type: ignore[attr-defined]
-                        work.work.wait()  # type: ignore[attr-defined]  # or it would be given up under way
+                        work.work.wait()  # type: ignore[attr-defined]  # or it would be dropped in flight
                         work._is_waited_for = True  # type: ignore[attr-defined]
             else:
                 assert spoil is None and torch.equal(y, wanted), (name, spoil, y)

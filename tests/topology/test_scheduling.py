@@ -1,4 +1,4 @@
-"""The scheduling policy of CPU ranks, asked of Linux in processes of their own."""
+"""Test the scheduling policy of CPU ranks, in separate Linux processes."""
 
 import os
 from contextlib import suppress
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this sys
 
 
 def start(words: list[str]) -> int:
-    """Prints the policy of each of three processes that have tried to join a job."""
+    """Print the policy of each of three processes that have tried to join a job."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for size, chosen in ((1, None), (2, None), (2, os.SCHED_IDLE)):
         if os.fork() == 0:
@@ -23,7 +23,7 @@ def start(words: list[str]) -> int:
                 os.sched_setscheduler(0, chosen, os.sched_param(0))
             os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
             launch = Launch(rank=0, world_size=size, local_rank=0)
-            with suppress(Exception):  # no one else joins
+            with suppress(Exception):  # no other rank joins
                 start_distributed(launch, torch.device("cpu"), backend="gloo", timeout_minutes=0.001)
             print(os.sched_getscheduler(0), flush=True)
             os._exit(0)
@@ -37,7 +37,7 @@ def test_ranks_are_batch_jobs_but_one_alone_and_those_that_somebody_chose_otherw
 
 
 def _policies(context: RankContext) -> set[int]:
-    """Of all threads of this rank, once gloo has started its own."""
+    """Return the policies of all threads of this rank, after gloo has started its threads."""
     context.topology(dp=2).world.all_reduce(torch.zeros(1))
     return {os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
 

@@ -1,4 +1,4 @@
-"""Collectives through shared memory: gloo's bits, any order of waits, and peers that end or stand still."""
+"""Test collectives through shared memory: gloo's bits, any order of waits, and peers that end or hang."""
 
 import dataclasses
 import os
@@ -26,13 +26,13 @@ SLOT = SLOT_BYTES // 4  # fp32 numbers
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of sizes so unlike that each order of additions gives other bits."""
+    """Return values of very different sizes, so that each order of additions gives other bits."""
     drawn = torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     return (drawn * (1000 if dtype == torch.int64 else 4.0**rank)).to(dtype)
 
 
 def compare(context: RankContext, ranks: int) -> bool:
-    """Everything that goes through memory, beside the same over gloo's sockets."""
+    """Compare every collective through memory with the same one over gloo's sockets."""
     shared = context.topology(tp=ranks).tp
     assert shared.memory is not None
     gloo = dataclasses.replace(shared, memory=None)
@@ -51,7 +51,7 @@ def compare(context: RankContext, ranks: int) -> bool:
         for index, group in enumerate((shared, gloo)):
             group.all_gather(gathered[index].view(-1), mine)
             scattered[index].copy_(whole)
-            group.reduce_scatter(scattered[index][me], scattered[index])  # in its place
+            group.reduce_scatter(scattered[index][me], scattered[index])  # in place
         for found in (gathered, scattered):
             assert torch.equal(*found), (length, dtype)
     return True
@@ -63,7 +63,7 @@ def test_the_bits_are_gloos(ranks: int) -> None:
 
 
 def many_at_once(context: RankContext) -> list[float]:
-    """Begun one after the other, at other times on each rank, and waited for in another order, some twice."""
+    """Start operations at different times on each rank, and wait in another order, for some twice."""
     tp = context.topology(tp=3).tp
     assert tp.memory is not None
     found = []
@@ -91,7 +91,7 @@ def counts_wrap(context: RankContext) -> list[float]:
     assert tp.memory is not None
     number = torch.ones(1)
     tp.all_reduce(number)
-    tp.memory._count = tp.memory._counters[tp.rank][0] = 2**32 - 2  # both ranks: what follows waits for the peer
+    tp.memory._count = tp.memory._counters[tp.rank][0] = 2**32 - 2  # on both ranks: they compare counters
     dataclasses.replace(tp, memory=None).all_reduce(torch.zeros(1))
     for _ in range(4):
         tp.all_reduce(number)
@@ -112,7 +112,7 @@ def second_rank(pid: int, descriptor: int, pipe: Connection) -> None:
 
 @contextmanager
 def pair(timeout: float) -> Iterator[tuple[SharedMemory, Any]]:
-    """The memory of ranks 4 and 5, seen from 4, and the process of 5, which takes part once."""
+    """Yield rank 4's memory with rank 5, and the process of rank 5, which takes part once."""
     descriptor = shared_memory._allocated(SharedMemory.nbytes(2))
     memory = SharedMemory("tp", (4, 5), 0, descriptor, timeout=timeout)
     context = fork_server()
@@ -167,11 +167,11 @@ def test_unlike_operations_are_an_error_on_both_ranks() -> None:
 
 
 def nothing(context: RankContext) -> None:
-    """Another number of ranks is another job: no later test uses the groups that a fault was in."""
+    """Use another number of ranks, and so another job: no later test uses groups with a fault."""
 
 
 class TwoHosts(Group):
-    """A group in which the other rank describes itself differently."""
+    """A group in which the other rank reports a different system."""
 
     def gather_json(self, value: Any) -> list[Any]:
         if isinstance(value, bool):

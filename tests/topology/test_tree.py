@@ -1,4 +1,4 @@
-"""What grows with the world at a start: connections of gloo groups, and how many of them wait for one another."""
+"""Test the scaling of a start with the number of ranks: connections of gloo groups, and chains of waits."""
 
 import datetime
 from collections import Counter
@@ -52,11 +52,11 @@ def test_a_tree_gathers_as_one_group_does() -> None:
 
 
 def one_leaves(context: RankContext) -> str:
-    """A rank that is gone closes its connections, and so does each that finds an error."""
+    """A lost rank closes its connections, and so does each rank with an error."""
     world = context.topology(dp=8).world
     tree = host_group(world, "background", timeout=TIMEOUT, fan_out=2)
     assert isinstance(tree, TreeGroup)
-    world.gather_json(None)  # all have connected
+    world.gather_json(None)  # all ranks are connected
     said = "gone"
     if context.rank != 5:
         try:
@@ -82,11 +82,11 @@ def test_connections_of_a_rank_are_few(world: int, monkeypatch: pytest.MonkeyPat
     for ranks in made:
         peers.update(dict.fromkeys(ranks, len(ranks) - 1))
     assert max(peers.values()) <= 3 * (FAN_OUT - 1)
-    assert sum(peers.values()) < world * FAN_OUT  # of 4,096 ranks one group would have 16.8 million ends
+    assert sum(peers.values()) < world * FAN_OUT  # one group of 4,096 ranks would have 16.8 million connection ends
 
 
 class Ordered:
-    """An edge that notes when it is used."""
+    """An edge that records its use."""
 
     def __init__(self, rank: int, pair: tuple[int, int], found: list[tuple[int, int]]) -> None:
         self.rank, self._pair, self._found = rank, pair, found
@@ -101,7 +101,7 @@ class Ordered:
 
 @pytest.mark.parametrize(("pp", "v"), [(2, False), (5, False), (64, False), (64, True)])
 def test_edges_connect_beside_one_another(pp: int, v: bool) -> None:
-    """Both ends of each edge come to it, and no rank waits for a chain of others."""
+    """Both ends of each edge connect, and no rank waits for a chain of others."""
     layout = ParallelLayout(pp=pp, placement=(*range(pp), *reversed(range(pp))) if v else None)
     orders: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(pp)}
     for rank, order in orders.items():

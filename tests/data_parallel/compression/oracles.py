@@ -1,4 +1,4 @@
-"""The codecs once more, written straight down: one process plays all ranks, tensor by tensor and block by block."""
+"""Reference implementations of the codecs: one process simulates all ranks, tensor by tensor and block by block."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Array = np.ndarray
 
 
 class EightBits:
-    """Blocks of 2048 values of each rank's chunk."""
+    """The 8-bit codec, in blocks of 2048 values of each rank's chunk."""
 
     def __init__(self, ranks: int, size: int) -> None:
         self.ranks = ranks
@@ -19,7 +19,7 @@ class EightBits:
 
     @staticmethod
     def rounded(x: Array) -> tuple[Array, Array]:
-        """Integers, and the scale of each element."""
+        """Return the integers and the scale of each element."""
         scale = np.float32(np.abs(x).max()) / np.float32(127)
         if scale * 127 < 1e-30:
             return np.zeros_like(x), np.float32(0)
@@ -45,7 +45,7 @@ class EightBits:
 
 
 class Largest:
-    """The k largest after a stable sort."""
+    """The top-k codec, by a stable sort."""
 
     def __init__(self, ranks: int, size: int, count: int) -> None:
         self.ranks, self.count = ranks, count
@@ -63,7 +63,7 @@ class Largest:
 
 
 class LowRank:
-    """Matrix by matrix; what is too small or a vector is added up as it is."""
+    """PowerSGD, matrix by matrix; small matrices and vectors are summed whole."""
 
     def __init__(self, ranks: int, size: int, rank: int, shapes: dict[str, tuple[int, ...]]) -> None:
         self.ranks, self.rank, self.shapes = ranks, rank, shapes
@@ -76,7 +76,7 @@ class LowRank:
                 self.q[name] = torch.randn(batch, rank, long, generator=generator)
 
     def is_low(self, shape: tuple[int, ...]) -> bool:
-        """Two factors are less than half of the matrix."""
+        """Return whether two factors take less than half of the matrix."""
         return len(shape) > 1 and 2 * self.rank * (shape[-2] + shape[-1]) < shape[-2] * shape[-1]
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -98,7 +98,7 @@ class LowRank:
         return out
 
     def low(self, name: str, parts: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The mean of matrices and what each rank is left with."""
+        """Return the mean of matrices and each rank's error."""
         q = self.q[name]
         lefts = [torch.bmm(q, part.mT) for part in parts]
         basis = torch.linalg.qr(sum(lefts[1:], start=lefts[0]).mT).Q.mT.contiguous()

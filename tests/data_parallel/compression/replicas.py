@@ -1,4 +1,4 @@
-"""Codecs over one odd bucket, on ranks of the pool."""
+"""Run codecs over one irregular bucket, on ranks of the pool."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megalite.topology.group import Group
 from tests.support.ranks import RankContext
 
 SHAPES = {"one": (1,), "tall": (130, 40), "few": (5, 3), "experts": (2, 24, 70), "vector": (77,), "wide": (20, 90)}
-"""Their elements are no multiple of anything, and some matrices are too small for low rank."""
+"""Shapes with irregular sizes; some matrices are too small for low rank."""
 
 USED = 10453
 
@@ -26,7 +26,7 @@ CODECS = ("uint8", "topk", "powersgd")
 
 
 def odd_bucket(ranks: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Bucket:
-    """A bucket of the tensors."""
+    """Return a bucket of the tensors."""
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     kind = BucketKind(decay=True, split_over_tp=True, partial_over_tp=False, tied=False, expert=False)
     parameters = [factory.parameter(name, shape, std=1.0) for name, shape in shapes.items()]
@@ -34,7 +34,7 @@ def odd_bucket(ranks: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Bucke
 
 
 def random_values(step: int, rank: int, size: int) -> torch.Tensor:
-    """Heavy tails: products of normal and log-normal numbers, with some zeros of both signs; 0 in the padding."""
+    """Return heavy-tailed values: products of normal and log-normal numbers, with zeros of both signs; 0 as padding."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     values = torch.randn(size, generator=generator) * torch.randn(size, generator=generator).mul(2).exp()
     values[::7] = 0.0
@@ -44,7 +44,7 @@ def random_values(step: int, rank: int, size: int) -> torch.Tensor:
 
 
 def constant_values(step: int, rank: int, size: int) -> torch.Tensor:
-    """The same in each step."""
+    """Return the same values in each step."""
     return random_values(1, rank, size)
 
 
@@ -53,18 +53,18 @@ Values = Callable[[int, int, int], torch.Tensor]
 
 @dataclass
 class Found:
-    """What one rank has after some means."""
+    """One rank's results of some means."""
 
     size: int
     outs: list[torch.Tensor] = field(default_factory=list)
     private: torch.Tensor | None = None
-    shared: torch.Tensor | None = None  # its range of the server's error, where there is one
+    shared: torch.Tensor | None = None  # its range of the server's error, if the codec has one
     sent: list[float] = field(default_factory=list)
-    said: float = 0.0  # what the codec says that it sends
+    said: float = 0.0  # the codec's `wire_bytes`
 
 
 def forget(codec: Codec) -> None:
-    """Owe nothing any more."""
+    """Zero the errors."""
     for state in codec.states():
         state.values.zero_()
 
@@ -72,7 +72,7 @@ def forget(codec: Codec) -> None:
 def means(
     context: RankContext, ranks: int, name: str, values: Values, steps: int, *, keep_errors: bool = True
 ) -> Found:
-    """For run_ranks: the means of `values` in each step."""
+    """Return, for run_ranks, the means of `values` in each step."""
     group = context.topology(dp=ranks).dp
     bucket, counter = odd_bucket(ranks), WireCounter()
     channel = Channel(group, counter, Background(torch.device("cpu")))
@@ -95,12 +95,12 @@ def means(
 
 
 def owed(ranks: Sequence[Found]) -> torch.Tensor:
-    """What all ranks together have not sent yet, as a mean: fp64."""
+    """Return the mean of all ranks' errors, fp64."""
     total = torch.stack([found.private.double() for found in ranks if found.private is not None]).mean(dim=0)
     shared = [found.shared for found in ranks if found.shared is not None]
     return total + torch.cat(shared) if shared else total
 
 
 def true_mean(values: Values, step: int, ranks: int, size: int) -> torch.Tensor:
-    """Without loss, fp64."""
+    """Return the exact mean, fp64."""
     return torch.stack([values(step, rank, size).double() for rank in range(ranks)]).mean(dim=0)

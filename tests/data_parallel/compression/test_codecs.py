@@ -1,4 +1,4 @@
-"""Every codec: what an oracle finds, to the bit; nothing is lost; constant inputs are learned; bytes as the formula says."""
+"""Test every codec: bits of an oracle, error feedback, convergence on constant inputs, and bytes."""
 
 import math
 from functools import partial
@@ -25,7 +25,7 @@ COUNT = math.ceil(0.05 * USED)
 
 
 def oracle(name: str, ranks: int, size: int) -> EightBits | Largest | LowRank:
-    """Of the settings that `means` uses."""
+    """Return the oracle of a codec, with the settings of `means`."""
     if name == "uint8":
         return EightBits(ranks, size)
     if name == "topk":
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_formula(run: tuple[str, list[Found]]) -> None:
 
 
 def distance(ranks: list[Found], steps: int) -> float:
-    """Of the mean of the first outputs from the mean of constant inputs, relative."""
+    """Return the relative distance of the mean of the first outputs from the mean of constant inputs."""
     wanted = true_mean(constant_values, 1, len(ranks), ranks[0].size)
     mean = torch.stack(ranks[0].outs[:steps]).double().mean(dim=0)
     return float((mean - wanted).norm() / wanted.norm())
@@ -86,7 +86,7 @@ def distance(ranks: list[Found], steps: int) -> float:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_constant_inputs_come_out_in_the_long_run_and_not_without_errors(name: str) -> None:
-    """The distance falls about as 1/t, as what is owed stays bounded; without error feedback it stays."""
+    """The distance decreases about as 1/t, as errors are bounded; without error feedback it does not."""
     with_errors = run_ranks(3, means, 3, name, constant_values, 64)
     without = run_ranks(3, means, 3, name, constant_values, 64, keep_errors=False)
     near, far = distance(with_errors, 16), distance(with_errors, 64)
@@ -121,7 +121,7 @@ ROWS: dict[str, Values] = {
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("name", CODECS)
 def test_extreme_values(name: str, kind: str) -> None:
-    """Nothing becomes infinite and nothing is lost."""
+    """No result is infinite and no value is lost."""
     values = ROWS[kind]
     ranks = run_ranks(2, means, 2, name, values, 3)
     for found in ranks:
@@ -130,9 +130,9 @@ def test_extreme_values(name: str, kind: str) -> None:
     size = ranks[0].size
     wanted = sum((true_mean(values, step, 2, size) for step in (1, 2, 3)), torch.zeros(size).double())
     came = sum((out.double() for out in ranks[0].outs), owed(ranks))
-    if kind == "equal":  # also where padding would be
+    if kind == "equal":  # including the padding
         wanted, came = wanted[:USED], came[:USED]
-    # The smallest numbers there are have few digits.
+    # Subnormal numbers have few digits.
     assert (came - wanted).norm() <= 2e-6 * wanted.norm() + 1e-42
 
 
@@ -145,7 +145,7 @@ def spoiled(step: int, rank: int, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_what_is_not_finite_shows(name: str) -> None:
-    """So that the gradient's norm tells every rank, whichever met it."""
+    """The gradient's norm is then not finite on every rank."""
     for found in run_ranks(2, means, 2, name, spoiled, 3, keep_errors=False):
         for out in found.outs:
             assert not out.isfinite().all()

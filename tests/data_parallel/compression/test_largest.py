@@ -1,4 +1,4 @@
-"""The largest elements, whatever the sample says of them."""
+"""Test the selection of the largest elements, independent of the sample."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIZE = 3 * SMALL + 5
 
 
 def sorted_out(values: torch.Tensor, count: int) -> torch.Tensor:
-    """By a stable sort; NaN first."""
+    """Return the indices by a stable sort; NaN first."""
     return torch.argsort(values, stable=True, descending=True)[:count].sort().values
 
 

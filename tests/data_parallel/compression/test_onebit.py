@@ -1,4 +1,4 @@
-"""The mean by signs: its simulation to the bit, what it owes, its corner cases."""
+"""Test the mean by signs: bits of its simulation, errors, corner cases."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def codec_of(context: RankContext, ranks: int, scale: str, dtype: torch.dtype) -
 
 
 def means(context: RankContext, ranks: int, scale: str, rows: list[Rows], dtype: torch.dtype) -> dict[str, Any]:
-    """The means of values of each rank, call by call, and what is owed in the end."""
+    """Return the means of each rank's values, call by call, and the final errors."""
     codec, counter = codec_of(context, ranks, scale, dtype)
     size = codec.bucket.grad.numel()
     found = []
@@ -51,7 +51,7 @@ USED = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 def given(ranks: int, calls: int, *, seed: int = 1, tails: bool = False) -> list[Rows]:
-    """Values of one call and rank: with some zeros of either sign, or 95 % zeros and the rest large."""
+    """Return values of one call and rank: with some zeros of both signs, or 95 % zeros and large others."""
     make = torch.Generator().manual_seed(seed)
     rows = [[torch.randn(USED, generator=make) for _ in range(ranks)] for _ in range(calls)]
     for call in rows:
@@ -98,8 +98,8 @@ def test_several_processes_do_what_one_does(ranks: int, scale: str) -> None:
 @pytest.mark.parametrize("tails", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_is_lost(tails: bool, dtype: torch.dtype) -> None:
-    """The sum of the means and of what is owed is the sum of the true means; with given values the mean over time is
-    theirs, as 1/t."""
+    """The means plus the errors sum to the true means; with constant values the mean over time converges to
+    theirs as 1/t."""
     calls = 40
     rows = given(3, 1, tails=tails) * calls
     runs = run_ranks(3, means, 3, "tensor", [[row.to(dtype) for row in call] for call in rows], dtype)
@@ -118,7 +118,7 @@ def test_nothing_is_lost(tails: bool, dtype: torch.dtype) -> None:
 
 
 def test_zeros_stay_zeros() -> None:
-    """A tensor of zeros of either sign, beside others that are not."""
+    """One tensor has zeros of both signs; the others do not."""
     rows = given(2, 3)
     table = torch.Size(SHAPES["table"]).numel()
     for call in rows:
@@ -150,7 +150,7 @@ def test_alone_it_changes_nothing() -> None:
 
 
 def test_bytes_on_the_wire() -> None:
-    """Of 826 values, padded to 1024: 2 bits each and three quarters; and at most 3 tensors touch a chunk of 256."""
+    """826 values, padded to 1024, need 2 bits each times 3/4; at most 3 tensors overlap a chunk of 256."""
     codec, _ = codec_of(RankContext(0, {}), 1, "tensor", torch.float32)
     assert codec.wire_bytes == 0
     assert run_ranks(4, wire_of)[0] == 2 * 3 * (256 // 8 + 4 * 3)

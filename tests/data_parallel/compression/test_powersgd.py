@@ -1,4 +1,4 @@
-"""What only low-rank means do."""
+"""Test properties of low-rank means only."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def codec_of(context: RankContext, ranks: int, rank: int) -> tuple[Bucket, Power
 
 
 def low_rank_values(rank: int, bucket: Bucket) -> torch.Tensor:
-    """Every matrix has rank 1 in the mean of two replicas; alone each has full rank."""
+    """Return matrices with full rank on each of two replicas, and with rank 1 in their mean."""
     values = torch.zeros_like(bucket.grad)
     generator = torch.Generator().manual_seed(4)
     for placed in bucket.placed:
@@ -42,7 +42,7 @@ def first_mean(context: RankContext) -> list[torch.Tensor]:
 
 
 def test_a_mean_of_low_rank_comes_out_at_once() -> None:
-    """However replicas differ; and what they owe is what the mean has outside the factors: together nothing."""
+    """This holds however replicas differ. Their errors sum to the part of the mean outside the factors, which is 0."""
     (out, first), (_, second) = run_ranks(2, first_mean)
     bucket = odd_bucket(1)
     wanted = sum((low_rank_values(rank, bucket)[: len(out)] / 2 for rank in (0, 1)), torch.zeros(len(bucket.grad)))
@@ -64,7 +64,7 @@ def test_small_tensors_and_vectors_are_whole_whatever_the_wire() -> None:
 
 
 def unlike_replicas(context: RankContext) -> list[float]:
-    """Constant inputs that differ between replicas, with a mean of full rank; the size of the error now and then."""
+    """Return error sizes for constant inputs that differ between replicas, with a mean of full rank."""
     bucket, codec = codec_of(context, 2, 4)
     mine, found = (random_values(1, context.topology(dp=2).dp.rank, len(bucket.grad)).clamp_(-1, 1), list[float]())
     for step in range(120):
@@ -76,7 +76,7 @@ def unlike_replicas(context: RankContext) -> list[float]:
 
 
 def test_errors_stay_bounded_where_replicas_differ_for_ever() -> None:
-    """Keeping M_i - out instead would add (M_i - mean) to the error in each step."""
+    """With M_i - out as the error instead, each step would add (M_i - mean) to it."""
     for norms in run_ranks(2, unlike_replicas):
         assert norms[-1] < 1.3 * norms[0]
 
