@@ -1,1 +1,1 @@
-"""What `megalite doctor` looks at: each module examines one thing and says what it found and what to fix."""
+"""Checks of `megalite doctor`: each module examines one part of the machine, and reports findings with remedies."""

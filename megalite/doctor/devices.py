@@ -1,4 +1,4 @@
-"""GPUs, what drives them, how they reach each other, and matrix products: right numbers, beside fp64, and how fast."""
+"""Checks GPUs, their driver and connections, and matrix products: errors against fp64, and speed."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def examine(*, driver: Path = _DRIVER) -> Iterator[Finding]:
-    """Findings on torch's build, the driver, each GPU, their connections, and the backends of collectives."""
+    """Yield findings on torch's build, the driver, each GPU, their connections, and the backends of collectives."""
     yield build(driver_version(driver), torch.version.cuda, torch.cuda.is_available())
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
@@ -36,7 +36,7 @@ def examine(*, driver: Path = _DRIVER) -> Iterator[Finding]:
 
 
 def driver_version(path: Path) -> str | None:
-    """Of NVIDIA's kernel driver; None where there is none."""
+    """Return the version of NVIDIA's kernel driver, None if it is not installed."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -46,8 +46,8 @@ def driver_version(path: Path) -> str | None:
 
 
 def build(driver: str | None, cuda: str | None, available: bool) -> Finding:
-    """Whether torch can use the GPUs that the driver is for. `driver`: its version, None where there is none. `cuda`:
-    that torch was built for, None for a CPU build. `available`: torch finds a device."""
+    """Return whether torch can use the driver's GPUs. `driver`: its version, None without a driver. `cuda`: version for
+    which torch was built, None for a CPU build. `available`: torch finds a device."""
     remedy = None
     if available:
         text = f"driver {driver or 'unknown'}, CUDA {cuda}, {torch.cuda.device_count()} devices"
@@ -77,16 +77,16 @@ def _gpu(index: int) -> Finding:
         name,
         f"{facts.name}, {size}, compute capability {facts.major}.{facts.minor}",
         {"name": facts.name, "bytes": total, "free": free, "capability": list(capability)},
-        "another process holds its memory (nvidia-smi names it): end that"
+        "another process uses its memory (nvidia-smi names it): end that process"
         if free < _BUSY * total
-        else "it has no bf16: train with --fp16; our Triton kernels do not run on it"
+        else "it has no bf16: train with --fp16; megalite's Triton kernels do not run on it"
         if capability < _LEAST_CAPABILITY
         else None,
     )
 
 
 def peers(count: int, without: Sequence[tuple[int, int]]) -> Finding:
-    """What it means that some pairs of `count` GPUs have no access to each other's memory."""
+    """Report the pairs of `count` GPUs that cannot access each other's memory."""
     data = {"without_access": [list(pair) for pair in without]}
     if not without:
         return _found("peer access", f"all {count} read each other's memory", data)
@@ -100,7 +100,7 @@ def _backends() -> Iterator[Finding]:
     missing = "this torch is built without it"
     gloo = dist.is_available() and dist.is_gloo_available()
     remedy = "install torch from pytorch.org: ranks on CPUs, and checkpoints on GPUs, need gloo"
-    yield _found("gloo", "there" if gloo else missing, {"available": gloo}, None if gloo else remedy, "error")
+    yield _found("gloo", "available" if gloo else missing, {"available": gloo}, None if gloo else remedy, "error")
     if dist.is_available() and dist.is_nccl_available():
         version = ".".join(map(str, torch.cuda.nccl.version()))
         yield _found("nccl", version, {"available": True, "version": version})
@@ -108,16 +108,16 @@ def _backends() -> Iterator[Finding]:
         remedy = "install a torch for CUDA from pytorch.org: ranks on GPUs need it"
         yield _found("nccl", missing, {"available": False}, remedy, "error")
     else:
-        yield _found("nccl", "not in this torch; no GPU here needs it", {"available": False})
+        yield _found("nccl", "not in this torch; not needed without a GPU", {"available": False})
 
 
 def kernel_backends(device: torch.device) -> Iterator[Finding]:
-    """Whether Triton's and apex's kernels can run here, or why not."""
+    """Yield findings on whether Triton's and apex's kernels run here."""
     reason = why_not_triton(device.type)
-    remedy = "pip install triton (wheels of torch for CUDA bring it); without it torch's own kernels serve, slower"
+    remedy = "pip install triton (part of torch's wheels for CUDA); without it torch's slower kernels run"
     needed = reason is not None and device.type != "cpu"
     yield finding(KERNELS, "triton", reason or "its kernels run here", {"reason": reason}, remedy if needed else None)
-    reason = why_not_apex(device.type)  # it is optional everywhere
+    reason = why_not_apex(device.type)  # apex is always optional
     broken = {} if reason else {name: why for name in EXTENSIONS if (why := why_not_extension(name)) is not None}
     text = reason or "; ".join(dict.fromkeys(broken.values())) or "all its extensions load"
     remedy = "build apex for this torch with its extensions, or leave it out: docs/kernels.md"
@@ -125,7 +125,7 @@ def kernel_backends(device: torch.device) -> Iterator[Finding]:
 
 
 _product = partial(finding, "products")
-CHECKED = 512  # rows, columns and terms of the product that is checked
+CHECKED = 512  # rows, columns and inner size of the checked product
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Precision:
     bound: float
 
 
-# The error is that of rounding the results: 2^-9/√3 for bf16. fp32 as TF32 would be off by 3e-4.
+# Rounding the results causes an error of 2^-9/√3 for bf16. TF32 in place of fp32 would cause 3e-4.
 FP32 = Precision("fp32", torch.float32, 1e-5)
 BF16 = Precision("bf16", torch.bfloat16, 5e-3)
 FP16 = Precision("fp16", torch.float16, 1e-3)
@@ -154,7 +154,7 @@ def precisions(device: torch.device) -> tuple[Precision, ...]:
 
 
 def examine_products(device: torch.device, *, seconds: float) -> Iterator[Finding]:
-    """A finding for each precision: numbers and rate; `seconds` is for all rates together."""
+    """Yield a finding on errors and rate of each precision; all rates together take `seconds`."""
     kinds = precisions(device)
     timer = Timer(device, Group.solo("doctor"))
     for kind in kinds:
@@ -170,20 +170,20 @@ def examine_products(device: torch.device, *, seconds: float) -> Iterator[Findin
 
 
 def checked(dtype: torch.dtype, device: torch.device, *, multiply: Product | None = None) -> tuple[float, bool]:
-    """How far a product is from fp64's, as a share of its norm, and whether a second one has the same bits. `multiply`:
-    what is tested; None: what a run would take."""
+    """Return a product's relative error against fp64 (in norm), and whether a second run gives the same bits.
+    `multiply`: the tested function; None: the kernel of a training run."""
     multiply = multiply or product_of(dtype, device, size=CHECKED)
     numbers = torch.Generator().manual_seed(0)
     a, b = (torch.randn(CHECKED, CHECKED, generator=numbers).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
-    there = a.to(device), b.to(device)
-    first, second = multiply(*there), multiply(*there)
+    a, b = a.to(device), b.to(device)
+    first, second = multiply(a, b), multiply(a, b)
     error = (first.cpu().double() - exact).norm() / exact.norm()
     return float(error), torch.equal(first, second)
 
 
 def rate_of(timer: Timer, dtype: torch.dtype, *, seconds: float) -> float:
-    """FLOP/s of a large product; on several ranks of this one, while the others multiply as well.
+    """Return this rank's FLOP/s in a large product, while all other ranks multiply too.
 
     Collectives: barriers over the timer's world."""
     size = 8192 if timer.device.type == "cuda" else 1024
@@ -201,8 +201,8 @@ def judged(kind: Precision, device: torch.device, *, error: float, repeats: bool
         text += ": rounded to TF32"
         remedy = "unset NVIDIA_TF32_OVERRIDE: fp32 runs would lose 13 bits of each operand"
     else:
-        text += f", more than {kind.bound:.0e}: wrong numbers" if error > kind.bound else ": other bits each time"
-        remedy = "do not train on this device: run its maker's diagnostics (dcgmi diag -r 3), or another torch"
+        text += f", more than {kind.bound:.0e}: wrong numbers" if error > kind.bound else ": bits differ between runs"
+        remedy = "do not train on this device: run the vendor's diagnostics (dcgmi diag -r 3), or try another torch"
         level = "error"
     data = {"precision": kind.name, "flops_per_second": rate, "error": error, "repeats": repeats}
     return _product(str(device), text, data, remedy, level)

@@ -1,4 +1,4 @@
-"""Findings, and those about this host: processor, memory and limits, the folder of a run, and versions of packages."""
+"""Defines findings, and checks this host: processor, memory, limits, the folder of a run, and package versions."""
 
 import fcntl
 import importlib.metadata
@@ -31,16 +31,16 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "error")  # a warning costs speed,
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    topic: str  # what it belongs to, such as `network`
+    topic: str  # such as `network`
     name: str
     level: Level = "ok"
-    text: str  # what was found, in a line
-    remedy: str | None = None  # what to do, in a line; every warning and error has one
-    data: dict[str, Any] = field(default_factory=dict)  # the same for programs; JSON can hold it
+    text: str  # the result in one line
+    remedy: str | None = None  # one line; every warning and error has one
+    data: dict[str, Any] = field(default_factory=dict)  # the result as JSON, for programs
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The highest level among them; ok if there are none."""
+    """Return the highest level of all findings; ok if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
@@ -52,13 +52,13 @@ def finding(
     remedy: str | None = None,
     level: Level = "warning",
 ) -> Finding:
-    """A finding that is ok without a remedy, and of that level with one."""
+    """Create a finding: of this level with a remedy, else ok."""
     level = level if remedy else "ok"
     return Finding(topic=topic, name=name, level=level, text=text, remedy=remedy, data=data or {})
 
 
 def read(path: Path) -> str:
-    """A small file of Linux's, empty where there is none."""
+    """Read a small file of /proc or /sys; return an empty string if it is missing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -67,14 +67,14 @@ def read(path: Path) -> str:
 
 _found = partial(finding, "host")
 GIB = 1 << 30
-LEAST_FILES = 4096  # open files: a rank has a socket to each of its peers, in each group, beside data files and logs
-LEAST_SHARED = GIB  # of /dev/shm: NCCL keeps some 10 MB there for each pair of GPUs; containers often have 64 MB
+LEAST_FILES = 4096  # open files: a rank has a socket to each peer in each group, besides data files and logs
+LEAST_SHARED = GIB  # of /dev/shm: NCCL uses about 10 MB for each pair of GPUs; containers often have 64 MB
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where Linux says things; tests have their own."""
+    """Paths of Linux's system files; tests pass others."""
 
     processor: Path = Path("/proc/cpuinfo")
     memory: Path = Path("/proc/meminfo")
@@ -84,7 +84,7 @@ class Places:
 
 
 def examine(environment: Mapping[str, str], *, gpus: int, places: Places | None = None) -> Iterator[Finding]:
-    """Findings on cores and threads, instructions, memory, shared memory and limits of a host with so many GPUs."""
+    """Yield findings on cores, threads, instructions, memory, shared memory and limits of a host with `gpus` GPUs."""
     places = places or Places()
     yield _cores(environment, places)
     yield _instructions(places)
@@ -168,25 +168,25 @@ def _locked_memory(places: Places, gpus: int) -> Finding:
 
 
 _on_disk = partial(finding, "disk")
-BYTES = 64 << 20  # written in one go; fewer where the disk is slow
+BYTES = 64 << 20  # size of the test write; less on a slow disk
 SYNCS = 20
-SECONDS = 2.0  # that each of the two tests may take
+SECONDS = 2.0  # limit of each of the two tests
 LEAST_FREE = 1 << 30
-SLOWEST_SYNC = 0.1  # seconds: metrics and checkpoints are synced by a thread or a rank that others wait for
+SLOWEST_SYNC = 0.1  # seconds; other ranks wait for the syncs of metrics and checkpoints
 
 
 def examine_disk(
     folder: Path, *, seconds: float = SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Finding]:
-    """Findings on the folder, or on the nearest one above it that is there. What is written is removed again. `folder`:
-    of a run; it need not be there yet. `seconds`: that each test may take. `clock`: seconds; tests give their own."""
+    """Yield findings on a run's folder, or on the nearest existing folder above it. Leaves no files. `seconds`: limit
+    of each test. `clock`: returns seconds; tests pass another."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     data = {"folder": str(folder), "tested": str(place)}
     if not place.is_dir():
         yield _on_disk("folder", f"{place} is a file", data, "give a folder with --run-dir", "error")
         return
     try:
-        # It has no name: nothing is left behind, however this ends.
+        # The file has no name, so nothing remains even after a crash.
         with tempfile.TemporaryFile(dir=place) as scratch:
             yield _space(place, folder, data)
             yield _locks(scratch.fileno())
@@ -198,26 +198,26 @@ def examine_disk(
 
 def _space(place: Path, folder: Path, data: dict[str, str]) -> Finding:
     usage = shutil.disk_usage(place)
-    there = "" if place == folder.absolute() else f" (of {place}: {folder} is not there yet)"
-    text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{there}"
+    note = "" if place == folder.absolute() else f" (of {place}: {folder} does not exist yet)"
+    text = f"{folder}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}{note}"
     remedy = "make room: a checkpoint takes 12 to 18 bytes per parameter, and two are kept while one is written"
     sizes = {**data, "free": usage.free, "bytes": usage.total}
     return _on_disk("folder", text, sizes, remedy if usage.free < LEAST_FREE else None)
 
 
 def _locks(descriptor: int) -> Finding:
-    """Two runs must not save to one folder; a lock stops the second."""
+    """Check file locks, which keep a second run from saving to the same folder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        remedy = "take care that no two runs save to one folder: nothing can stop them here"
-        return _on_disk("locks", f"this file system locks no files ({error.strerror})", {"work": False}, remedy)
-    return _on_disk("locks", "a second run in a folder is noticed", {"work": True})
+        remedy = "make sure that no two runs save to one folder: megalite cannot detect it here"
+        return _on_disk("locks", f"this file system has no file locks ({error.strerror})", {"work": False}, remedy)
+    return _on_disk("locks", "a second run in a folder is detected", {"work": True})
 
 
 def _speed(descriptor: int, seconds: float, clock: Callable[[], float]) -> Iterator[Finding]:
-    """Rate of a large write with its sync, and time of a small one."""
-    block = memoryview(os.urandom(1 << 20))  # no zeros, which some disks do not store
+    """Measure the rate of a large write with its sync, and the time of a small one."""
+    block = memoryview(os.urandom(1 << 20))  # random data, because some disks do not store zeros
     written, start = 0, clock()
     while written < BYTES and clock() - start < seconds / 2:
         write_all(descriptor, block)
@@ -249,20 +249,20 @@ _USED_OF_DEVELOPMENT = ("triton", "transformers")  # fused kernels; comparisons 
 @dataclass(frozen=True)
 class Package:
     name: str
-    least: str  # oldest version that will do; empty: any
-    extra: str | None  # of megalite, that brings it; None for what is always needed
+    least: str  # oldest supported version; empty: any
+    extra: str | None  # megalite's extra that installs it; None if it is always required
 
 
 def packages() -> list[Package]:
-    """What megalite's own metadata names; nothing where it is not installed."""
+    """Return the packages in megalite's metadata; an empty list if megalite is not installed."""
     lines = [] if installed_version("megalite") is None else importlib.metadata.requires("megalite") or []
     found = [Package(each[1], each[2] or "", each[3]) for each in map(_REQUIREMENT.fullmatch, lines) if each]
     return [each for each in found if each.extra not in ("dev", "all") or each.name in _USED_OF_DEVELOPMENT]
 
 
 def examine_versions(version_of: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
-    """A finding for Python, for megalite and for each package. `version_of`: installed version of a distribution, or
-    None; default: of this environment."""
+    """Yield a finding for Python, megalite and each package. `version_of`: returns the installed version of a
+    distribution or None; default: in this environment."""
     version, system = platform.python_version(), f"{platform.system()} {platform.release()}, {platform.machine()}"
     data = {"version": version, "executable": sys.executable, "system": system}
     yield _version("python", f"{version} ({sys.executable}) on {system}", data)
@@ -291,6 +291,6 @@ def _package_finding(package: Package, version: str | None) -> Finding:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release as numbers: (2, 11, 0) of `2.11.0a0+cu128`."""
+    """Return the release as numbers: (2, 11, 0) for `2.11.0a0+cu128`."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()

@@ -1,4 +1,4 @@
-"""Names, interfaces and adapters: what gloo and NCCL would use between nodes."""
+"""Checks host names, interfaces and adapters that gloo and NCCL use between nodes."""
 
 import fcntl
 import socket
@@ -13,7 +13,7 @@ from megalite.doctor.host import Finding, finding, read
 
 _found = partial(finding, "network")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")  # variables that change the network
+SHOWN = ("GLOO_", "NCCL_", "TORCH_NCCL_", "UCX_", "FI_")  # prefixes of variables that affect the network
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
@@ -22,11 +22,10 @@ class Interface:
     name: str
     address: str | None  # IPv4; None if it has none
     is_up: bool
-    megabits: int | None  # per second, where the driver says it
+    megabits: int | None  # per second; None if the driver does not report it
 
     @property
     def is_loopback(self) -> bool:
-        """It leads to this host alone."""
         return self.name == "lo" or (self.address or "").startswith("127.")
 
     def __str__(self) -> str:
@@ -35,7 +34,7 @@ class Interface:
 
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on the host's name, its interfaces, the variables that choose among them, and adapters."""
+    """Yield findings on the host's name, its interfaces, the variables that choose among them, and adapters."""
     found = interfaces()
     usable = [each for each in found if each.is_up and each.address and not each.is_loopback]
     yield _found("interfaces", ", ".join(map(str, found)) or "none", {"interfaces": [vars(each) for each in found]})
@@ -45,9 +44,9 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield chosen(variable, environment[variable], found)
     if environment.get("MASTER_ADDR"):
         yield master(environment["MASTER_ADDR"])
-    given = {name: value for name, value in sorted(environment.items()) if name.startswith(SHOWN)}
-    if given:
-        yield _found("variables", ", ".join(f"{name}={value}" for name, value in given.items()), given)
+    variables = {name: value for name, value in sorted(environment.items()) if name.startswith(SHOWN)}
+    if variables:
+        yield _found("variables", ", ".join(f"{name}={value}" for name, value in variables.items()), variables)
     yield adapters(Path("/sys/class/infiniband"))
 
 
@@ -60,7 +59,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
             Interface(
                 name=name,
                 address=address,
-                # Loopback and tunnels say `unknown`; an address shows that they are in use.
+                # Loopback and tunnels report `unknown`; they are in use if they have an address.
                 is_up=state == "up" or (state != "down" and address is not None),
                 megabits=int(speed) if speed.isdecimal() and int(speed) < 1 << 31 else None,
             )
@@ -75,27 +74,27 @@ def host_name(
     *,
     resolve: Callable[[str], str] = socket.gethostbyname,
 ) -> Finding:
-    """gloo binds to the address that the host's own name stands for: one of loopback works within this node alone.
-    `usable`: its interfaces that lead elsewhere. `resolve`: name -> IPv4 address."""
+    """Check the address of the host's name, to which gloo binds: a loopback address works only within this node.
+    `usable`: interfaces to other hosts. `resolve`: name -> IPv4 address."""
     address: str | None
     try:
         address = resolve(name)
     except OSError:
         address = None
-    text = f"{name} is {address}" if address else f"{name} stands for no address"
+    text = f"{name} is {address}" if address else f"{name} has no address"
     leads_nowhere = (address is None or ip_address(address).is_loopback) and not environment.get(GLOO)
     remedy = None
     if leads_nowhere and usable:
         text += ": gloo would bind to loopback, and other nodes could not reach it"
         remedy = f"for several nodes: export {GLOO}={usable[0].name}, or give {name} its address in /etc/hosts"
     elif leads_nowhere:
-        text += ", and no interface leads to other hosts: one node alone"
+        text += ", and no interface leads to other hosts: only one node can train"
     return _found("host name", text, {"name": name, "address": address}, remedy)
 
 
 def chosen(variable: str, value: str, found: Sequence[Interface]) -> Finding:
-    """Which of this host's interfaces a variable chooses. `variable`: GLOO, with whole names, or NCCL, with their
-    beginnings. `value`: names with commas between; NCCL's may begin with `^` (all but these) or `=` (whole names)."""
+    """Report which of this host's interfaces a variable chooses. `variable`: GLOO with whole names, or NCCL with
+    prefixes. `value`: names separated by commas; NCCL's may begin with `^` (all but these) or `=` (whole names)."""
     names = [interface.name for interface in found]
     excludes, exact = value.startswith("^"), variable == GLOO or value.startswith(("=", "^="))
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
@@ -114,13 +113,13 @@ def chosen(variable: str, value: str, found: Sequence[Interface]) -> Finding:
 
 
 def master(address: str, *, resolve: Callable[[str], str] = socket.gethostbyname) -> Finding:
-    """Whether the name where the ranks are to meet stands for an address."""
+    """Check that MASTER_ADDR resolves to an address."""
     found, remedy = None, None
     try:
         found = resolve(address)
         text = address if found == address else f"{address} is {found}"
     except OSError as error:
-        text = f"{address} stands for no address ({error.strerror or error})"
+        text = f"{address} has no address ({error.strerror or error})"
         remedy = "give the address of the first node, or correct its name in DNS or /etc/hosts"
     return _found("MASTER_ADDR", text, {"value": address, "address": found}, remedy, "error")
 
@@ -130,15 +129,15 @@ def adapters(folder: Path) -> Finding:
     states = {f"{path.parts[-4]}:{path.parts[-2]}": read(path).partition(": ")[2] or "unknown" for path in ports}
     idle = [name for name, state in states.items() if state != "ACTIVE"]
     text = ", ".join(f"{name} {state}" for name, state in states.items())
-    remedy = f"NCCL leaves out or waits for {', '.join(idle)}: repair the link, or name the others in NCCL_IB_HCA"
+    remedy = f"NCCL ignores or waits for {', '.join(idle)}: repair the link, or list the others in NCCL_IB_HCA"
     text = text or "none: NCCL and gloo use the interfaces above"
     return _found("infiniband", text, {"ports": states}, remedy if idle else None)
 
 
 def _address_of(name: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asking.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

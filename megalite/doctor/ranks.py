@@ -1,4 +1,4 @@
-"""Tests of collectives, by ranks started here or under a launcher, and what the reports of all ranks say together."""
+"""Tests collectives on ranks that it starts, or under a launcher, and combines the reports into findings."""
 
 import statistics
 import time
@@ -21,33 +21,31 @@ from megalite.topology.layout import ParallelLayout
 from megalite.topology.lost_peers import lost_ranks
 from megalite.topology.topology import Topology
 
-PARTS = (1, 257, 1 << 14)  # elements that each rank gives when numbers are checked
-SMALL = 4 << 10  # bytes of the whole tensor that is timed for the latency
-LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes of the whole tensor that gives the rate
+PARTS = (1, 257, 1 << 14)  # elements per rank in checks of numbers
+SMALL = 4 << 10  # bytes of the tensor in latency tests
+LARGE = {"cpu": 8 << 20, "cuda": 256 << 20}  # bytes of the tensor in rate tests
 
 
 @dataclass(kw_only=True)
 class RankReport:
-    """What one rank found; JSON can hold it."""
+    """Results of one rank, convertible to JSON."""
 
     rank: int
     host: str
     device: str
-    wrong: list[str] = field(default_factory=list)  # operations that gave wrong numbers
-    latency: dict[str, float] = field(default_factory=dict)  # operation -> seconds of a small one
-    rate: dict[str, float] = field(
-        default_factory=dict
-    )  # operation -> bytes per second that each rank sends in a large one
+    wrong: list[str] = field(default_factory=list)  # operations with wrong numbers
+    latency: dict[str, float] = field(default_factory=dict)  # operation -> seconds with a small tensor
+    rate: dict[str, float] = field(default_factory=dict)  # operation -> bytes per second sent with a large tensor
     products: float = 0.0  # FLOP/s while all ranks multiply
     # (this host, the next, bytes per second), on each host's first rank.
     pairs: Sequence[tuple[str, str, float]] = ()
 
 
 def measure(world: Group, *, host: str, seconds: float) -> RankReport:
-    """Check and time everything over the world; every rank calls it at the same time. `seconds`: about how long all
-    timings take together. Raises RuntimeError: something failed; the message begins with what.
+    """Check and time all operations over the world; every rank calls it at the same time. `seconds`: approximate time
+    of all timings. Raises RuntimeError, with a message that begins with the failed operation.
 
-    Collectives: those that are tested."""
+    Collectives: the tested ones."""
     device = world.device
     timer, report = Timer(device, world), RankReport(rank=world.rank, host=host, device=str(device))
     for name in CHECKS:
@@ -69,7 +67,7 @@ def measure(world: Group, *, host: str, seconds: float) -> RankReport:
 
 @contextmanager
 def _step(name: str) -> Iterator[None]:
-    """The error of a step says which it was, and after how long."""
+    """Add the name of a step, and the seconds since its start, to its RuntimeError."""
     start = time.monotonic()
     try:
         yield
@@ -79,7 +77,7 @@ def _step(name: str) -> Iterator[None]:
 
 
 def part_of(rank: int, count: int, device: torch.device) -> torch.Tensor:
-    """[count] small whole numbers, so that sums over thousands of ranks are exact."""
+    """Return [count] small integers as floats, so that sums over thousands of ranks are exact."""
     return (torch.arange(count, device=device) % 97 + rank % 13).float()
 
 
@@ -87,28 +85,28 @@ CHECKS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast
 
 
 def is_right(name: str, world: Group, count: int) -> bool:
-    """Whether the numbers that one of `CHECKS` gives this rank are right, if every rank gives `count`."""
+    """Run one of `CHECKS` with `count` elements per rank, and return whether this rank's result is right."""
     rank, ranks = world.rank, range(world.size)
     parts = [part_of(each, count, world.device) for each in ranks]
-    mine, part = parts[rank].clone(), torch.empty(count, device=world.device)
+    own, part = parts[rank].clone(), torch.empty(count, device=world.device)
     whole = torch.empty(world.size * count, device=world.device)
     match name:
         case "all-reduce":
-            world.all_reduce(mine)
-            return torch.equal(mine, torch.stack(parts).sum(0))
+            world.all_reduce(own)
+            return torch.equal(own, torch.stack(parts).sum(0))
         case "all-gather":
-            world.all_gather(whole, mine)
+            world.all_gather(whole, own)
             return torch.equal(whole, torch.cat(parts))
         case "reduce-scatter":
-            world.reduce_scatter(part, torch.cat([mine * (place % 7 + 1) for place in ranks]))
+            world.reduce_scatter(part, torch.cat([own * (place % 7 + 1) for place in ranks]))
             return torch.equal(part, torch.stack(parts).sum(0) * (rank % 7 + 1))
         case "all-to-all":
-            world.all_to_all_equal(whole, torch.cat([mine + place % 7 for place in ranks]))
+            world.all_to_all_equal(whole, torch.cat([own + place % 7 for place in ranks]))
             return torch.equal(whole, torch.cat([each + rank % 7 for each in parts]))
         case "broadcast":
-            world.broadcast(mine, source=world.size - 1)
-            return torch.equal(mine, parts[-1])
-    received, work = world.rotate_async(mine)
+            world.broadcast(own, source=world.size - 1)
+            return torch.equal(own, parts[-1])
+    received, work = world.rotate_async(own)
     work.wait()
     return torch.equal(received, parts[rank - 1])
 
@@ -119,7 +117,7 @@ _SENT: Mapping[str, Callable[[int], float]] = {
     "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
     "messages": lambda ranks: 1.0,
 }
-"""Operation that is timed -> what a rank sends, as a share of the whole tensor: in a ring, and of a message all of it."""
+"""Timed operation -> share of the tensor that a rank sends: in a ring, or all of a message."""
 
 
 def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
@@ -135,7 +133,7 @@ def _seconds(timer: Timer, name: str, size: int, seconds: float) -> float:
 
 
 def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str, str, float]]:
-    """Rates of messages between each host and the next, around a ring of them; a slow host is in both its pairs."""
+    """Measure messages between each host and the next in a ring. A slow host makes both of its pairs slow."""
     world = timer.world
     first: dict[str, int] = {}
     for rank, name in enumerate(world.gather_json(host)):
@@ -144,18 +142,18 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
     if len(hosts) == 1:
         return []
     edges = [(place, (place + 1) % len(hosts)) for place in range(len(hosts) if len(hosts) > 2 else 1)]
-    # No host is in two pairs of a round; the pair that closes an odd ring has its own.
+    # In a round each host is in at most one pair; the pair that closes the ring has a separate round.
     rounds = [edges[0 : len(hosts) - 1 : 2], edges[1 : len(hosts) - 1 : 2], edges[len(hosts) - 1 :]]
     tensor = torch.zeros(size // 4, device=timer.device)
     found = []
     for pairs in rounds:
         ends = [(first[hosts[one]], first[hosts[other]], hosts[other]) for one, other in pairs]
-        mine = next((end for end in ends if world.rank in end[:2]), None)
+        pair = next((end for end in ends if world.rank in end[:2]), None)
 
-        def there_and_back(mine: tuple[int, int, str] | None = mine) -> None:
-            if mine is None:
+        def there_and_back(pair: tuple[int, int, str] | None = pair) -> None:
+            if pair is None:
                 return
-            one, other, _ = mine
+            one, other, _ = pair
             if world.rank == one:
                 world.send_async(tensor, to=other).wait()
                 world.receive_async(tensor, source=other).wait()
@@ -164,18 +162,18 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
                 world.send_async(tensor, to=one).wait()
 
         took = timer.together(there_and_back, seconds=seconds / len(rounds)).seconds
-        if mine is not None and world.rank == mine[0]:
-            found.append((host, mine[2], 2 * size / took))
+        if pair is not None and world.rank == pair[0]:
+            found.append((host, pair[2], 2 * size / took))
     return found
 
 
 _found = partial(finding, "collectives")
-SLOW = 0.7  # of the median rate: a rank or a pair of hosts below it is named
-TIMEOUT = 90.0  # seconds until ranks that are started here are given up
+SLOW = 0.7  # share of the median rate below which a rank or a pair of hosts is reported
+TIMEOUT = 90.0  # seconds for ranks that `examine` starts
 
 
 def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Iterator[Finding]:
-    """Start so many ranks (two or more) on this host, gloo on the CPU or NCCL with a GPU each, and let them test."""
+    """Start `ranks` (at least 2) on this host, with gloo on the CPU or NCCL on a GPU each, and yield their findings."""
     try:
         with RankPool(ranks) as pool:
             found = pool.run(ranks, measured, ranks, device_type, host, seconds, timeout=TIMEOUT)
@@ -198,7 +196,7 @@ def measured(context: RankContext, ranks: int, device_type: str, host: str, seco
 
 
 def findings(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """What the reports of all ranks say together."""
+    """Yield the findings that follow from the reports of all ranks."""
     hosts = list(dict.fromkeys(report.host for report in reports))
     kind = torch.device(reports[0].device).type
     backend = "NCCL" if kind == "cuda" else "gloo"
@@ -229,14 +227,14 @@ def _operation(name: str, reports: Sequence[RankReport], large: int) -> Finding:
 
 
 def _products(reports: Sequence[RankReport]) -> Finding:
-    """Ranks that compute slower than the others hold all of them up."""
+    """Report ranks that compute slower than the others, because all others wait for them."""
     rates = [report.products for report in reports]
     median = statistics.median(rates)
     slow = [report for report in reports if report.products < SLOW * median]
     text = f"all ranks at once multiply at {min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s each"
     if slow:
-        who = ", ".join(f"{each.rank} on {each.host} ({each.products / median:.0%})" for each in slow[:8])
-        text += f"; slower than the others: rank {who}"
+        names = ", ".join(f"{each.rank} on {each.host} ({each.products / median:.0%})" for each in slow[:8])
+        text += f"; slower than the others: rank {names}"
     remedy = "every step waits for the slowest: look for heat, low clocks or other programs there, or leave it out"
     data = {"flops_per_second": rates, "slow": [report.rank for report in slow]}
     return _found("products", text, data, remedy if slow else None)
@@ -256,22 +254,22 @@ def _between_hosts(pairs: Sequence[tuple[str, str, float]]) -> Finding:
 
 
 class ExchangeFailed(Exception):
-    """The ranks could not exchange something."""
+    """The ranks could not communicate."""
 
 
 def examine_job(world: Group, own: Sequence[Finding], *, host: str, seconds: float) -> Iterator[Finding]:
-    """What the ranks (two or more) found together; the same on every rank. `own`: what this rank found by itself: the
-    first rank of each host everything, the others nothing. `seconds`: about how long all timings take together.
-    Raises ExchangeFailed: on each rank that has noticed, with its host.
+    """Test at least 2 ranks together, and yield the findings, the same on every rank. `own`: findings of this host on
+    its first rank, empty on others. `seconds`: approximate time of all timings. Raises ExchangeFailed with the host on
+    each rank that noticed a failure.
 
-    Collectives: over the world, those that are tested and gathers."""
+    Collectives: the tested ones and gathers, over the world."""
     try:
         rows = world.gather_json([host, [asdict(each) for each in own]])
         reports = world.gather_json(asdict(measure(world, host=host, seconds=seconds)))
     except RuntimeError as error:
-        gone = lost_ranks(world)
-        lost = f"; gone: rank {', '.join(map(str, gone))}" if gone else ""
-        raise ExchangeFailed(f"rank {world.rank} on {host}: {error}{lost}") from error
+        lost = lost_ranks(world)
+        note = f"; lost: rank {', '.join(map(str, lost))}" if lost else ""
+        raise ExchangeFailed(f"rank {world.rank} on {host}: {error}{note}") from error
     by_host = {name: [Finding(**each) for each in found] for name, found in rows if found}
     yield from unlike(by_host)
     yield from elsewhere(by_host, here=rows[0][0])
@@ -279,12 +277,12 @@ def examine_job(world: Group, own: Sequence[Finding], *, host: str, seconds: flo
 
 
 def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
-    """Versions and devices that differ between hosts, of what each host found by itself."""
+    """Yield findings on versions and devices that differ between hosts."""
     alike = True
     first, *others = by_host
     remedy = "install the same on all hosts, from one image or one lock file"
     for name in _compared(by_host[first]):
-        texts = {host: _compared(found).get(name, "not there") for host, found in by_host.items()}
+        texts = {host: _compared(found).get(name, "missing") for host, found in by_host.items()}
         odd = [host for host in others if texts[host] != texts[first]]
         if odd:
             alike = False
@@ -308,7 +306,7 @@ def _compared(found: Sequence[Finding]) -> dict[str, str]:
 
 
 def elsewhere(by_host: Mapping[str, Sequence[Finding]], *, here: str) -> Iterator[Finding]:
-    """What is to be fixed on the other hosts; that of rank 0 has been said."""
+    """Yield warnings and errors of other hosts than rank 0's, which has printed its own."""
     for host, found in by_host.items():
         for each in found:
             if host != here and each.level != "ok":

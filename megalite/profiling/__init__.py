@@ -1,1 +1,1 @@
-"""Measures the machine at hand: matrix products, attention, memory, collectives and the cost of small operations."""
+"""Measures this machine: matrix products, attention, memory, collectives and the cost of small operations."""

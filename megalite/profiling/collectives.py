@@ -1,6 +1,6 @@
-"""What the ranks run on, and what moves between them: collectives inside a node and across, messages between neighbours.
+"""Describes the machine of the ranks, and measures collectives and messages inside a node and across nodes.
 
-Every group of a kind works at once, as the groups of a training run do: the ranks of a node share its links and adapters.
+All groups of a kind communicate at once, as in training, because the ranks of a node share its links and adapters.
 """
 
 import math
@@ -26,13 +26,13 @@ from megalite.watchdog.processes import usable_cores
 class Machine:
     device_type: str
     device_name: str
-    memory_bytes: int  # of one rank: a GPU's, or its equal share of the node's
+    memory_bytes: int  # per rank: of its GPU, or its equal share of the node
     multiprocessors: int  # of a GPU; 1 on a CPU
-    threads: int  # that torch computes with, per rank
-    cores: int  # of a node that these processes may use
+    threads: int  # torch's threads per rank
+    cores: int  # usable cores of a node
     nodes: int
     ranks_per_node: int
-    accelerators_per_node: int  # GPUs of a node, also those that measure nothing; on a CPU its ranks
+    accelerators_per_node: int  # all GPUs of a node, even unused ones; on a CPU the ranks of a node
     torch_version: str
 
     @property
@@ -41,28 +41,28 @@ class Machine:
 
     @property
     def crowded(self) -> bool:
-        """Ranks and their threads outnumber the cores."""
+        """Whether the threads of all ranks outnumber the cores."""
         return self.shares_cores and self.ranks_per_node * self.threads > self.cores
 
     @property
     def ranks_per_core(self) -> float:
-        """Where they outnumber the cores; else 1."""
+        """Threads of all ranks per core if `crowded`, else 1."""
         return self.ranks_per_node * self.threads / self.cores if self.crowded else 1.0
 
     @property
     def shares_cores(self) -> bool:
-        """Ranks of a node compete for its cores and its memory's bandwidth."""
+        """Whether the ranks of a node compete for its cores and memory bandwidth."""
         return self.device_type == "cpu" and self.ranks_per_node > 1
 
 
 def describe_machine(world: Group, *, node: str | None = None) -> Machine:
-    """Asks every rank for its host (unless `node` is its name) and its device. Raises ConfigError if devices or numbers
-    of threads differ, or the ranks of nodes are unequal in number or not consecutive; the same on every rank.
+    """Gather the host (`node` replaces its name) and device of every rank. Raises ConfigError on every rank if devices
+    or numbers of threads differ, or if the ranks of nodes are not equal in number and consecutive.
+
     Collectives: a gather over the world."""
     device = world.device
     name, memory, multiprocessors = device_facts(device)
-    mine = [platform.node() if node is None else node, name, torch.get_num_threads()]
-    rows = world.gather_json(mine)
+    rows = world.gather_json([platform.node() if node is None else node, name, torch.get_num_threads()])
     per_node = _ranks_per_node([row[0] for row in rows])
     for rank, row in enumerate(rows):
         for what, index in (("device", 1), ("number of threads", 2)):
@@ -83,8 +83,8 @@ def describe_machine(world: Group, *, node: str | None = None) -> Machine:
 
 
 def _ranks_per_node(hosts: Sequence[str]) -> int:
-    """Ranks of each node, from the host of each rank. Raises ConfigError: not the same number on each, or ranks of one
-    are not consecutive."""
+    """Return the number of ranks per node, from the host of each rank. Raises ConfigError if it differs between nodes,
+    or if the ranks of a node are not consecutive."""
     count = hosts.count(hosts[0])
     blocks = [hosts[start : start + count] for start in range(0, len(hosts), count)]
     if any(len(set(block)) > 1 or len(block) < count for block in blocks) or len(set(hosts)) != len(blocks):
@@ -97,12 +97,12 @@ def _ranks_per_node(hosts: Sequence[str]) -> int:
 
 
 def device_facts(device: torch.device) -> tuple[str, int, int]:
-    """(name, bytes of memory, multiprocessors)."""
+    """Return (name, bytes of memory, multiprocessors)."""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return facts.name, int(facts.total_memory), int(facts.multi_processor_count)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpuinfo = Path("/proc/cpuinfo")  # where Linux says the model; elsewhere the architecture is the name
+    cpuinfo = Path("/proc/cpuinfo")  # contains the model on Linux; elsewhere use the architecture
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     model = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE)
     return model[1] if model else platform.machine() or "CPU", memory, 1
@@ -116,12 +116,12 @@ class CollectiveTime:
     operation: str  # one of OPERATIONS, or `p2p`
     place: str  # `inside` a node, through its `memory`, or `across` nodes
     ranks: int  # of the group
-    message_bytes: int  # the whole tensor: what is reduced, gathered, scattered or exchanged by one rank
+    message_bytes: int  # of the whole tensor that a rank reduces, gathers, scatters or exchanges
     timing: Timing
 
     @property
     def latencies(self) -> float:
-        """That follow each other: n - 1 in a ring inside a node, the depth of a tree across nodes, 1 of a message."""
+        """Sequential latencies: n - 1 in a ring inside a node, the depth of a tree across nodes, 1 for a message."""
         if self.operation == "p2p" or self.place == "memory":
             return 1.0
         depth = self.ranks - 1 if self.place == "inside" else math.ceil(math.log2(self.ranks))
@@ -129,8 +129,8 @@ class CollectiveTime:
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends: (n - 1)/n of the whole with a ring, twice that for an all-reduce, all of a message; or what it
-        writes to memory and reads there."""
+        """Bytes that a rank sends: (n - 1)/n of the tensor in a ring, twice that for an all-reduce, all of a message.
+        Through shared memory: bytes that it writes and reads."""
         if self.operation == "p2p":
             return float(self.message_bytes)
         if self.place == "memory":
@@ -145,20 +145,20 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:
-    """The groups of one place that this rank is in."""
+    """This rank's groups of one place."""
 
     place: str
     groups: tuple[Group, ...]  # one for each size
-    edges: tuple[Group, Group] | None = None  # to a neighbour of that kind and back; None: this rank has none
+    edges: tuple[Group, Group] | None = None  # to a neighbour and back; None: this rank has none
 
 
 def make_channels(
     machine: Machine, rank: int, device: torch.device, *, made: ProcessGroups | None = None
 ) -> list[Channels]:
-    """Groups inside a node (of 2 ranks and of all), and across nodes (one rank of each), with a pair for messages; and those
-    inside a node once more as tensor-parallel ranks have them, where these exchange through its memory.
+    """Create groups inside a node (of 2 ranks and of all) and across nodes (one rank of each), with a pair for
+    messages. If tensor-parallel ranks use shared memory, also create groups inside a node that do.
 
-    Collectives: makes process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
+    Collectives: creates process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
     made = {} if made is None else made
     local, nodes = machine.ranks_per_node, machine.nodes
 
@@ -173,7 +173,7 @@ def make_channels(
             tuple(topology(tp=size, dp=local * nodes // size, shared_memory=through).tp for size in sizes)
             for through in (False, True)
         )
-        # With an odd number the first two ranks of each node exchange messages, and the rest look on.
+        # With an odd number only the first two ranks of each node exchange messages.
         pair = 2 if local % 2 == 0 else local
         neighbours = topology(pp=pair, dp=local * nodes // pair, order="tp-cp-ep-pp-dp")
         found.append(Channels(place="inside", groups=groups, edges=_first_pair(neighbours)))
@@ -188,12 +188,12 @@ def make_channels(
 
 
 def _first_pair(topology: Topology) -> tuple[Group, Group] | None:
-    """The groups of pipeline ranks 0 -> 1 and 1 -> 0 of this rank's pipeline."""
+    """Return the groups of pipeline ranks 0 -> 1 and 1 -> 0 of this rank's pipeline, None on other ranks."""
     return None if topology.pp.rank > 1 else (topology.edges[0, 1], topology.edges[1, 0])
 
 
 def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[int]:
-    """Bytes, `count` powers of two from smallest to largest, evenly spread."""
+    """Return `count` powers of two, in bytes, evenly spread from smallest to largest."""
     low, high = smallest.bit_length() - 1, max(smallest, largest).bit_length() - 1
     steps = max(1, min(count - 1, high - low))
     return sorted({1 << (low + round((high - low) * index / steps)) for index in range(steps + 1)})
@@ -202,9 +202,9 @@ def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[
 def measure_collectives(
     timer: Timer, channels: Channels, *, sizes: Sequence[int], seconds: float
 ) -> Iterator[CollectiveTime]:
-    """Every operation at every size, `seconds` in all.
+    """Measure every operation at every size, `seconds` in total.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world."""
+    Collectives: the measured ones, and barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
     shared = channels.place == "memory"
     for size in sizes:
@@ -220,7 +220,7 @@ def measure_collectives(
 
 
 def collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """The call, and the bytes of its whole tensor: `size` rounded up to equal parts."""
+    """Return a function that runs the collective, and the bytes of its tensor: `size` rounded up to equal parts."""
     part = torch.zeros(max(1, -(-size // (4 * group.size))), device=device)
     whole = torch.zeros(part.numel() * group.size, device=device)
     other = torch.zeros_like(whole)
@@ -234,7 +234,7 @@ def collective(operation: str, group: Group, size: int, device: torch.device) ->
 
 
 def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:
-    """There and back again between neighbours; half of it is one message."""
+    """Time a message to the neighbour and one back; half of it is one message."""
     tensor = torch.zeros(max(1, size // 4), device=timer.device)
     run = there_and_back(channels, tensor)
     both = timer.over_ranks(timer.amid(run, seconds=seconds), idle=channels.edges is None)
@@ -250,8 +250,8 @@ def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> Co
 def there_and_back(
     channels: Channels, tensor: torch.Tensor, compute: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """A message to the neighbour and one back; each sends when it has computed, the second after it has received. Nothing
-    on a rank without a neighbour."""
+    """Return a function that exchanges a message to the neighbour and one back. Each rank computes before it sends; the
+    second rank computes after it receives. The function does nothing on a rank without a neighbour."""
     edges = channels.edges
 
     def run() -> None:
@@ -271,32 +271,33 @@ def there_and_back(
     return run
 
 
-_TURN_PRODUCTS = 60  # of 256 x 256 matrices: some 20 ms on its own core, as a microbatch takes on a stage
-_LOOKS = 4
+_TURN_PRODUCTS = 60  # of 256 x 256 matrices: about 20 ms on a free core, like a microbatch on a stage
+_REPETITIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTime:
-    """The same computation, by all ranks at once and by the two ranks of each pair in turn."""
+    """Times of one computation: on all ranks at once, and on the two ranks of each pair in turn."""
 
     at_once: Timing
-    in_turn: Timing  # of both, one after the other, with a message each way
+    in_turn: Timing  # both computations, with a message each way
 
     @property
     def speedup(self) -> float:
-        """Of a rank while every second one waits."""
+        """Speedup of a rank while every second rank waits."""
         return 2.0 * self.at_once.seconds / self.in_turn.seconds
 
 
 def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTime:
-    """Pairs of neighbours inside a node, for about `seconds`.
+    """Measure pairs of neighbours inside a node for about `seconds`.
 
     Collectives: messages between them, barriers and gathers over the timer's world."""
     compute = products(_TURN_PRODUCTS, timer.device)
     in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
-    # The machine's speed drifts: both are looked at in turns.
-    looks = [[timer.together(run, seconds=seconds / (2 * _LOOKS)) for run in (compute, in_turn)] for _ in range(_LOOKS)]
+    # Alternate between the two, because the machine's speed drifts.
+    each, runs = seconds / (2 * _REPETITIONS), (compute, in_turn)
+    rounds = [[timer.together(run, seconds=each) for run in runs] for _ in range(_REPETITIONS)]
+    columns = (sorted(timings, key=lambda timing: timing.seconds) for timings in zip(*rounds, strict=True))
     idle = channels.edges is None
-    middle = (sorted(timings, key=lambda timing: timing.seconds)[_LOOKS // 2] for timings in zip(*looks, strict=True))
-    times = (timer.over_ranks(timing, idle=idle) for timing in middle)
+    times = (timer.over_ranks(timings[_REPETITIONS // 2], idle=idle) for timings in columns)
     return TurnTime(at_once=next(times), in_turn=next(times))

@@ -1,4 +1,4 @@
-"""Measured pieces of a machine: matrix products, attention, memory, small operations."""
+"""Measures single operations: matrix products, attention and passes over memory."""
 
 import itertools
 import math
@@ -16,13 +16,13 @@ from megalite.profiling.timing import Timer, Timing
 
 HIDDEN_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
-SPLITS = (1, 8)  # tensor-parallel sizes with their narrow matrices among the shapes
+SPLITS = (1, 8)  # tensor-parallel sizes, which make matrices narrower
 PRODUCTS = ("forward", "input-gradient", "weight-gradient")
 
 
 @dataclass(frozen=True, order=True)
 class LinearShape:
-    """A linear layer on so many tokens: x [tokens, inputs] · weight [outputs, inputs]ᵀ."""
+    """Shape of a linear layer: x [tokens, inputs] · weight [outputs, inputs]ᵀ."""
 
     tokens: int
     outputs: int
@@ -33,12 +33,12 @@ class LinearShape:
         return 2 * self.tokens * self.outputs * self.inputs
 
     def bytes(self, itemsize: int) -> int:
-        """What is in memory while the three products run: operands, results and the fp32 main gradient."""
+        """Return the memory of the three products: operands, results and the fp32 main gradient."""
         activations = 2 * self.tokens * (self.outputs + self.inputs)
         return activations * itemsize + self.outputs * self.inputs * (itemsize + 4)
 
     def product(self, name: str) -> tuple[int, int, int]:
-        """(m, n, k) of a product: m by n results, each the sum over k."""
+        """Return (m, n, k) of a product: m by n results, each a sum over k."""
         return {
             "forward": (self.tokens, self.outputs, self.inputs),
             "input-gradient": (self.tokens, self.inputs, self.outputs),
@@ -48,7 +48,7 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTime:
-    """A product's time. `weight-gradient` adds to an fp32 main gradient, as training does."""
+    """Time of a product. `weight-gradient` accumulates into an fp32 main gradient, as training does."""
 
     product: str
     m: int
@@ -63,7 +63,7 @@ class GemmTime:
 
 
 def layer_shapes() -> list[LinearShape]:
-    """qkv, output, up and down projection of GPT layers of all sizes, whole and split over tp; by FLOPs."""
+    """Return QKV, output, up and down projections of GPT layers of all sizes, whole and split over tp, by FLOPs."""
     shapes = set()
     for h, tp, tokens in itertools.product(HIDDEN_SIZES, SPLITS, TOKENS):
         if tp == 1 or h // tp >= 128:
@@ -73,8 +73,8 @@ def layer_shapes() -> list[LinearShape]:
 
 
 def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize: int) -> list[LinearShape]:
-    """At most `count` of `layer_shapes()` that are within the limits, evenly spread over the logarithm of their FLOPs.
-    The smallest is always among them, also where it is beyond the limits."""
+    """Return at most `count` of `layer_shapes()` within the limits, evenly spread over the logarithm of their FLOPs.
+    The smallest is always included."""
     smallest, *rest = layer_shapes()
     fitting = [smallest] + [
         shape for shape in rest if shape.flops <= most_flops and shape.bytes(itemsize) <= most_bytes
@@ -84,7 +84,7 @@ def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize:
     for index in range(count):
         wanted = low + (high - low) * index / max(count - 1, 1)
         near = [shape for shape in fitting if shape not in chosen] or fitting
-        # Of shapes with equal FLOPs another one each time, so that wide, tall and narrow ones all occur.
+        # Alternate between shapes with equal FLOPs, so that wide, tall and narrow ones occur.
         close = min(abs(math.log(shape.flops) - wanted) for shape in near)
         same = [shape for shape in near if abs(math.log(shape.flops) - wanted) <= close + 1e-9]
         chosen[same[index % len(same)]] = None
@@ -92,7 +92,7 @@ def chosen_shapes(*, count: int, most_flops: float, most_bytes: float, itemsize:
 
 
 def first_rate(timer: Timer, dtype: torch.dtype) -> float:
-    """FLOP/s of a middling product: which shapes there is time for is judged by it. The same on every rank."""
+    """Return the FLOP/s of a product of medium size, to choose shapes by their time. The same on every rank."""
     size = 2048 if timer.device.type == "cuda" else 256
     x = torch.randn(size, size, device=timer.device).to(dtype)
     matmul = Kernels().get("matmul", device=timer.device, dtype=dtype, size=size)
@@ -103,7 +103,7 @@ def first_rate(timer: Timer, dtype: torch.dtype) -> float:
 def measure_gemms(
     timer: Timer, *, dtype: torch.dtype, name: str, shapes: Sequence[LinearShape], seconds: float
 ) -> Iterator[GemmTime]:
-    """Times of the three products of each shape, every rank at its own at once; `seconds` in all.
+    """Measure the three products of each shape, on all ranks at once, `seconds` in total.
 
     Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(shapes) * len(PRODUCTS))
@@ -117,7 +117,7 @@ def measure_gemms(
 def _products(
     shape: LinearShape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The calls that `tensor_parallel.layers.linear` makes, on one rank's tensors."""
+    """Yield the products that `tensor_parallel.layers.linear` runs, on one rank's tensors."""
     main = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.randn(shape.tokens, shape.inputs, device=device).to(dtype)
     weight = torch.randn(shape.outputs, shape.inputs, device=device).to(dtype)
@@ -134,7 +134,7 @@ def _products(
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """b sequences of s tokens, so many heads of d channels."""
+    """Shape of attention: b sequences of s tokens, heads of d channels."""
 
     b: int
     heads: int
@@ -143,7 +143,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Of the forward's two products over the whole square of scores, whatever the causal mask hides."""
+        """FLOPs of the forward's two products over the whole square of scores, without regard to the causal mask."""
         return 4 * self.b * self.heads * self.s**2 * self.d
 
 
@@ -156,13 +156,13 @@ class AttentionTime:
 
     @property
     def flops_per_second(self) -> float:
-        """Achieved, by the FLOPs of the whole square: two products forward and, recomputation left out, four backward."""
+        """Achieved rate over the whole square of scores: two products forward, four backward without recomputation."""
         return (2 if self.backward else 1) * self.shape.flops / self.timing.seconds
 
 
 def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionShape]:
-    """Heads of 64 and 128 over growing sequences, as far as the limits go; at least the smallest of each. `most_bytes`
-    bounds fp32 scores, which some kernels keep."""
+    """Return shapes with heads of 64 and 128 channels and growing sequences, within the limits; at least the smallest
+    of each. `most_bytes` limits the fp32 scores, which some kernels store."""
     shapes = []
     for d in (64, 128):
         for s in (128, 512, 2048, 4096):
@@ -176,7 +176,7 @@ def attention_shapes(*, most_flops: float, most_bytes: float) -> list[AttentionS
 def measure_attention(
     timer: Timer, *, dtype: torch.dtype, name: str, shapes: list[AttentionShape], seconds: float
 ) -> Iterator[AttentionTime]:
-    """Forward and backward of each shape; every rank at once, `seconds` in all.
+    """Measure forward and backward of each shape, on all ranks at once, `seconds` in total.
 
     Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, 2 * len(shapes))
@@ -189,7 +189,7 @@ def measure_attention(
 def _attention_passes(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[bool, Callable[[], object]]]:
-    """q, k and v are views of one [s, b, heads, 3·d], as they come from the qkv projection."""
+    """Yield forward and backward. q, k and v are views of one [s, b, heads, 3·d], as after the QKV projection."""
     qkv = torch.randn(shape.s, shape.b, shape.heads, 3, shape.d, device=device).to(dtype)
     q, k, v = (part.squeeze(3).permute(1, 2, 0, 3).detach().requires_grad_() for part in qkv.split(1, dim=3))
     yield False, lambda: causal_attention(q, k, v)
@@ -199,12 +199,12 @@ def _attention_passes(
 
 
 OPERATIONS = ("copy", "add", "adam")
-ADAM_BYTES = 28  # an element of AdamW in fp32: reads parameter, gradient, two moments; writes three
+ADAM_BYTES = 28  # per element in fp32: AdamW reads parameter, gradient and two moments, and writes three of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTime:
-    """One pass over tensors of `elements` fp32 numbers each."""
+    """Time of one pass over tensors of `elements` fp32 numbers each."""
 
     operation: str
     elements: int
@@ -217,20 +217,20 @@ class MemoryTime:
 
 
 def tensor_sizes(*, most_elements: float) -> list[int]:
-    """Elements of tensors: from what a cache holds to what none does, 64 Ki to at most 64 Mi; at least the first two."""
+    """Return numbers of elements, from 64 Ki (fits into a cache) to at most 64 Mi (fits into none); at least two."""
     sizes = [2**16, 2**20, 2**22, 2**24, 2**26]
     return [size for size in sizes if size <= max(most_elements, sizes[1])]
 
 
 def first_bandwidth(timer: Timer) -> float:
-    """About how many bytes per second an optimizer's pass moves; the same on every rank."""
+    """Return a rough rate of an optimizer's pass in bytes per second; the same on every rank."""
     elements = 2**26 if timer.device.type == "cuda" else 2**20
     *_, (_, moved, run) = _memory_passes(elements, timer.device)
     return moved / timer.each_over_ranks(run, seconds=0.0).seconds
 
 
 def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterator[MemoryTime]:
-    """Copy, sum and optimizer step at each size; every rank at once, `seconds` in all.
+    """Measure copy, sum and optimizer step at each size, on all ranks at once, `seconds` in total.
 
     Collectives: barriers and gathers over the timer's world."""
     each = seconds / max(1, len(sizes) * len(OPERATIONS))
@@ -241,7 +241,7 @@ def measure_memory(timer: Timer, *, sizes: list[int], seconds: float) -> Iterato
 
 
 def _memory_passes(elements: int, device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """(operation, bytes of a pass, the pass)."""
+    """Yield (operation, bytes of a pass, function that runs the pass)."""
     a, b, c = (torch.zeros(elements, device=device) for _ in range(3))
     yield "copy", 8 * elements, lambda: c.copy_(a)
     yield "add", 12 * elements, lambda: torch.add(a, b, out=c)
@@ -249,7 +249,7 @@ def _memory_passes(elements: int, device: torch.device) -> Iterator[tuple[str, i
 
 
 def adam_step(values: torch.Tensor, grad: torch.Tensor) -> Callable[[], object]:
-    """An update of flat fp32 parameters by AdamW."""
+    """Return a function that runs an AdamW update of flat fp32 parameters."""
     parameter = torch.nn.Parameter(values)
     parameter.grad = grad
     optimizer = AdamW([FlatParameter(param=parameter, decay=True, segments=())], OptimizerConfig())

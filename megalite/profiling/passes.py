@@ -1,8 +1,7 @@
-"""What passes of real stages take, and what of it is neither products nor attention: bytes, operations, a constant.
+"""Measures forwards and backwards of small stages, and fits the planner's costs beside products and attention.
 
-Kernels alone say too little of a CPU: what lies between the products (norms, activations, softmax, copies) is many
-operations there, some bound by memory and some by arithmetic, and no formula of bytes gives their rate.
-"""
+Kernel times are not enough on a CPU. The work between the products (norms, activations, softmax, copies) consists of
+many operations, some bound by memory and some by arithmetic, so no formula of bytes predicts its rate."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from megalite.topology.group import Group
 
 @dataclass(frozen=True, kw_only=True)
 class StageShape:
-    """A last or a middle stage of a small GPT, one sequence a microbatch."""
+    """Shape of a last or middle stage of a small GPT, with one sequence per microbatch."""
 
     family: str  # `gpt` (LayerNorm, GELU, biases) or `llama` (RMSNorm, SwiGLU, rotary positions)
     hidden: int
@@ -63,7 +62,7 @@ def config_of(model: ModelConfig, sequence: int) -> RunConfig:
     return validate(config, world_size=1)
 
 
-# Small ones, of which most is overhead, to such as CPUs train.
+# From small stages, mostly overhead, to the size of models trained on CPUs.
 SHAPES = tuple(
     StageShape(family=family, hidden=hidden, sequence=sequence, layers=layers, vocabulary=vocabulary)
     for hidden, sequence in ((64, 64), (128, 128), (256, 256), (512, 256))
@@ -82,7 +81,7 @@ class PassTime:
 def measure_passes(
     timer: Timer, *, dtype: torch.dtype, name: str, most_flops: float, seconds: float
 ) -> Iterator[PassTime]:
-    """Stages of at most so many FLOPs, every rank at once, `seconds` in all.
+    """Measure stages of at most `most_flops`, on all ranks at once, `seconds` in total.
 
     Collectives: barriers and gathers over the timer's world."""
     shapes = [shape for shape in SHAPES if shape.flops <= most_flops] or list(SHAPES[:3])
@@ -98,7 +97,8 @@ def measure_passes(
 def _passes(
     model: ModelConfig, layers: int, sequence: int, dtype: torch.dtype, device: torch.device, *, head: bool = False
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Forward alone, and forward with backward, of a stage; weight gradients go to fp32 buffers, as in training."""
+    """Return functions that run a stage's forward, and its forward and backward. Weight gradients accumulate into fp32
+    buffers, as in training."""
     stage = GPTStage(
         model,
         first_layer=0,
@@ -132,12 +132,12 @@ def _passes(
 def with_passes(
     times: Sequence[PassTime], cluster: Cluster, stack: SoftwareStack, *, source: str, least_operation: float = 0.0
 ) -> tuple[SoftwareStack, float]:
-    """The stack with what the planner's formulas lack to give the measured passes, and the mean relative error then.
+    """Fit the stack's elementwise slowdown, operation time and microbatch constant to the measured passes. Returns the
+    stack and the mean relative error.
 
-    Least squares over relative errors, with products (of the cluster) and attention (of the stack) as the formulas have
-    them. `source` says when, with what and how it was measured, for the provenance. Any operation takes `least_operation`
-    seconds: the fit cannot tell operations from elementwise work and passes where the times are noisy, and gives one of
-    them all; but none is free."""
+    Minimizes squared relative errors; products (from the cluster) and attention (from the stack) keep the planner's
+    formulas. `source`: date, software and method, for the provenance. `least_operation`: least seconds per operation.
+    On noisy times the fit cannot separate the three constants and may set one to 0, but no operation is free."""
     plain = dataclasses.replace(stack, elementwise_slowdown=1.0)
     without = dataclasses.replace(stack, elementwise_slowdown=0.0)
     known, moved, operations, passes = [], [], [], []
@@ -169,7 +169,7 @@ def _parts(time: PassTime, cluster: Cluster, stack: SoftwareStack) -> Parts:
     return cost.forward_parts + cost.backward_parts if time.backward else cost.forward_parts
 
 
-FEW, MANY = 1, 5  # layers of the two stages that are compared
+FEW, MANY = 1, 5  # layers of the two compared stages
 TINY_MODEL = ModelConfig(
     num_layers=MANY,
     hidden_size=16,
@@ -183,16 +183,16 @@ TINY_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Seconds, the same on every rank."""
+    """Overheads in seconds, the same on every rank."""
 
-    operation: Timing  # one operation on one number
-    layer: float  # what a layer adds to the forward and backward of a stage
-    stage: float  # what these take beside the layers
+    operation: Timing  # of one operation on one number
+    layer: float  # of a layer in the forward and backward of a stage
+    stage: float  # of a stage's forward and backward without layers
     step: Timing  # norm, update and clearing of one small bucket
 
 
 def measure_overheads(timer: Timer, *, dtype: torch.dtype, seconds: float) -> Overheads:
-    """Every rank at once, `seconds` in all.
+    """Measure overheads on all ranks at once, `seconds` in total.
 
     Collectives: barriers and gathers over the timer's world."""
 

@@ -1,4 +1,4 @@
-"""The whole measurement: what is measured in which order and for how long, and what comes of it as a cluster file and a stack file."""
+"""Runs all measurements within a time budget, and fits a cluster file and a stack file to them."""
 
 import dataclasses
 import math
@@ -26,14 +26,13 @@ from megalite.topology.group import Group, ProcessGroups
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _WEIGHTS = {"gemm": 0.2, "attention": 0.1, "memory": 0.1, "overheads": 0.05, "passes": 0.25, "collectives": 0.3}
-"""Shares of the time; without a second rank, or on a GPU, the others share what is not measured there."""
+"""Shares of the time. Parts that are not measured (with one rank, or on a GPU) leave their share to the others."""
 
-_TURNS = 0.15  # of the time for what lies between ranks, where they outnumber the cores
+_TURNS = 0.15  # share of the time for collectives that `measure_turns` takes, if ranks outnumber the cores
 
 _PLACES = {"inside": "inside a node", "memory": "through memory that ranks share", "across": "across nodes"}
 _SAMPLES = 6
-"""How often a measurement runs its operation at the least, warm-up included: what is longer than a sixth of its time is
-not chosen."""
+"""Fewest runs of an operation, including warm-up: sizes that take more than a sixth of their time are not chosen."""
 
 
 @dataclass(kw_only=True)
@@ -44,14 +43,13 @@ class Measurements:
     gemms: list[pieces.GemmTime] = field(default_factory=list)
     attention: list[pieces.AttentionTime] = field(default_factory=list)
     memory: list[pieces.MemoryTime] = field(default_factory=list)
-    passes: list[stages.PassTime] = field(default_factory=list)  # on a CPU: its rates depend on more than bytes
+    passes: list[stages.PassTime] = field(default_factory=list)  # only on a CPU
     collectives: list[between.CollectiveTime] = field(default_factory=list)
-    turns: between.TurnTime | None = None  # where ranks outnumber cores
+    turns: between.TurnTime | None = None  # only if ranks outnumber cores
 
 
 def check_dtypes(names: Sequence[str], world: Group) -> None:
-    """Try a product of each type on every rank. Raises ConfigError: a rank's device does not have one; the same on
-    every rank.
+    """Try a product of each dtype. Raises ConfigError on every rank if some rank's device does not support one.
 
     Collectives: a gather over the world."""
     with world.errors_on_all_ranks():
@@ -79,7 +77,7 @@ def measure(
 ) -> Measurements:
     """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
 
-    Collectives: those that are measured, and barriers and gathers over the timer's world."""
+    Collectives: the measured ones, and barriers and gathers over the timer's world."""
     left_out = set() if machine.ranks > 1 else {"collectives"}
     if machine.device_type != "cpu":
         left_out.add("passes")
@@ -94,7 +92,7 @@ def measure(
         progress(f"matrix products in {name}")
         rate = pieces.first_rate(timer, dtype)
         budget = share["gemm"] / len(dtypes)
-        # A tenth of a second for each of three products, or as many shapes as go with a quarter of that.
+        # 0.1 s for each of three products per shape, but at least four shapes.
         count = max(4, min(16, int(budget / 0.3)))
         most = rate * budget / (3 * count * _SAMPLES)
         shapes = pieces.chosen_shapes(count=count, most_flops=most, most_bytes=most_bytes, itemsize=dtype.itemsize)
@@ -106,7 +104,7 @@ def measure(
         heads = pieces.attention_shapes(most_flops=most, most_bytes=most_bytes)
         found.attention += pieces.measure_attention(timer, dtype=dtype, name=name, shapes=heads, seconds=budget)
     progress("memory")
-    # Four tensors of the largest size; 15 measurements at the most.
+    # Four tensors of the largest size; at most 15 measurements.
     most = pieces.first_bandwidth(timer) * share["memory"] / (15 * _SAMPLES * pieces.ADAM_BYTES)
     sizes = pieces.tensor_sizes(most_elements=min(most, most_bytes / 16))
     found.memory += pieces.measure_memory(timer, sizes=sizes, seconds=share["memory"])
@@ -119,7 +117,7 @@ def measure(
         places = between.make_channels(machine, timer.world.rank, timer.device, made=made)
         seconds = share["collectives"]
         if machine.crowded and places[0].place == "inside":
-            progress("what ranks that wait leave to others")
+            progress("speed of ranks while others wait")
             found.turns = between.measure_turns(timer, places[0], seconds=_TURNS * seconds)
             seconds *= 1.0 - _TURNS
         for channels in places:
@@ -134,7 +132,7 @@ def measure(
 
 
 def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -> int:
-    """Bytes that an all-reduce over the largest group moves in a sixth of `seconds`; at least a mebibyte."""
+    """Return the bytes that an all-reduce over the largest group moves in a sixth of `seconds`, at least 1 MiB."""
     group, trial = channels.groups[-1], 1 << 20
     tensor = torch.zeros(trial // 4, device=timer.device)
     once = timer.over_ranks(timer.together(lambda: group.all_reduce(tensor), seconds=0.0)).seconds
@@ -142,8 +140,8 @@ def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -
 
 
 def stand_in(machine: between.Machine, like: str | None) -> tuple[Cluster, bool]:
-    """The cluster (of the name or file `like`) that stands for what is not measured, and whether its accelerator is
-    this one. Raises ConfigError if none was given and none is known for this accelerator."""
+    """Return the cluster (name or file `like`) with figures for what is not measured, and whether it has the same
+    accelerator. Raises ConfigError if `like` is None and no cluster file has this accelerator."""
     if like is not None:
         base = load_cluster(like)
         return base, _same_accelerator(machine, base)
@@ -157,20 +155,20 @@ def stand_in(machine: between.Machine, like: str | None) -> tuple[Cluster, bool]
 
 
 def _same_accelerator(machine: between.Machine, base: Cluster) -> bool:
-    """Its model is in the device's name, it has the same memory, and it is no card with lower clocks."""
+    """Return whether names and memory match. PCIe cards do not match, because their clocks are lower."""
     model = base.accelerator.name.split("-")[0]
     words = machine.device_name.replace("-", " ").split()
     close = abs(machine.memory_bytes / base.accelerator.memory_bytes - 1) < 0.1
     return machine.device_type == "cuda" and model in words and close and "PCI" not in machine.device_name.upper()
 
 
-Fitted = tuple[Cluster, dict[str, float]]  # and of each part the mean of |formula / measured - 1|
+Fitted = tuple[Cluster, dict[str, float]]  # a cluster, and for each part the mean of |formula / measured - 1|
 
 
 def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: str, source: str) -> Fitted:
-    """The cluster of these measurements. `base`: gives what was not measured. `nominal`: the accelerator is the base's:
-    its peaks are the vendor's and efficiencies are shares of them. Else the peaks are the highest rates that were
-    reached. `source`: when, with what and how it was measured, for the provenance."""
+    """Fit a cluster to measurements. `base`: cluster with figures for what was not measured. `nominal`: the base has
+    the same accelerator, so peaks are the vendor's and efficiencies are shares of them. Otherwise peaks are the highest
+    measured rates. `source`: date, software and method of the measurement, for the provenance."""
     machine = measured.machine
     provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
     accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
@@ -180,7 +178,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     provenance["efficiency.memory"] = source
     crowd = machine.ranks_per_core
     if measured.turns is not None:
-        # Times what of the speedup that their number allows was reached while every second rank waited.
+        # Multiply by the part of the possible speedup that was reached while every second rank waited.
         crowd = max(1.0, crowd * min(1.0, measured.turns.speedup / min(2.0, crowd)))
     node = dataclasses.replace(base.node, accelerators=machine.accelerators_per_node, ranks_per_core=crowd)
     network, shares = base.network, dataclasses.replace(base.efficiency, gemm=gemm, memory=memory)
@@ -188,7 +186,7 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     if inside := at["inside"]:
         steps, messages, errors["inside"] = fit_links(inside)
         peak = node.link_bandwidth if nominal else max(steps.rate, messages.rate)
-        latency = max(steps.latency, 1e-9)  # messages' is stated in these
+        latency = max(steps.latency, 1e-9)  # unit of `message_steps`
         node = dataclasses.replace(
             node, link_bandwidth=peak, link_latency=latency, message_steps=messages.latency / latency
         )
@@ -225,8 +223,7 @@ def describe(machine: between.Machine) -> str:
     ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
     threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
     shared = (
-        f"; all ranks of a node measured at once, on {machine.cores} cores between them: the rates are what each has beside "
-        f"the others"
+        f"; all ranks of a node measured at once on {machine.cores} shared cores: rates are per rank under this load"
         if machine.shares_cores
         else ""
     )
@@ -240,7 +237,7 @@ def _count(number: int, noun: str) -> str:
 def _fit_accelerator(
     measured: Measurements, base: Cluster, *, nominal: bool
 ) -> tuple[Accelerator, float, float, dict[str, float]]:
-    """(accelerator, efficiency of products, of memory, errors)."""
+    """Return (accelerator, efficiency of products, efficiency of memory, errors)."""
     machine = measured.machine
     reached = {
         name: max(time.flops_per_second for time in measured.gemms if time.dtype == name) for name in measured.dtypes
@@ -269,14 +266,13 @@ def _fit_accelerator(
     for name in others:
         share, _, errors[f"gemm {name}"] = fit_gemm([time for time in measured.gemms if time.dtype == name], trial)
         if not nominal:
-            peaks[name] *= share / gemm  # so that the one efficiency gives the rate of each type
+            peaks[name] *= share / gemm  # so that the one efficiency gives the rate of each dtype
     return dataclasses.replace(accelerator, kernel_seconds=kernel, peak_flops=peaks), gemm, memory, errors
 
 
 def fit_memory(times: Sequence[pieces.MemoryTime], start: float) -> tuple[float, float, float]:
-    """(highest rate, rate of operations, mean relative error). The second is the median over all operations and sizes:
-    on a CPU a part of what training touches lies in caches. The `start` seconds of an operation are not counted to its
-    bytes."""
+    """Return (highest rate, rate of operations, mean relative error). The second is the median over all operations and
+    sizes, because on a CPU caches contain a part of the tensors. `start`: seconds per operation beside its bytes."""
     rates = [time.bytes_moved / max(time.timing.seconds - start, time.timing.seconds / 10) for time in times]
     rate = statistics.median(rates)
     errors = [abs((start + time.bytes_moved / rate) / time.timing.seconds - 1) for time in times]
@@ -285,12 +281,12 @@ def fit_memory(times: Sequence[pieces.MemoryTime], start: float) -> tuple[float,
 
 
 def fit_gemm(times: Sequence[pieces.GemmTime], cluster: Cluster) -> tuple[float, float, float]:
-    """(efficiency, seconds of an operation beside its product, mean relative error) of `gemm_seconds`. Both are
-    searched over a grid for the least sum of absolute relative errors: what another program disturbed does not draw the
-    fit after it. `times` are of one type; `cluster` has everything but its efficiency of products."""
+    """Fit `gemm_seconds`: return (efficiency, seconds per operation beside its product, mean relative error). A grid
+    search minimizes the sum of absolute relative errors, on which disturbed measurements have little effect. All
+    `times` have one dtype; `cluster` is complete except its product efficiency."""
     dtype, seconds = times[0].dtype, np.array([time.timing.seconds for time in times])
     m, n, k = (np.array([float(getattr(time, letter)) for time in times]) for letter in "mnk")
-    # The gradient of weights is added to what is there: 4 bytes read and written.
+    # A weight gradient is accumulated: 4 bytes read and 4 written per element.
     rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
     added = np.array([8.0 * time.m * time.n * (time.product == "weight-gradient") for time in times]) / rate
     kernels = np.concatenate([[0.0], np.geomspace(1e-7, 1e-4, 31)])
@@ -313,7 +309,7 @@ class Line(NamedTuple):
 
 
 def fit_links(times: Sequence[between.CollectiveTime]) -> tuple[Line, Line, float]:
-    """(collectives, messages, mean relative error) of one place."""
+    """Fit the times of one place: return (collectives, messages, mean relative error)."""
     messages = [time for time in times if time.operation == "p2p"]
     others = [time for time in times if time.operation != "p2p"]
     (line, error), (p2p, p2p_error) = _fit_line(others), _fit_line(messages)
@@ -323,7 +319,7 @@ def fit_links(times: Sequence[between.CollectiveTime]) -> tuple[Line, Line, floa
 def _fit_line(times: Sequence[between.CollectiveTime]) -> tuple[Line, float]:
     columns = [[time.latencies for time in times], [time.wire_bytes for time in times]]
     (latency, slope), error = fit_times(columns, [time.timing.seconds for time in times])
-    # The highest rate reached where times do not grow with the bytes.
+    # If times do not grow with the bytes, use the highest measured rate.
     grows = slope > 0 and math.isfinite(1.0 / slope)
     return Line(latency, 1.0 / slope if grows else max(time.bytes_per_second for time in times)), error
 
@@ -331,10 +327,10 @@ def _fit_line(times: Sequence[between.CollectiveTime]) -> tuple[Line, float]:
 def fit_stack(
     measured: Measurements, cluster: Cluster, base: SoftwareStack, *, name: str, source: str
 ) -> SoftwareStack:
-    """The base, with the constants that were measured together with `cluster`; `source` as for `fit_cluster`."""
+    """Return the base with the constants measured together with `cluster`; `source` as for `fit_cluster`."""
     overheads, synchronous = measured.overheads, not cluster.accelerator.asynchronous
     if measured.machine.crowded:
-        # What is exchanged beside computation takes a core from it: it costs as much as after it.
+        # Overlapped communication takes a core from the computation, so overlap saves nothing.
         base = dataclasses.replace(
             base,
             overlap_tensor_parallel=0.0,
@@ -362,15 +358,15 @@ def fit_stack(
             "spread": assumed,
             "operation_seconds": f"a tiny layer over its operations, {source}",
             "collective_seconds": "in the latencies of the cluster file" if synchronous else assumed,
-            "microbatch_seconds": f"what a stage takes beside its layers, without messages, {source}",
+            "microbatch_seconds": f"a stage without its layers and messages, {source}",
             "step_seconds": f"norm, update and clearing of one bucket, without data and logging, {source}",
         },
     )
 
 
 def operation_seconds(overheads: stages.Overheads, cluster: Cluster, stack: SoftwareStack, dtype: str) -> float:
-    """The host's time for one operation: a tiny layer's forward and backward over the operations that the planner
-    counts. On a synchronous device the little that the device itself takes is left out."""
+    """Return the host's time per operation: a tiny layer's forward and backward over the operations that the planner
+    counts. On a synchronous device the small device time is subtracted."""
     config = replace(stages.config_of(stages.TINY_MODEL, stages.TINY_TOKENS), precision=dtype)
     piece, _ = layer_parts(Pricing.of(workload_of(config), cluster, stack))
     whole = piece.forward + piece.input_gradient + piece.weight_gradient
@@ -381,8 +377,8 @@ def operation_seconds(overheads: stages.Overheads, cluster: Cluster, stack: Soft
 
 
 def attention_efficiency(times: Sequence[pieces.AttentionTime], cluster: Cluster, dtype: str) -> float:
-    """Of the rate of products, what fused attention reaches: FLOPs of the half that the causal mask leaves, and two and a
-    half times as many backward (the scores are computed again)."""
+    """Return the rate of fused attention as a share of the rate of products. The forward counts the FLOPs of the causal
+    half; the backward counts 2.5 times as many, because it recomputes the scores."""
     rate = cluster.peak(dtype) * cluster.efficiency.gemm
     shares = []
     for time in times:

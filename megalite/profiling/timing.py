@@ -1,8 +1,7 @@
-"""How long an operation takes: warm-up, samples until a window of time is full, median and spread; fits of what was measured.
+"""Times operations (warm-up, samples until a time window is full, median and spread), and fits constants to times.
 
-Short operations are repeated inside a sample, so that reading the clock and waiting for the device cost nothing beside
-them. On several ranks every rank's windows open together: what is measured is the speed that a rank has while the others
-of its node compute as well, as they do in training.
+A sample repeats short operations, so that reading the clock and waiting for the device are negligible. On several ranks
+all windows open together: a rank's speed is measured while the others of its node compute as well, as in training.
 """
 
 import itertools
@@ -18,7 +17,7 @@ import torch
 from megalite.topology.group import Group
 
 FEWEST, MOST = 3, 400  # samples of one operation
-MOST_REPEATS = 10_000  # runs in a sample
+MOST_REPEATS = 10_000  # runs per sample
 _PRODUCTS = 10  # of 256 x 256 matrices, 0.4 ms each on an idle core with AVX-512
 
 
@@ -36,7 +35,7 @@ def timing_of(samples: Sequence[float]) -> Timing:
 
 
 def products(count: int, device: torch.device) -> Callable[[], None]:
-    """`count` products of 256 x 256 matrices: computation that fits into a cache."""
+    """Return a function that runs `count` products of 256 x 256 matrices, which fit into a cache."""
     x = torch.ones(256, 256, device=device)
     out = torch.empty_like(x)
 
@@ -48,9 +47,9 @@ def products(count: int, device: torch.device) -> Callable[[], None]:
 
 
 class Timer:
-    """Times operations on one device (waited for before each look at the clock) of each rank of `world`. `crowded`:
-    there are more ranks than cores, so that they take turns: a sample is longer than many turns, or its median would be
-    the speed of a rank that has a core to itself. `clock` is for tests."""
+    """Times operations on the device of each rank of `world`; waits for the device before reading the clock. `crowded`:
+    ranks outnumber cores and take turns, so a sample must last many turns; otherwise its median would be the speed of a
+    rank with a free core. `clock` is for tests."""
 
     def __init__(
         self,
@@ -61,14 +60,14 @@ class Timer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.device, self.world, self._clock, self._crowded = device, world, clock, crowded
-        # A sample is many times what it costs to take it: waiting for a GPU takes some 10 µs.
+        # A sample must be much longer than its overhead: waiting for a GPU takes about 10 µs.
         self._shortest = 2e-3 if device.type == "cuda" else 5e-4
         if crowded:
             self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
-        self._computing: list[float] = []  # what `amid` takes off, measured again each time
+        self._computing: list[float] = []  # times of the products in `amid`
 
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
-        """Every rank runs `run` by itself for about `seconds`, all at once.
+        """Time `run` on every rank separately, all at once, for about `seconds`.
 
         Collectives: a barrier over the world."""
         repeats, _ = self._repeats(run, agree=lambda seconds: seconds)
@@ -77,14 +76,13 @@ class Timer:
         stop = self._clock() + seconds
         while len(samples) < FEWEST or (len(samples) < MOST and self._clock() < stop):
             samples.append(self._sample(run, repeats))
-        # The others still measure: what is left of the window is filled, so that the last samples of a slower rank are
-        # taken under the same load as its first.
+        # Fill the rest of the window, so that slower ranks take their last samples under the same load.
         while self.world.size > 1 and self._clock() < stop:
             self._sample(run, repeats)
         return timing_of(samples)
 
     def together(self, run: Callable[[], object], *, seconds: float) -> Timing:
-        """The ranks run `run`, in which they wait for each other, equally often, for about `seconds`.
+        """Time `run`, in which ranks wait for each other, equally often on all ranks, for about `seconds`.
 
         Collectives: those of `run`, a barrier and the maximum of a number over the world."""
         self.barrier()
@@ -94,10 +92,9 @@ class Timer:
         return timing_of([self._sample(run, repeats) for _ in range(count)])
 
     def amid(self, run: Callable[[], object], *, seconds: float) -> Timing:
-        """`together`, as it is in the midst of computation where ranks take turns on the cores: who waits there gives its
-        turn away, and does not get it back at once, the later the longer it has computed. Each run comes after products
-        of some milliseconds, about what lies between two collectives of a layer; their own time, measured likewise, is
-        taken off.
+        """Time `run` as in `together`, but between computations if ranks take turns on the cores. There a rank that
+        waits gives up its turn, and gets it back later the longer it has computed. Each run follows products of a few
+        milliseconds, as between two collectives of a layer; their own time is subtracted.
 
         Collectives: those of `run`, barriers and maxima of a number over the world."""
         if not self._crowded:
@@ -108,8 +105,7 @@ class Timer:
             compute()
             run()
 
-        # The products are the same every time, and their time is the smaller difference's larger part: all samples of
-        # them so far tell it.
+        # The difference is small compared with the products' time: use the median of all their timings so far.
         alone = self.together(compute, seconds=seconds / 4)
         self._computing.append(alone.seconds)
         whole = self.together(both, seconds=3 * seconds / 4)
@@ -117,11 +113,11 @@ class Timer:
         return Timing(seconds=left, spread=whole.spread * whole.seconds / left, samples=whole.samples)
 
     def over_ranks(self, timing: Timing, *, idle: bool = False) -> Timing:
-        """The median of the ranks' medians, and of their spreads, over those that are not idle; the same on every rank.
+        """Return the median of all medians, and of all spreads, of ranks that are not idle; the same on every rank.
 
         Collectives: a gather over the world."""
-        mine = None if idle else [timing.seconds, timing.spread, timing.samples]
-        rows = [row for row in self.world.gather_json(mine) if row is not None]
+        own = None if idle else [timing.seconds, timing.spread, timing.samples]
+        rows = [row for row in self.world.gather_json(own) if row is not None]
         seconds, spreads, samples = zip(*rows, strict=True)
         return Timing(seconds=statistics.median(seconds), spread=statistics.median(spreads), samples=min(samples))
 
@@ -139,8 +135,8 @@ class Timer:
         return float(number.item())
 
     def _repeats(self, run: Callable[[], object], *, agree: Callable[[float], float]) -> tuple[int, float]:
-        """(runs in a sample, about how many seconds it takes), after a warm-up. The number grows step by step: one
-        short run may have had a core to itself by luck."""
+        """Return (runs per sample, approximate seconds per sample), after a warm-up. The number grows in steps, because
+        a short run may have had a free core by chance."""
         self._sample(run, 1)
         repeats = 1
         while True:
@@ -151,7 +147,7 @@ class Timer:
             repeats = min(wanted, 20 * repeats)
 
     def _sample(self, run: Callable[[], object], repeats: int) -> float:
-        """Seconds of one run, by the mean of `repeats`."""
+        """Return the mean seconds of `repeats` runs."""
         self._wait()
         started = self._clock()
         for _ in range(repeats):
@@ -167,15 +163,16 @@ class Timer:
 def fit_times(
     columns: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None
 ) -> tuple[tuple[float, ...], float]:
-    """(constants, mean of |fitted / measured - 1|) of seconds = known + Σ constant · count, with no constant below 0.
+    """Fit seconds = known + Σ constant · count with constants of at least 0. Returns the constants and the mean of
+    |fitted / measured - 1|.
 
-    Least squares over the relative errors: each row is divided by its time, so that a message of a kilobyte counts as
-    much as one of a megabyte. The columns are few, one a constant (latencies of a ring's steps, bytes or FLOPs of each
-    measurement): the best solution with constants at 0 is found by trying all choices of them."""
+    Minimizes squared relative errors: each row is divided by its time, so that a message of 1 kB counts as much as one
+    of 1 MB. `columns`: counts of each constant (latencies, bytes, FLOPs) per measurement. As there are few constants,
+    all choices of those fixed at 0 are tried."""
     time = np.asarray(seconds, dtype=float)
     left = np.ones(len(time)) if known is None else 1.0 - np.asarray(known, dtype=float) / time
     rows = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1) / time[:, None]
-    # Columns of like size, for the sake of the solution's accuracy.
+    # Scale columns to similar sizes for accuracy.
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     rows = rows / scale

@@ -70,7 +70,7 @@ def test_variables_that_choose_nothing(variable: str, value: str, says: str) -> 
 
 def test_master() -> None:
     row = master("node-0", resolve=nowhere)
-    assert (row.level, row.text) == ("error", "node-0 stands for no address (Name or service not known)")
+    assert (row.level, row.text) == ("error", "node-0 has no address (Name or service not known)")
     assert master("node-0", resolve=lambda name: "10.0.0.1").text == "node-0 is 10.0.0.1"
     assert master("127.0.0.1").text == "127.0.0.1"
 

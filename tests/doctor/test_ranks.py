@@ -133,7 +133,7 @@ def gone(context: RankContext) -> str:
 
 def test_a_job_whose_ranks_lose_each_other() -> None:
     said = run_ranks(2, gone)
-    assert said[1] == "rank 1 on b: all-reduce failed after 0 s: Connection closed by peer; gone: rank 0"
+    assert said[1] == "rank 1 on b: all-reduce failed after 0 s: Connection closed by peer; lost: rank 0"
 
 
 CPU = torch.device("cpu")

@@ -98,7 +98,8 @@ def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> Non
     assert not any(text.startswith("assumed") for text in fitted.provenance.values())
     assert "4 ranks" not in fitted.description
     assert (
-        "8 ranks on 2 nodes, 1 thread per rank; all ranks of a node measured at once, on 4 cores" in fitted.description
+        "8 ranks on 2 nodes, 1 thread per rank; all ranks of a node measured at once on 4 shared cores"
+        in fitted.description
     )
 
 
