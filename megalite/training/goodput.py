@@ -1,6 +1,6 @@
-"""`sessions.json`: each start of a run and what its time went to, over restarts; from it, goodput. Rank 0 alone writes it.
+"""Accounts for the time of a run over all its starts in `sessions.json`, which only rank 0 writes.
 
-Goodput is the time of the steps that count over the wall clock since the run's first start."""
+Goodput is the time of the steps that count over the wall-clock time since the run's first start."""
 
 import contextlib
 import itertools
@@ -17,41 +17,41 @@ from megalite.training.sinks import read_records
 
 FILE = "sessions.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
-"""How a session ended by itself; one that was killed says nothing."""
-_WRITE_SECONDS = 5.0  # between two writes of the file: steps may be short, and the disk far away
+"""Values of `Session.ended`; a killed session has None."""
+_WRITE_SECONDS = 5.0  # least interval between writes: steps may be short, and the disk slow
 
 
 @dataclass(kw_only=True)
 class Session:
-    """From one start to its end. Times of day are seconds since 1970."""
+    """One start of a run. Times of day are seconds since 1970."""
 
     started: float
-    seen: float  # the last time it was seen alive
+    seen: float  # when it was last known to run
     ended: str | None = None
     host: str = ""
     pid: int = 0
     ranks: int = 1
     layout: str = ""
-    first_step: int = 0  # the step of the checkpoint that it started from
+    first_step: int = 0  # step of the checkpoint from which it started
     last_step: int = 0
     startup_seconds: float = 0.0
     steps_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
-    lost_steps: int = 0  # steps of earlier sessions that this one makes again
+    lost_steps: int = 0  # steps of earlier sessions that this one repeats
     lost_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the wall clock went, in seconds."""
+    """Parts of a run's wall-clock time, in seconds."""
 
-    steps: float  # of the steps that count, each once; what they wait for their data is in them
+    steps: float  # each step once, including its wait for data
     startup: float
     evaluation: float
-    save: float  # what saves held the steps up
-    lost: float  # steps that were made and then made again
-    gaps: float  # from where a session was last seen to the next start
+    save: float  # time in which saves delayed the steps
+    lost: float  # steps that were repeated later
+    gaps: float  # from the last sign of a session to the next start
     wall: float
     starts: int
     lost_steps: int
@@ -78,8 +78,7 @@ class Goodput:
 
 
 def goodput_of(sessions: Sequence[Session]) -> Goodput:
-    """Of sessions in order. Between the end of a run that had finished and its next start nothing was to be done: that is
-    no part of the wall clock."""
+    """Sum up sessions in order. The time between a finished session and the next start does not count."""
 
     def total(field: str) -> float:
         return sum(getattr(one, f"{field}_seconds") for one in sessions)
@@ -103,7 +102,7 @@ def goodput_of(sessions: Sequence[Session]) -> Goodput:
 
 
 def read_sessions(folder: Path) -> list[Session]:
-    """The sessions of a run folder; none where there is no file, or one that is none of ours."""
+    """Return the sessions of a run folder; an empty list if the file is missing or not valid."""
     try:
         rows = json.loads(read_text(folder / FILE))["sessions"]
         known = Session.__dataclass_fields__
@@ -113,8 +112,9 @@ def read_sessions(folder: Path) -> list[Session]:
 
 
 class SessionLog:
-    """The session under way, after those that were; without a `folder` nothing is written, and unless it `resumes` what was
-    there is forgotten. Made before metrics.jsonl drops the steps that are made again: their time is read there."""
+    """Records the current session after the earlier ones of the folder, which it drops unless the run `resumes`.
+    Without a `folder` it writes nothing. Create it before metrics.jsonl drops repeated steps, because it reads their
+    time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class SessionLog:
         self._write()
 
     def ready(self) -> None:
-        """The first step begins: what was until here, but for evaluation, was start-up."""
+        """Mark the first step: all time before it, except evaluation and saves, is start-up."""
         if not self._ready:
             self._ready = True
             spent = self.session.evaluation_seconds + self.session.save_seconds
@@ -161,12 +161,12 @@ class SessionLog:
         self.session.steps_seconds += seconds
 
     def spend(self, part: str, seconds: float) -> None:
-        """`evaluation` or `save` took so long."""
+        """Add time to `evaluation` or `save`."""
         name = f"{part}_seconds"
         setattr(self.session, name, getattr(self.session, name) + seconds)
 
     def note(self, *, at_once: bool = False) -> Goodput:
-        """Until now; and the file says so, before long. A disk that is full holds up no training."""
+        """Return the goodput until now, and write the file if it is due. A full disk does not stop the training."""
         self.session.seen = time.time()
         if at_once or self.session.seen - self._written >= _WRITE_SECONDS:
             try:
@@ -175,12 +175,12 @@ class SessionLog:
                 if not self._warned:
                     self._warned = True
                     self._log(
-                        f"warning: cannot write {FILE}: {error.strerror}; goodput will not count what is not there"
+                        f"warning: cannot write {FILE}: {error.strerror}; goodput will not count the missing time"
                     )
         return goodput_of([*self._earlier, self.session])
 
     def close(self, ended: str) -> Goodput:
-        """The session is over. One that found nothing to do is forgotten."""
+        """End the session, and drop it if there was nothing to do."""
         if self.session.last_step == self.session.first_step and ended == FINISHED and self._earlier:
             self.session = self._earlier.pop()
             with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ class SessionLog:
 
 
 def _count_unwritten_steps(last: Session, metrics: Path) -> None:
-    """A session that was killed has made steps since it last wrote: metrics.jsonl has them."""
+    """Add the steps that a killed session made after it last wrote the file; metrics.jsonl contains them."""
     made = [(number, seconds) for number, seconds in _steps(metrics) if number > last.first_step]
     if last.ended is None and made:
         last.last_step = max(number for number, _ in made)
@@ -209,7 +209,7 @@ def _count_unwritten_steps(last: Session, metrics: Path) -> None:
 
 
 def _steps(metrics: Path) -> list[tuple[int, float]]:
-    """(step, seconds) of the training steps in a metrics.jsonl."""
+    """Return (step, seconds) of the training steps in a metrics.jsonl."""
     return [
         (record["step"], record["ms_per_step"] / 1e3)
         for record in read_records(metrics, "train")

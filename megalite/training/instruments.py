@@ -1,4 +1,4 @@
-"""What a run is watched with: phases, their report, the profiler, the account of its time."""
+"""Measures a run: phase timings and stragglers, traces, the profiler, goodput."""
 
 import bisect
 import platform
@@ -22,26 +22,26 @@ from megalite.training.replica import Replica
 from megalite.training.trace import PHASES, PhaseClock, StepProfiler, TraceWriter
 
 _EACH_STEP = ("forward", "backward", "reduce", "optimizer", "data_wait", "other")
-"""In ms per step; the others, which come now and then, in seconds of the interval."""
+"""Phases reported in ms per step; `_NOW_AND_THEN` are reported in seconds of the interval."""
 _LABELS = {"data_wait": "data"}
 _NOW_AND_THEN = ("evaluation", "save")
 _COLUMNS = (*PHASES, "other", "memory")
 _NAMED_PEERS = 8
-_HISTORY = 200_000  # allocations that record_memory_history keeps
+_HISTORY = 200_000  # allocations recorded with record_memory_history
 
 Report = tuple[dict[str, float], list[str]]
-"""What an interval adds to its record, and lines for the log. The record: `<phase>_ms`, the most over ranks, and
-`<phase>_ms_min`; `evaluation_seconds`, `save_seconds`, `memory_bytes_max` and `straggler_factor`."""
+"""Fields that an interval adds to its record, and lines for the log. Fields: `<phase>_ms` and `<phase>_ms_min`, maximum
+and minimum over ranks; `evaluation_seconds`, `save_seconds`, `memory_bytes_max` and `straggler_factor`."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """Ranks that wait for each other in every layer, and take longer than others that do the same."""
+    """Ranks that wait for each other in every layer, and are slower than their peers with the same stages."""
 
     ranks: tuple[int, ...]
-    seconds: float  # forward and backward of a step, without waiting for other stages; of the slowest of them
-    factor: float  # over the median of the peers
-    place: Sequence[tuple[int, ...]]  # they and their peers
+    seconds: float  # forward and backward of a step on the slowest rank, without waiting for other stages
+    factor: float  # `seconds` over the median of the peers
+    place: Sequence[tuple[int, ...]]  # these ranks and their peers
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -49,32 +49,32 @@ class Straggler:
 
 
 class Timings:
-    """Collects every rank's phases once an interval.
+    """Collects every rank's phases once per interval.
 
-    Where ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. From a
-    factor of `threshold` on a rank is called a straggler. The log has the phases with `tell`, and where there is a straggler.
+    If ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. A
+    rank is a straggler from a factor of `threshold`. Phases are logged if `log_phases` or if there is a straggler.
 
     Collectives: a gather of the hosts' names, unless `apart`."""
 
     def __init__(
-        self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float, tell: bool = False
+        self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float, log_phases: bool = False
     ) -> None:
-        self._clock, self._topology, self._threshold, self._tell = clock, topology, threshold, tell
+        self._clock, self._topology, self._threshold, self._log_phases = clock, topology, threshold, log_phases
         self._gathers = not apart and topology.world.size > 1
         self._hosts = topology.world.gather_json(platform.node()) if self._gathers else []
-        self._units = units(topology.layout) if topology.world.rank == 0 else []  # which alone compares
+        self._units = units(topology.layout) if topology.world.rank == 0 else []  # only rank 0 compares
 
     def interval(self, *, steps: int, seconds: float) -> Report:
-        """The interval that ends here; its steps took `seconds` on this rank; every rank calls it, and rank 0 learns of it.
+        """Report the interval that ends now; its `steps` took `seconds` on this rank. Only rank 0 gets a report.
 
-        Collectives: an all-gather of a few numbers over the world, unless ranks run apart."""
+        Collectives: an all-gather of a few numbers over the world, unless ranks step apart."""
         rows = self._gather(steps, seconds)
         if not rows:
             return {}, []
         columns = {name: [row[index] for row in rows] for index, name in enumerate(_COLUMNS)}
         fields: dict[str, float] = {}
         for name in _EACH_STEP:
-            if name != "data_wait":  # which each step reports itself
+            if name != "data_wait":  # each step reports that itself
                 fields[f"{name}_ms"] = 1e3 * max(columns[name])
                 fields[f"{name}_ms_min"] = 1e3 * min(columns[name])
         fields |= {f"{name}_seconds": max(columns[name]) for name in _NOW_AND_THEN}
@@ -84,16 +84,16 @@ class Timings:
             computes = [a + b for a, b in zip(columns["forward"], columns["backward"])]
             found = compare(computes, self._units, 1.0)
             fields["straggler_factor"] = max((one.factor for one in found), default=1.0)
-            lines = [self._said(one) for one in found if one.factor >= self._threshold]
-        return fields, [_line(columns, len(rows)), *lines] if self._tell or lines else []
+            lines = [self._describe(one) for one in found if one.factor >= self._threshold]
+        return fields, [_line(columns, len(rows)), *lines] if self._log_phases or lines else []
 
     def _gather(self, steps: int, seconds: float) -> list[list[float]]:
-        """A row per rank, on rank 0: seconds per step, or of the interval, and bytes."""
+        """Return one row of `_COLUMNS` per rank on rank 0, in seconds (per step or of the interval) and bytes."""
         world, device = self._topology.world, self._topology.device
         taken = self._clock.take()
-        mine = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
-        busy = sum(mine[name] for name in _EACH_STEP if name in mine)
-        row = [*mine.values(), max(0.0, seconds / steps - busy), float(peak_memory_bytes(device))]
+        phases = {name: taken[name] / steps if name in _EACH_STEP else taken[name] for name in PHASES}
+        busy = sum(phases[name] for name in _EACH_STEP if name in phases)
+        row = [*phases.values(), max(0.0, seconds / steps - busy), float(peak_memory_bytes(device))]
         if not self._gathers:
             return [row]
         every = torch.empty(world.size * len(row), dtype=torch.float64, device=device)
@@ -103,7 +103,7 @@ class Timings:
         with world.heartbeat.synchronise():
             return every.view(world.size, len(row)).tolist()
 
-    def _said(self, one: Straggler) -> str:
+    def _describe(self, one: Straggler) -> str:
         several, peers = len(one.ranks) > 1, " ".join(map(str, one.peers[:_NAMED_PEERS]))
         hosts = " ".join(dict.fromkeys(self._hosts[rank] for rank in one.ranks))
         return (
@@ -119,8 +119,8 @@ def _ranks(some: Sequence[int]) -> str:
 
 
 def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
-    """For each place in the pipeline, the groups of ranks that wait for each other within a layer: over tp and cp, and
-    over ep. Different units of a place have the same stages, and other samples."""
+    """Return, for each pipeline rank, the groups of ranks that wait for each other within a layer: over tp and cp, and
+    over ep. Different units of a pipeline rank have the same stages, but other samples."""
     unit: dict[int, frozenset[int]] = {rank: frozenset([rank]) for rank in range(layout.world_size)}
     for kind in ("tp-cp", "ep", "expert-tp"):
         for group in layout.groups(kind):
@@ -133,13 +133,13 @@ def units(layout: ParallelLayout) -> list[list[tuple[int, ...]]]:
 
 
 def compare(seconds: Sequence[float], places: Sequence[Sequence[tuple[int, ...]]], threshold: float) -> list[Straggler]:
-    """Units that take at least `threshold` times the median of the others at their place, slowest first."""
+    """Return the units that take at least `threshold` times the median of their peers, slowest first."""
     found = []
     for place in places:
         times = [max(seconds[rank] for rank in unit) for unit in place]
         ordered, last = sorted(times), len(times) - 2
         for unit, time_ in zip(place, times, strict=True) if last >= 0 else ():
-            # The median of the others: the k-th of them is the k-th of all or the next. Sorting for each unit would be quadratic.
+            # The k-th of the peers is the k-th or next of all, so one sorting serves for all their medians.
             own = bisect.bisect_left(ordered, time_)
             low, high = (ordered[k + (k >= own)] for k in (last // 2, (last + 1) // 2))
             median = (low + high) / 2
@@ -162,7 +162,7 @@ def _range(values: Sequence[float], scale: float, digits: int) -> str:
 
 
 class Instruments:
-    """Of one rank; every rank makes them and calls them alike.
+    """The instruments of one rank. All ranks construct them and call the same methods.
 
     Collectives: those of `Timings`."""
 
@@ -181,7 +181,7 @@ class Instruments:
             self.traces = TraceWriter(self.clock, topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(
-                self.clock, topology, apart=apart, threshold=logging.straggler_threshold, tell=logging.log_phases
+                self.clock, topology, apart=apart, threshold=logging.straggler_threshold, log_phases=logging.log_phases
             )
         if logging.profile and topology.rank in logging.profile_ranks:
             folder = profile_folder(replica.config)
@@ -198,17 +198,16 @@ class Instruments:
 
     @property
     def tracer(self) -> Tracer | None:
-        """What the executor reports its computations to."""
+        """The executor's tracer, if computations are timed."""
         return self.clock if self._times or self.traces is not None else None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around what a step does beside its program."""
+        """Time the enclosed code, a part of the step outside the pipeline's program."""
         return self.clock.phase(name) if self._times else nullcontext()
 
     def open(self, total_steps: int) -> None:
-        """Before the first step, and before the sinks open their files: begin the account of this start of the run.
-
-        A ConfigError may be of some ranks alone."""
+        """Start the account of this session, before the first step and before the sinks open their files. A ConfigError
+        may occur on some ranks only."""
         topology, config = self._replica.topology, self._replica.config
         for traced in sorted(self.traces.steps if self.traces else ()):
             if traced > total_steps:
@@ -243,7 +242,7 @@ class Instruments:
 
     @contextmanager
     def stall(self, name: str) -> Iterator[None]:
-        """What runs inside holds the steps up: `evaluation` or `save`."""
+        """Time code that delays the steps: `evaluation` or `save`."""
         started = time.perf_counter()
         try:
             yield
@@ -254,9 +253,7 @@ class Instruments:
                 self._sessions.spend(name, seconds)
 
     def begin(self, step: int) -> None:
-        """Before a step.
-
-        Collectives: those of `TraceWriter.begin`."""
+        """Call before each step. Collectives: those of `TraceWriter.begin`."""
         if self.traces is not None:
             self.traces.begin(step)
         if self._sessions is not None:
@@ -265,22 +262,20 @@ class Instruments:
             self._profiler.begin(step)
 
     def made(self, step: int, *, seconds: float, waited: float) -> None:
-        """A step was made; `waited`: part of it, for data."""
+        """Count a completed step; `waited`: its seconds of waiting for data."""
         self.clock.add("data_wait", waited)
         if self._sessions is not None:
             self._sessions.step(step, seconds)
 
     def finish(self, step: int) -> bool:
-        """After a step and its report. True if a profile was written, which is no step's time."""
-        if self._profiler is None or (said := self._profiler.finish(step)) is None:
+        """Call after each step and its report. Returns True if it wrote a profile: this time belongs to no step."""
+        if self._profiler is None or (line := self._profiler.finish(step)) is None:
             return False
-        self._log(said)
+        self._log(line)
         return True
 
     def interval(self, *, steps: int, seconds: float) -> Report:
-        """What the line of an interval, which ends here, stands on.
-
-        Collectives: those of `Timings.interval`."""
+        """Report the interval that ends now. Collectives: those of `Timings.interval`."""
         fields: dict[str, float] = {}
         lines: list[str] = []
         if self._timings is not None:
@@ -291,7 +286,7 @@ class Instruments:
         return fields, lines
 
     def close(self, *, finished: bool) -> None:
-        """The run ends, also where an exception is on its way; `finished`: its last step is done."""
+        """End the session, also while an exception propagates. `finished`: the last step is done."""
         if self._profiler is not None:
             self._profiler.close()
         if self._sessions is None:

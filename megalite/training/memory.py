@@ -1,4 +1,4 @@
-"""Memory of this rank, of its GPU or of the host, and what is said where it runs out."""
+"""Measures the memory of this rank, on its GPU or host, and explains errors when it runs out."""
 
 import ctypes
 import platform
@@ -20,12 +20,11 @@ from megalite.partition.pipeline import layout_of
 from megalite.topology.topology import Launch
 
 _STATM = Path("/proc/self/statm")
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of glibc's mallopt (malloc.h)."""
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of glibc's mallopt (malloc.h)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory of this rank so far: allocated on the GPU, or resident in the host for cpu."""
+    """Return this rank's peak memory so far: allocated on the GPU, or resident on the host for cpu."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -33,7 +32,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_now(device: torch.device) -> dict[str, int]:
-    """What is taken at the moment, under the names of records: on cpu the resident pages, where /proc has them."""
+    """Return the current memory as fields of a record: on cpu the resident size, if /proc exists."""
     if device.type == "cuda":
         return {
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),
@@ -46,11 +45,10 @@ def memory_now(device: torch.device) -> dict[str, int]:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's allocator reuse what is freed, whatever its size; False where the C library is another one.
+    """Make glibc's allocator reuse freed memory of any size. Returns False for other C libraries.
 
-    A tensor above 32 MiB, as logits are, is otherwise mapped again at each allocation and unmapped when freed: in a step of
-    a small GPT the kernel then clears tens of thousands of pages.
-    """
+    By default each allocation above 32 MiB, such as logits, is mapped again and unmapped when freed: the kernel then
+    clears tens of thousands of pages in a step of a small GPT."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -58,13 +56,13 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host."""
+    """Return whether a device, or the host, ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def explaining_out_of_memory(config: RunConfig, explicit: frozenset[str], launch: Launch) -> Iterator[None]:
-    """Turns torch's error of a full device into an `OutOfMemoryError`."""
+    """Turn torch's out-of-memory error into an `OutOfMemoryError` with remedies."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -77,11 +75,11 @@ _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB|\d+ bytes)")
 
 
 class OutOfMemoryError(RankError):
-    """This rank's device has no room for what a step needs."""
+    """This rank's device or host ran out of memory."""
 
 
 def explained(error: BaseException, config: RunConfig, explicit: frozenset[str], launch: Launch) -> OutOfMemoryError:
-    """The message to the user, in one line; with record_memory_history that is written first."""
+    """Return the error with its message in one line; with record_memory_history write the history first."""
     on_cuda = isinstance(error, torch.OutOfMemoryError)
     asked = _ASKED.search(str(error))
     parts = [
@@ -113,7 +111,7 @@ def explained(error: BaseException, config: RunConfig, explicit: frozenset[str],
 
 
 def predicted(config: RunConfig, explicit: frozenset[str], launch: Launch) -> RankMemory | None:
-    """The planner's memory of this rank; None where it cannot tell, as without the size of the vocabulary."""
+    """Return the planner's memory of this rank; None if it cannot be computed, as without a vocabulary size."""
     try:
         config = validate(config, launch.world_size, explicit)
         if config.model.vocab_size is None:
@@ -124,7 +122,7 @@ def predicted(config: RunConfig, explicit: frozenset[str], launch: Launch) -> Ra
 
 
 def remedies(config: RunConfig) -> list[str]:
-    """Settings that need less memory, those that cost least first."""
+    """Return settings that need less memory, those that cost least first."""
     t, p = config.training, config.parallel
     found = {
         "--dp-strategy distributed-optimizer (with dp above 1)": p.dp_strategy == "all-reduce",

@@ -1,4 +1,4 @@
-"""NaN and infinities: where they come from, and that none of them is ever saved."""
+"""Locates the origin of NaN and infinities, and keeps them out of checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,31 +14,31 @@ from megalite.data_parallel.buckets import Placed, has_memory
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
 
-_WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)  # kinds of findings: the lowest is the nearest to the cause
+_WEIGHTS, _OUTPUT, _LOSS, _GRADIENT = range(4)  # kinds of findings: the lowest is nearest to the cause
 
-Finding = list[Any]  # [kind, three numbers by which the first of a kind is found, words]: as JSON has it
+Finding = list[Any]  # JSON: [kind, three numbers that order findings of a kind, description]
 
 
 class NonFiniteError(RuntimeError):
-    """Loss, gradient or weights are NaN or infinite, and the run is to stop."""
+    """Loss, gradient or weights are NaN or infinite, and the run must stop."""
 
     exit_code = NON_FINITE
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """No element is NaN or infinite. One pass over them, and no copy."""
+    """Return whether no element is NaN or infinite, in one pass without a copy."""
     if values.numel() == 0 or not values.is_floating_point():
         return True
     return bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 
 def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
-    """What may help against a loss, gradients or weights that are not finite after `steps` steps of the run."""
+    """Suggest what may help against a non-finite loss, gradient or weight after `steps` steps of the run."""
     c = config.checkpoint
     if steps == 0:
         std = f"--init-method-std ({config.model.init_method_std:g})"
-        origin = std if c.load is None else "what --load names"
-        return f"No step has been taken, so that --lr is not the cause: look at {origin} and at this batch"
+        origin = std if c.load is None else f"the weights of --load {c.load}"
+        return f"No step has been taken, so --lr is not the cause: look at {origin} and at this batch"
     if not in_weights:
         return "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"
     if c.load is not None or (c.save_interval is not None and steps >= c.save_interval):
@@ -47,16 +47,16 @@ def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
 
 
 class OutputWatch:
-    """While it watches, the first output of a module that is not finite is noted, with its microbatch.
+    """Records the first non-finite output of a module, and its microbatch, inside `watching`.
 
-    A module comes before those that it is a part of. Forward-only programs take microbatches in order."""
+    Submodules come before the modules that contain them. Forward-only programs run microbatches in order."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._microbatch: dict[int, int] = {}
         self._calls = 0
         self.found: tuple[int, int, int, str] | None = None
-        """Microbatch, stage, how many outputs came before it here, and the module's name."""
+        """Microbatch, stage, number of this output on this rank, and the module's name."""
 
     @contextmanager
     def watching(self) -> Iterator["OutputWatch"]:
@@ -77,25 +77,25 @@ class OutputWatch:
     def _after(self, stage: int, name: str, module: torch.nn.Module, inputs: object, output: object) -> None:
         self._calls += 1
         if isinstance(output, torch.Tensor) and not is_finite(output):
-            here = (self._microbatch.get(stage, 0), stage, self._calls, name)
-            self.found = here if self.found is None else min(self.found, here)
+            bad = (self._microbatch.get(stage, 0), stage, self._calls, name)
+            self.found = bad if self.found is None else min(self.found, bad)
 
 
 def locate(
     replica: Replica, losses: Sequence[torch.Tensor], microbatches: Sequence[Microbatch], outputs: OutputWatch | None
 ) -> tuple[str, bool]:
-    """Where a step's NaN or infinity shows first, in words, the same on every rank; and whether the weights have it.
+    """Describe where a step's NaN or infinity appears first, the same on every rank; and whether weights contain it.
 
-    Looked at in this order: the weights, the outputs of a second forward, the losses, and the gradients as they are now,
-    summed over the data-parallel ranks. Of each the first in the order of microbatches and of the network. `outputs` is
-    None where there was no second forward.
+    Checks in this order: the weights, the outputs of a second forward, the losses, and the current gradients, summed
+    over the data-parallel ranks; within each in the order of microbatches and of the network. `outputs` is None if
+    there was no second forward.
 
     Collectives: a gather over the strategy's scope."""
-    mine = next(_findings(replica, losses, microbatches, outputs), None)
-    everyone = replica.strategy.scope.gather_json(mine)
+    own = next(_findings(replica, losses, microbatches, outputs), None)
+    everyone = replica.strategy.scope.gather_json(own)
     first = min((one for one in everyone if one is not None), key=lambda one: one[:4], default=None)
     if first is None:
-        return "in no single tensor that is still there", False
+        return "in no tensor that still exists", False
     kind, words = first[0], first[4]
     if kind in (_LOSS, _GRADIENT) and outputs is not None:
         words += "; the outputs of all modules were finite in a second forward of the same batch"
@@ -105,7 +105,7 @@ def locate(
 def _findings(
     replica: Replica, losses: Sequence[torch.Tensor], microbatches: Sequence[Microbatch], outputs: OutputWatch | None
 ) -> Iterator[Finding]:
-    """What this rank sees, the nearest to the cause first."""
+    """Yield this rank's findings, nearest to the cause first."""
     place = place_of(replica)
     bad = _first_bad(replica, weights=True)
     if bad is not None:
@@ -127,7 +127,7 @@ def _findings(
 
 
 def place_of(replica: Replica) -> str:
-    """`rank 3 (tp 1, pp 1, dp 0)`."""
+    """Return the rank and its coordinates: `rank 3 (tp 1, pp 1, dp 0)`."""
     topology = replica.topology
     axes = [axis for axis in ("tp", "cp", "pp", "dp") if getattr(topology, axis).size > 1]
     shown = ", ".join(f"{axis} {getattr(topology.coordinate, axis)}" for axis in axes)
@@ -142,10 +142,10 @@ def _samples(microbatches: Sequence[Microbatch], microbatch: int) -> str:
 
 
 def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | None:
-    """Stage, place in it and name of the first parameter of this rank with weights, or a gradient, that are not finite."""
+    """Return stage, index in the stage and name of this rank's first parameter with non-finite weights or gradients."""
     bad: dict[torch.nn.Parameter, str] = {}
     for shard in replica.strategy.shards:
-        # Of a gradient the range that this rank has the sum of; of a rank that owns none, its part of the sum.
+        # The reduced gradients that this rank owns, or, if it owns none, its unreduced gradients.
         values, first = shard.grad, shard.start
         if weights:
             state = replica.strategy.weights(shard)
@@ -165,7 +165,7 @@ def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | Non
 
 
 def _cut(every: Sequence[Placed], values: torch.Tensor, first: int) -> Iterator[tuple[Placed, torch.Tensor]]:
-    """Each parameter's share of a flat tensor that begins at element `first` of their bucket."""
+    """Yield each parameter's part of a flat tensor that begins at element `first` of their bucket."""
     for placed in every:
         start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
         if start < stop:
@@ -173,23 +173,23 @@ def _cut(every: Sequence[Placed], values: torch.Tensor, first: int) -> Iterator[
 
 
 def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group) -> None:
-    """Nothing that is not finite is about to be saved, on any rank.
+    """Raise NonFiniteError on all ranks if any tensor to be saved is not finite.
 
-    It reads all of it once, which takes a small part of the time that the disk does.
+    Reading all tensors once takes a small part of the time of writing them.
 
     Collectives: a gather over `world`."""
     floats = [(entry, values) for entry, values in saved if values.is_floating_point() and values.numel()]
     bad: str | None = None
     if floats:
-        # One wait for the device rather than one a tensor.
+        # Wait for the device once, not once per tensor.
         finite = torch.stack([torch.stack(torch.aminmax(values)).isfinite().all() for _, values in floats])
         with world.heartbeat.synchronise():
-            good = finite.tolist()
+            flags = finite.tolist()
         names = [f"{entry.state or 'weights'} of {entry.spec.name}" for entry, _ in floats]
-        bad = next((name for name, is_good in zip(names, good, strict=True) if not is_good), None)
+        bad = next((name for name, good in zip(names, flags, strict=True) if not good), None)
     for rank, name in enumerate(world.gather_json(bad)):
         if name is not None:
             raise NonFiniteError(
                 f"step {step}: {name} are not finite on rank {rank}: no checkpoint is written, {newest}; continue from "
-                "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it all the same)"
+                "there, with a lower --lr or without the bad data (--no-check-weights-before-save would save it anyway)"
             )

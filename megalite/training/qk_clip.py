@@ -1,4 +1,4 @@
-"""QK-clip: heads with attention logits above a limit get smaller query and key weights (Kimi-K2, arXiv 2507.20534)."""
+"""QK-clip: shrinks query and key weights of heads with attention logits above a limit (Kimi-K2, arXiv 2507.20534)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,11 +10,11 @@ from megalite.models.context import AuxiliaryLosses
 from megalite.topology.group import Group
 
 Rows = tuple[int, int, float]
-"""First row of a tensor, one past the last, and what they are multiplied with."""
+"""Rows [first, stop) of a tensor, and the factor that multiplies them."""
 
 
 def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> list[list[float]]:
-    """By layer and head, over the whole batch.
+    """Return the largest logit of the whole batch by layer and head.
 
     Collectives: one max all-reduce of layers·heads numbers over the world.
     """
@@ -31,9 +31,9 @@ def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> l
 def clipped_rows(
     logits: Sequence[Sequence[float]], model: ModelConfig, config: OptimizerConfig
 ) -> Mapping[str, Sequence[Rows]]:
-    """The rows to shrink of each tensor. With γ = min(1, qk_clip_threshold / the largest logit), query rows are multiplied
-    with γ^α and key rows with γ^(1-α), so that logits shrink by γ; heads that share a key share γ, that of their largest
-    logit. Of latent attention the queries' channels with rope take all of γ, since their keys serve every head."""
+    """Return the rows to shrink of each tensor. With γ = min(1, qk_clip_threshold / the largest logit), query rows are
+    multiplied by γ^α and key rows by γ^(1-α), so that logits shrink by γ. Heads that share a key use the γ of their
+    largest logit. In latent attention the queries' RoPE channels take all of γ, since all heads share those keys."""
     found: dict[str, list[Rows]] = {}
     for layer, heads in enumerate(logits):
         shared = model.num_attention_heads // model.query_groups
@@ -47,7 +47,7 @@ def clipped_rows(
 
 
 def _rows(model: ModelConfig, prefix: str, group: int, factor: float, alpha: float) -> Iterator[tuple[str, Rows]]:
-    """Tensors, and what to shrink of them for one group of heads."""
+    """Yield tensor names and the rows to shrink for one group of heads."""
     query, key = factor**alpha, factor ** (1.0 - alpha)
     if model.multi_latent_attention:
         name = f"{prefix}.q{'' if model.q_lora_rank is None else '_up'}.weight"
@@ -59,6 +59,6 @@ def _rows(model: ModelConfig, prefix: str, group: int, factor: float, alpha: flo
         return
     queries = model.num_attention_heads // model.query_groups * model.head_size
     first = group * (queries + 2 * model.head_size)
-    for kind in ("weight", "bias"):  # there may be none
+    for kind in ("weight", "bias"):  # the bias may not exist
         yield f"{prefix}.qkv.{kind}", (first, first + queries, query)
         yield f"{prefix}.qkv.{kind}", (first + queries, first + queries + model.head_size, key)

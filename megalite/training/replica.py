@@ -1,4 +1,4 @@
-"""`Replica`: this rank's share of the network with everything that moves it: programs, stages, gradients, optimizer."""
+"""Builds the `Replica`: this rank's stages of the network, with programs, data-parallel strategy and optimizer."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute` is the type of parameters and activations, `main` that of gradients and main parameters."""
+    """`compute` is the dtype of parameters and activations, `main` the dtype of gradients and main parameters."""
 
     compute: torch.dtype
     main: torch.dtype
@@ -56,7 +56,7 @@ class Precision:
 def build_strategy(
     config: RunConfig, stages: Mapping[int, torch.nn.Module], topology: Topology, precision: Precision, kernels: Kernels
 ) -> DataParallelStrategy:
-    """What `dp_strategy` names, over this rank's stages; their parameters move into its buckets."""
+    """Build the strategy `dp_strategy` for this rank's stages, and move their parameters into its buckets."""
     parallel, settings = config.parallel, config.data_parallel
     parameters = [parameter for stage in stages.values() for parameter in stage.parameters() if parameter.requires_grad]
     check_lr_multipliers(config.model, config.optimizer)
@@ -104,11 +104,11 @@ def build_strategy(
 def build_optimizer(
     config: RunConfig, strategy: DataParallelStrategy, topology: Topology, kernels: Kernels
 ) -> Optimizer:
-    """What `optimizer` names, over the strategy's shards."""
+    """Build the optimizer `optimizer` over the strategy's shards."""
     context = Context(topology=topology, kernels=kernels, replicas_agree=strategy.replicas_agree)
     parameters = [_flat_parameter(shard) for shard in strategy.shards]
     name = config.optimizer.optimizer
-    with strategy.main_in_memory():  # an average starts from them
+    with strategy.main_in_memory():  # averages of weights start from the main parameters
         optimizer: Optimizer = OPTIMIZERS.get(name).from_config(parameters, config, context)
     check_states(name, optimizer)
     strategy.attach(optimizer)
@@ -118,18 +118,18 @@ def build_optimizer(
 
 
 def _check_strategy_states(config: RunConfig, strategy: DataParallelStrategy) -> None:
-    """Raise ConfigError unless a user's strategy keeps what it was registered with; main parameters are there anyway."""
+    """Raise ConfigError unless a user's strategy has the states that it was registered with, beside main parameters."""
     kept = sorted({state.name for state in strategy.states()} - {"main_param", "replica_param"})
     stated = sorted(strategy_states(config))
     if kept != stated:
         raise ConfigError(
             f"dp_strategy {config.parallel.dp_strategy} keeps the states {', '.join(kept) or 'none'}, but is registered with "
-            f"{', '.join(stated) or 'none'}, by which memory is planned; correct `states` where it is registered"
+            f"{', '.join(stated) or 'none'}, by which memory is planned; correct `states` in its registration"
         )
 
 
 def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
-    """A shard as the optimizer sees it."""
+    """Convert a shard to the optimizer's type."""
     segments = []
     for placed in placed_in(shard):
         info = placed.parameter.info
@@ -159,8 +159,8 @@ def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
 
 @contextmanager
 def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
-    """Inside, the buckets' `data` is the model that is evaluated, or `saved`: that on which replicas agree, and where the
-    optimizer has them its averages. Every rank enters it."""
+    """Make the buckets' `data` the model to evaluate, or to save (`saved`): the weights on which replicas agree, or the
+    optimizer's averages if it has them. Every rank enters it."""
     strategy, optimizer = replica.strategy, replica.optimizer
     with strategy.consensus(), ExitStack() as more:
         config = replica.config.optimizer
@@ -170,29 +170,28 @@ def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
 
 
 class Programs:
-    """Every program that a run can need; a batch-size ramp-up has several.
+    """The pipeline programs of a run; a batch-size ramp-up needs several.
 
-    At the start the smallest and the largest are made and proved, and it is asked whether the schedule takes the numbers
-    in between; their programs follow when they are first used. (The largest needs most memory.)
-    """
+    The constructor builds and proves the smallest and the largest, which needs most memory, and checks that the
+    schedule supports the numbers of microbatches in between. Their programs are built on first use."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.stages = plan_stages(config)
         """Every virtual stage of the model, in order."""
-        self._made: dict[tuple[int, bool], Program] = {}
+        self._built: dict[tuple[int, bool], Program] = {}
         first, *between = microbatch_counts(config)
         self.program(first)
         for count in between[:-1]:
-            if config.parallel.schedule_name != "auto":  # takes every number, and is slow to build
+            if config.parallel.schedule_name != "auto":  # "auto" supports every number, and is slow to build
                 schedule_of(config, count)
         if between:
             self.program(between[-1])
 
     def program(self, microbatches: int, *, evaluation: bool = False) -> Program:
-        """The program of a step (or of one evaluation batch) with that many microbatches."""
+        """Return the program of a step, or of an evaluation batch, with this number of microbatches."""
         key = (microbatches, evaluation)
-        if key not in self._made:
+        if key not in self._built:
             if evaluation:
                 placement = tuple(plan.rank for plan in self.stages)
                 program = lowered(self._config, forward_only(placement, microbatches))
@@ -200,44 +199,44 @@ class Programs:
             else:
                 program = lowered(self._config, schedule_of(self._config, microbatches))
                 proved(self._config, program, self.stages)
-            self._made[key] = program
-        return self._made[key]
+            self._built[key] = program
+        return self._built[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replica:
-    """Built once a run, by `build_replica`."""
+    """Everything that a rank computes with; `build_replica` builds one per run."""
 
     config: RunConfig
     written: RunConfig
-    """The config as files have it: what was derived is left open."""
+    """Config for files: without derived values and credentials."""
     topology: Topology
     plan: tuple[StagePlan, ...]
     """Every virtual stage of the model, in order."""
     programs: Programs
     kernels: Kernels
     computes: tuple[str, ...]
-    """Lines for the log: how the layers compute."""
+    """Log lines on how the layers compute."""
     precision: Precision
     stages: dict[int, GPTStage]
     """This rank's virtual stages by their global number."""
     deferred: dict[int, DeferredWeightGradients]
-    """Of each stage here: where a split backward leaves its weight gradients."""
+    """Deferred weight gradients of a split backward, by stage."""
     strategy: DataParallelStrategy
     optimizer: Optimizer
     scaler: LossScaler
     noise: GradientNoise | None
-    """With log_gradient_noise_scale."""
+    """Set with log_gradient_noise_scale."""
 
     @property
     def buffers(self) -> list[ShardedParameter]:
-        """What is saved with the weights of the stages here, and has no gradient."""
+        """Parameters of this rank's stages without gradients, which are saved with the weights."""
         parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         return [each for each in parameters if isinstance(each, ShardedParameter) and not each.requires_grad]
 
     @property
     def routers(self) -> list[Any]:
-        """The `Router`s here with a bias that balances their experts."""
+        """This rank's `Router`s with a bias that balances their experts."""
         modules = (module for stage in self.stages.values() for module in stage.modules())
         return [module for module in modules if hasattr(module, "balance") and module.bias is not None]
 
@@ -252,22 +251,22 @@ class Replica:
 
     @property
     def hides_documents(self) -> bool:
-        """Tokens attend to their own document alone."""
+        """Whether tokens attend only to their own document."""
         return self.packs_documents or self.config.data.reset_attention_mask
 
     @property
     def restarts_positions(self) -> bool:
-        """Positions start from 0 in each document."""
+        """Whether positions start from 0 in each document."""
         return self.packs_documents or self.config.data.reset_position_ids
 
     @property
     def finds_documents(self) -> bool:
-        """Layers need to know where documents start."""
+        """Whether layers need the starts of documents."""
         return self.hides_documents or self.restarts_positions
 
     @property
     def balance(self) -> Balance | None:
-        """What each cp rank holds of a microbatch; None: the same of each."""
+        """Function that splits a microbatch over cp ranks; None: equal parts."""
         parallel, model = self.config.parallel, self.config.model
         if parallel.context_parallel_load_balancer == "headtail":
             return None
@@ -276,7 +275,7 @@ class Replica:
 
     @property
     def reads_data(self) -> bool:
-        """This rank needs tokens, labels or the documents' starts."""
+        """Whether this rank needs tokens, labels or the documents' starts."""
         ends = any(stage.embedding is not None or stage.head is not None for stage in self.stages.values())
         return ends or self.finds_documents
 
@@ -284,7 +283,7 @@ class Replica:
 def build_stages(
     config: RunConfig, plan: Sequence[StagePlan], topology: Topology, precision: Precision, kernels: Kernels
 ) -> dict[int, GPTStage]:
-    """The modules of this rank's virtual stages, with their initial weights."""
+    """Build the modules of this rank's virtual stages, with their initial weights."""
     factory = ParameterFactory(
         tp=topology.tp,
         seed=config.training.seed,
@@ -301,7 +300,7 @@ def build_stages(
         late=config.parallel.strategy.shards_parameters,
     )
     recompute = Recompute(
-        # Recompute-ahead runs whole stages again, as actions of the schedule.
+        # Recompute-ahead recomputes whole stages, as actions of the schedule.
         granularity="none" if config.training.recompute_ahead else config.training.recompute_granularity,
         modules=frozenset(config.training.recompute_modules),
         method=config.training.recompute_method,
@@ -323,7 +322,7 @@ def build_stages(
                 seq_length=config.training.seq_length,
                 recompute=recompute,
                 cp_comm_type=config.parallel.cp_comm_type,
-                # In a V the first and the last stage are on one rank.
+                # In a V-shaped schedule one rank has the first and the last stage.
                 word=first.embedding.word.weight if first is not None and first.embedding is not None else None,
             )
             if config.model.block not in BLOCKS.builtin:
@@ -332,12 +331,12 @@ def build_stages(
 
 
 def _check_parameters(config: RunConfig, part: StagePlan, stage: GPTStage) -> None:
-    """Raise ConfigError unless a user's layers have the parameters that they are registered with."""
+    """Raise ConfigError unless a user's layers have the parameters in their registration."""
     made: dict[str, tuple[object, ...]] = {}
     for name, parameter in stage.layers.named_parameters():
         if not isinstance(parameter, ShardedParameter):
             raise ConfigError(
-                f"block {config.model.block}: layers.{name} is a plain parameter, which does not know how it is split over ranks; make "
+                f"block {config.model.block}: layers.{name} is a plain parameter, without information on its split over ranks; make "
                 "it with factory.parameter, or use ColumnParallelLinear and RowParallelLinear"
             )
         info = parameter.info
@@ -348,20 +347,20 @@ def _check_parameters(config: RunConfig, part: StagePlan, stage: GPTStage) -> No
         for shape in layer_shapes(config.model, index)
     }
     for name in {**stated, **made}:
-        here, there = made.get(name, "no such parameter"), stated.get(name, "nothing of it")
-        if here != there:
+        actual, expected = made.get(name, "(missing)"), stated.get(name, "(missing)")
+        if actual != expected:
             raise ConfigError(
-                f"block {config.model.block}: {name} has the shape, the split dimension and the decay {here}, but is stated with "
-                f"{there}, by which memory is planned; state its `shapes` where it is registered"
+                f"block {config.model.block}: {name} has the shape, split dimension and decay {actual}, but its registration "
+                f"says {expected}, by which memory is planned; correct `shapes` in its registration"
             )
 
 
 Modules = tuple[dict[int, GPTStage], Kernels, tuple[str, ...]]
-"""This rank's stages, their kernels, and what the log says of how layers compute."""
+"""This rank's stages, their kernels, and log lines on how layers compute."""
 
 
 def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> Modules:
-    """What a rank computes with, before anything moves it. A ConfigError, of a kernel, may be of some ranks alone."""
+    """Build this rank's stages and kernels. A ConfigError about a kernel may occur on some ranks only."""
     kernels = Kernels(kernel_requests(config.compute.kernels))
     kernels.check(topology.device)
     numerics = use_numerics(config.compute, topology.device)
@@ -380,15 +379,15 @@ def build_replica(
     *,
     asked: RunConfig | None = None,
 ) -> Replica:
-    """Everything of this rank for a validated config with its vocab_size set, on the topology of `layout_of(config)`.
+    """Build the replica of a validated config with vocab_size, on the topology of `layout_of(config)`.
 
-    `asked` is the config before it was resolved; default: nothing in it was derived.
+    `asked` is the config before it was resolved; default: `config` has no derived values.
     """
     programs = programs or Programs(config)
     stages, kernels, computes = modules or build_modules(config, topology, programs)
     precision = Precision.of(config.training.precision)
-    # In stage order: in a V the head's stage, which puts off products with a tied embedding, comes after that of
-    # the lookups.
+    # In stage order: in a V-shaped schedule the head's stage, which defers products with a tied embedding, must come
+    # after the stage of the embedding.
     deferred = {stage: DeferredWeightGradients() for stage in stages}
     for stage, module in stages.items():
         attach_deferred(module, deferred[stage])

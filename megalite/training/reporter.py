@@ -1,4 +1,4 @@
-"""What a run reports: a line per log interval, every step to the sinks; loss spikes and throughput."""
+"""Reports a run's progress: log lines, records for the sinks, loss spikes and throughput."""
 
 import math
 import statistics
@@ -20,19 +20,19 @@ from megalite.training.memory import peak_memory_bytes
 from megalite.training.sinks import MetricSink, last_records
 from megalite.training.step import StepResult
 
-_LEAST = 16  # losses that say something of how they scatter
+_LEAST = 16  # fewest losses for an estimate of their scatter
 _NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _FLOOR = 0.002
-"""Share of the median loss that counts as scatter at least: else a loss that hardly moves would alarm at a breath."""
-_WAIT_SHARE = 0.05  # share of the time from which on waiting for data is reported
+"""Least scatter as a share of the median loss; without it a nearly constant loss would raise alarms."""
+_WAIT_SHARE = 0.05  # waiting for data is reported from this share of the time on
 
 
 class LossSpikes:
-    """Scores each loss by those of the steps before it: z = (loss - median) / (1.4826 · median absolute deviation).
+    """Scores each loss against the previous ones: z = (loss - median) / (1.4826 · median absolute deviation).
 
-    Neither moves by single outliers, nor does a loss that falls slowly, as they do, score high. The alarm is raised once:
-    it is armed again when a score is below half the threshold. A loss that stays high is the usual one after half a window.
-    With threshold 0 no loss is a spike."""
+    Single outliers move neither statistic, and a slowly falling loss scores low. An alarm is raised once, and armed
+    again when a score is below half the threshold. A loss that stays high counts as usual after half a window. With
+    threshold 0 no loss is a spike."""
 
     def __init__(self, *, window: int, threshold: float) -> None:
         self._losses: deque[float] = deque(maxlen=window)
@@ -42,19 +42,19 @@ class LossSpikes:
 
     @classmethod
     def resumed(cls, config: RunConfig) -> "LossSpikes":
-        """That of a run that may continue an earlier start, with losses in its metrics.jsonl. Called once that is open
-        for writing: steps that will be made again are no longer in it."""
+        """Create one with the last losses in a run's metrics.jsonl. Call it once that file is open for writing, because
+        then the steps to repeat are no longer in it."""
         logging = config.logging
-        made = cls(window=logging.loss_spike_window, threshold=logging.loss_spike_threshold)
+        spikes = cls(window=logging.loss_spike_window, threshold=logging.loss_spike_threshold)
         before = last_records(logging.run_dir, "train")[-2 * logging.loss_spike_window :]
         for record in before:
             if "loss" in record:
-                made.score(float(record["loss"]))
-        return made
+                spikes.score(float(record["loss"]))
+        return spikes
 
     def score(self, loss: float) -> tuple[float | None, bool]:
-        """The loss's score (None while too few are known) and whether the alarm is raised. NaN, which `on_non_finite`
-        is about, is passed over."""
+        """Return the score (None after too few losses) and whether to raise an alarm. Ignores NaN and infinities, which
+        `on_non_finite` handles."""
         if self._threshold <= 0.0 or not math.isfinite(loss):
             return None, False
         score = None
@@ -70,7 +70,7 @@ class LossSpikes:
         return score, alarm
 
     def words(self, loss: float, score: float) -> str:
-        """For the log."""
+        """Return the warning for the log."""
         return (
             f"loss {loss:.4f} is a spike: {score:.1f} times the usual scatter above the median of the last "
             f"{len(self._losses)} steps (loss_spike_threshold {self._threshold:g}); if it stays, continue from a checkpoint "
@@ -79,11 +79,11 @@ class LossSpikes:
 
 
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "V100": 125.0}
-"""Dense tensor-core peaks in bf16 (V100: fp16) from the vendor's data sheets; the first name that occurs counts."""
+"""Dense tensor-core peaks in bf16 (V100: fp16) from the vendor's data sheets, by the first matching name."""
 
 
 def device_peak_tflops(config: RunConfig, device: torch.device) -> float | None:
-    """Peak TFLOP/s of one device: as given, or known for data-centre GPUs in half precision, else None."""
+    """Return the peak TFLOP/s of one device: `peak_tflops`, else the known peak in half precision, else None."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops
     if device.type != "cuda" or config.training.precision not in ("bf16", "fp16"):
@@ -94,14 +94,14 @@ def device_peak_tflops(config: RunConfig, device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput over some steps."""
+    """Throughput of some steps."""
 
     ms_per_step: float
     tokens_per_second: float
     tokens_per_second_per_rank: float
     tflops_per_rank: float  # model FLOPs (PaLM convention: full attention, no recompute) per second and rank, in 10^12
-    mfu: float | None  # tflops_per_rank over the device's peak, if that is known
-    hardware_tflops_per_rank: float  # with the forwards that recompute runs again
+    mfu: float | None  # tflops_per_rank over the device's peak; None if the peak is unknown
+    hardware_tflops_per_rank: float  # including the recomputed forwards
     hfu: float | None
 
 
@@ -112,7 +112,7 @@ class SpeedMeter:
         self._peak = device_peak_tflops(config, device)
         self._flops_per_token = cache(lambda length: flops_per_token(config.model, length, "palm"))  # of every layer
         self._recompute = 1.0
-        """FLOPs with recompute over the model's."""
+        """Ratio of FLOPs with recompute to model FLOPs."""
         if config.training.recompute_granularity != "none":
             model = flops_per_token(config.model, config.training.seq_length)
             self._recompute = flops_per_token_with_recompute(config) / model
@@ -121,7 +121,7 @@ class SpeedMeter:
         return tokens_after(self._config, after.step, after.samples)
 
     def work(self, after: Progress, batch_size: int) -> tuple[int, float]:
-        """Tokens and model FLOPs of the step that ends there."""
+        """Return the tokens and model FLOPs of the step that ends at `after`."""
         length = sequence_length(self._config, after.step - 1)
         tokens = batch_size * length
         return tokens, tokens * self._flops_per_token(length)
@@ -136,7 +136,7 @@ class SpeedMeter:
 
 
 def short(value: float) -> str:
-    """At most six columns: `0.345`, `12.3`, `1.00T`, `1.2e-4`; NaN and infinities as they are."""
+    """Format a number in at most six columns: `0.345`, `12.3`, `1.00T`, `1.2e-4`, `nan`, `inf`."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * scale and math.isfinite(value):
             return f"{value / scale:#.3g}".rstrip(".") + unit
@@ -150,7 +150,7 @@ def _power(value: float, digits: int) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """`42s`, `9m59s`, `23h` or `1d3h`."""
+    """Format a duration: `42s`, `9m59s`, `23h` or `1d3h`."""
     rest = round(seconds)
     for unit, scale, lower, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if rest >= scale:
@@ -160,7 +160,7 @@ def time_left(seconds: float) -> str:
 
 
 class Reporter:
-    """Keeps the sums of the current log interval. `instruments` are notified of each step, and asked about each interval."""
+    """Sums up the steps of the current log interval, and reports them. `instruments` add their fields and lines."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Reporter:
         self._seconds = self._waited = 0.0
 
     def restart_clock(self) -> None:
-        """What lay between this and the last step is no step's time."""
+        """Exclude the time since the last step from the next one."""
         self._last = time.perf_counter()
 
     def step(
@@ -201,7 +201,7 @@ class Reporter:
         data_wait_seconds: float = 0.0,
         params_norm: Callable[[], float] | None = None,
     ) -> None:
-        """Take note of a step; every `log_interval` steps, and after the last, print a line and what the instruments say.
+        """Record a step; every `log_interval` steps, and after the last, log a line and those of the instruments.
 
         Collectives: those of `Instruments.interval` and of `params_norm`, when a line is due."""
         now = time.perf_counter()
@@ -263,7 +263,7 @@ class Reporter:
             sink.write(record)
 
     def _line(self, result: StepResult, after: Progress) -> str:
-        """At most 120 columns with the time of day before it, also of long runs with many tokens."""
+        """Return the log line: at most 120 columns together with the time of day, even in long runs."""
         steps = len(self._losses)
         speed = self._meter.speed(seconds=self._seconds, steps=steps, tokens=self._tokens, flops=self._flops)
         loss = math.fsum(self._losses) / steps
@@ -280,7 +280,7 @@ class Reporter:
         return "  ".join(parts)
 
     def _further(self, result: StepResult, batch_size: int, params_norm: object) -> list[str]:
-        """A second line: what this run has or was asked for, and what is not as usual."""
+        """Return a second line, if needed: auxiliary losses, requested values, and anything unusual."""
         steps = len(self._losses)
         parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.auxiliary.items()]
         speed = self._meter.speed(seconds=self._seconds, steps=steps, tokens=self._tokens, flops=self._flops)
@@ -310,7 +310,7 @@ class Reporter:
         return f"step {progress.step:>{len(str(self._total))}}/{total}"
 
     def evaluation(self, loss: float, *, at: Progress, split: str = "valid") -> None:
-        """Take note of a loss on the validation or the test split."""
+        """Report a loss on the validation or test split."""
         name = "validation" if split == "valid" else split
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
         self._log(f"{self._at(at)}  {name} loss {loss:.4f}  perplexity {perplexity:.2f}")

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint of any layout: each rank reads the slices that it needs; which data will differ is logged."""
+"""Resumes from a checkpoint of any layout: each rank reads its slices. Logs settings that change data or numbers."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -42,8 +42,7 @@ from megalite.training.state_tensors import (
 
 
 class Source(Protocol):
-    """Where each rank reads the slices of weights that it holds: a `Checkpoint`, or weights of another format under its names
-    and shapes."""
+    """Source of weight slices: a `Checkpoint`, or weights of another format under a checkpoint's names and shapes."""
 
     path: Path
 
@@ -53,28 +52,28 @@ class Source(Protocol):
 
 
 class Weights(Source, Protocol):
-    """Weights of another format, for a model that was not made here."""
+    """Weights of another format."""
 
     model: ModelConfig
     dequantised: str | None
-    """Which of them are stored in fewer bits, and as what they are read."""
+    """Log text on weights that are stored in fewer bits, and the dtype in which they are read."""
 
 
 FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
     "format of load", {"hf": "megalite.conversion.huggingface.weights:HuggingFaceSource"}
 )
-"""What opens a folder `hf:FOLDER` for a model; imported in runs that start from one. Training knows no other format."""
+"""Functions that open a folder `hf:FOLDER` for a model, imported only in runs that start from one."""
 
 _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data_order", "text_field", "sft")}
-"""Settings that the order of samples is a function of, by section."""
+"""Settings that determine the order of samples, by section."""
 _LENGTH = ("train_iters", "train_samples", "global_batch_size", "eval_interval", "eval_iters")
-"""Settings that the length of a run follows from, for which Megatron's order is made."""
+"""Settings that determine the length of a run, on which the order of samples of `data_order` megatron depends."""
 _SOURCES = ("data_path", "train_data_path", "mock_data")
 
 
 def _section(tree: Mapping[str, Any], name: str, dp: Any = None) -> dict[str, Any]:
-    """A section of a config as its run had it: a setting that came after the checkpoint was written had its default's
-    meaning. A global batch that is left open follows from `dp`."""
+    """Return a section of a stored config. Settings newer than the checkpoint have their defaults. A global batch size
+    that is not set follows from `dp`."""
     stored = tree.get(name)
     values = asdict(getattr(RunConfig(), name)) | (stored if isinstance(stored, dict) else {})
     micro = values.get("micro_batch_size")
@@ -84,8 +83,8 @@ def _section(tree: Mapping[str, Any], name: str, dp: Any = None) -> dict[str, An
 
 
 def other_data(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
-    """A line for each setting by which the training samples of this run are others, from here on, than those of a
-    checkpoint's run. `dp`: of the checkpoint's run; `here`: of this one."""
+    """Return a line for each setting that makes this run read other training samples than the checkpoint's run. `dp`:
+    of the checkpoint's run; `here`: of this run."""
     before, now = (
         {name: _section(tree, name, ranks) for name in _ORDER} for tree, ranks in ((saved, dp), (asdict(written), here))
     )
@@ -95,13 +94,13 @@ def other_data(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: i
     if before["data"]["data_order"] == now["data"]["data_order"] == "megatron":
         order["training"] += _LENGTH
     lines = [
-        f"the order of samples is another from here on: {name} {before[section][name]} -> {now[section][name]}"
+        f"the order of samples changes from here on: {name} {before[section][name]} -> {now[section][name]}"
         for section, names in order.items()
         for name in names
         if before[section][name] != now[section][name]
     ]
     return lines + [
-        f"the samples are others from here on, unless these hold the same: {name} {_shown(before['data'][name])} -> "
+        f"the samples change from here on, unless the contents are the same: {name} {_shown(before['data'][name])} -> "
         f"{_shown(now['data'][name])}"
         for name in _SOURCES
         if before["data"][name] != now["data"][name]
@@ -113,7 +112,7 @@ def _shown(value: Any) -> str:
 
 
 def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
-    """Continue from what `load` says, or from step 0 where it is empty and may be."""
+    """Load from `load`; start from step 0 if it has no checkpoint and `fresh_if_missing` allows it."""
     checkpoint = replica.config.checkpoint
     assert checkpoint.load is not None
     folder = hugging_face_folder(checkpoint.load)
@@ -125,14 +124,14 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
         if not checkpoint.fresh_if_missing:
             raise CheckpointMissing(
                 f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
-                "step 0 where there are none"
+                "step 0 if there are none"
             ) from None
-        log(f"{error}: starting from step 0, as fresh_if_missing says")
+        log(f"{error}: starting from step 0 because of fresh_if_missing")
         return Progress(0, 0)
 
 
 def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
-    """A run that began from a folder of another format resumes from its checkpoints, as soon as there are some.
+    """Replace `load` of another format by the run's own checkpoints if there are some.
 
     Collectives: a broadcast over the world.
     """
@@ -142,7 +141,7 @@ def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str
         return config
     found = True
     if world.rank == 0:
-        with contextlib.suppress(ConfigError):  # it is said on all ranks when they look for the newest
+        with contextlib.suppress(ConfigError):  # all ranks raise it later, when they look for the newest
             found = newest_saved(replace(config, checkpoint=replace(config.checkpoint, save=save))) is not None
     if not world.broadcast_json(found):
         return config
@@ -151,7 +150,7 @@ def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str
 
 
 def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> Progress:
-    """Weights of another format, and step 0."""
+    """Load weights of another format, and start at step 0."""
     config, topology = replica.config, replica.topology
     replica.strategy.wait_until_idle()
     with topology.world.errors_on_all_ranks():
@@ -168,17 +167,16 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
 
 
 def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable[[str], None]) -> Progress:
-    """Load the newest checkpoint that verifies (or `ckpt_step`), of any layout; returns where the run stands.
+    """Load the newest valid checkpoint (or `ckpt_step`) of any layout, and return the run's progress.
 
-    With `finetune` only the weights are loaded and the run starts at 0. Else the log says where the run will read other
-    samples than the one that it continues; that is legal.
-
-    A CheckpointError is the same on every rank."""
+    With `finetune` load only the weights and start at step 0. Otherwise log settings that change samples or numbers,
+    which is legal. A CheckpointError is raised on every rank."""
     config, topology = replica.config, replica.topology
     checkpoint = find_checkpoint(folder, step=config.checkpoint.ckpt_step, world=topology.world, log=log)
     manifest, finetune = checkpoint.manifest, config.checkpoint.finetune
     check_fits(str(checkpoint.path), manifest, config)
-    # In a replica that has trained the last step's parameters may be on their way still: they would overtake what is read.
+    # A replica that has trained may still gather the parameters of its last step, which would overwrite the loaded
+    # ones.
     replica.strategy.wait_until_idle()
     with topology.world.errors_on_all_ranks():
         require_tokenizer(str(checkpoint.path), manifest, config, tokenizer)
@@ -187,7 +185,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     with topology.world.errors_on_all_ranks(CheckpointError):
         load_states(replica, checkpoint, with_optimizer=with_optimizer, log=notes.append)
     if with_optimizer and OPTIMIZERS.facts(config.optimizer.optimizer).averaged:
-        # The weights of the checkpoint are the averages; what is trained has been read into main parameters.
+        # The checkpoint's weights are the averages; the trained parameters were read into main parameters.
         replica.strategy.publish_parameters()
         replica.strategy.wait_until_idle()
     log(f"loaded {checkpoint.path} (written by {_describe(manifest.layout)})")
@@ -202,7 +200,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         ):
             log(line)
         if not with_optimizer:
-            log("the optimizer's states start afresh, as load_optimizer says")
+            log("the optimizer states start from their initial values because of load_optimizer")
         progress = _load_counters(replica, checkpoint, with_optimizer=with_optimizer)
     replica.strategy.loaded()
     return progress
@@ -216,18 +214,18 @@ def _load_counters(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: 
         replica.scaler.load_state(counters["loss_scaler"])
         if with_optimizer:
             replica.optimizer.updates = int(counters["optimizer_updates"])
-            # Checkpoints from before there were such counters have none.
+            # Older checkpoints do not have these counters.
             replica.optimizer.load_counters(counters.get("optimizer", {}))
             replica.strategy.load_counters(counters.get("strategy", {}))
             if replica.noise is not None:
                 replica.noise.load_state(counters.get("gradient_noise", {}))
         return Progress(int(counters["step"]), int(counters["consumed_samples"]))
     except ConfigError:
-        raise  # of a setting that does not go with what was saved
+        raise  # a setting that is not compatible with the saved counters
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path}: its counters are not those of a training run ({type(error).__name__}: {error}); "
-            "--finetune takes the weights alone"
+            "--finetune loads only the weights"
         ) from None
 
 
@@ -238,7 +236,7 @@ SCHEDULE = (
     *("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style", "weight_decay", "weight_decay_incr_style"),
     *("start_weight_decay", "end_weight_decay"),
 )
-"""Settings of the schedules of learning rate and weight decay."""
+"""Settings of the learning-rate and weight-decay schedules."""
 
 
 _NUMBERS = {
@@ -246,12 +244,13 @@ _NUMBERS = {
     "optimizer": ("optimizer", *SCHEDULE, "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
     "model": ("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 }
-"""Settings that a run may change when it resumes, and that change its numbers, by section."""
+"""Settings that may differ when a run resumes, but change its numbers, by section."""
 
 
 def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
-    """A line with those of `_NUMBERS` that this run has otherwise than the checkpoint's, if there are any. Its length is one
-    where the learning rate decays to its end, and the batch also where it follows from dp, which is `here` in this run."""
+    """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The run's length is
+    one if the learning rate decays until its end. The global batch size may follow from dp: `dp` in the checkpoint's
+    run, `here` in this run."""
     optimizer, differ = written.optimizer, list[str]()
     for section, names in _NUMBERS.items():
         before, now = _section(saved, section, dp), _section(asdict(written), section, here)
@@ -259,8 +258,8 @@ def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here
             decays = optimizer.lr_decay_style != "constant"
             if decays and optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
                 names = (*names, "train_iters", "train_samples")
-        there = {name: (_shown(before[name]), _shown(now[name])) for name in names if before[name] != now[name]}
-        differ += [f"{name} {former} -> {new}" for name, (former, new) in there.items()]
+        changed = (name for name in names if before[name] != now[name])
+        differ += [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in changed]
     return [f"other settings than the checkpoint's run had: {', '.join(differ)}"] if differ else []
 
 
@@ -270,7 +269,7 @@ TokenizerOf = Callable[[RunConfig], Tokenizer | None]
 def check_settings(
     name: str, manifest: Manifest, config: RunConfig, *, explicit: frozenset[str], tokenizer_of: TokenizerOf
 ) -> None:
-    """`check_fits` and `require_tokenizer` of what was asked for, before it is resolved."""
+    """Apply `check_fits` and `require_tokenizer` to a config before it is resolved."""
     model, tokenizer = validate(config, None, explicit, problems=Problems()).model, tokenizer_of(config)
     if model.vocab_size is None:
         saved = _section(manifest.config, "model").get("vocab_size")
@@ -280,8 +279,8 @@ def check_settings(
 
 
 def require_tokenizer(name: str, manifest: Manifest, config: RunConfig, tokenizer: str | None) -> None:
-    """A run that continues has the checkpoint's tokenizer, or where it has none (`tokenizer`: its fingerprint) token files of
-    that one, as far as they say. Raises ConfigError."""
+    """Raise ConfigError if a run that continues has another tokenizer than the checkpoint, or, without a tokenizer,
+    token files that record another one. `tokenizer`: fingerprint of the run's tokenizer."""
     if config.checkpoint.finetune or not manifest.tokenizer:
         return
     if tokenizer and tokenizer != manifest.tokenizer:
@@ -296,7 +295,7 @@ def require_tokenizer(name: str, manifest: Manifest, config: RunConfig, tokenize
 
 
 def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
-    """What the manifest of a checkpoint says must be what the run continues from. Raises CheckpointError."""
+    """Raise CheckpointError if a checkpoint's manifest does not fit the config."""
     finetune, optimizer = config.checkpoint.finetune, config.optimizer
     _refuse_other_model(name, _section(manifest.config, "model"), config.model, finetune=finetune)
     saved = _section(manifest.config, "optimizer")
@@ -313,7 +312,7 @@ def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
     needs_states = config.checkpoint.load_optimizer and not finetune
     if needs_states and not any(key.startswith("optimizer.") for key in manifest.tensors):
         raise CheckpointError(
-            f"{name} holds weights alone, no optimizer state to continue from; add --finetune, or --no-load-optim"
+            f"{name} has only weights, no optimizer state to continue from; add --finetune, or --no-load-optim"
         )
 
 
@@ -337,10 +336,10 @@ def _describe(layout: dict[str, object]) -> str:
 
 
 def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: bool, log: Callable[[str], None]) -> None:
-    """Weights, main parameters and, with_optimizer, all else that optimizer and strategy remember.
+    """Load weights, main parameters and, if `with_optimizer`, the states of optimizer and strategy.
 
-    What a checkpoint of another strategy or optimizer does not have starts over, what differs between its replicas
-    is averaged where the number of replicas is another or they share it, and the log says so."""
+    States that the checkpoint does not have start from their defaults. States that differ between the checkpoint's
+    replicas are averaged if this run has another number of replicas, or if its replicas share them. Both are logged."""
     if not with_optimizer:
         load_weights(replica, checkpoint)
         return
@@ -360,7 +359,7 @@ def load_states(replica: Replica, checkpoint: Checkpoint, *, with_optimizer: boo
 
 
 def load_weights(replica: Replica, source: Source) -> None:
-    """Weights, main parameters, and what a strategy or an optimizer begins with the parameters."""
+    """Load weights, main parameters, and states that are initialized with the parameters."""
     _load_parameters(replica, source)
     for state in (*replica.strategy.states(), *optimizer_states(replica)):
         if state.default == "parameter":
@@ -370,7 +369,7 @@ def load_weights(replica: Replica, source: Source) -> None:
 def _load_parameters(replica: Replica, source: Source) -> None:
     for buffer in replica.buffers:
         source.read_into(buffer.data, weight_key(buffer.info.spec.name), buffer.info.spec.slice)
-    threads = THREADS if isinstance(source, Checkpoint) else 1  # other formats give whole tensors: one at a time
+    threads = THREADS if isinstance(source, Checkpoint) else 1  # other formats read whole tensors: only one at a time
     with replica.strategy.main_in_memory(), ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda shard: _load_shard(replica, shard, source), replica.strategy.shards))
 
@@ -382,8 +381,8 @@ def _load_shard(replica: Replica, shard: OptimizerShard, source: Source) -> None
         key = weight_key(spec.name)
         entry = source.entry(key)
         if tuple(entry.global_shape) != tuple(spec.global_shape):
-            there, here = list(entry.global_shape), list(spec.global_shape)
-            raise CheckpointError(f"{source.path}: {key} is {there} there, {here} here")
+            stored, shape = list(entry.global_shape), list(spec.global_shape)
+            raise CheckpointError(f"{source.path}: {key} is {stored}, but this run has {shape}")
         if TORCH_DTYPES[entry.dtype] != state.values.dtype:
             key = main_key(placed, source)
         _read_range(source, key, placed, state.start, state.values)
@@ -392,13 +391,13 @@ def _load_shard(replica: Replica, shard: OptimizerShard, source: Source) -> None
 
 
 def _read_parameters(source: Source, bucket: Bucket, first: int, target: torch.Tensor) -> None:
-    """The most precise values of the parameters in `target`, which holds the bucket's elements from `first` on."""
+    """Read the most precise parameter values into `target`, the bucket's elements from `first` on."""
     for placed, _, _ in bucket.within(first, first + target.numel()):
         _read_range(source, main_key(placed, source), placed, first, target)
 
 
 def _load_flat(replica: Replica, state: FlatState, checkpoint: Checkpoint) -> dict[str, None]:
-    """Returns lines for the log."""
+    """Read one state, and return lines for the log."""
     notes: dict[str, None] = {}
     for placed, first, last in state.bucket.within(state.start, state.stop):
         key = optimizer_key(state.name, placed.parameter.info.spec.name)
@@ -422,26 +421,26 @@ def _require(replica: Replica, checkpoint: Checkpoint, state: str, key: str) -> 
             f"{checkpoint.path} was written with optimizer {wrote} and has no {state}, which {ours} needs; "
             f"use --optimizer {wrote}, or --finetune to start over from the weights"
         )
-    checkpoint.entry(key)  # says that it is missing, and what is there instead
+    checkpoint.entry(key)  # raises an error that lists similar keys if it is missing
 
 
 def _load_stored(
     replica: Replica, state: FlatState, checkpoint: Checkpoint, key: str, placed: Placed, notes: dict[str, None]
 ) -> None:
-    """A state that is there: one for all replicas, or under a leading dimension one for each replica."""
-    shape, here = placed.parameter.info.spec.global_shape, state.values.dtype
+    """Read a stored state: one for all replicas, or one for each replica in a leading dimension."""
+    shape, dtype = placed.parameter.info.spec.global_shape, state.values.dtype
     entry = checkpoint.entry(key)
-    stored, there = tuple(entry.global_shape), TORCH_DTYPES[entry.dtype]
-    floats = there.is_floating_point and here.is_floating_point
-    if floats and torch.finfo(there).eps < torch.finfo(here).eps:
-        notes[f"has {state.name} in {entry.dtype}, this run in {DTYPE_NAMES[here]}: it is rounded"] = None
+    stored, stored_dtype = tuple(entry.global_shape), TORCH_DTYPES[entry.dtype]
+    floats = stored_dtype.is_floating_point and dtype.is_floating_point
+    if floats and torch.finfo(stored_dtype).eps < torch.finfo(dtype).eps:
+        notes[f"has {state.name} in {entry.dtype}, this run in {DTYPE_NAMES[dtype]}: it is rounded"] = None
     if stored == shape:
         _read_range(checkpoint, key, placed, state.start, state.values)
         return
     private = state.placement is Placement.PRIVATE
     if len(stored) != 1 + len(shape) or stored[1:] != shape:
-        expected = ", or one such for each replica" if private else ""
-        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)} there, {list(shape)} here{expected}")
+        expected = ", or one of these for each replica" if private else ""
+        raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)}, but this run has {list(shape)}{expected}")
     group, _ = replica.strategy.groups.own_weights(state.bucket.kind)
     if private and stored[0] == group.size:
         _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
@@ -461,8 +460,8 @@ def _load_stored(
 def _read_range(
     checkpoint: Source, key: str, placed: Placed, first: int, target: torch.Tensor, *, replica: int | None = None
 ) -> None:
-    """The elements of a parameter that lie in `target`, which holds a bucket's from `first` on; of one `replica`, where the
-    tensor has a leading dimension over them."""
+    """Read a parameter's elements into `target`, which contains a bucket's elements from `first` on. `replica`: index
+    of the leading dimension, if the stored tensor has one over replicas."""
     for part, values in boxes_in(placed, target, first):
         if replica is None:
             checkpoint.read_into(values, key, part.slice)
@@ -471,7 +470,7 @@ def _read_range(
 
 
 def main_key(placed: Placed, checkpoint: Source) -> str:
-    """Where the most precise values of a parameter are."""
+    """Return the key of a parameter's most precise values."""
     name = placed.parameter.info.spec.name
     main = optimizer_key("main_param", name)
     return main if checkpoint.has(main) else weight_key(name)

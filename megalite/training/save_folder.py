@@ -1,4 +1,4 @@
-"""The folder that a run saves to: made, locked, checked, with room; and restarts that make no progress are refused."""
+"""Creates, locks and checks the folder of a run's checkpoints, and refuses restarts that make no progress."""
 
 import contextlib
 import hashlib
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from megalite.training.upload import Destination
 
 FILE_NAME = "attempts.json"
-_MOST = 300
-"""Characters of an error that are kept."""
+_MOST = 300  # most characters of a recorded error
 
 
 class RestartLoopError(ConfigError):
@@ -36,7 +35,7 @@ class RestartLoopError(ConfigError):
 
 
 class Attempt(NamedTuple):
-    """A start, from the checkpoint of a step, that failed in a later one, as far as is known."""
+    """A start from the checkpoint of step `start` that failed in step `failed_in`, as far as known."""
 
     start: int
     failed_in: int
@@ -44,9 +43,9 @@ class Attempt(NamedTuple):
 
 
 class RestartGuard:
-    """Of one start; rank 0 alone has one. After `most` failures in the same step there is no further start.
+    """Refuses a start after `most` failures in the same step. Only rank 0 has one.
 
-    A run with other settings, by their digest, starts a new count.
+    Other settings, by their digest, start a new count.
     """
 
     def __init__(self, folder: Path, *, most: int, settings: str) -> None:
@@ -56,14 +55,16 @@ class RestartGuard:
 
     @classmethod
     def of(cls, config: RunConfig) -> "RestartGuard | None":
-        """None where nothing is saved, or max_failures_at_step is 0."""
+        """Return the guard of a run; None if it saves nothing, or if max_failures_at_step is 0."""
         c = config.checkpoint
         if c.save is None or c.max_failures_at_step == 0:
             return None
         return cls(folder_here(config), most=c.max_failures_at_step, settings=settings_digest(config))
 
     def begin(self, start: int, run_dir: str | None) -> None:
-        """The run continues from step `start`; the metrics.jsonl in `run_dir` says how far a start came that left no error."""
+        """Record a start from step `start`. The metrics.jsonl in `run_dir` shows how far a killed start came.
+
+        Raises RestartLoopError."""
         self._start = start
         self._failed = self._read(run_dir)
         last = self._failed[-self._most :]
@@ -73,28 +74,28 @@ class RestartGuard:
             errors = "\n".join(f"  {number}. {attempt.error}" for number, attempt in enumerate(last, start=1))
             raise RestartLoopError(
                 f"step {last[0].failed_in} has failed in the last {len(last)} starts, and this one would continue from step "
-                f"{start}: starting once more would change nothing\n{errors}\nChange what the errors speak of "
+                f"{start}: starting once more would change nothing\n{errors}\nFix the cause of the errors "
                 "(other settings start a new count), continue from an older checkpoint with --ckpt-step, or remove "
-                f"{self._path} to try again as it is"
+                f"{self._path} to try again unchanged"
             )
 
     def failed(self, step: int, error: BaseException) -> None:
-        """The start ends by an error in `step`."""
+        """Record that this start ended with an error in `step`."""
         text = redact_text(f"{type(error).__name__}: {error}")[:_MOST]
         self._failed.append(Attempt(self._start, step, text))
         self._write(running=False)
 
     def left(self) -> None:
-        """It ends because it was asked to while it was failing, or before it did anything: the cause is unknown."""
+        """Record an end with unknown cause: a stop during a failure, or before the first step."""
         self._write(running=False)
 
     def ended(self) -> None:
-        """It ends as it was meant to: what failed before is past."""
+        """Forget earlier failures after a regular end."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def _read(self, run_dir: str | None) -> list[Attempt]:
-        """The last failures in steps that are still to come; [] where nothing is known."""
+        """Return the last failures in steps after the start; [] if the file is missing or damaged."""
         try:
             state = json.loads(self._path.read_text())
             if state["settings"] != self._settings:
@@ -104,9 +105,9 @@ class RestartGuard:
             ]
             if state["running"] is not None:
                 start = int(state["running"])
-                came_to = max((record["step"] for record in last_records(run_dir, "train")), default=0)
-                left_none = "it left no error: killed, out of memory, or crashed"
-                failed.append(Attempt(start, max(start, came_to) + 1, left_none))
+                reached = max((record["step"] for record in last_records(run_dir, "train")), default=0)
+                no_error = "it left no error: killed, out of memory, or crashed"
+                failed.append(Attempt(start, max(start, reached) + 1, no_error))
         except (OSError, ValueError, KeyError, TypeError):
             return []
         return [attempt for attempt in failed if attempt.failed_in > self._start][-self._most :]
@@ -122,13 +123,13 @@ class RestartGuard:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Of all settings but those of the log."""
+    """Return the SHA-256 of all settings except the logging section."""
     tree = {section: values for section, values in sectioned(config).items() if section != "logging"}
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def require_progress(guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group) -> None:
-    """Begin, and let all ranks hear of it if rank 0's guard refuses the run.
+    """Begin rank 0's guard. Raises RestartLoopError on all ranks if it refuses the run.
 
     Collectives: a broadcast.
     """
@@ -144,7 +145,7 @@ def require_progress(guard: RestartGuard | None, start: int, run_dir: str | None
 
 
 def resumes_own(config: RunConfig) -> bool:
-    """The run continues from the folder that it saves to, however the two are spelled."""
+    """Return whether `load` and `save` are the same folder or address, even if spelled differently."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if not resumes(config) or load is None or save is None:
         return False
@@ -153,10 +154,10 @@ def resumes_own(config: RunConfig) -> bool:
 
 
 def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
-    """A run must not save among later checkpoints of another one: the next resume would take those for its own.
+    """Raise ConfigError if `save` contains later checkpoints of another run, from which the next start would resume, or
+    checkpoints of another run that `keep_latest` would remove.
 
-    Later ones in the folder that the run has just resumed from are damaged, or they would have been taken. Nor may a
-    run remove checkpoints that it has not made.
+    Later checkpoints in the folder from which the run has just resumed are damaged, or it would have loaded them.
     """
     c, resumes = config.checkpoint, resumes_own(config)
     if c.save is None or (resumes and c.ckpt_step is None):
@@ -171,15 +172,15 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
         )
     if c.keep_latest is not None and not resumes:
         raise ConfigError(
-            f"{c.save} holds checkpoints up to step {newest} that this run has not made, and keep_latest "
+            f"{c.save} holds checkpoints up to step {newest} of another run, and keep_latest "
             f"{c.keep_latest} would remove them; give another --save, add --load {c.save} to continue from them, or leave "
             "out --keep-latest"
         )
 
 
 class SaveFolder:
-    """The folder, for this run alone. Rank 0 locks and guards it while the run lasts. Every rank gets the same errors.
-    Of an address it is the one on rank 0's machine, and the address is taken as far as a store allows (`upload`).
+    """The folder of one run's checkpoints, which rank 0 locks during the run. Every rank raises the same errors. If
+    `save` is an address, this is the local folder on rank 0's machine, and the address is claimed too (`upload`).
 
     Collectives: a gather and a broadcast over the world.
     """
@@ -209,11 +210,11 @@ class SaveFolder:
         config = self._replica.config
         if folder.is_symlink() and not folder.exists():
             raise ConfigError(
-                f"cannot write checkpoints to {folder}: it is a link to {folder.readlink()}, which is not there"
+                f"cannot write checkpoints to {folder}: it is a link to {folder.readlink()}, which does not exist"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):  # rather than find out at the first save
+            with tempfile.TemporaryFile(dir=folder):  # fail now, not at the first save
                 pass
         except OSError as error:
             raise ConfigError(
@@ -238,7 +239,7 @@ class SaveFolder:
         self._guard = RestartGuard.of(config)
 
     def make_saver(self, *, total: int, tokenizer: str | None) -> Saver:
-        """Ready to save up to the run's last step, `total`; the folder has room."""
+        """Return a saver for the steps up to `total`, after checking that the folder has room."""
         saver = Saver(self._replica, tokenizer=tokenizer, log=self._log, destination=self._destination)
         if resumes_own(self._replica.config):
             saver.saved_at = self._progress.step
@@ -248,8 +249,8 @@ class SaveFolder:
         return saver
 
     def leave(self, error: BaseException | None, *, step: int, stopping: bool) -> None:
-        """The run is over, or fails in `step`; `stopping`: it was asked to stop, or could not begin. Another one may have the
-        folder."""
+        """Release the folder at the end of the run, or after an error in `step`. `stopping`: the run was requested to
+        stop, or could not begin."""
         try:
             if self._guard is not None and error is None:
                 self._guard.ended()

@@ -1,4 +1,4 @@
-"""When and how a run saves itself, and what it does if it cannot."""
+"""Saves checkpoints of a run, at once or in the background, and handles failed saves."""
 
 import datetime
 import time
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def destination_of(config: RunConfig) -> "Destination | None":
-    """Where `save` is an address, what uploads to it."""
+    """Return the uploader if `save` is an address, else None."""
     save = config.checkpoint.save
     if save is None or not is_address(save):
         return None
@@ -49,13 +49,13 @@ def destination_of(config: RunConfig) -> "Destination | None":
 
 
 def folder_here(config: RunConfig) -> Path:
-    """Where checkpoints are written on this machine: `save`, or where they wait for their upload to it."""
+    """Return the local folder of checkpoints: `save`, or the folder from which they are uploaded to it."""
     destination = destination_of(config)
     return Path(str(config.checkpoint.save)) if destination is None else destination.folder
 
 
 def newest_saved(config: RunConfig) -> int | None:
-    """The step of the newest checkpoint where the run saves; None: there is none."""
+    """Return the step of the newest checkpoint in `save`, None if there is none."""
     if (destination := destination_of(config)) is not None:
         return destination.newest()
     try:
@@ -65,25 +65,25 @@ def newest_saved(config: RunConfig) -> int | None:
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written in the midst of a run."""
+    """A checkpoint could not be written during a run."""
 
     exit_code = NOT_SAVED
 
 
 class HostCopies:
-    """Takes copies into memory that it keeps for the next ones: a page's first touch costs as much as the copy."""
+    """Copies tensors to host memory that is reused, because the first touch of a page costs as much as the copy."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the memory for copies of these."""
+        """Allocate memory for copies of these tensors."""
         if [(one.shape, one.dtype) for one in self._buffers] != [(one.shape, one.dtype) for one in tensors]:
             self._buffers = []
             self._buffers = [pinned(one.shape, one.dtype, one.device) for one in tensors]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values of now, contiguous and on the CPU; overwritten by the next call."""
+        """Return contiguous copies on the CPU, which the next call overwrites."""
         self.reserve(tensors)
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
@@ -100,7 +100,7 @@ def save(
     tokenizer: str | None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write everything that the run needs to continue, from every rank; returns the checkpoint's folder."""
+    """Write everything that the run needs to continue, on every rank, and return the checkpoint's folder."""
     topology = replica.topology
     with consensus(replica, saved=True):
         saved = state_tensors(replica)
@@ -122,9 +122,8 @@ def _writer(
     held: Collection[int] = (),
     destination: "Destination | None" = None,
 ) -> Callable[[Sequence[SavedTensor], Sequence[torch.Tensor], Group], Path | str]:
-    """Writes a checkpoint with all but its tensors as of now, and removes those that are not kept; never one of `held`.
-
-    `destination`: `folder` is where it waits for its upload to that."""
+    """Return a function that writes tensors as a checkpoint with the current counters, and removes old checkpoints, but
+    never those of the steps `held`. `destination`: uploader of the checkpoint in `folder`."""
     c, step = replica.config.checkpoint, progress.step
     more = {"optimizer": replica.optimizer.counters(), "strategy": replica.strategy.counters()}
     if replica.noise is not None:
@@ -138,11 +137,11 @@ def _writer(
             "loss_scaler": replica.scaler.state(),
             **{name: counters for name, counters in more.items() if counters},
         },
-        # The sizes of the network are what its tensors have: a checkpoint says them.
+        # Derived sizes of the network are part of a checkpoint, because its tensors have them.
         config={
             **asdict(replica.written),
             "model": asdict(replica.config.model),
-            "data": asdict(_found_from_elsewhere(replica.written.data, folder)),
+            "data": asdict(_with_absolute_paths(replica.written.data, folder)),
         },
         layout=asdict(replica.topology.layout),
         tokenizer=tokenizer,
@@ -162,9 +161,9 @@ def _writer(
     return write
 
 
-def _found_from_elsewhere(data: DataConfig, folder: Path) -> DataConfig:
-    """Paths of the tokenizer, which readers look for from every folder above the checkpoints: relative ones stay so, and may
-    move along with a run below the working directory; elsewhere they become absolute."""
+def _with_absolute_paths(data: DataConfig, folder: Path) -> DataConfig:
+    """Make the tokenizer's paths absolute, unless the checkpoints are below the working directory. Then they stay
+    relative, so that both can be moved: readers search for them in every folder above the checkpoints."""
     if folder.resolve().is_relative_to(Path.cwd()):
         return data
     named = {name: getattr(data, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
@@ -173,10 +172,9 @@ def _found_from_elsewhere(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:
-    """What this rank writes of a step, found to be finite where that is asked for. Inside `consensus`.
+    """Return the tensors that this rank writes, after a check that they are finite. Call it inside `consensus`.
 
-    Args:
-        newest: which checkpoint there is, for the error.
+    `newest`: describes the newest checkpoint, for the error.
 
     Collectives: with `check_weights_before_save` a gather over the world.
     """
@@ -189,8 +187,8 @@ def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[Sav
 class Saver:
     """Saves a run's checkpoints: at once, or with `async_save` from a copy while training continues.
 
-    With `on_save_error` continue a save that fails is reported and the run continues; the last one of the run must
-    succeed whatever it says. All errors are the same on every rank.
+    With `on_save_error` continue the run continues after a failed save, except the last one, which must always succeed.
+    All errors are raised on every rank.
     """
 
     def __init__(
@@ -202,25 +200,25 @@ class Saver:
         destination: "Destination | None" = None,
     ) -> None:
         self.saved: Callable[[Path | str], None] = lambda path: None
-        """Called with each checkpoint once it is complete: its folder, or its address."""
+        """Called with the folder or address of each complete checkpoint."""
         self._replica, self._tokenizer, self._log = replica, tokenizer, log
         self._config = replica.config.checkpoint
         assert self._config.save is not None
         self._destination = destination
         self.folder = Path(self._config.save) if destination is None else destination.folder
         self.name = str(self.folder) if self._destination is None else self._destination.name
-        """For messages."""
+        """Folder or address, for messages."""
         self._world = replica.topology.world
         self._under_way: tuple[int, float, BackgroundSave] | None = None
         self._memory = HostCopies()
-        # For saves at once too: a disk may be slower than any timeout that is right for training.
+        # Used for all saves: a disk may be slower than the timeout for training.
         self._background = host_group(self._world, "background", timeout=datetime.timedelta(days=1))
         self.saved_at: int | None = None
-        """The step of the last checkpoint that was written or is being written."""
+        """Step of the last checkpoint that was written or is being written."""
         self.exporter: Exporter | None = None
 
     def preflight(self, steps: Sequence[int]) -> None:
-        """Say how large a checkpoint will be and whether those of `steps` fit, before any work is done.
+        """Log the size of a checkpoint, and check that those of `steps` fit, before any work is done.
 
         Collectives: a few `gather_json` over the world.
         """
@@ -244,19 +242,19 @@ class Saver:
             most = min(most, latest + 1 + sum(step % every == 0 for step in steps if every))
         if free < most * needed:
             remedy = "" if latest else "; --keep-latest 2 would remove older ones"
-            self._log(f"warning: {room}, not enough for the {most} that this run will have there{remedy}")
+            self._log(f"warning: {room}, not enough for the {most} of this run{remedy}")
         else:
             self._log(room)
 
     def _require_room_to_wait(self, destination: "Destination", planned: int) -> None:
-        """Each machine has room for the files of its ranks until they are uploaded."""
+        """Raise CheckpointError if a machine has no room for the files of its ranks until they are uploaded."""
         sizes = self._world.gather_json([destination.host, planned])
-        here, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
+        local, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
         with errors_as_one(self._world):
-            if free < here and self._config.on_save_error == "stop":
+            if free < local and self._config.on_save_error == "stop":
                 raise CheckpointError(
-                    f"{format_bytes(here)} of a checkpoint wait in {self.folder} for their upload, and {format_bytes(free)} are free "
-                    "there: make room, or give --data-cache-path a folder on another disk"
+                    f"{format_bytes(local)} of a checkpoint wait in {self.folder} for their upload, but only "
+                    f"{format_bytes(free)} are free: make room, or give --data-cache-path a folder on another disk"
                 )
         total = format_bytes(sum(size for _, size in sizes))
         self._log(f"a checkpoint takes {total} and waits in {self.folder} for its upload to {self.name}")
@@ -272,14 +270,14 @@ class Saver:
                 ) from None
 
     def begin(self, progress: Progress) -> None:
-        """Save the state of now, unless it is saved already. A save under way is waited for first."""
+        """Save the current state, unless it is saved already. Waits for a background save first."""
         if self.saved_at == progress.step:
             return
         self.wait()
         started = time.monotonic()
         group = self._background
         with consensus(self._replica, saved=True):
-            none = f"there is none in {self.name} from this start"
+            none = f"this start has saved none in {self.name}"
             newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
             plan, tensors = what_is_saved(self._replica, progress.step, newest=newest)
             write = _writer(
@@ -296,16 +294,16 @@ class Saver:
             if not self._config.async_save:
                 self._conclude(progress.step, started, lambda: write(plan, tensors, group))
                 return
-            # Before the next step may change a parameter: the thread writes from the copies alone.
+            # The thread writes only the copies, because the next step changes the parameters.
             copies = self._memory.copy(tensors)
         work = BackgroundSave(lambda: write(plan, copies, group))
         self._under_way = (progress.step, started, work)
 
     def poll(self) -> None:
-        """Between two steps: learn of a save that has ended since.
+        """Complete a background save that has ended. Call it between two steps.
 
-        Collectives: while one is under way, an all-reduce of one number over the world: a failure is then an error at the
-        same step of every rank.
+        Collectives: during a background save, an all-reduce of one number over the world, so that a failure is raised
+        at the same step on every rank.
         """
         if self._under_way is not None:
             done = torch.tensor([int(self._under_way[2].done)], device=self._world.device)
@@ -314,13 +312,13 @@ class Saver:
                 self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way."""
+        """Wait for a background save."""
         if self._under_way is not None:
             (step, started, work), self._under_way = self._under_way, None
             self._conclude(step, started, work.result)
 
     def finish(self, progress: Progress) -> None:
-        """The end of the run: the state of now is saved when this returns, whatever on_save_error says."""
+        """Save the current state at the end of the run, and wait for it. Raises SaveError for any on_save_error."""
         self.begin(progress)
         self.wait()
         if self.saved_at != progress.step:
@@ -333,7 +331,7 @@ class Saver:
             self.saved_at = None
             if self._config.on_save_error == "stop":
                 raise SaveError(str(error)) from error
-            self._log(f"warning: {error}; continuing without it, as on_save_error says")
+            self._log(f"warning: {error}; continuing without it because of on_save_error")
             return
         self._log(f"saved {path} in {time.monotonic() - started:.1f} s")
         self.saved(path)

@@ -1,4 +1,4 @@
-"""From a config to data, indices, reports: everything that can be wrong is found here, before the first step."""
+"""Sets up config, data, indices and reports of a run, so that all errors in them appear before the first step."""
 
 import dataclasses
 import itertools
@@ -43,19 +43,17 @@ from megalite.training.stopping import reserve_ending
 _EPOCHS = 2
 """Epochs with indices before the first step: batches cross from one epoch to the next, and prefetch runs ahead."""
 
-_MEETING_SECONDS = 5.0
-"""How often ranks that wait for others' files meet."""
-_PATIENCE = 10.0
-"""Seconds that such work gets to save what it has done, where the run is stopped."""
+_MEETING_SECONDS = 5.0  # interval between gathers of ranks that wait for another rank's files
+_PATIENCE = 10.0  # seconds in which such work can save its progress when the run is stopped
 
 Need = tuple[SampleSource, int, int]
-"""Samples [first, stop) of a dataset will be read."""
+"""A dataset, and the samples [first, stop) of it that the run reads."""
 
 
 def is_first_on_node(world: Group, *, node: str | None = None) -> bool:
-    """This rank is the first of its host.
+    """Return whether this rank is the first of its host.
 
-    By the hosts' names rather than LOCAL_RANK, which two launchers on one host may both count from 0.
+    Uses host names, because LOCAL_RANK starts from 0 in each of several launchers on one host.
 
     Collectives: a gather over the world.
     """
@@ -64,14 +62,14 @@ def is_first_on_node(world: Group, *, node: str | None = None) -> bool:
 
 
 def prepare_indices(needs: Sequence[Need], notes: list[str], *, world: Group, leads: bool) -> list[str]:
-    """Make the large indices on the disk, each once: rank 0 makes them all, where all nodes see them if the file system is
-    shared; then the first rank of each other node makes those that it does not see.
+    """Build the large indices on disk, each once: rank 0 builds all, and then the first rank of each other node builds
+    those that are missing there, if the file system is not shared.
 
-    Of each dataset the first two epochs are made; the first rank of a node, where it reads data, makes each later one in
-    the background during the epoch before. A rank that finds none later (where the folder cannot be written, or has been
-    emptied since) makes its own in memory: the samples are the same.
+    This covers the first two epochs of each dataset. The first rank of a node, if it reads data, builds each later
+    epoch in the background during the previous one. A rank that finds no index (the folder is not writable, or was
+    emptied) builds its own in memory, with the same samples.
 
-    `notes` are what the datasets of this rank have to say, filled as they do, also after this. Returns those of all ranks.
+    `notes`: list to which the datasets of this rank append messages, also later. Returns the messages of all ranks.
 
     Collectives: three gathers over the world.
     """
@@ -88,27 +86,27 @@ def prepare_indices(needs: Sequence[Need], notes: list[str], *, world: Group, le
 
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """This rank's batches; None on ranks that read no data, and of a split that is not read."""
+    """This rank's batch loaders; None on ranks that read no data, and for a split that is not read."""
 
     train: BatchLoader | None = None
     valid: BatchLoader | None = None
     test: BatchLoader | None = None
     notes: tuple[str, ...] = ()
-    """What the log says about the data."""
+    """Log lines about the data."""
     datasets: Datasets | None = None
-    """Open on the ranks that read data, and on the first of each node, which makes their indices."""
+    """Open on the ranks that read data, and on the first rank of each node, which builds their indices."""
     index_notes: list[str] = field(default_factory=list)
-    """Gets what the datasets have to say about their indices."""
+    """Receives messages of the datasets about their indices."""
 
 
 def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -> RunConfig:
-    """The config with what was given beside it, by the names under which that is registered."""
+    """Return the config with the registered names of parts that were passed as objects."""
     if isinstance(model, ModelConfig):
         config = dataclasses.replace(config, model=model)
     elif isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"model is a {type(model).__name__} that is built already, with parameters that do not know how they are split over "
-            "ranks; give a layer class registered in BLOCKS, or a ModelConfig (megalite convert reads others' checkpoints)"
+            f"model is a {type(model).__name__} that is built already, so its parameters cannot be split over ranks; "
+            "give a layer class registered in BLOCKS, or a ModelConfig (megalite convert reads others' checkpoints)"
         )
     elif model is not None:
         config = replace(config, block=BLOCKS.name_of(model))
@@ -120,7 +118,7 @@ def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -
 
 
 def _named_dataset(given: Any) -> str:
-    """The name of a registered dataset, or one that it gets here."""
+    """Return the name of a dataset, after registering it if necessary."""
     if isinstance(given, str) or any(entry.implementation is given for entry in DATASETS.entries.values()):
         return DATASETS.name_of(given)
     kind = type(given).__name__
@@ -130,7 +128,7 @@ def _named_dataset(given: Any) -> str:
 
 
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
-    """The complete, legal config of a run on `world_size` ranks, and its tokenizer."""
+    """Return the complete, valid config of a run on `world_size` ranks, and its tokenizer."""
     validate(config, world_size, explicit, startable=True)
     tokenizer = _tokenizer(config)
     if config.model.vocab_size is None:
@@ -146,15 +144,15 @@ def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> 
 
 
 def within_device(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
-    """With a limit where a schedule that is built without one does not fit the smallest GPU; on all ranks alike."""
+    """Set a pipeline memory limit if the schedule, built without one, does not fit the smallest GPU of all ranks."""
     if world.device.type != "cuda" or not is_built_without_limit(config):
         return config
     total = min(world.gather_json(torch.cuda.get_device_properties(world.device).total_memory))
     config = within_memory(config, USUAL_MEMORY * total)
     if (limit := config.parallel.pipeline_memory_limit) is not None:
         log(
-            f"pipeline_schedule auto: activations within {format_bytes(parse_byte_size(limit) or 0.0)} per rank, of GPUs with "
-            f"{format_bytes(total)}; --pipeline-memory-limit sets another limit"
+            f"pipeline_schedule auto: activations within {format_bytes(parse_byte_size(limit) or 0.0)} per rank, on GPUs "
+            f"with {format_bytes(total)}; --pipeline-memory-limit sets another limit"
         )
     return config
 
@@ -168,7 +166,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 class Tokenize(Protocol):
-    """`preprocess.text_data.tokenize_text`: token files of the texts that a run names."""
+    """Type of `preprocess.text_data.tokenize_text`, which creates token files of a run's texts."""
 
     def __call__(
         self,
@@ -183,14 +181,14 @@ class Tokenize(Protocol):
 def fetch_remote_files(
     config: RunConfig, *, world: Group, log: Callable[[str], None], explicit: frozenset[str] | None = None
 ) -> RunConfig:
-    """The config with files here in the place of what its settings name by an address (s3://, https://...).
+    """Fetch all files that settings name by an address (s3://, https://...), and return the config with local paths.
 
-    Rank 0 fetches, and then the first rank of each other node, where that does not see the files. `explicit`: of a run
-    that continues from the checkpoint: it must fit, and by its manifest that is known before its files are fetched.
+    Rank 0 fetches, and then the first rank of each other node, if the files are missing there. `explicit`: settings of
+    a run that continues from the checkpoint, which is compared with its manifest before its other files are fetched.
 
-    Raises ConfigError: something cannot be fetched; the same on every rank.
+    Raises ConfigError: a file cannot be fetched; the same on every rank.
 
-    Collectives: gathers over the world while there is something to do."""
+    Collectives: gathers over the world while ranks fetch."""
     data = config.data
     named = [data.tokenizer_model, data.vocab_file, data.merge_file, config.checkpoint.load]
     named += [word for name in PATH_SETTINGS for word in getattr(data, name)]
@@ -206,27 +204,26 @@ def fetch_remote_files(
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(fetch_all, config, say=log, **fits) if turn else lambda stopped: None
         places |= _Task(work).run(world) or {}
-    here: RunConfig = imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
-    return here
+    local: RunConfig = imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
+    return local
 
 
 def tokenize_texts(
     config: RunConfig, tokenize: Tokenize | None, *, world: Group, log: Callable[[str], None]
 ) -> RunConfig:
-    """The config with token files in the place of the texts that its data paths name.
+    """Tokenize all texts in the data paths, and return the config with token files in their place.
 
-    Rank 0 tokenizes, or finds what an earlier run has made; then the first rank of each other node, where that does not
-    see the files. Meanwhile all ranks meet every few seconds, so that however long it takes no collective runs out of
-    time and the run can be stopped.
+    Rank 0 tokenizes, or finds the files of an earlier run; then the first rank of each other node does, if the files
+    are missing there. All ranks gather every few seconds, so that no collective times out and the run can be stopped.
 
-    Raises ConfigError: a text cannot be tokenized, or this run was given nothing that does; the same on every rank.
+    Raises ConfigError: a text cannot be tokenized, or `tokenize` is None; the same on every rank.
 
-    Collectives: gathers over the world while there is something to do, and a broadcast."""
+    Collectives: gathers over the world while ranks tokenize, and a broadcast."""
     if not config.data.texts:
         return config
     if tokenize is None:
         raise ConfigError(
-            f"data path {config.data.texts[0]} is text, and this Trainer has nothing that tokenizes; give it "
+            f"data path {config.data.texts[0]} is text, and this Trainer has no tokenize function; pass "
             "tokenize=megalite.preprocess.text_data.tokenize_text, or token files of megalite preprocess"
         )
     prefixes: dict[str, str] | None = None
@@ -239,18 +236,18 @@ def tokenize_texts(
     with world.errors_on_all_ranks():
         sides = [read_side_file(prefix) or {} for prefix in prefixes.values()] if leads else []
     digests = world.gather_json([side_digests(side) for side in sides])
-    for rank, there in enumerate(digests):
-        for path, ours, theirs in zip(prefixes, digests[0], there, strict=False):
-            if ours != theirs:
+    for rank, of_rank in enumerate(digests):
+        for path, expected, digest in zip(prefixes, digests[0], of_rank, strict=False):
+            if digest != expected:
                 raise ConfigError(
-                    f"{path} holds other text on the node of rank {rank} than on that of rank 0; copy the same there, or keep "
-                    "it where all nodes see it"
+                    f"{path} has other text on the node of rank {rank} than on that of rank 0; copy one to the other, or "
+                    "use a shared file system"
                 )
     return dataclasses.replace(config, data=config.data.with_paths(prefixes))
 
 
 class _Task:
-    """Work of some ranks, in a thread that does not keep the process alive."""
+    """Work of some ranks in a daemon thread."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work, self._stop = work, threading.Event()
@@ -264,7 +261,7 @@ class _Task:
             self._fault = fault
 
     def run(self, world: Group) -> Any:
-        """What the work of this rank gives, once that of all ranks is done."""
+        """Return this rank's result, once the work of all ranks is done."""
         thread = threading.Thread(target=self._do, name="megalite-text", daemon=True)
         thread.start()
         try:
@@ -294,23 +291,23 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
 
 
 def _require_same_samples(loaders: Loaders, name: str, world: Group) -> None:
-    """A user's dataset must be the same on all ranks: those of a tensor-parallel group read each sample once more.
+    """Raise ConfigError if a user's dataset differs between ranks, since several ranks read each sample.
 
     Collectives: a gather over the world.
     """
     datasets = loaders.datasets
-    mine = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
-    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(mine)) if digest is not None]
+    own = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
+    seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(own)) if digest is not None]
     other = next((rank for rank, digest in seen if digest != seen[0][1]), None)
     if other is not None:
         raise ConfigError(
-            f"dataset {name}: ranks {seen[0][0]} and {other} read other tokens as sample 0; a sample must be a function of its "
-            "number alone, on every rank"
+            f"dataset {name}: ranks {seen[0][0]} and {other} read different tokens as sample 0; a sample must depend only "
+            "on its number"
         )
 
 
 def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list[str]:
-    """`prepare_indices` for what the run will read from `progress` on; what the log should say."""
+    """Run `prepare_indices` for the samples that the run reads from `progress` on, and return log lines."""
     world, needs = replica.topology.world, list[Need]()
     if loaders.datasets is not None:
         for split, reach in samples_to_read(replica.config, step=progress.step, samples=progress.samples).items():
@@ -320,7 +317,7 @@ def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list
 
 
 def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | None) -> BatchLoader:
-    """Batches of a dataset as the ranks of a replica read them."""
+    """Return this rank's loader of a dataset."""
     config, topology = replica.config, replica.topology
     return BatchLoader(
         dataset,
@@ -358,7 +355,7 @@ def _open(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
 def open_reports(
     replica: Replica, instruments: Instruments, *, step: int, total: int, log: Callable[[str], None]
 ) -> list[MetricSink]:
-    """Rank 0's sinks; the others have none, but hear of it if rank 0 cannot write. The instruments open their files."""
+    """Open the instruments' files, and return rank 0's sinks. Raises ConfigError on all ranks if one cannot write."""
     topology = replica.topology
     sinks: list[MetricSink] = []
     with topology.world.errors_on_all_ranks():
@@ -369,7 +366,7 @@ def open_reports(
 
 
 def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> list[MetricSink]:
-    """The run folder with its config and metrics."""
+    """Create the run folder with its config and metrics files."""
     config = replica.config
     run_dir, sinks = config.logging.run_dir, dict[str, MetricSink]()
     try:
@@ -383,7 +380,7 @@ def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> l
             more, without = imported("megalite.training.writers:open_writers")(config, step=step)
             sinks |= more
             if without:
-                log("tensorboard is not installed: metrics go to metrics.jsonl alone; pip install tensorboard")
+                log("tensorboard is not installed: only metrics.jsonl has the metrics; pip install tensorboard")
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "
@@ -398,7 +395,7 @@ def _warmup(training: TrainingConfig) -> str:
 
 
 def describe(replica: Replica, log: Callable[[str], None]) -> None:
-    """The first lines of a run's log."""
+    """Log the first lines of a run."""
     p, t = replica.config.parallel, replica.config.training
     world_size = replica.topology.world.size
     assert t.global_batch_size is not None and p.dp is not None

@@ -1,4 +1,4 @@
-"""Where metrics go: a file that outlives a full disk, and `metrics.jsonl`. Rank 0 alone has any."""
+"""Sinks of metrics on rank 0: `metrics.jsonl`, and files that survive a full disk."""
 
 import contextlib
 import errno
@@ -14,22 +14,22 @@ from megalite.checkpoint.files import named, write_all
 from megalite.config.describe import redact_text
 from megalite.config.reading import open_regular
 
-_TRY_AGAIN_SECONDS = 30.0  # between two tries to write where it was not possible
-_TAIL = 1 << 19  # bytes at the end of a metrics.jsonl in which the last few hundred steps are
+_RETRY_SECONDS = 30.0  # interval between retries after a failed write
+_TAIL = 1 << 19  # bytes at the end of a metrics.jsonl, enough for a few hundred steps
 
 
 class MetricSink(Protocol):
-    """Takes records: `kind` (train, valid or test), `step`, `consumed_samples` and numbers."""
+    """Writes records: `kind` (train, valid or test), `step`, `consumed_samples` and numbers."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one; raises where it cannot be written."""
+        """Write one record; may raise any exception."""
 
     def close(self) -> None:
-        """Finish what is buffered."""
+        """Write buffered records."""
 
 
 class BestEffort:
-    """A sink that cannot end a run by failing, whatever it raises: records are dropped, and now and then one is tried."""
+    """Wraps a sink so that its exceptions do not end the run: records are dropped, and one is retried now and then."""
 
     def __init__(self, sink: MetricSink, name: str, log: Callable[[str], None]) -> None:
         self._sink, self._name, self._log = sink, name, log
@@ -49,14 +49,14 @@ class BestEffort:
                     "it can be written again"
                 )
             self._dropped += 1
-            self._next_try = time.monotonic() + _TRY_AGAIN_SECONDS
+            self._next_try = time.monotonic() + _RETRY_SECONDS
             return
         if self._dropped:
             self._log(f"{self._name} is written again; {self._dropped} records are missing in it")
             self._dropped = 0
 
     def close(self) -> None:
-        """Close the sink, and say what is missing at its end."""
+        """Close the sink, and log missing records."""
         try:
             self._sink.close()
         except Exception as error:
@@ -67,12 +67,12 @@ class BestEffort:
 
 
 def _reason(error: Exception) -> str:
-    """In one line; a service may say with which credentials it was asked."""
+    """Return an error in one line, without credentials, which a service's message may contain."""
     return getattr(error, "strerror", None) or redact_text(" ".join(str(error).split()))
 
 
 class AppendedFile:
-    """A file that gets whole records after its `head`: one that the disk has no room for is cut off again."""
+    """A file of whole records after a `head`. If the disk is full, a partial record is removed."""
 
     def __init__(self, path: Path, *, head: bytes = b"") -> None:
         self._path, self._head = path, head
@@ -80,8 +80,8 @@ class AppendedFile:
         self._open()
 
     def append(self, record: bytes) -> None:
-        """Write, not only to memory of this process: a reader of the file sees each record. A file that has been
-        removed is an OSError once; the next call makes it and its folder again."""
+        """Write a record without buffering, so that readers see it at once. Raises OSError once if the file was
+        removed; the next call creates it and its folder again."""
         try:
             descriptor = self._open()
             status = os.fstat(descriptor)
@@ -99,7 +99,7 @@ class AppendedFile:
 
     def _open(self) -> int:
         if self._descriptor is None:
-            # Its own folder alone: above it may be a disk that is not mounted any more.
+            # Create no parents: the disk may not be mounted any more.
             self._path.parent.mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o666)
@@ -112,16 +112,15 @@ class AppendedFile:
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a line. NaN and infinities are the strings "nan", "inf": JSON has no others.
+    """`metrics.jsonl`: one object per line. NaN and infinities are strings "nan" and "inf", since JSON has no others.
 
-    Records after `step`, of steps that a killed run had made and that will be made again, are dropped, and with them lines
-    that are no records. What the test split gave at a step is kept once, however often a run that has come to its end is
-    started again."""
+    Drops damaged lines, and records after `step`, which a killed run has written and this run writes again. Keeps one
+    record of the test split per step, even if a finished run is started several times."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self._tested: set[int] = set()
         if path.exists():
-            # A machine that dies can leave a line cut off, or bytes of anything.
+            # After a crash of the machine a line may be cut off or contain arbitrary bytes.
             lines, kept = path.read_text(errors="replace").splitlines(keepends=True), []
             for line in lines:
                 record = parse_record(line)
@@ -149,17 +148,17 @@ class JsonLines:
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if it is damaged or not complete."""
+    """Return the record in a line of metrics.jsonl; None if it is damaged or incomplete."""
     try:
         record = json.loads(line) if line.endswith("\n") else None
-    except (ValueError, RecursionError):  # no JSON, or nested more deeply than any record
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return None
     is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
     return record if is_record else None
 
 
 def read_records(path: Path, *kinds: str, tail: int | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, or those of some kinds, as far as they can be read. `tail`: of its last bytes alone."""
+    """Return the valid records of a metrics.jsonl, optionally only those of some kinds, or of the last `tail` bytes."""
     try:
         with open_regular(path) as file:
             if tail is not None:
@@ -172,5 +171,5 @@ def read_records(path: Path, *kinds: str, tail: int | None = None) -> list[dict[
 
 
 def last_records(run_dir: str | None, kind: str) -> list[dict[str, Any]]:
-    """The last records of a kind in a run's metrics.jsonl, a few hundred; none where it cannot be read."""
+    """Return the last few hundred records of a kind in a run's metrics.jsonl; none if it cannot be read."""
     return [] if run_dir is None else read_records(Path(run_dir) / "metrics.jsonl", kind, tail=_TAIL)

@@ -1,5 +1,6 @@
-"""What of a replica is saved, and which rank writes which part: every element once. Replicas are compared by it too; and
-what there is of whole tensors and matrices is read."""
+"""Lists the tensors of a replica's state that each rank writes to a checkpoint, so that every element is written once.
+
+Also loads states of whole tensors and matrices, and compares the states of replicas."""
 
 import math
 from collections.abc import Iterator
@@ -22,13 +23,13 @@ from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 
 SPLIT_ELEMENTS = 1 << 18
-"""Parameters of at least this many elements are written in parts, one by each rank that holds them."""
+"""Parameters with at least this many elements are written in parts, one by each rank that has a copy."""
 
 Saved = tuple[SavedTensor, torch.Tensor]
 
 
 def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
-    """The states of the optimizer, and main parameters where they are apart from the model's."""
+    """Return the optimizer's states of a shard, with main parameters if they are separate from the model's."""
     strategy, optimizer = replica.strategy, replica.optimizer
     states = {"main_param": shard.main} if shard.is_copy and strategy.replicas_agree else {}
     if OPTIMIZERS.facts(optimizer.config.optimizer).averaged:
@@ -48,12 +49,12 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
 
 
 def optimizer_states(replica: Replica) -> list[FlatState]:
-    """`flat_states` of all shards of this rank."""
+    """Return `flat_states` of all shards of this rank."""
     return [state for shard in replica.strategy.shards for state in flat_states(replica, shard)]
 
 
 def replicated_states(replica: Replica) -> list[FlatState]:
-    """The flat states that another data-parallel rank has too, and the same, after each update."""
+    """Return the flat states that are equal on another data-parallel rank after each update."""
     instances = replica.strategy.groups.instances
     return [
         state
@@ -64,19 +65,20 @@ def replicated_states(replica: Replica) -> list[FlatState]:
 
 
 def tensor_states(replica: Replica) -> list[TensorState]:
-    """What the optimizer and the strategy remember of whole tensors."""
-    held = replica.optimizer.tensor_state().items()
+    """Return the states of the optimizer and the strategy that belong to whole tensors."""
+    states = replica.optimizer.tensor_state().items()
     return replica.strategy.tensor_states() + [
         TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
         for shard in replica.strategy.shards
         for placed in placed_in(shard)
-        for (state, name), values in held
+        for (state, name), values in states
         if name == placed.parameter.info.spec.name
     ]
 
 
 def matrix_states(replica: Replica) -> list[MatrixState]:
-    """Of the matrices that this rank works on; where replicas have different weights under a leading dimension over them."""
+    """Return the states of this rank's matrices; if replicas have different weights, with a leading dimension over
+    replicas."""
     found = replica.optimizer.matrix_states()
     if replica.strategy.replicas_agree or not found:
         return found
@@ -91,7 +93,8 @@ def matrix_states(replica: Replica) -> list[MatrixState]:
 
 
 def state_tensors(replica: Replica) -> list[Saved]:
-    """What this rank writes, as views of the live tensors: no copies, no collectives. Inside the strategy's `consensus`."""
+    """Return all tensors that this rank writes, as views of the live ones, without collectives. Call it inside the
+    strategy's `consensus`."""
     found: list[Saved] = []
     for shard in replica.strategy.shards:
         found += _saved(replica, replica.strategy.weights(shard), "weight")
@@ -111,7 +114,7 @@ def state_tensors(replica: Replica) -> list[Saved]:
             found.append((saved, whole.values.view(spec.shape)))
     for name, spec, values in matrix_states(replica):
         groups, kind = replica.strategy.groups, replica.strategy.shards[0].bucket.kind
-        # Ranks of one replica have the same.
+        # The ranks of one replica have equal matrices.
         if replica.strategy.replicas_agree or groups.own_weights(kind)[1].rank == 0:
             saved = SavedTensor(key_group="optimizer", state=name, spec=spec, dtype=values.dtype)
             found.append((saved, values))
@@ -125,13 +128,13 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
     for index, placed in enumerate(state.bucket.placed):
         parts: list[tuple[ShardSpec, torch.Tensor]] = []
         if state.placement is Placement.SHARDED:
-            # Each of the ranks with the same shard, in other instances, writes a part of it.
+            # The ranks with this shard, in different instances, write a part of it each.
             same = replica.strategy.groups.instances(state.bucket.kind)
             size = state.values.numel() // same.size
             own = state.values[same.rank * size : (same.rank + 1) * size]
             parts += boxes_in(placed, own, state.start + same.rank * size)
         elif state.placement is Placement.PRIVATE:
-            # One replica's values, in a tensor with a leading dimension over replicas.
+            # Each replica writes one index of a leading dimension over replicas.
             replicas, same = replica.strategy.groups.own_weights(state.bucket.kind)
             spec = placed.parameter.info.spec
             bounds = ((replicas.rank, replicas.rank + 1), *spec.slice)
@@ -148,7 +151,8 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
 
 
 def tensor_spec(state: TensorState) -> ShardSpec:
-    """Where the state of a whole tensor is kept; of slices, under a leading dimension over them."""
+    """Return name, global shape and slice of a whole tensor's stored state. States per slice have a leading dimension
+    over slices."""
     spec, shape = state.placed.parameter.info.spec, tuple(state.values.shape) or (1,)
     if not state.per_slice:
         return ShardSpec.whole(spec.name, shape)
@@ -161,7 +165,7 @@ def tensor_spec(state: TensorState) -> ShardSpec:
 
 
 def load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
-    """Read what there is of a whole tensor; `notes` gets lines for the log."""
+    """Read the state of a whole tensor, if it was saved; append log lines to `notes`."""
     spec = tensor_spec(state)
     key = optimizer_key(state.name, spec.name)
     if not checkpoint.has(key) or tuple(checkpoint.entry(key).global_shape) != tuple(spec.global_shape):
@@ -171,7 +175,7 @@ def load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, Non
 
 
 def load_matrix(state: MatrixState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
-    """The same of a matrix. Of another number of replicas one's is taken: the mean of two bases is none."""
+    """Read the state of a matrix. If the number of replicas differs, take one's: the mean of two bases is no basis."""
     key, (*_, rows, columns) = optimizer_key(state.name, state.spec.name), state.values.shape
     values, bounds = state.values.view(1, rows, columns), state.spec.slice[-3:]
     stored, replicas = checkpoint.entry(key).global_shape, state.spec.global_shape[:-3]
@@ -179,13 +183,15 @@ def load_matrix(state: MatrixState, checkpoint: Checkpoint, notes: dict[str, Non
         checkpoint.read_into(values, key, bounds)
     else:
         if replicas != stored[:1]:
-            notes[f"has {state.name} of {stored[0]} replicas, another number than this run: it takes one's"] = None
+            notes[f"has {state.name} of {stored[0]} replicas, another number than this run: it takes one of them"] = (
+                None
+            )
         replica = state.spec.slice[0][0] % stored[0] if replicas else 0
         checkpoint.read_into(values[None], key, ((replica, replica + 1), *bounds))
 
 
 def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool:
-    """Of the ranks that have the same, this one writes it."""
+    """Return whether this rank, among those with the same state, writes it."""
     groups, kind, placed = replica.strategy.groups, state.bucket.kind, state.placed
     if not groups.first_copy(kind) or groups.instances(kind).rank > 0:
         return False
@@ -197,10 +203,10 @@ def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool
 
 
 def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
-    """The part of a parameter that this one of its replicas writes; None: nothing."""
+    """Return the part of a parameter that this replica writes; None: nothing."""
     spec, (rank, size) = placed.parameter.info.spec, replica.strategy.groups.place(bucket.kind)
     shape = spec.shape
-    # A rank may hold fewer experts than there are writers: then their rows are shared out.
+    # If a rank has fewer experts than there are writers, split a later dimension.
     dim = next((dim for dim, extent in enumerate(shape) if extent >= size), None)
     if math.prod(shape) < SPLIT_ELEMENTS or dim is None:
         return spec if index % size == rank else None
@@ -211,7 +217,7 @@ def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> Shar
 
 
 def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
-    """The values of `spec`, a part of the parameter's slice, in a flat tensor like the bucket's data."""
+    """Return the values of `spec`, a part of the parameter's slice, from a flat tensor like the bucket's data."""
     whole = placed.parameter.info.spec
     both = zip(spec.slice, whole.slice, strict=True)
     index = tuple(slice(start - base, stop - base) for (start, stop), (base, _) in both)
@@ -219,9 +225,9 @@ def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
 
 
 def boxes_in(placed: Placed, values: torch.Tensor, first: int) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
-    """What of a parameter is in `values`, a bucket's elements from `first` on: slices, and views of their values.
+    """Yield the slices of a parameter, and views of them, in `values`, a bucket's elements from `first` on.
 
-    It may begin and end inside a row; so it is several boxes.
+    There may be several, because the range may begin and end inside a row.
     """
     spec = placed.parameter.info.spec
     start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
@@ -236,10 +242,7 @@ def boxes_in(placed: Placed, values: torch.Tensor, first: int) -> Iterator[tuple
 
 
 def compare_replicas(replica: Replica, step: int) -> None:
-    """After `step`: replicas that must be equal are.
-
-    Collectives: those of `check_replicas`.
-    """
+    """Check after `step` that replicas with equal states are equal. Collectives: those of `check_replicas`."""
     strategy = replica.strategy
     if strategy.replicas_agree:
         with strategy.main_in_memory():

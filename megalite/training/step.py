@@ -1,9 +1,9 @@
-"""One training step and one evaluation batch, and the objective with the only divisions in it.
+"""Runs one training step or one evaluation batch, and defines the objective.
 
-The main term is the mean over all unmasked tokens of the global batch. The denominator is known before the first forward;
-microbatch losses are sums over tokens divided by it; gradients and logged losses are then plain sums over
-microbatches and over data- and context-parallel ranks. So no layout, mask or microbatch size can change what is
-optimized. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch.
+The main term is the mean over all unmasked tokens of the global batch. The denominator is computed before the first
+forward, and each microbatch's loss is a sum over tokens divided by it. Gradients and logged losses are then plain sums
+over microbatches and over data- and context-parallel ranks, so no layout, mask or microbatch size changes the
+objective. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch.
 """
 
 import math
@@ -30,12 +30,12 @@ from megalite.training.replica import Replica
 def token_denominators(
     microbatches: Sequence[Microbatch], *, mtp_num_layers: int, dp: Group, device: torch.device
 ) -> torch.Tensor:
-    """Unmasked tokens of the global batch, fp64 and at least 1, and of those after the next that each position predicts,
-    [1 + mtp_num_layers]: the sum over this rank's microbatches and over dp.
+    """Count the unmasked tokens of the global batch, [1 + mtp_num_layers] in fp64 and at least 1: first those of the
+    next-token loss, then those of each multi-token-prediction depth. Sums over this rank's microbatches and over dp.
 
     Collectives: one all-reduce of these numbers over dp.
     """
-    # Counted on the host, where the masks are, and filled in: a copy from there would make the host wait.
+    # The masks are on the host. Counting there and filling in avoids a copy, for which the host would wait.
     total = torch.empty(1 + mtp_num_layers, dtype=torch.float64, device=device)
     for index, number in enumerate(total):
         masks = (each.loss_mask if index == 0 else _mtp_targets(each)[1][index - 1] for each in microbatches)
@@ -50,8 +50,8 @@ def _mtp_targets(microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mtp_inputs(microbatch: Microbatch, denominators: torch.Tensor, *, factor: float, device: torch.device) -> MTPInputs:
-    """Of one microbatch: each depth's loss is a mean over its tokens of the global batch, and `factor` is the weight of the
-    mean over the depths."""
+    """Return the multi-token-prediction inputs of a microbatch. Each depth's loss is a mean over its tokens of the
+    global batch, and `factor` is the weight of the mean over depths."""
     labels, mask = (each.to(device, non_blocking=True) for each in _mtp_targets(microbatch))
     each = factor / len(labels) / denominators[1:]
     return MTPInputs(
@@ -62,53 +62,53 @@ def mtp_inputs(microbatch: Microbatch, denominators: torch.Tensor, *, factor: fl
 
 
 def masked_loss(losses: torch.Tensor, mask: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """One microbatch's term of the objective: Σ loss·mask / denominator, for losses and mask [b, s]."""
+    """Return one microbatch's term of the objective: Σ loss·mask / denominator, for losses and mask [b, s]."""
     return (losses * mask.to(losses.dtype)).sum() / denominator.to(losses.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did; the same on every rank of the strategy's `scope`."""
+    """Result of a step; the same on every rank of the strategy's `scope`."""
 
     loss: float
-    """Cross-entropy: mean over all unmasked tokens of the global batch, or of the scope's share of it."""
+    """Mean cross-entropy over all unmasked tokens of the global batch, or of the scope's share of it."""
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float
     loss_scale: float
-    """Scale that this step's loss was multiplied with."""
+    """Loss scale of this step."""
     skipped: bool
-    """fp16 overflow, or a loss or gradient that is not finite, with `on_non_finite` skip: no parameter changed."""
+    """No parameter changed: fp16 overflow, or a non-finite loss or gradient with `on_non_finite` skip."""
     auxiliary: dict[str, float]
-    """Terms that layers added to the objective, each with its coefficient, by name; not part of `loss`."""
+    """Terms that layers added to the objective, including their coefficients, by name; not part of `loss`."""
     phase: str
-    """What the data-parallel strategy exchanged."""
+    """Kind of exchange that the data-parallel strategy made."""
     wire_bytes: float
-    """What this rank has sent for data parallelism, without headers; of this rank alone."""
+    """Bytes that this rank sent for data parallelism, without headers."""
     decoupled_lr: float | None = None
-    """That of word embedding and head, where it is another."""
+    """Learning rate of the word embedding and head, if it differs from `lr`."""
     num_zeros: int | None = None
-    """Elements of the whole model's gradient that are 0, with log_num_zeros_in_grad."""
+    """Zero elements of the whole model's gradient, with log_num_zeros_in_grad."""
     gradient_noise_scale: float | None = None
-    """In samples, averaged over steps, with log_gradient_noise_scale; None where there is no estimate."""
+    """Estimate in samples, averaged over steps, with log_gradient_noise_scale; None without an estimate."""
     fault: str | None = None
-    """Why it was skipped, for the log, where that is no fp16 overflow."""
+    """Log line on why the step was skipped, unless for an fp16 overflow."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A global batch, as one rank has it."""
+    """A global batch on one rank."""
 
     microbatches: Sequence[Microbatch]
-    """Those of this rank; empty where it reads no data."""
+    """Microbatches of this rank; empty if it reads no data."""
     first_sample: int
     size: int
     length: int
-    """Of each sequence."""
+    """Tokens per sequence."""
 
 
 class _Forward:
-    """What the executor calls: a microbatch of the batch through a stage. `denominators`: where the head is here."""
+    """Runs a microbatch forward through a stage, for the executor. `denominators`: None on ranks without a head."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Forward:
         self._replica, self._batch, self._denominators = replica, batch, denominators
         self._scale, self._auxiliary = scale, auxiliary
         self._row_counts: dict[tuple[int, int], dict[int, Any]] = {}
-        """Of passes that an R will run again."""
+        """Rows per expert of forwards that a recompute action (R) repeats, by stage and microbatch."""
 
     def __call__(self, stage: int, index: int, x: torch.Tensor | None) -> torch.Tensor:
         module, device = self._replica.stages[stage], self._replica.topology.device
@@ -164,8 +164,8 @@ class _Forward:
             row_counts=None if training.recompute_granularity == "none" else counts,
         )
 
-    def _mtp_inputs(self, module: GPTStage, index: int) -> MTPInputs | None:
-        """The tokens after the next, where a head learns to predict them."""
+    def _ahead(self, module: GPTStage, index: int) -> MTPInputs | None:
+        """Return the inputs of multi-token prediction, on ranks with a head that has it."""
         if self._denominators is None or self._auxiliary is None or module.head is None or module.head.mtp is None:
             return None
         factor, device = self._replica.config.model.mtp_loss_scaling_factor, self._replica.topology.device
@@ -173,8 +173,8 @@ class _Forward:
 
 
 class Stepper:
-    """Runs steps of a replica. `tracer` sees every computation of training steps; `phase` is entered, by name, around what is
-    none: `reduce` and `optimizer`."""
+    """Runs steps of a replica. `tracer` is notified of every computation of training steps; the context manager `phase`
+    encloses the parts `reduce` and `optimizer`, which are outside the pipeline's program."""
 
     def __init__(
         self,
@@ -187,28 +187,28 @@ class Stepper:
         self._replica, self._schedules, self._tracer, self._phase = replica, schedules, tracer, phase
         self._executors: dict[tuple[int, int, bool], Executor] = {}
         self._forward: _Forward
-        """Of the batch that is under way."""
+        """Forward of the current batch."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
-        """Groups of ranks that each step by their own share of the batch; 1: all step by the whole."""
-        self._head_here = any(stage.head is not None for stage in replica.stages.values())
+        """Number of groups of ranks that step separately, each on a share of the batch."""
+        self._has_head = any(stage.head is not None for stage in replica.stages.values())
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
         biased = [index for index in range(model.mtp_layers.stop) if model.is_moe_layer(index)]
         self._biased = biased if model.moe_router_enable_expert_bias else []
-        """Layers with routers that have a bias, of all stages."""
+        """Layers of the whole model that have routers with a bias."""
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
         self._auxiliary_names += ["mtp_loss"] * (model.mtp_num_layers > 0)
 
     def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
-        """Forward, backward, reduction, clipping and update over the global batch after `before`.
+        """Run forward, backward, reduction, clipping and update for the global batch after `before`.
 
-        `microbatches` are this rank's; empty on ranks that read no data.
+        `microbatches`: those of this rank; empty on ranks that read no data.
 
-        Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over
-        the world for loss and norm, by which every rank takes the same decisions; where the strategy's `scope` is less
-        than the world, the first is none and the other is over the scope.
+        Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over the
+        world for loss and norm, so that every rank takes the same decisions. If the strategy's `scope` is smaller than
+        the world, the first is omitted and the second is over the scope.
 
-        A NonFiniteError comes on every rank of the scope, before any parameter changed.
+        Raises NonFiniteError on every rank of the scope, before any parameter changed.
         """
         replica, strategy, training = self._replica, self._replica.strategy, self._replica.config.training
         after = Progress(before.step + 1, before.samples + batch_size)
@@ -227,12 +227,12 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
-        # One all-reduce for all that ranks decide by: each then takes the same way. What came last is taken off first.
+        # One all-reduce of all numbers that decide about the step, so that ranks agree. Split them off from the end.
         loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         squared = sums.pop() / scale**2 if squares else math.nan
         num_zeros = int(sums.pop()) if zeros else None
-        # Where ranks do not step together each loss is one part of the step (`_run`); here it becomes the mean of a share.
+        # If groups step separately, `_denominators` makes each loss a part of the step; log the mean of a share.
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
         norm, clipping = norms.shown / scale, norms.clipping / scale
@@ -240,7 +240,7 @@ class Stepper:
         lr, decoupled = self._schedules.lr(scheduled), self._schedules.decoupled_lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
         checks = training.check_for_nan_in_loss_and_grad
-        # The scale can be too large for gradients; a loss that is not finite itself has another cause.
+        # A too large scale makes gradients overflow; a non-finite loss has another cause.
         overflow = replica.scaler.dynamic and not finite and (math.isfinite(loss) or not checks)
         fault = None
         shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
@@ -291,7 +291,7 @@ class Stepper:
         )
 
     def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Rows:
-        """Of QK-clip, by the logits of this step's forward."""
+        """Return the rows that QK-clip shrinks, by the logits of this step's forward."""
         replica, config = self._replica, self._replica.config
         if not config.optimizer.qk_clip:
             return {}
@@ -301,44 +301,45 @@ class Stepper:
         return clipped_rows(logits, config.model, config.optimizer)
 
     def _loads(self, auxiliary: AuxiliaryLosses) -> list[torch.Tensor]:
-        """How often each expert was chosen by this rank's tokens, of all layers with a router that has a bias."""
+        """Return how often this rank's tokens chose each expert, for all layers that have a router with a bias."""
         experts = self._replica.config.model.num_experts or 0
         zeros = torch.zeros(experts, dtype=torch.float64, device=self._replica.topology.device)
         return [count for layer in self._biased for count in auxiliary.loads.get(layer, zeros).unbind()]
 
     def _balance(self, chosen: Sequence[float]) -> None:
-        """Move the biases of the routers here by the counts of the global batch, layer by layer."""
+        """Update the biases of this rank's routers from the expert counts of the global batch."""
         experts = self._replica.config.model.num_experts or 0
         for router in self._replica.routers if chosen else ():
             first = self._biased.index(router.layer) * experts
             router.balance(torch.tensor(chosen[first : first + experts], dtype=torch.float64))
 
     def params_norm(self) -> float:
-        """L2 norm of all main parameters. Collectives: one all-reduce of a number over the world."""
+        """Return the L2 norm of all main parameters. Collectives: one all-reduce of a number over the world."""
         total = self._replica.strategy.local_params_squared().clone()
         self._replica.topology.world.all_reduce(total)
         return math.sqrt(float(total))
 
     def _judge_overflow(self, shown: str) -> None:
-        """One more step overflows; only those count that a smaller scale cannot help."""
+        """Raise NonFiniteError after too many overflows in a row at the minimum loss scale."""
         scaler, training = self._replica.scaler, self._replica.config.training
         if scaler.scale <= training.min_loss_scale and scaler.overflows_in_a_row >= training.max_consecutive_skips:
             raise NonFiniteError(
                 f"{shown}: gradients overflow although the loss scale is at its minimum, {scaler.scale:g}, and did in "
-                f"max_consecutive_skips {training.max_consecutive_skips} steps before it too; the parameters are those of "
-                "before them. Lower --lr, or raise --lr-warmup-iters, or use bf16 in place of fp16"
+                f"max_consecutive_skips {training.max_consecutive_skips} steps before it too; the parameters are those "
+                "before these steps. Lower --lr, or raise --lr-warmup-iters, or use bf16 in place of fp16"
             )
 
     def _fault(self, shown: str, batch: _Batch, losses: list[torch.Tensor], done: int) -> str:
-        """Find out where a step went wrong; returns what the log says of it if it is to be skipped.
+        """Locate the cause of a non-finite step, and return a log line if it is skipped. Raises NonFiniteError
+        otherwise.
 
-        Collectives: where all ranks take steps together those of a second forward; a gather over the scope.
+        Collectives: a gather over the scope; those of a second forward if all ranks step together.
         """
         training = self._replica.config.training
         watch = OutputWatch(self._replica) if self._shares == 1 else None
         if watch is not None:
             with watch.watching():
-                # Weights, batch and dropout masks are those of the step: nothing else could make another result.
+                # Same weights, batch and dropout masks as in the step, so the result must be the same.
                 self._run(batch, scale=1.0, auxiliary=None)
         where, in_weights = locate(self._replica, losses, batch.microbatches, watch)
         found = f"{shown} (samples {batch.first_sample} to {batch.first_sample + batch.size - 1}), {where}"
@@ -351,12 +352,12 @@ class Stepper:
         if before_it >= training.max_consecutive_skips:
             raise NonFiniteError(
                 f"{found}: max_consecutive_skips {training.max_consecutive_skips} steps before it were skipped too, so "
-                "skipping does not help; the parameters are those of before them. Lower --lr, or look at the data"
+                "skipping does not help; the parameters are those before these steps. Lower --lr, or look at the data"
             )
         return f"warning: {found}: skipped ({before_it + 1} in a row)"
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
-        """The objective on one global batch, without gradients and without dropout; the same on every rank."""
+        """Return the loss of one global batch, without gradients and dropout; the same on every rank."""
         self._set_mode(training=False)
         batch = _Batch(microbatches, first_sample, batch_size, self._replica.config.training.seq_length)
         losses = self._run(batch, scale=1.0, auxiliary=None)
@@ -364,13 +365,13 @@ class Stepper:
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self._replica.stages.values():
-            if stage.training != training:  # it visits every module
+            if stage.training != training:  # `train` visits every module
                 stage.train(training)
 
     def _run(self, batch: _Batch, *, scale: float, auxiliary: AuxiliaryLosses | None) -> list[torch.Tensor]:
-        """The losses of this rank's microbatches, if the head is here; `auxiliary` is None in evaluation."""
+        """Return the losses of this rank's microbatches if it has the head. `auxiliary` is None in evaluation."""
         replica, evaluation = self._replica, auxiliary is None
-        denominators = self._denominators(batch, evaluation=evaluation) if self._head_here else None
+        denominators = self._denominators(batch, evaluation=evaluation) if self._has_head else None
         self._forward = _Forward(replica, batch, denominators, scale=scale, auxiliary=auxiliary)
         count = batch.size // (replica.config.training.micro_batch_size * replica.topology.dp.size)
         try:
@@ -380,7 +381,7 @@ class Stepper:
                         constant.enter_context(stage.fp8.keeping())
                 return self._executor(count, batch.length, evaluation=evaluation).run()
         finally:
-            del self._forward  # and with it the batch
+            del self._forward  # releases the batch
 
     def _denominators(self, batch: _Batch, *, evaluation: bool) -> torch.Tensor:
         topology, mtp_num_layers = self._replica.topology, self._replica.config.model.mtp_num_layers
@@ -389,7 +390,7 @@ class Stepper:
         denominators = token_denominators(
             batch.microbatches, mtp_num_layers=mtp_num_layers, dp=dp, device=topology.device
         )
-        # A share is a batch by itself, and one of several parts of the step.
+        # Each share is a mean by itself and one of several parts of the step.
         return denominators * self._shares if alone else denominators
 
     def _executor(self, microbatches: int, length: int, *, evaluation: bool) -> Executor:
@@ -401,13 +402,13 @@ class Stepper:
                 replica.programs.program(microbatches, evaluation=evaluation),
                 rank=replica.topology.pp.rank,
                 edges=replica.topology.edges,
-                # An executor is kept over steps, and must not keep a batch.
+                # The executor is cached over steps, and must not keep a batch alive.
                 forward=lambda *arguments: self._forward(*arguments),
                 activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size, length),
                 dtype=replica.precision.compute,
                 device=replica.topology.device,
                 shared=replica.topology.tp if message_parts(replica.config) > 1 else None,
-                # A loss of the weights: evaluated anywhere else it is the same.
+                # Evaluation must not depend on the layout.
                 compression="none" if evaluation else replica.config.parallel.pipeline_compression,
                 reducer=None if evaluation else replica.strategy,
                 deferred=replica.deferred,
@@ -418,29 +419,29 @@ class Stepper:
         return self._executors[key]
 
     def _totals(self, over: Group, losses: list[torch.Tensor], *parts: torch.Tensor | None) -> list[float]:
-        """Sums over a group, in one all-reduce: of the losses, each counted once, and of each further number."""
+        """Sum the losses, each counted once, and each further number over a group in one all-reduce."""
         topology = self._replica.topology
         totals = torch.zeros(1 + len(parts), dtype=torch.float64, device=topology.device)
-        if self._head_here and topology.tp.rank == 0:
+        if self._has_head and topology.tp.rank == 0:
             totals[0] = torch.stack(losses).sum(dtype=torch.float64)
         for index, part in enumerate(parts, start=1):
             if part is not None:
                 totals[index] = part
         over.all_reduce(totals)
-        # The one place of a step where the host waits for the device.
+        # The host waits for the device only here in a step.
         with topology.world.heartbeat.synchronise():
             return totals.tolist()
 
     def _scheduled(self, before: Progress, after: Progress) -> Progress:
-        """Where learning rate and weight decay are: they wait for steps that were skipped."""
+        """Return the position in the schedules of learning rate and weight decay, which omits skipped steps."""
         scaler, position = self._replica.scaler, self._schedules.read_at(before, after)
         return Progress(position.step - scaler.skipped_steps, position.samples - scaler.skipped_samples)
 
     def _factor(self, norm: float, scale: float) -> float:
-        """What undoes the loss scale and clips, in the one pass over gradients that the optimizer makes anyway."""
+        """Return the factor that removes the loss scale and clips, which the optimizer applies to the gradients."""
         clip = self._replica.config.optimizer.clip_grad
         factor = 1.0 / scale
         if clip > 0.0 and norm > clip:
-            # With 1e-6, as torch's clip_grad_norm_ and Megatron-LM have it.
+            # torch's clip_grad_norm_ and Megatron-LM add 1e-6 too.
             factor *= clip / (norm + 1e-6)
         return factor

@@ -1,4 +1,4 @@
-"""The time per rank in each phase of its steps; of chosen steps a trace next to the simulated one, and torch's profile."""
+"""Times the phases of each rank's steps; writes traces, beside the simulated schedule, and torch profiles of steps."""
 
 import json
 import time
@@ -20,22 +20,22 @@ from megalite.pipeline.ir.simulate import Costs, Event, simulate
 from megalite.topology.topology import Topology
 
 PHASES = ("forward", "backward", "reduce", "optimizer", "data_wait", "evaluation", "save")
-"""`reduce` is what no computation hides of the gradients' reduction; `save` is what a save holds the steps up."""
+"""`reduce`: part of the gradient reduction that no computation hides. `save`: time by which saves delay the steps."""
 
-_FOLD_AT = 4096  # pairs of CUDA events that may wait to be read
+_FOLD_AT = 4096  # most pairs of unread CUDA events
 
 
-_Mark = Any  # a time of the host's, or on CUDA an event of the device's
+_Mark = Any  # a host time in seconds, or on CUDA an event
 
 
 class PhaseClock:
     """Adds up seconds by phase; the host never waits for the device.
 
-    It is a tracer of the executor: time in which a computation waits for its input is in no phase. On CUDA a phase is
-    between two events of its stream, and counts once they have passed: of the last step of an interval the optimizer may
-    count in the next.
+    It is a tracer for the executor: time in which a computation waits for its input belongs to no phase. On CUDA a
+    phase lies between two events of its stream, and counts once both are complete. So the optimizer phase of an
+    interval's last step may count in the next interval.
 
-    `named`: while the profiler runs, computations and phases have names in its trace: `1F0 stage 1 microbatch 0`."""
+    `named`: name computations and phases in the profiler's trace: `1F0 stage 1 microbatch 0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class PhaseClock:
         self._opened: _Mark = 0.0
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
-        self._origin: _Mark | None = None  # between `keep` and `kept`
+        self._origin: _Mark | None = None  # set between `keep` and `kept`
         self._kept: list[tuple[Action, _Mark, _Mark]] = []
         self.named = False
         self._name: record_function | None = None
@@ -56,7 +56,7 @@ class PhaseClock:
         self._opened = self._now()
 
     def end(self, action: Action) -> None:
-        """It has ended. What computes and is no forward (recomputation ahead too) belongs to the backward."""
+        """End a computation. All that are no forwards, also recomputation ahead, belong to the backward phase."""
         closed = self._close("forward" if action.kind is Kind.F else "backward")
         if self._origin is not None:
             self._kept.append((action, self._opened, closed))
@@ -66,30 +66,30 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside, on the device, is this phase. Phases and actions do not nest."""
+        """Time the enclosed device work as this phase. Phases and actions must not nest."""
         with record_function(name) if self.named else nullcontext():
             self._opened = self._now()
             yield
             self._close(name)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds of the host's."""
+        """Add seconds measured on the host."""
         self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds of each of `PHASES` since the last call."""
+        """Return the seconds of each of `PHASES` since the last call."""
         self._fold()
         taken, self._seconds = self._seconds, defaultdict(float)
         return {name: taken[name] for name in PHASES}
 
     def keep(self) -> None:
-        """Keep when each computation runs, until `kept`. This and that wait for the device."""
+        """Record start and end of each computation until `kept`. Both calls wait for the device."""
         self._wait()
         self._kept.clear()
         self._origin = self._now()
 
     def kept(self) -> list[tuple[Action, float, float]]:
-        """(action, start, end) in seconds since `keep`, which it ends."""
+        """Stop recording, and return (action, start, end) in seconds since `keep`."""
         origin, self._origin = self._origin, None
         assert origin is not None, "kept without keep"
         self._wait()
@@ -120,21 +120,21 @@ class PhaseClock:
         return closed
 
     def _fold(self) -> None:
-        """Count what has passed; `query` does not wait."""
+        """Add up completed phases; `query` does not wait."""
         while self._pending and self._pending[0][2].query():
             name, start, end = self._pending.popleft()
             self._seconds[name] += self._between(start, end)
-            if self._origin is None:  # those that are kept must not be recorded again
+            if self._origin is None:  # recorded computations still need their events
                 self._free += (start, end)
 
 
 SHOWN_PIPELINES = 8
-"""A trace has the first few pipelines of a run: data-parallel ones look alike, and viewers have their limits."""
+"""Most pipelines in a trace: data-parallel ones are similar, and viewers are limited."""
 _PROFILE_ROWS = 40  # operations in a table
 
 
 class TraceWriter:
-    """Traces chosen steps: one file each, with a track per pipeline rank, measured and simulated; rank 0 writes them."""
+    """Writes a trace file for each of some steps, with measured and simulated tracks per pipeline rank, on rank 0."""
 
     def __init__(
         self, clock: PhaseClock, topology: Topology, *, steps: Sequence[int], folder: Path, log: Callable[[str], None]
@@ -143,21 +143,21 @@ class TraceWriter:
         self.steps = frozenset(steps)
 
     def begin(self, step: int) -> None:
-        """Before a step; every rank calls it.
+        """Call before each step on every rank.
 
-        Collectives: if the step is to be traced an all-reduce of one number over the world: all clocks start there."""
+        Collectives: before a traced step an all-reduce of one number over the world, which aligns the clocks."""
         if step in self.steps:
             self._topology.world.all_reduce(torch.zeros(1, device=self._topology.device))
             self._clock.keep()
 
     def finish(self, step: int, schedule: Schedule) -> float | None:
-        """After a step; every rank calls it. Returns the measured bubble fraction of the first pipeline, on rank 0.
+        """Call after each step on every rank. Returns the measured bubble fraction of the first pipeline on rank 0.
 
-        Collectives: if the step is to be traced a gather of all ranks' times."""
+        Collectives: after a traced step a gather of all ranks' times."""
         if step not in self.steps:
             return None
-        mine = [(str(action), start, end) for action, start, end in self._clock.kept()]
-        gathered = self._topology.world.gather_json(mine)
+        times = [(str(action), start, end) for action, start, end in self._clock.kept()]
+        gathered = self._topology.world.gather_json(times)
         if self._topology.rank != 0:
             return None
         layout = self._topology.layout
@@ -186,7 +186,7 @@ class TraceWriter:
 
 
 def bubble_fraction(events: Sequence[Event]) -> float:
-    """1 - (time that the busiest rank computes) / (first start to last end) of one pipeline."""
+    """Return 1 - (computing time of the busiest rank) / (first start to last end) of one pipeline."""
     busy: dict[int, float] = defaultdict(float)
     for event in events:
         busy[event.rank] += event.end - event.start
@@ -195,7 +195,7 @@ def bubble_fraction(events: Sequence[Event]) -> float:
 
 
 def measured_costs(events: Sequence[Event], schedule: Schedule) -> Costs:
-    """The mean time of each kind of action on each stage, with messages that take none."""
+    """Return the mean time of each kind of action on each stage; messages take no time."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in events:
         times[event.action.kind, event.action.stage].append(event.end - event.start)
@@ -205,17 +205,17 @@ def measured_costs(events: Sequence[Event], schedule: Schedule) -> Costs:
         return tuple(sum(seconds) / len(seconds) for seconds in found)
 
     weight = means(Kind.W)
-    # Where a stage has both halves and whole backwards, the halves speak for it.
+    # If a stage has both split and whole backwards, use the split ones.
     backward = [i + w or b for i, w, b in zip(means(Kind.I), weight, means(Kind.B), strict=True)]
     return Costs(forward=means(Kind.F), backward=tuple(backward), weight_grad=weight, recompute=means(Kind.R))
 
 
 class StepProfiler:
-    """Profiles the steps from `first` to `last` of this rank; both begin and finish are called for each step.
+    """Profiles the steps from `first` to `last` of this rank. Call both `begin` and `finish` for each step.
 
-    In the step before, the profiler warms up: what its start costs is not in the trace. The file of rank R is
-    `<run_dir>/profile/rank-R-steps-A-B.json`, Chrome's format, for ui.perfetto.dev, with a table for each device. The clock
-    gives computations and phases names while the profiler runs."""
+    The profiler warms up in the step before, so its startup is not in the trace. Rank R writes
+    `<run_dir>/profile/rank-R-steps-A-B.json` in Chrome's format, for ui.perfetto.dev, and a table for each device. The
+    clock names computations and phases while the profiler runs."""
 
     def __init__(self, run_dir: Path, *, rank: int, first: int, last: int, clock: PhaseClock) -> None:
         self._folder, self._clock = run_dir / "profile", clock
@@ -225,7 +225,7 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def make_folder(self) -> None:
-        """Find out now whether the traces can be written."""
+        """Create the folder. Raises ConfigError if it cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -248,7 +248,7 @@ class StepProfiler:
         self._clock.named = True
 
     def finish(self, step: int) -> str | None:
-        """After a step; after the last one the files are written. Returns what the log should say of it."""
+        """Call after each step. Writes the files after the last one, and returns a log line."""
         running = self._running
         if running is None:
             return None
@@ -272,7 +272,7 @@ class StepProfiler:
         )
 
     def close(self) -> None:
-        """The run ends; what was profiled until here is dropped."""
+        """Stop the profiler, and drop unwritten results."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()

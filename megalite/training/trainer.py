@@ -1,4 +1,4 @@
-"""`Trainer`: one run, from its config to its end."""
+"""Runs one training from its config to its end (`Trainer`)."""
 
 import dataclasses
 import time
@@ -49,33 +49,35 @@ if TYPE_CHECKING:
     from megalite.training.saving import Saver
 
 TakeLayout = Callable[..., tuple[RunConfig, frozenset[str]]]
-"""`planner.elastic.take_layout`: the layout of an elastic run for the ranks that have come."""
+"""Type of `planner.elastic.take_layout`, which chooses the layout of an elastic run for its number of ranks."""
 
 
 class Trainer:
-    """Runs the training that a config describes, on all ranks of the launch; each of them makes one. Without torchrun it
-    is a run of one rank: in a notebook, `Trainer(configure(...)).fit()`.
+    """Runs the training that a config describes. Every rank of the launch creates one; without torchrun the run has one
+    rank, as in a notebook: `Trainer(configure(...)).fit()`.
 
     Args:
-        dataset: instead of `config.data`: a registered name or function, what `data.sources.as_source` takes, for training
+        dataset: instead of `config.data`: a registered name or function, what `data.sources.as_source` takes, for
+        training
             alone, or a mapping from train, valid and test to such.
         model: instead of `config.model.block`: a registered layer or its name; or all of `config.model`.
         optimizer: instead of `config.optimizer.optimizer`: a registered class or its name.
-        callbacks: called on rank 0 alone.
-        explicit, fixed: settings that the user gave by name; those of them that an elastic run must not change.
-        log: called on rank 0 alone; default: standard output.
-        stops: what may end the run early, listening; default: nothing.
+        callbacks: called on rank 0.
+        explicit: settings that the user set by name.
+        fixed: the explicit settings that an elastic run must not change.
+        log: called on rank 0; default: write to standard output.
+        stops: requests that may end the run early, inside `listen`; default: none.
         watched: end this process if no rank progresses for hang_timeout_minutes.
-        started: time of day from which the wall clock of goodput counts; default: now.
-        take_layout: chooses the layout; an elastic run needs it.
-        tokenize: makes token files; a run on text needs it.
+        started: time of day at which the wall-clock time of goodput starts; default: now.
+        take_layout: chooses the layout; required for an elastic run.
+        tokenize: creates token files; required for a run on text.
     """
 
     replica: Replica
     progress: Progress
-    """Where the run stands; set once it has looked for a checkpoint."""
+    """Steps and samples so far; set after the search for a checkpoint."""
     total: int
-    """Steps at the end of the run."""
+    """Number of the last step."""
 
     def __init__(
         self,
@@ -111,23 +113,23 @@ class Trainer:
         if self.launch.rank != 0:
             self.stops.file = None
         self._step_reached: int | None = None
-        """None until the run has looked for a checkpoint."""
-        self._moved = False
-        """A step was made in this start."""
+        """None until the search for a checkpoint."""
+        self._stepped = False
+        """This start has made a step."""
 
     def fit(self) -> Ending:
-        """Set up, train, and leave in `<run_dir>/exit.json` (rank 0) how it ended, also where this raises.
+        """Set up and train. Write the ending to `<run_dir>/exit.json` on rank 0, also when this raises.
 
-        Until its first step a run has nothing to lose: a stop then ends it wherever it is, also on a rank with a
-        collective that breaks because the others have left.
+        Before its first step a run has nothing to save, so a stop request ends it at once, also on a rank with a
+        collective that fails because the other ranks have left.
 
         Raises:
             ConfigError: bad input, or data that cannot be read; the same on every rank.
-            NonFiniteError: the loss or a gradient became NaN or infinite, or weights that were to be saved.
+            NonFiniteError: the loss, a gradient, or a weight to be saved is NaN or infinite.
             SaveError: a checkpoint could not be written.
-            RestartLoopError: the same step has failed again and again.
+            RestartLoopError: the same step has failed in several starts.
         """
-        with suppress(TakenError):  # is raised once the ranks have met: what is wrong with the settings comes first
+        with suppress(TakenError):  # `_build` raises it again, after errors in the settings
             self._run_folder.take()
         leave = self._run_folder.leave
         self.stops.before_forced_exit = lambda request, text: leave(request.ending(self._step_reached, text))
@@ -144,8 +146,8 @@ class Trainer:
             ending = self._stopped_at_start(stop.request)
         except BaseException as error:
             request = self.stops.request
-            if request is None or self._moved or not isinstance(error, RuntimeError):
-                taken = isinstance(error, TakenError)  # the run that has the folder leaves its own word
+            if request is None or self._stepped or not isinstance(error, RuntimeError):
+                taken = isinstance(error, TakenError)  # exit.json belongs to the run that has locked the folder
                 leave(None if taken else Ending.failed(error, self._step_reached))
                 raise
             ending = self._stopped_at_start(request)
@@ -153,18 +155,18 @@ class Trainer:
         return ending
 
     def stop(self, why: str) -> None:
-        """End the run in order after the step, on all ranks: what is not saved is. For callbacks."""
+        """Save and end the run on all ranks after the current step. For callbacks."""
         self.log(f"asked to stop: {why}")
         self.stops.asked = True
 
     # ---- setting up
 
     def _build(self, stack: ExitStack) -> Tokenizer | None:
-        """The process groups, the resolved config and this rank's replica; returns the tokenizer."""
+        """Create the process groups, the resolved config and this rank's replica; return the tokenizer."""
         config, explicit, launch = self.config, self._explicit, self.launch
         parallel, device = config.parallel, launch.device(config.training.device)
-        # Before any rank waits for another: what the settings alone make impossible is the same on all of them.
-        if parallel.elastic:  # its layout is open until the ranks have met
+        # Check the settings, which are equal on all ranks, before any rank waits for another.
+        if parallel.elastic:  # the layout follows after the ranks have connected
             check_rules(config, explicit, *ELASTIC).raise_all()
         else:
             validate(config, launch.world_size, explicit, startable=True)
@@ -179,7 +181,7 @@ class Trainer:
         launch = launch.recorded(parallel.distributed_backend, device, config.logging.run_dir)
         start_distributed(launch, device, backend=parallel.distributed_backend, timeout_minutes=timeout)
         watch = HangWatch()
-        # Closed last: leaving the process groups can stand still too.
+        # Closed last, because leaving the process groups can hang too.
         stack.push(lambda _, error, __: watch.close(agreed=_all_ranks_end(error)))
         stack.push(lambda _, error, __: stop_distributed(agreed=_all_ranks_end(error)))
         world = Group("world", tuple(range(launch.world_size)), launch.rank, device=device)
@@ -221,21 +223,21 @@ class Trainer:
             gathers_apart=config.parallel.strategy.shards_parameters,
             max_ctas=parallel.max_ctas,
         )
-        with world.errors_on_all_ranks():  # on kernels, which one stage may need and another not
+        with world.errors_on_all_ranks():  # stages may need different kernels
             modules = build_modules(config, topology, programs)
         self.replica = build_replica(config, topology, programs, modules, asked=self.config)
         self.config = config
         return tokenizer
 
     def _open(self, stack: ExitStack, tokenizer: Tokenizer | None) -> None:
-        """Data, the checkpoint that the run continues from, reports, and the folder that it saves to."""
+        """Open data, load a checkpoint, and open reports and the folder for checkpoints."""
         replica, config, log = self.replica, self.config, self.log
         topology = replica.topology
         fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(replica, log)
         self._heartbeat = topology.world.heartbeat
         self._apart = replica.strategy.scope.size < topology.world.size
-        """Ranks take steps without waiting for all others."""
+        """Whether ranks step without waiting for all others."""
         self.loaders = open_data(replica, tokenizer)
         self.progress = Progress(0, 0)
         if config.checkpoint.load is not None:
@@ -249,11 +251,11 @@ class Trainer:
         self.validation = None
         if config.training.eval_interval is not None:
             self.validation = Evaluator(replica, self.stepper, self.loaders.valid, self.stops)
-        # Ranks that read no data do not know whether there is a test split.
+        # Ranks that read no data have no loaders: ask all ranks for a test split.
         tests = topology.world.gather_json(self.loaders.test is not None)
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
         self._folder: SaveFolder | None = None
-        stack.push(lambda _, error, __: self._leave_folder(error))  # the last, when the saver has been waited for
+        stack.push(lambda _, error, __: self._leave_folder(error))  # runs last, after waiting for the saver
         self._open_folder(fingerprint)
         self.reporter = Reporter(
             log=log,
@@ -285,7 +287,7 @@ class Trainer:
             self.saver = self._folder.make_saver(total=self.total, tokenizer=tokenizer)
             self.saver.saved = self._callbacks.checkpoint
         if self.config.checkpoint.export_hf is not None:
-            assert self.saver is not None, "it is reason enough to save"
+            assert self.saver is not None, "export_hf sets `save`"
             self._exporter = self.saver.exporter = imported("megalite.training.export:Exporter")(
                 self.replica, self.progress, total=self.total, stops=self.stops, log=self.log
             )
@@ -293,13 +295,13 @@ class Trainer:
     # ---- the loop
 
     def _train(self) -> Ending:
-        """Step to the end of the run, or until it is asked to stop."""
+        """Run all steps, or until a stop request."""
         try:
             self.stops.started()
             if self.progress.step >= self.total:
                 return self._find_nothing_to_do()
             self._prepare(self.progress)
-            # Also on resuming: the first line then shows that the layout changed nothing.
+            # Evaluate also after resuming: the first line shows that a new layout changed nothing.
             self._evaluate()
             self.reporter.restart_clock()
             while self.progress.step < self.total:
@@ -313,12 +315,12 @@ class Trainer:
             reason = f"exit_interval {self.config.training.exit_interval}"
             return Ending(status="stopped", reason=reason, step=self.progress.step, exit_code=DONE)
         except StopRun as stop:
-            # All ranks have agreed to stop here, between two steps or two batches of an evaluation.
+            # All ranks have agreed to stop, between two steps or two batches of an evaluation.
             self.stops.leave()
             return self._save_and_stop(stop.request)
 
     def _find_nothing_to_do(self) -> Ending:
-        """The checkpoint is at the end, or beyond; the run may have been stopped between it and the last evaluation."""
+        """Finish a run with a checkpoint at or after its end: make evaluations that a stop may have prevented."""
         training, topology, step = self.config.training, self.replica.topology, self.progress.step
         where = f"step {step} of {training.train_iters}"
         if training.train_iters is None:
@@ -346,7 +348,7 @@ class Trainer:
                 scope=self.replica.strategy.scope,
                 stops=None if self._apart else self.stops,
             )
-            # While the step computes, what comes after it is read.
+            # Read the next data while the step computes.
             self._prepare(after)
             self.instruments.begin(after.step)
             result = self.stepper.step(microbatches, before=before, batch_size=size)
@@ -354,7 +356,7 @@ class Trainer:
             if traces is not None:
                 bubble = traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
-            self._step_reached, self._moved = after.step, True
+            self._step_reached, self._stepped = after.step, True
             self.reporter.step(
                 result,
                 after=after,
@@ -366,16 +368,16 @@ class Trainer:
             if self.instruments.finish(after.step):
                 self.reporter.restart_clock()
         except (ConfigError, NonFiniteError) as error:
-            if self._apart and not isinstance(error, RankError):  # other ranks know nothing of it
+            if self._apart and not isinstance(error, RankError):  # other ranks do not raise it
                 raise RankError(str(error), exit_code=error.exit_code) from error
             raise
 
     def _after_step(self, step: int) -> bool:
-        """Save, compare and evaluate where it is time to. True if the run is to stop here."""
+        """Save, compare replicas and evaluate if due. Returns True if the run must stop after this step."""
         t = self.config.training
         if self._exporter is not None:
             self._exporter.poll()
-        if self.saver is not None and not self._apart:  # else the next save, where ranks meet, learns of the last one
+        if self.saver is not None and not self._apart:  # otherwise the next save completes the last one
             self.saver.poll()
         self._log_notes()
         compares = self.config.data_parallel.check_replicas_interval
@@ -406,21 +408,21 @@ class Trainer:
                 self.saver.finish(self.progress)
 
     def _save_and_stop(self, request: StopRequest) -> Ending:
-        """Stop by agreement of all ranks."""
+        """Save and stop after all ranks have agreed on it."""
         step = self.progress.step
-        if not self._moved:
-            said = "no step has been made since the start: there is nothing to save"
+        if not self._stepped:
+            outcome = "no step has been made since the start: there is nothing to save"
         elif self.saver is None:
-            said = "nothing is saved, since neither --save nor --save-interval was given"
+            outcome = "nothing is saved, since neither --save nor --save-interval was given"
         else:
-            said = f"saved in {self.saver.name}"
+            outcome = f"saved in {self.saver.name}"
             self.log(f"{request.cause}: saving step {step}, and stopping")
             self._save_last()
-        self.log(f"{request.cause}: stopped at step {step}; {said}")
-        return request.ending(step, said)
+        self.log(f"{request.cause}: stopped at step {step}; {outcome}")
+        return request.ending(step, outcome)
 
     def _prepare(self, at: Progress) -> None:
-        """Begin to read what the run needs once it stands there."""
+        """Prefetch the data that the run reads after progress `at`."""
         if self.loaders.train is not None and at.step < self.total:
             size, length = batch_size(self.config, at.samples), sequence_length(self.config, at.step)
             self.loaders.train.prefetch(at.samples, size, length)
@@ -456,9 +458,9 @@ class Trainer:
     # ---- ending
 
     def _explain(self, error: BaseException | None) -> None:
-        """The run fails: finish the save under way, or find out which rank is gone."""
+        """After an error, complete a background save, or find out which rank is lost."""
         if isinstance(error, (ConfigError, NonFiniteError)):
-            if self.saver is not None and not isinstance(error, RankError):  # every rank is here: the copy was sound
+            if self.saver is not None and not isinstance(error, RankError):  # all ranks raise it, and the copy is valid
                 try:
                     self.saver.wait()
                 except ConfigError as failed:
@@ -478,17 +480,17 @@ class Trainer:
 
     def _leave_folder(self, error: BaseException | None) -> None:
         if self._folder is not None:
-            found = self.stops.starting and isinstance(error, ConfigError)  # of the settings or the disk, not of a step
-            self._folder.leave(error, step=self.progress.step + 1, stopping=found or self.stops.request is not None)
+            at_start = self.stops.starting and isinstance(error, ConfigError)  # due to settings or disk, not to a step
+            self._folder.leave(error, step=self.progress.step + 1, stopping=at_start or self.stops.request is not None)
 
     def _stopped_at_start(self, request: StopRequest) -> Ending:
-        said = "before the first step: there is nothing to save"
-        self.log(f"{request.cause}: stopping {said}")
-        return request.ending(self._step_reached, said)
+        outcome = "before the first step: there is nothing to save"
+        self.log(f"{request.cause}: stopping {outcome}")
+        return request.ending(self._step_reached, outcome)
 
 
 def _all_ranks_end(error: BaseException | None) -> bool:
-    """All ranks come to this end alike, so that they can leave in order."""
+    """Return whether all ranks end in this way, so that they can shut down together."""
     if isinstance(error, (ConfigError, NonFiniteError)):
         return not isinstance(error, RankError)
     return error is None

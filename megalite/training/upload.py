@@ -1,12 +1,12 @@
-"""Checkpoints at an address (s3://bucket/run): each is finished in a folder of this machine and uploaded, its manifest last.
+"""Saves checkpoints to an address (s3://bucket/run): writes each to a local folder, and uploads it with its manifest
+last.
 
-So a checkpoint is there from the moment its manifest is, and a run killed at any instant resumes from the newest such one. What
-a killed upload leaves has no manifest; the next start of the run removes it. Files of each save have other names: a step that is
-saved again is the old one until the new manifest replaces the old.
+A checkpoint is complete once its manifest exists, so a run killed at any instant resumes from the newest complete one.
+A killed upload leaves files without a manifest, which the next start removes. Each save has different file names, so a
+step that is saved again remains the old one until the new manifest replaces the old.
 
-A store locks nothing. The run that saves there keeps an object that says so, and writes it again every few seconds; a start
-that sees it change is refused.
-"""
+Object stores have no locks. The run that saves there rewrites an owner object every few seconds, and another run is
+refused while that object changes."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ from megalite.data.stores import StoreObject, shown
 from megalite.topology.group import Group
 
 _OWNER = ".owner"
-_BEAT_SECONDS = 5.0  # between two writes of the object of that name
-_LOOKS = 4  # so many times as far apart without a change: its run is gone
+_BEAT_SECONDS = 5.0  # interval between writes of the owner object
+_CHECKS = 4  # after this number of checks without a change the other run has ended
 
 
 class Destination:
-    """The address that a run saves to; each rank has one."""
+    """The address to which a run saves, on each rank."""
 
     def __init__(self, config: RunConfig) -> None:
         assert config.checkpoint.save is not None
@@ -42,20 +42,18 @@ class Destination:
         self._run = StoreObject(config.checkpoint.save.rstrip("/"))
         self.name = shown(config.checkpoint.save.rstrip("/"))
         self.folder = waiting_folder(config)
-        """On this machine, where checkpoints are written and wait."""
+        """Local folder of checkpoints until their upload."""
         self.host = platform.node()
         self._owner, self._beats = self._run.below(_OWNER), 0
         self._me = f"{secrets.token_hex(8)} process {os.getpid()} on {self.host}"
         self._leaving, self._beating = threading.Event(), threading.Thread(target=self._beat, daemon=True)
 
     def take(self, log: Callable[[str], None]) -> None:
-        """Be the run that saves there, until `leave` (rank 0). Raises TakenError: another one lives."""
+        """Claim the address until `leave` (rank 0). Raises TakenError if another run is saving there."""
         if found := self._owner.content():
-            seconds = _LOOKS * _BEAT_SECONDS
-            log(
-                f"the last run that saved to {self.name} has not left it: watching for {seconds:.0f} s whether it lives"
-            )
-        for _ in range(_LOOKS if found else 0):
+            seconds = _CHECKS * _BEAT_SECONDS
+            log(f"the last run that saved to {self.name} has not left it: checking for {seconds:.0f} s if it is alive")
+        for _ in range(_CHECKS if found else 0):
             time.sleep(_BEAT_SECONDS)
             if (now := self._owner.content()) not in (found, None):
                 raise TakenError(
@@ -75,12 +73,12 @@ class Destination:
                 self._write_beat()
 
     def _require_owned(self) -> None:
-        """Raise ConfigError: another run has taken the address, as may be where this one has not reached it for a while."""
+        """Raise ConfigError if another run has claimed the address while this one could not reach it."""
         if not (now := self._owner.content() or self._me.encode()).startswith(self._me.encode()):
             raise ConfigError(f"another run has begun to save there ({_who(now)}); end one of the two")
 
     def leave(self) -> None:
-        """Another run may have the address."""
+        """Release the address."""
         if self._beating.is_alive():
             self._leaving.set()
             self._beating.join()
@@ -96,40 +94,40 @@ class Destination:
             probe.remove()
         except ConfigError as error:
             raise ConfigError(
-                f"cannot save checkpoints to {self.name}: {error}; see that the store answers and that you may write and remove "
-                "there, or give another --save"
+                f"cannot save checkpoints to {self.name}: {error}; check that the store is reachable and that you may "
+                "write and remove there, or give another --save"
             ) from None
 
     def newest(self) -> int | None:
-        """The step of the newest complete checkpoint there."""
+        """Return the step of the newest complete checkpoint there, or None."""
         return next(self._run.steps(), None)
 
     def is_start(self, load: str) -> bool:
-        """The path holds what was fetched from the address."""
+        """Return whether the path contains a checkpoint fetched from this address."""
         return is_fetched(load, self._config)
 
     def remove_unfinished(self) -> None:
-        """Give back the room that uploads and removals cut short have taken (rank 0)."""
+        """Remove what interrupted uploads and removals have left (rank 0)."""
         complete = set(self._run.steps())
         for step in {step for name in self._run.entries() if (step := step_of(name)) is not None} - complete:
             self._remove(step)
 
     def upload(self, path: Path, *, world: Group, log: Callable[[str], None]) -> str:
-        """Bring the finished checkpoint in the folder `path` to the address, each rank its own files, and remove it here;
-        there, what keep_latest does not keep. Returns its address.
+        """Upload the finished checkpoint in the folder `path`, each rank its own files, and remove the folder. Then
+        remove old checkpoints as `keep_latest` says. Returns the checkpoint's address.
 
-        Raises CheckpointError, the same on every rank: the store has failed again and again; `path` is kept. Collectives:
-        two `gather_json` over `world`."""
+        Raises CheckpointError, the same on every rank, if the store fails repeatedly; then `path` remains.
+        Collectives: two `gather_json` over `world`."""
         step = step_of(path.name)
         assert step is not None
-        there = self._run.below(path.name)
+        remote = self._run.below(path.name)
 
         def send() -> None:
             for file in sorted(path.glob(f"*-{world.rank:05d}-*.safetensors")):
-                there.below(file.name).write(file, beat=world.heartbeat.beat)
+                remote.below(file.name).write(file, beat=world.heartbeat.beat)
 
         def commit() -> None:
-            text, sizes = read_text(path / MANIFEST_NAME), there.entries()
+            text, sizes = read_text(path / MANIFEST_NAME), remote.entries()
             listed = listed_files(text)
             for name, entry in listed.items():
                 if sizes.get(name) != entry.length:
@@ -138,10 +136,10 @@ class Destination:
                     )
             if self._beats:
                 self._require_owned()
-            there.below(MANIFEST_NAME).write(text.encode())
+            remote.below(MANIFEST_NAME).write(text.encode())
             try:
                 for former in sizes.keys() - listed.keys() - {MANIFEST_NAME}:
-                    there.below(former).remove()
+                    remote.below(former).remove()
                 self._run.below(LATEST_NAME).write(f"{path.name}\n".encode())
                 self._prune(step)
             except ConfigError as error:
@@ -155,7 +153,7 @@ class Destination:
                 except ConfigError as error:
                     message = f"cannot save a checkpoint in {self.name}: {error}; it is kept in {path}"
                     raise CheckpointError(message) from None
-        with contextlib.suppress(OSError):  # other ranks of the machine remove the same
+        with contextlib.suppress(OSError):  # other ranks of this machine remove the same files
             for one in list(self.folder.iterdir()):
                 if step_of(one.name) is not None:
                     shutil.rmtree(one, ignore_errors=True)
@@ -170,12 +168,12 @@ class Destination:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """The manifest first: what is half removed is not complete."""
-        there = self._run.below(step_name(step))
-        there.below(MANIFEST_NAME).remove()
-        there.remove()
+        """Remove a checkpoint, its manifest first, so that a partly removed one is not complete."""
+        checkpoint = self._run.below(step_name(step))
+        checkpoint.below(MANIFEST_NAME).remove()
+        checkpoint.remove()
 
 
 def _who(owner: bytes | None) -> str:
-    """The process and the host that the object names, for messages."""
+    """Return the process and host in an owner object, for messages."""
     return (owner or b"").decode(errors="replace").partition(" ")[2].strip()[:100]

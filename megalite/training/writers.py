@@ -1,5 +1,4 @@
-"""Sinks that are imported when a run has them: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow, Comet,
-Weights & Biases."""
+"""Optional sinks: TensorBoard with Megatron-LM's tags, a CSV file, Prometheus, MLflow, Comet, Weights & Biases."""
 
 import csv
 import importlib.util
@@ -62,7 +61,8 @@ TENSORBOARD_TAGS = {
     "test_loss": "lm loss test",
     "test_perplexity": "lm loss test ppl",
 }
-"""Our names -> Megatron-LM's tags; each also gets a twin " vs samples". Times, `_ms` here, are in seconds there."""
+"""Field of a record -> Megatron-LM's tag. Each tag also has a curve " vs samples". `_ms` fields are written in
+seconds."""
 
 COLUMNS = (
     *("kind", "step", "consumed_samples", "loss", "valid_loss", "test_loss", "valid_perplexity", "test_perplexity"),
@@ -86,11 +86,11 @@ COLUMNS = (
     *("optimizer_ms", "optimizer_ms_min", "other_ms", "other_ms_min", "evaluation_seconds", "save_seconds"),
     *("bubble_fraction", "straggler_factor", "goodput", "dp_phase", "dp_wire_bytes"),
 )
-"""The names of records that get a column in the CSV file; what a row has not stays empty."""
+"""Columns of the CSV file; a field that a record does not have stays empty."""
 
 
 def _tagged(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that have a tag, times in seconds."""
+    """Return the numbers of a record by their tag, times in seconds."""
     return {
         tag: record[name] / 1e3 if name == "ms_per_step" or name.endswith("_ms") else record[name]
         for name, tag in TENSORBOARD_TAGS.items()
@@ -99,10 +99,9 @@ def _tagged(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Event files. A run that resumes before its last record writes some steps once more, to the same values.
+    """TensorBoard event files. A run that resumes before its last record writes some steps again, with the same values.
 
-    Written here rather than by torch's SummaryWriter: that one writes in a thread, which a full disk ends with a traceback
-    and for good."""
+    torch's SummaryWriter is not used, because a full disk ends its writing thread with a traceback."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -114,16 +113,16 @@ class TensorBoard:
             ) from None
         self._event, self._summary, self._record_writer = event_pb2.Event, summary_pb2.Summary, RecordWriter
         folder.mkdir(parents=True, exist_ok=True)
-        # A name that sorts behind those of earlier starts, as TensorBoard reads them.
+        # The name sorts after those of earlier starts: TensorBoard reads files in this order.
         start = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
         file = next(path for number in itertools.count() if not (path := folder / f"{start}.{number}").exists())
         version = self._event(wall_time=time.time(), file_version="brain.Event:2")
-        # No session start: readers would also drop the curves over samples, which count samples, beyond it.
+        # No session start event: readers would drop later points of all curves, also of those over samples.
         self._file = AppendedFile(file, head=self._framed([version]))
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        """One scalar a known name, over steps and over samples."""
+        """Write a scalar for each field with a tag, over steps and over samples."""
         numbers, now = _tagged(record), time.time()
         events = []
         for at, end in ((record["step"], ""), (record["consumed_samples"], " vs samples")):
@@ -132,7 +131,7 @@ class TensorBoard:
         self._file.append(self._framed(events))
 
     def _framed(self, events: Iterable[Any]) -> bytes:
-        """Events as their file has them: with lengths and checksums."""
+        """Return events in the file's format, with lengths and checksums."""
         buffer = io.BytesIO()
         writer = self._record_writer(buffer)
         for event in events:
@@ -141,14 +140,13 @@ class TensorBoard:
 
 
 class CSVFile:
-    """`metrics.csv`: a row a record under one header. Of a run that resumes, the rows of steps that it makes again are
-    dropped, as in metrics.jsonl."""
+    """`metrics.csv`: one row per record. Rows of steps that a resumed run repeats are dropped, as in metrics.jsonl."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = []
         if path.exists():
             with path.open(newline="", errors="replace") as file:
-                # What a machine that dies leaves may be cut off, or hold bytes of anything.
+                # After a crash of the machine rows may be cut off or contain arbitrary bytes.
                 lines = (line.replace("\0", "") for line in file)
                 kept = [row for row in csv.DictReader(lines, restkey="more") if _is_kept(row, step)]
         head = dict(zip(COLUMNS, COLUMNS, strict=True))
@@ -167,13 +165,13 @@ def _rows(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _is_kept(row: dict[str, Any], step: int) -> bool:
-    """A whole row of a step that is not made again."""
+    """Return whether a row is complete and its step is not repeated."""
     number = row.get("step") or ""
     return "more" not in row and None not in row.values() and number.isdecimal() and int(number) <= step
 
 
 class Prometheus:
-    """`metrics.prom`, which node_exporter's text-file collector reads: the newest number of each name. It appears whole."""
+    """`metrics.prom` for node_exporter's text-file collector: the newest value of each field, replaced atomically."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._known = folder / "metrics.prom", dict[str, float]()
@@ -186,20 +184,20 @@ class Prometheus:
             f"# TYPE megalite_{name} gauge\nmegalite_{name}{self._label} {_PROMETHEUS.get(str(value), repr(value))}\n"
             for name, value in self._known.items()
         )
-        temporary = self._path.with_suffix(".tmp")  # which the collector passes over
+        temporary = self._path.with_suffix(".tmp")  # the collector ignores this suffix
         temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(self._path)
 
     def close(self) -> None:
-        """The last numbers stay."""
+        """Do nothing: the last values remain."""
 
 
 _PROMETHEUS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
 class MLflow:
-    """MLflow, under TensorBoard's tags. Where to, and who, say MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other
-    variables. The config goes without credentials."""
+    """MLflow, under TensorBoard's tags. MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and its other variables set server
+    and user. The config is sent without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
         self._mlflow, (folder, known) = _package("mlflow"), _known_run("mlflow", config)
@@ -216,19 +214,18 @@ class MLflow:
 
 
 class Comet:
-    """Comet, under TensorBoard's tags. Where to, and who, say COMET_PROJECT_NAME, COMET_API_KEY and its other variables;
-    with COMET_START_ONLINE=0 a file in the run's folder waits for `comet upload`.
+    """Comet, under TensorBoard's tags. COMET_PROJECT_NAME, COMET_API_KEY and its other variables set project and user;
+    with COMET_START_ONLINE=0 it writes a file in the run's folder for `comet upload`.
 
-    Nothing of the environment, the command line, the console, the code or git is sent, and the config goes without
-    credentials."""
+    Sends nothing from the environment, command line, console, code or git, and the config without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
         comet_ml, (folder, known) = _package("comet", "comet_ml"), _known_run("comet", config)
         settings: dict[str, Any] = dict.fromkeys(_COMET_SENDS, False)
         if folder is not None:
             settings |= {"name": redact_text(folder.name), "offline_directory": str(folder / "comet")}
-        asked = comet_ml.ExperimentConfig(**settings)
-        self._experiment = comet_ml.start(experiment_key=known, experiment_config=asked)
+        experiment = comet_ml.ExperimentConfig(**settings)
+        self._experiment = comet_ml.start(experiment_key=known, experiment_config=experiment)
         if known is None:
             self._experiment.log_parameters(_parameters(config))
         _keep_id("comet", folder, self._experiment.get_key())
@@ -244,14 +241,14 @@ _COMET_SENDS = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "log_env_host", "parse_args"),
     *("auto_param_logging", "auto_metric_logging", "auto_output_logging", "auto_log_co2"),
 )
-"""What Comet collects by itself, unless it is switched off."""
+"""Comet's settings that collect data by default."""
 
 
 class Wandb:
-    """Weights & Biases, under TensorBoard's tags; the x axis is `step`, so a step that is made again overwrites none.
+    """Weights & Biases, under TensorBoard's tags. The x axis is `step`, so a repeated step overwrites none.
 
-    What identifies the user comes from WANDB_API_KEY or `wandb login`, which this never reads; nothing of the environment,
-    the command line, the console or git is sent, and the config goes without credentials."""
+    wandb itself reads the user's key from WANDB_API_KEY or `wandb login`. Sends nothing from the environment, command
+    line, console or git, and the config without credentials."""
 
     def __init__(self, config: RunConfig, *, step: int) -> None:
         wandb, (folder, known) = _package("wandb"), _known_run("wandb", config)
@@ -271,7 +268,7 @@ class Wandb:
         _keep_id("wandb", folder, run_id)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Send the numbers that have a tag; NaN and infinities among them."""
+        """Send the numbers that have a tag, including NaN and infinities."""
         self._run.log({**_tagged(record), **{name: record[name] for name in ("step", "consumed_samples")}})
 
     def close(self) -> None:
@@ -290,7 +287,7 @@ def _parameters(config: RunConfig) -> dict[str, str]:
 
 
 def _known_run(name: str, config: RunConfig) -> tuple[Path | None, str | None]:
-    """The folder of the run, and of a run that resumes its id there."""
+    """Return the run's folder, and, for a resumed run, the service's run id stored there."""
     if config.logging.run_dir is None:
         return None, None
     folder = Path(config.logging.run_dir)
@@ -323,25 +320,25 @@ _REMEDIES = {
 
 
 def _start(name: str, config: RunConfig, *, step: int) -> MetricSink:
-    """A service's or a user's writer, which may raise anything."""
+    """Create the writer of a service or a user. Turns any exception into a ConfigError."""
     try:
         return WRITERS.get(name)(config, step=step)
     except (ConfigError, OSError):
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))}"
+        message = f"{type(error).__name__}: {redact_text(' '.join(str(error).split()))}"
         remedy = _REMEDIES.get(name, f"leave {name} out of --metrics")
-        raise ConfigError(f"metrics {name} does not start: {said}; {remedy}") from error
+        raise ConfigError(f"metrics {name} does not start: {message}; {remedy}") from error
 
 
 def open_writers(config: RunConfig, *, step: int) -> tuple[dict[str, MetricSink], bool]:
-    """The sinks that a run has besides metrics.jsonl, by what the log calls them; and whether it goes without
-    TensorBoard because that is not installed."""
+    """Open a run's sinks other than metrics.jsonl. Returns them by their name for the log, and whether TensorBoard is
+    missing because it is not installed."""
     logging, without = config.logging, False
     sinks: dict[str, MetricSink] = {}
     tensorboard = logging.tensorboard_dir
     if logging.run_dir is not None:
-        # Not asked for by name it may be left out: metrics.jsonl has the same numbers.
+        # Without an explicit tensorboard_dir it is optional, because metrics.jsonl has the same numbers.
         without = tensorboard is None and importlib.util.find_spec("tensorboard") is None
         if tensorboard is None and not without:
             tensorboard = str(Path(logging.run_dir) / "tensorboard")

@@ -106,7 +106,7 @@ def test_an_export_that_fails_loses_nothing(
     assert not list(tmp_path.glob("out*"))
     assert main(flags) == DONE, "the same command writes what is missing"
     assert contents(tmp_path / "out") == convert_of(folder, 6, tmp_path / "converted")
-    assert main(flags) == DONE and "/out is there already" in capfd.readouterr().out
+    assert main(flags) == DONE and "/out exists already" in capfd.readouterr().out
 
 
 def test_a_checkpoint_stays_while_it_is_read(

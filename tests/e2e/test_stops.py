@@ -114,7 +114,7 @@ def test_an_exit_file(folder: Path) -> None:
     assert end["status"] == "stopped" and end["step"] == newest(folder)
     refused = train_forked(1, *LONG, "--run-dir", folder, "--load", folder / "checkpoints")
     assert refused.status == 2
-    assert re.fullmatch(r"error: \S*/STOP is there, which stops the run: remove it .*\n", refused.err)
+    assert re.fullmatch(r"error: \S*/STOP exists already, which stops the run: remove it .*\n", refused.err)
 
 
 def test_a_time_limit(folder: Path) -> None:

@@ -43,7 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_TRY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(sinks, "_RETRY_SECONDS", 0.0)
 
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
@@ -163,7 +163,7 @@ def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) 
 
 
 def test_between_two_tries_nothing_is_asked_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_TRY_AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(sinks, "_RETRY_SECONDS", 3600.0)
     asked, lines = [], list[str]()
 
     class Full:

@@ -147,5 +147,5 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch
         account.step(1, 1.0)
         assert isinstance(account.note(), Goodput)
     assert lines == [
-        "warning: cannot write sessions.json: No space left on device; goodput will not count what is not there"
+        "warning: cannot write sessions.json: No space left on device; goodput will not count the missing time"
     ]

@@ -153,7 +153,7 @@ def cannot_evaluate(context: RankContext, prefix: str) -> tuple[str, str]:
 def test_another_order_of_samples_is_said(prefix: str, tmp_path: Path) -> None:
     saved = str(tmp_path / "run" / "checkpoints")
     run(prefix, tmp_path / "run", save_interval=2, exit_interval=2, eval_interval=None)
-    said = "the order of samples is another from here on: seed 1234 -> 99"
+    said = "the order of samples changes from here on: seed 1234 -> 99"
     for changes, lines in (({}, []), ({"seed": 99}, [said]), ({"seed": 99, "finetune": True}, [])):
         log = run(prefix, tmp_path / "more", load=saved, eval_interval=None, **changes)
         assert [line for line in log if "from here on" in line] == lines

@@ -297,9 +297,11 @@ def test_is_finite(dtype: torch.dtype) -> None:
 def test_the_remedy_is_one_that_there_is() -> None:
     config = replace(RunConfig(), init_method_std=50.0)
     assert remedy(config, 0, in_weights=False) == (
-        "No step has been taken, so that --lr is not the cause: look at --init-method-std (50) and at this batch"
+        "No step has been taken, so --lr is not the cause: look at --init-method-std (50) and at this batch"
     )
-    assert remedy(replace(config, load="a"), 0, in_weights=True).endswith("look at what --load names and at this batch")
+    assert remedy(replace(config, load="a"), 0, in_weights=True).endswith(
+        "look at the weights of --load a and at this batch"
+    )
     assert remedy(config, 3, in_weights=False).startswith("Lower --lr, or raise --lr-warmup-iters")
     assert remedy(config, 3, in_weights=True).startswith("No checkpoint has been saved to continue from")
     saves = replace(config, save_interval=4)

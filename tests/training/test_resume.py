@@ -305,7 +305,7 @@ def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> N
 def test_megatron_s_order_is_another_for_another_length() -> None:
     config = tiny_config(1, **MEGATRON)
     (line,) = other_data(in_manifest(**MEGATRON), replace(config, train_iters=40), dp=1, here=1)
-    assert line == "the order of samples is another from here on: train_iters 20 -> 40"
+    assert line == "the order of samples changes from here on: train_iters 20 -> 40"
     assert other_data(in_manifest(**MEGATRON), config, dp=1, here=1) == []
     open_batch = in_manifest(**MEGATRON, micro_batch_size=2)
     open_batch["training"]["global_batch_size"] = None

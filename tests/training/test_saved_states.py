@@ -325,7 +325,7 @@ def test_a_manifest_that_lies_about_a_shape(
 
     edit_manifest(target, lie)
     message = refused(RankContext(0), str(tmp_path), STATES)
-    assert key in message and f"{shape} there, [16] here" in message
+    assert key in message and f"{shape}, but this run has [16]" in message
 
 
 class Late:

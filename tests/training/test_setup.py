@@ -177,4 +177,4 @@ def test_what_auto_builds_fits_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch)
     assert 0 < (room or 0) < 0.9 * 2**20
     smallest = 2**29
     assert limited(pipeline_schedule="auto") is None  # fits as it is
-    assert ["of GPUs with 1.00 MiB; --pipeline-memory-limit" in line for line in said] == [True]
+    assert ["on GPUs with 1.00 MiB; --pipeline-memory-limit" in line for line in said] == [True]

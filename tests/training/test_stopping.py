@@ -56,7 +56,7 @@ def test_before_the_first_step_it_ends_what_is_under_way() -> None:
 
 def test_one_that_came_while_the_main_thread_was_held_counts_when_the_run_begins() -> None:
     stops = StopRequests(signals=["SIGTERM"])
-    stops._heard[signal.SIGTERM] = time.monotonic()
+    stops._received[signal.SIGTERM] = time.monotonic()
     with pytest.raises(StopRun):
         stops.started()
 
@@ -96,7 +96,7 @@ def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "STOP").unlink()
     assert stops.request == StopRequest(1), "once seen it counts"
     (tmp_path / "STOP").touch()
-    with pytest.raises(ConfigError, match=r"STOP is there.*remove it to train, or give another --exit-file"):
+    with pytest.raises(ConfigError, match=r"STOP exists already.*remove it to train, or give another --exit-file"):
         StopRequests(file=tmp_path / "STOP").refuse_old_file()
 
 
@@ -173,7 +173,7 @@ def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
 def test_patience_has_an_end(tmp_path: Path) -> None:
     status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
     assert status == 75
-    assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not come to the end of their step")
+    assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not finished their step")
 
 
 def reported(folder: Path) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> Non
 def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
     """A run with `run` as its setup: what it raises is how it ends."""
     trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
-    trainer._step_reached, trainer._moved = step, moved
+    trainer._step_reached, trainer._stepped = step, moved
     trainer._build = lambda stack: run()  # type: ignore[method-assign]
     return trainer.fit()
 

@@ -312,7 +312,7 @@ def test_what_is_not_as_it_is_stated_is_refused() -> None:
         with pytest.raises(ConfigError, match=says):
             Trainer(mock(), optimizer=Greedy, log=lambda line: None).fit()
     with registered(BLOCKS, "wider", Wider):
-        says = r"layers.0.scale has the shape, .* \(\[4\], None, False\), but is stated with nothing of it"
+        says = r"layers.0.scale has the shape, .* \(\[4\], None, False\), but its registration says \(missing\)"
         with pytest.raises(ConfigError, match=says):
             Trainer(mock(), model=Wider, log=lambda line: None).fit()
     with registered(BLOCKS, "plain", Plain), pytest.raises(ConfigError, match=r"layers\.0\.scale is a plain parameter"):
