@@ -246,7 +246,7 @@ def _errors(rows: Sequence[Row], cluster: Cluster, stack: SoftwareStack) -> np.n
 
 def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], folder: Path) -> None:
     """Both stacks, dgx-h100 and what is assumed to be like it."""
-    words = {"flash-2023": "", "flash-2023-h100": " on H100, for which they were not made"}
+    words = {"flash-2023": "", "flash-2023-h100": " on H100, not optimised for it"}
     for (name, where), each, spread in zip(words.items(), (stack, hopper.stack), spreads):
         rounded = {constant: round(getattr(each, constant), 4) for constant in STACK}
         text = f"PyTorch's FSDP with flash attention, kernels of 2023{where}"

@@ -1,1 +1,1 @@
-"""What a layout costs, before any device is rented: cuts, memory and bubbles. No torch."""
+"""Predict time, memory and bubbles of layouts before any device is rented. No torch."""

@@ -1,7 +1,7 @@
-"""A config's schedule on the simulator's clock: a step of very many microbatches is extended from a shorter one.
+"""Simulate a config's schedule; the time of a step of very many microbatches is extrapolated from shorter steps.
 
-That is exact only once the schedule runs steadily, which is tested, not assumed: a rank that is slower than the others by
-little sets the pace only after the queues before it are full, and until then each microbatch takes less than it will.
+That is exact only in a steady state, so the steady state is tested: a rank that is slightly slower than the others sets
+the pace only after the queues before it are full, and until then a microbatch takes less time than it will.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from megalite.pipeline.ir.generators.many_chunks import smallest_group
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
-SIMULATED_ACTIONS = 6_000  # steps with no more forwards and backwards are simulated whole
-MOST_ACTIONS = 100_000  # where no steady state is found, a step is simulated up to so many (about two seconds)
-_WHOLE = ("auto", "file")  # built or read schedules, which need not repeat anything
-_NEVER_STEADY = ("looped-bfs",)  # a phase has all microbatches of one chunk: no two stretches of a step are alike
-_EQUAL = 1e-9  # of a step: rounding
+SIMULATED_ACTIONS = 6_000  # forwards and backwards up to which a step is simulated whole
+MOST_ACTIONS = 100_000  # simulated at most if no steady state is found (about two seconds)
+_WHOLE = ("auto", "file")  # built or read schedules need not be periodic
+_NEVER_STEADY = ("looped-bfs",)  # each phase runs all microbatches of one chunk, so nothing repeats
+_EQUAL = 1e-9  # tolerance for rounding, as a fraction of a step
 
 
 class Run(NamedTuple):
     timeline: Timeline
-    scale: float  # microbatches of the step over those simulated
-    shift: float  # seconds that the step is longer by
-    cycle: int  # microbatches after which the steady state repeats itself; 0 if the step is simulated whole
+    scale: float  # microbatches of the step divided by those simulated
+    shift: float  # seconds that the step takes beyond the simulation
+    cycle: int  # microbatches per period of the steady state; 0 if the step is simulated whole
 
     @property
     def seconds(self) -> float:
@@ -38,17 +38,17 @@ class Run(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        return max(0.0, 1.0 - self.scale * max(self.timeline.busy) / self.seconds)  # less than 0 by rounding
+        return max(0.0, 1.0 - self.scale * max(self.timeline.busy) / self.seconds)  # rounding may make it negative
 
 
 def bubble_fraction(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> float:
-    """Idle share of the busiest pipeline rank in one step, by FLOPs (or the costs file); messages count as nothing. A
-    backward counts as two forwards and what it recomputes."""
+    """Return the idle fraction of the busiest pipeline rank in one step, by FLOPs (or the costs file) without messages. A
+    backward counts as two forwards plus what it recomputes."""
     return Clock(config, len(stages), num_microbatches).run(costs_of(config, stages)).bubble
 
 
 class Clock:
-    """One config's step of so many microbatches; the programs that are simulated are kept for the next costs."""
+    """Times a config's step with a number of microbatches; simulated programs are cached for further costs."""
 
     def __init__(self, config: RunConfig, num_stages: int, num_microbatches: int) -> None:
         p = config.parallel
@@ -56,7 +56,7 @@ class Clock:
         if p.schedule_name == "interleaved":
             given = p.microbatch_group_size_per_virtual_pipeline_stage
             self._period = given or smallest_group(p.pp, num_microbatches)
-            # Fewer microbatches would make the default another one.
+            # A smaller number of microbatches would change the default.
             config = replace(config, microbatch_group_size_per_virtual_pipeline_stage=self._period)
         self._config, self._num_microbatches = config, num_microbatches
         self._programs: dict[int, Program] = {}
@@ -68,9 +68,9 @@ class Clock:
         return self._programs[num_microbatches]
 
     def run(self, costs: Costs) -> Run:
-        """The step: whole, or extended from where two steps a cycle apart end alike."""
+        """Simulate the whole step, or extrapolate from two steps, one cycle apart, with equal ends."""
         p, wanted = self._config.parallel, self._num_microbatches
-        # In-flight microbatches grow with pp; four times as many show a steady state behind the ramp-up.
+        # In-flight microbatches grow with pp; four times as many reach a steady state after the ramp-up.
         count = max(4 * max(p.pp, self._period), SIMULATED_ACTIONS // self._each)
         most = max(count, MOST_ACTIONS // self._each)
         if p.schedule_name in _NEVER_STEADY:
@@ -78,7 +78,7 @@ class Clock:
         while count < wanted and p.schedule_name not in _WHOLE:
             timeline = self._simulate(self._aligned(count, self._period), costs)
             if count == most:
-                # No steady state: a rank that computes all the time will do so in what is added.
+                # No steady state: assume that a rank that is always busy stays busy in the added microbatches.
                 shorter = self._simulate(timeline.schedule.num_microbatches - self._period, costs)
                 return self._extended(timeline, shorter, at_least=max(timeline.busy))
             cycle = _cycle(timeline, self._period)
@@ -92,7 +92,7 @@ class Clock:
         return Run(self._simulate(wanted, costs), 1.0, 0.0, 0)
 
     def extended(self, run: Run, seconds: Callable[[Program], float]) -> float:
-        """Seconds of the step by another clock, extended as `run` was."""
+        """Return the seconds of the step by another clock, extrapolated as `run` was."""
         count = run.timeline.schedule.num_microbatches
         taken = seconds(self.program(count))
         if not run.cycle:
@@ -101,7 +101,7 @@ class Clock:
         return taken + each * (self._num_microbatches - count)
 
     def _aligned(self, count: int, cycle: int) -> int:
-        """At most `count`, whole cycles less than the step."""
+        """Return the largest number up to `count` that is a multiple of `cycle` less than the step's."""
         return count - (count - self._num_microbatches) % cycle
 
     def _simulate(self, count: int, costs: Costs) -> Timeline:
@@ -116,17 +116,17 @@ class Clock:
 
 @once_per_object(maxsize=8)
 def _simulated(program: Program, costs: Costs) -> Timeline:
-    # Configs that differ in what their pipeline does not see ask again.
+    # Configs with equal pipelines share their programs.
     return simulate(program, costs)
 
 
 def _cycle(timeline: Timeline, period: int) -> int:
-    """Microbatches, whole periods, after which the last stage starts its forwards as before: a guess from the middle of the
-    step; one period where that shows nothing."""
+    """Return the number of microbatches, a multiple of `period`, after which the last stage's forwards repeat in the
+    middle of the step: a guess, `period` if nothing repeats."""
     schedule = timeline.schedule
     wanted = (Kind.F, schedule.num_stages - 1)
     starts = np.array([event.start for event in timeline.events if event.action[:2] == wanted])
-    # In a V the last stage's forwards come faster once those of the first stage are done.
+    # In a V schedule, the last stage's forwards come faster after those of the first stage have finished.
     starts = starts[len(starts) // 2 : len(starts) - 2 * schedule.num_ranks]
     for cycle in range(period, len(starts) // 2 + 1, period):
         if np.ptp(starts[cycle:] - starts[:-cycle]) <= _EQUAL * timeline.makespan:
@@ -135,9 +135,8 @@ def _cycle(timeline: Timeline, period: int) -> int:
 
 
 def _end_alike(longer: Timeline, shorter: Timeline) -> bool:
-    """The last halves of all ranks' lists start later by one and the same time. Steps with whole cycles more begin as
-    these do: where all that the end waits for has moved by the same time, so has what follows it, once more for each
-    cycle."""
+    """Test whether the last half of each rank's actions starts later by the same time. Steps with further cycles begin
+    in the same way; if all inputs of the end moved by one time, the end moves by that time for each further cycle."""
     moved = [
         later[-(len(sooner) // 2) :] - sooner[-(len(sooner) // 2) :]
         for later, sooner in zip(_starts(longer), _starts(shorter), strict=True)

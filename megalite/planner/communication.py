@@ -1,11 +1,11 @@
-"""Bytes that the collectives of a training step move, by group: the formulas of docs/parallelism.md, evaluated.
+"""Compute the bytes that collectives of a training step move, by process group, with the formulas of docs/parallelism.md.
 
-A volume is what one rank has in its collectives: the tensor that an all-reduce sums, the whole tensor that an
-all-gather makes or a reduce-scatter takes, the input of an all-to-all, a message. Of each byte of it, ring algorithms
-over n ranks send 2·(n-1)/n for an all-reduce, (n-1)/n for the next three and 1 for a message (`wire_factor`).
+The volume of a collective on a rank is the tensor of an all-reduce, the whole tensor of an all-gather or
+reduce-scatter, the input of an all-to-all, or a message. Per byte of volume, ring algorithms over n ranks send
+2·(n-1)/n for an all-reduce, (n-1)/n for the next three and 1 for a message (`wire_factor`).
 
-Letters: b micro batch size, s sequence length, h hidden size, e bytes of an activation, w of an fp32 (fp64) number,
-T = b·s/cp tokens of a rank, A = T·h·e the activations between two layers, whole.
+Symbols: b micro batch size, s sequence length, h hidden size, e bytes of an activation, w bytes of an fp32 (fp64) number,
+T = b·s/cp tokens per rank, A = T·h·e bytes of the whole activations between two layers.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ Volume = tuple[str, str, int]  # group, operation, bytes
 
 
 def norm_terms(config: RunConfig) -> int:
-    """Numbers that tell the gradient's norm, in the all-reduce that all ranks take part in."""
+    """Return how many numbers of the gradient norm the all-reduce over all ranks sums."""
     if config.parallel.strategy.weights == "local":
         assert config.parallel.own_weights is not None
         return config.parallel.own_weights
@@ -48,7 +48,7 @@ def norm_terms(config: RunConfig) -> int:
 
 
 def time_basis(config: RunConfig) -> str:
-    """What the replicas' exchanges of a step are of, where steps are not alike; else nothing."""
+    """Return the steps that the replicas' volumes apply to, if steps differ; else an empty string."""
     p, d = config.parallel, config.data_parallel
     if p.strategy.has("sync_interval"):
         return f"mean over {d.sync_interval} steps"
@@ -59,7 +59,7 @@ def time_basis(config: RunConfig) -> str:
     t = config.training
     several = t.recompute_granularity == "full" and t.recompute_method == "uniform" and t.recompute_num_layers > 1
     if p.strategy.shards_parameters and several:
-        return "about: layers recomputed together are gathered once more"
+        return "approximate: layers recomputed together are gathered once more"
     return ""
 
 
@@ -73,7 +73,7 @@ def gradient_volumes(
     if whole:
         gathers = list(gather_counts(config, plan.rank, stages, num_microbatches)[plan.stage])
     for bucket, count in zip(buckets, gathers, strict=True):
-        # Where gradients are sharded, what several ranks hold in parts is summed range by range.
+        # If gradients are sharded, gradients that several ranks have in parts are summed shard by shard.
         parts = bucket.replicas if whole or config.data_parallel.shard_gradients else 1
         if bucket.partial:
             yield "tp", "all-reduce", bucket.elements // parts * width
@@ -84,7 +84,7 @@ def gradient_volumes(
                 yield group, operation, round(volume)
             continue
         if bucket.replicas > 1:
-            # A tied embedding on one rank is complete once at each end.
+            # The two uses of a tied embedding on one rank complete at different times.
             pushes = num_microbatches * (2 if bucket.tied and shares_embedding(stages) else 1)
             for operation, size in _exchanges(config, bucket, pushes, count):
                 yield bucket.group, operation, round(size)
@@ -101,7 +101,7 @@ def gradient_volumes(
 
 
 def _hierarchical(config: RunConfig, bucket: PlannedBucket) -> Iterator[tuple[str, str, float]]:
-    """Gradients are summed inside an instance, where then what each rank's part has got from others is gathered."""
+    """Sum gradients within an instance, exchange each rank's part between instances, and gather the parts within it."""
     p, whole = config.parallel, bucket.elements
     for operation in ("all-to-all", "all-gather") if _sums_in_parts(config) else ("all-reduce",):
         yield bucket.group, operation, whole * wire_width(config)
@@ -120,9 +120,9 @@ def _sums_in_parts(config: RunConfig) -> bool:
 def _exchanges(
     config: RunConfig, bucket: PlannedBucket, num_microbatches: int, gathers: int
 ) -> Iterable[tuple[str, float]]:
-    """(operation, bytes) over the replicas of one bucket, which is gathered so many times."""
+    """Return (operation, bytes) over the replicas of a bucket that is gathered `gathers` times."""
     d, shape = config.data_parallel, bucket.shapes[0]
-    lossy = d.grad_compression != "none" and shape.decay  # norms and biases travel whole
+    lossy = d.grad_compression != "none" and shape.decay  # norms and biases are not compressed
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
         return _compressed(config, bucket)
     wire, states = wire_width(config), moment_widths(config, shape)
@@ -142,7 +142,7 @@ def _exchanges(
 
 
 def _compressed(config: RunConfig, bucket: PlannedBucket) -> Iterable[tuple[str, float]]:
-    """Without the scales, which are a number a tensor or block."""
+    """Return (operation, bytes) without the scales, one number per tensor or block."""
     d, n, count = config.data_parallel, bucket.elements, bucket.replicas
     kind = d.grad_compression if d.grad_compression != "none" else "onebit"
     if kind in ("onebit", "uint8"):
@@ -156,7 +156,7 @@ def _compressed(config: RunConfig, bucket: PlannedBucket) -> Iterable[tuple[str,
 
 
 def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
-    """Numbers that stand for a tensor's gradient in powersgd, or all of them where that is not less."""
+    """Return the numbers that powersgd sends for a tensor's gradient; all numbers if compression does not pay."""
     size = local_size(shape, config)
     if len(shape.shape) < 2:
         return size
@@ -166,15 +166,15 @@ def _low_rank(config: RunConfig, shape: ParameterShape) -> int:
 
 
 def matrix_volumes(config: RunConfig, plans: Sequence[StagePlan]) -> list[tuple[float, float]]:
-    """Of each rank that works on whole matrices of these stages, bytes that it gets of them from others, and that it gives
-    back. Where states are sharded, or for experts, as if each rank had an equal part of each matrix; else exact."""
+    """Return (bytes received, bytes returned) of whole matrices of these stages per rank that updates them. Exact, except
+    with sharded states or experts: then each rank is assumed to have an equal part of each matrix."""
     p, main = config.parallel, max(4, ELEMENT_BYTES[config.training.precision])
     sends, returns = OPTIMIZERS.facts(config.optimizer.optimizer).exchanged
     dense, expert = (count // p.instances for count in all_replicas(config))
     owned = matrices_of_ranks(config, plans)
     found = []
     for own in owned:
-        gathered = given = 0.0
+        gathered = returned = 0.0
         for shape in own:
             parts = 1 if shape.shard_dim is None else p.expert_tp if shape.expert else p.tp
             parts *= p.ep if shape.expert else 1
@@ -182,50 +182,49 @@ def matrix_volumes(config: RunConfig, plans: Sequence[StagePlan]) -> list[tuple[
             copies = max(1.0, len(owned) / parts)  # ranks with each element
             size, there = main * math.prod(shape.shape[-2:]), copies / len(owned)
             gathered += sends * size * (1.0 - there)
-            given += returns * size * (copies - there)
-        found.append((gathered, given))
+            returned += returns * size * (copies - there)
+        found.append((gathered, returned))
     return found
 
 
 def wire_factor(operation: str, size: int) -> float:
-    """What a rank sends for each byte of volume, with ring algorithms over `size` ranks."""
+    """Return the bytes that a rank sends per byte of volume, with ring algorithms over `size` ranks."""
     if operation == "send":
         return 1.0
     return (2.0 if operation == "all-reduce" else 1.0) * (size - 1) / size
 
 
 def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> Mapping[tuple[str, str], int]:
-    """(group, operation) -> bytes of a step, on a rank at this place of the pipeline; groups of one rank left out. How
-    many rows an expert's rank gets is known only when the tokens have chosen. They are counted as the mean over the
-    ranks of the expert grid, which is exact where no token is dropped."""
+    """Return (group, operation) -> bytes per step on a rank of a pipeline rank, without groups of one rank. Tokens per
+    expert are known only at run time: rows are the mean over the expert grid, which is exact if no token is dropped."""
     stages = plan_stages(config)
-    mine = [plan for plan in stages if plan.rank == pipeline_rank]
+    own = [plan for plan in stages if plan.rank == pipeline_rank]
     found: Counter[tuple[str, str]] = Counter()
     microbatch = _Microbatch(config)
-    for plan in mine:
+    for plan in own:
         for group, operation, size in microbatch.through(plan, stages):
             found[group, operation] += num_microbatches * size
         for group, operation, size in gradient_volumes(config, plan, stages, num_microbatches):
             found[group, operation] += size
-    exchanged = matrix_volumes(config, mine)  # the mean over those ranks of what each sends
+    exchanged = matrix_volumes(config, own)  # mean of the bytes that each rank sends
     found[matrix_ranks(config), "all-to-all"] += round(sum(map(sum, exchanged)) / len(exchanged))
     model = config.model
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
     terms += model.mtp_num_layers > 0
-    if model.moe_router_enable_expert_bias:  # how often each expert was chosen
+    if model.moe_router_enable_expert_bias:  # tokens per expert
         terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.mtp_layers.stop)))
-    if config.optimizer.qk_clip:  # the largest logits
+    if config.optimizer.qk_clip:  # largest logits
         terms += model.mtp_layers.stop * model.num_attention_heads
     terms += config.logging.log_num_zeros_in_grad + config.logging.log_gradient_noise_scale
     found["world", "all-reduce"] += 8 * (1 + norm_terms(config) + terms)
-    if any(plan.has_head for plan in mine):
-        found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # unmasked tokens of the batch
+    if any(plan.has_head for plan in own):
+        found["dp-cp", "all-reduce"] += 8 * (1 + model.mtp_num_layers)  # numbers of unmasked tokens
     sizes = group_sizes(config)
     return {key: size for key, size in found.items() if size and sizes[key[0]] > 1}
 
 
 def group_sizes(config: RunConfig) -> dict[str, int]:
-    """Ranks in each kind of group that a step communicates over."""
+    """Return the number of ranks per kind of process group."""
     p, placement = config.parallel, placement_of(config)
     dense, expert = all_replicas(config)
     return {
@@ -249,11 +248,11 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
 
 
 class _Microbatch:
-    """The collectives of one microbatch's forward and backward, by the letters of this page.
+    """Collectives of one microbatch's forward and backward, with the symbols of the module docstring.
 
-    Forward into a column-parallel layer (`_enter`) sequence parallelism gathers the input; out of a row-parallel layer or
-    the embedding (`_leave`) the output is summed. Backward into a column-parallel layer the input is gathered again for
-    the weight's gradient, and its own gradient summed; out of a row-parallel layer the gradient is gathered."""
+    In the forward, sequence parallelism gathers a column-parallel layer's input (`_enter`); the output of a row-parallel
+    layer or the embedding is summed (`_leave`). In the backward, a column-parallel layer gathers its input again for the
+    weight gradient and sums the input gradient; a row-parallel layer gathers the output gradient."""
 
     def __init__(self, config: RunConfig) -> None:
         p, training = config.parallel, config.training
@@ -267,7 +266,7 @@ class _Microbatch:
         self._leave: list[Volume] = [("tp", operation, self._activations)]
         self._share: list[Volume] = []
         model = config.model
-        # Into attention's own products: backward the inputs are gathered again, and their gradients summed.
+        # Attention's input projections: the backward gathers the inputs again and sums their gradients.
         widths, shared = [model.hidden_size], []
         if model.multi_latent_attention:
             widths, shared = [model.q_lora_rank or model.hidden_size, model.kv_lora_rank], [model.qk_pos_emb_head_dim]
@@ -278,10 +277,10 @@ class _Microbatch:
         gathered, shared_gathered, self._attention_gradients = entering
         self._attention_inputs = gathered + shared_gathered if p.sequence_parallel else []
         self._attention_again = gathered if p.sequence_parallel else []
-        if model.query_groups < p.tp:  # what ranks that share a key/value head get, which is what they send in the mean
+        if model.query_groups < p.tp:  # received by ranks that share a key/value head; also sent, in the mean
             heads = model.num_attention_heads // p.tp + 2
             self._share = [("tp", "all-to-all", self._tokens * heads * model.head_size * self._e)]
-        self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # behind experts
+        self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # after experts
 
     def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
         p = self._config.parallel
@@ -294,7 +293,7 @@ class _Microbatch:
         if plan.has_head:
             yield from self._head()
             for index in self._config.model.mtp_layers:
-                yield from (*self._leave, *self._enter)  # a lookup
+                yield from (*self._leave, *self._enter)  # embedding lookup
                 yield from (*self._layer(index), *self._head())
                 yield from self._recomputed(range(index, index + 1), single=True)
         for neighbour in (plan.stage - 1, plan.stage + 1):
@@ -302,7 +301,7 @@ class _Microbatch:
                 parts = p.tp if p.sequence_parallel else message_parts(self._config)
                 elements = self._activations // self._e // parts
                 yield "pp", "send", message_bytes(p.pipeline_compression, elements, self._e)
-                if not p.sequence_parallel and parts > 1:  # of what comes from there
+                if not p.sequence_parallel and parts > 1:  # of the received tensor
                     yield "tp", "all-gather", self._activations
 
     def _layer(self, index: int) -> Iterator[Volume]:
@@ -322,20 +321,20 @@ class _Microbatch:
         yield from (*self._leave, *self._enter)
         config = self._config
         if config.parallel.sequence_parallel and config.model.position_embedding_type == "learned_absolute":
-            # Each sample has other positions where they restart with its documents.
+            # If positions restart with documents, each sample has its own.
             restart = config.data.reset_position_ids or config.data.packs_documents
             samples = config.training.micro_batch_size if restart else 1
             rows = config.training.seq_length // config.parallel.cp * samples
             yield "tp", "all-gather", rows * config.model.hidden_size * self._e
 
     def _attention_core(self, *, backward: bool) -> Iterator[Volume]:
-        """What passes between the ranks of a sequence."""
+        """Yield the exchanges between the ranks of a sequence."""
         model, p = self._config.model, self._config.parallel
         groups = max(model.query_groups, p.tp)
         keys = self._tokens * groups // p.tp * model.head_size * self._e
         values = self._tokens * groups // p.tp * model.value_size * self._e
         queries = self._tokens * model.num_attention_heads // p.tp * model.head_size * self._e
-        # Keys are repeated until each rank that exchanges heads gets one.
+        # Keys are repeated until each rank that exchanges heads has one.
         keys = max(keys, self._tokens * p.cp_heads * model.head_size * self._e)
         values = max(values, self._tokens * p.cp_heads * model.value_size * self._e)
         yield "cp-heads", "all-to-all", queries + keys + values
@@ -343,7 +342,7 @@ class _Microbatch:
         yield "cp-heads", "all-to-all", queries // model.head_size * model.value_size
 
     def _key_exchange(self, own: int, *, backward: bool) -> Iterator[Volume]:
-        """`own`: bytes of a rank's keys and values."""
+        """Yield the exchange of keys and values; `own`: bytes of a rank's."""
         p = self._config.parallel
         count = p.cp // p.cp_heads
         if self._config.optimizer.qk_clip and not backward:
@@ -354,7 +353,7 @@ class _Microbatch:
         gathers = p.cp_comm_type == "allgather"
         passed = own * (count if gathers else count - 1)
         yield "cp-keys", "all-gather" if gathers else "send", passed
-        if backward:  # the gradients of keys and values follow, in fp32
+        if backward:  # gradients of keys and values, in fp32
             yield "cp-keys", "reduce-scatter" if gathers else "send", passed // self._e * self._w
 
     def _attention_forward(self) -> list[Volume]:
@@ -362,11 +361,11 @@ class _Microbatch:
         return [*self._attention_inputs, *self._share, *self._head_norms(), *core, *self._leave]
 
     def _head_norms(self) -> list[Volume]:
-        """Norms of queries and of keys over the heads of all ranks, each way: a number a token."""
+        """Return the sums of query and key norms over the heads of all ranks, in each direction: one number per token."""
         return [("tp", "all-reduce", self._tokens * self._w)] * (2 * self._config.model.qk_norm_all_heads)
 
     def _feed_forward(self, layer: int, *, again: bool = False) -> list[Volume]:
-        """Forward, in the order in which they happen; `again`: a recomputed one, which has the counts of rows."""
+        """Return the forward's collectives in order; `again`: a recomputed forward, which reuses the row counts."""
         model, dense = self._config.model, [*self._enter, *self._leave]
         if not model.is_moe_layer(layer):
             return dense
@@ -382,7 +381,7 @@ class _Microbatch:
             yield from (*self._expert_rows(), *self._exchange)
 
     def _routing(self, again: bool) -> Iterator[Volume]:
-        """Counts and choices, before any token travels."""
+        """Yield the exchanges of counts and choices that come before those of tokens."""
         model, p, training = self._config.model, self._config.parallel, self._config.training
         assert model.num_experts is not None
         if model.moe_aux_loss_coeff:
@@ -396,7 +395,7 @@ class _Microbatch:
             yield "expert-tp", "all-gather", 8 * model.num_experts * p.expert_tp
 
     def _expert_rows(self) -> list[Volume]:
-        """To the experts and back; the backward takes the same ways."""
+        """Return the exchange of rows to the experts and back; the backward's is the same."""
         model, p = self._config.model, self._config.parallel
         rows = self._activations // p.tp * model.moe_router_topk
         if model.moe_pad_expert_input_to_capacity:
@@ -404,10 +403,10 @@ class _Microbatch:
         return 2 * [("ep", "all-to-all", rows), ("expert-tp", "all-to-all", rows * p.expert_tp)]
 
     def _recomputed(self, layers: range, *, single: bool = False) -> Iterator[Volume]:
-        """Collectives of forwards that the backward runs again; `single`: full recompute is of each layer.
+        """Yield the collectives of forwards that the backward repeats; `single`: full recompute of each layer.
 
-        A recomputed region ends with the last tensor that it has to keep: what leaves the region after that, the sum over
-        tp as a rule, is not made a second time. Dropout behind it keeps a mask, a norm its input, and then it is."""
+        A recomputed region ends with the last tensor that the backward needs, so its final collective, usually the sum
+        over tp, is not repeated, unless dropout or a norm after it needs its result."""
         training = self._config.training
         if training.recompute_granularity == "full":
             whole = single or training.recompute_method == "uniform"

@@ -1,8 +1,9 @@
-"""`--elastic`: the layout of a run for the ranks that have come, before anything is built on it. The training loop is
-given `take_layout`; it does not import the planner.
+"""`--elastic`: choose the layout for the available ranks before anything is built. The training loop receives
+`take_layout` as a function; it does not import the planner.
 
-The layout is that of the settings, if these ranks can have it; that of the checkpoint, if as many ranks wrote it; or the
-planner's. So a restart on the same ranks changes nothing, and where ranks come back the run goes back to the settings.
+The settings' layout is used if it is legal on these ranks; else the checkpoint's if it has as many ranks; else the
+planner's. So a restart on the same ranks keeps the layout, and a restart on the original ranks returns to the settings'
+layout.
 """
 
 import dataclasses
@@ -38,18 +39,18 @@ from megalite.planner.search.space import (
 from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.group import Group
 
-# Settings that a layout consists of.
+# Settings that make up a layout.
 LAYOUT = (*SEARCHED, "shard_gradients", "pipeline_layers", "pipeline_layout", *AS_GIVEN, "recompute_modules")
-_AXES = ("tp", "pp", "cp", "ep", "dp")  # who gives one of them gives a layout; a micro batch size alone is none
-KEPT = ("tp", "pp", "cp", "ep")  # what stays as it was, where that costs little: how a replica's weights are cut
-ALMOST = 1.1  # times the fastest step that it may cost
-_COUNTS, _DOUBLINGS = 64, 6  # numbers of ranks that are tried, to say what would work
+_AXES = ("tp", "pp", "cp", "ep", "dp")  # setting any of these sets a layout; a micro batch size alone does not
+KEPT = ("tp", "pp", "cp", "ep")  # the cut of a replica's weights, kept if that costs little
+ALMOST = 1.1  # largest step time for keeping settings, relative to the fastest step
+_COUNTS, _DOUBLINGS = 64, 6  # numbers of ranks tried for the suggestion in an error
 
 
 class Former(NamedTuple):
     step: int
     world_size: int
-    layout: Mapping[str, Any]  # of the settings in LAYOUT, by name
+    layout: Mapping[str, Any]  # setting in LAYOUT -> value
 
 
 class Relayout(NamedTuple):
@@ -68,11 +69,11 @@ def relayout(
     stack: SoftwareStack,
     memory_limit: float,
 ) -> Relayout:
-    """The layout for `world_size` ranks. A pure function: the same ranks and checkpoint give the same layout.
+    """Return the layout for `world_size` ranks; a pure function of its arguments.
 
-    Raises ConfigError if these ranks can have no layout, with the nearest numbers of ranks that can. `config`: with
-    global_batch_size and vocab_size known; its layout is a wish but for `fixed`. `explicit`: settings that were given.
-    `fixed`: those of them that must stay. `memory_limit`: bytes that a rank may hold."""
+    Raises ConfigError, with the nearest possible numbers of ranks, if no layout is possible. `config` has a known
+    global_batch_size and vocab_size; its layout is a preference except for the settings `fixed`, which must not change.
+    `explicit`: settings that the user set. `memory_limit`: bytes per rank."""
     if not explicit.isdisjoint(_AXES):
         own = _legal(config, world_size, explicit)
         if own is not None and max(r.total_bytes for r in predict(own, cluster, stack).memory) <= memory_limit:
@@ -109,12 +110,12 @@ def _legal(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunC
 
 
 def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stack: SoftwareStack) -> Relayout:
-    """The planner's fastest, or one that keeps more of what was and is almost as fast."""
+    """Return the planner's fastest layout, or an almost as fast one that keeps more of the previous settings."""
     best = _best(request, cluster, stack)
     fastest = best.prediction.step_seconds
     shape = {name: (wished[name],) for name in KEPT if name in wished}
-    manner = _manner(wished)
-    for wish in ({**shape, **manner}, shape, manner):
+    choices = _choices(wished)
+    for wish in ({**shape, **choices}, shape, choices):
         more = {name: values for name, values in wish.items() if name not in request.fixed}
         if not more:
             continue
@@ -122,7 +123,7 @@ def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stac
             found = find(
                 dataclasses.replace(request, fixed={**request.fixed, **more}), cluster, stack, top=1
             ).candidates[0]
-        except ConfigError:  # these ranks cannot have it
+        except ConfigError:  # not possible on these ranks
             continue
         seconds = found.prediction.step_seconds
         if seconds <= ALMOST * fastest:
@@ -131,7 +132,7 @@ def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stac
     return Relayout(_layout(best.config), f"planned: the fastest, predicted {fastest:.3g} s per step on {cluster.name}")
 
 
-def _manner(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _choices(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     if "dp_strategy" in wished:
         found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
@@ -174,7 +175,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
 
 
 def _legal_counts(request: Request) -> list[int]:
-    """The nearest numbers of ranks below and above that divide as they have to."""
+    """Return the nearest numbers of ranks, below and above, with a legal layout."""
     sizes = [request.fixed[name][0] for name in ("tp", "pp", "cp") if len(request.fixed.get(name, ())) == 1]
     unit, world = math.prod(sizes), request.world_size
     under, over = (world - 1) // unit * unit, world // unit * unit + unit
@@ -187,20 +188,20 @@ def _legal_counts(request: Request) -> list[int]:
 
 def _remedy(counts: Sequence[int]) -> str:
     if not counts:
-        return "Nor does any number of ranks near it work: give fewer flags of the layout, or another batch"
+        return "No near number of ranks works either: set fewer layout flags, or another batch"
     start = counted(counts[0], "rank") if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
-    return f"Start {start}, or give fewer flags of the layout"
+    return f"Start {start}, or set fewer layout flags"
 
 
 def take_layout(
     config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world: Group, log: Callable[[str], None]
 ) -> tuple[RunConfig, frozenset[str]]:
-    """The config with the layout that these ranks get, and what counts as given in it.
+    """Return the config with the layout for these ranks, and its settings that count as set by the user.
 
-    Rank 0 looks at the newest checkpoint and plans; the others take what it says, so that none can differ.
+    Rank 0 reads the newest checkpoint and plans; the others receive the result, so all ranks agree.
 
-    Raises ConfigError if these ranks can have no layout, or the cluster is not known; the same on every rank.
-    `explicit`: settings that the user gave. `fixed`: those that stay: of the command line. `log`: called on rank 0.
+    Raises ConfigError on every rank if no layout is possible or the cluster is unknown. `explicit`: settings from the
+    user. `fixed`: those from the command line, which must not change. `log`: called on rank 0.
 
     Collectives: a gather and a broadcast over the world."""
     layout: Mapping[str, Any] = {}
@@ -215,13 +216,13 @@ def take_layout(
 def _find(
     config: RunConfig, *, explicit: frozenset[str], fixed: frozenset[str], world_size: int, device: torch.device
 ) -> tuple[Mapping[str, Any], str]:
-    """The layout, and what the log says of it."""
+    """Return (layout, log message)."""
     require_startable(config)
     if config.model.vocab_size is None:
         tokenizer = build_tokenizer(config.data, None)
-        assert tokenizer is not None, "require_startable asks for one"
+        assert tokenizer is not None, "require_startable() requires one"
         config = replace(config, vocab_size=tokenizer.vocab_size)
-    assert config.checkpoint.load is not None, "check_elastic asks for it"
+    assert config.checkpoint.load is not None, "check_elastic() requires it"
     former = newest_layout(Path(config.checkpoint.load))
     cluster, memory = _machine(config, device)
     layout, why = relayout(
@@ -236,23 +237,22 @@ def _find(
     )
     was = ""
     if former is not None and former.world_size != world_size:
-        was = f"; the checkpoint of step {former.step} is of {counted(former.world_size, 'rank')} as {_in_words(former.layout)}"
+        was = f"; the checkpoint of step {former.step} has {counted(former.world_size, 'rank')} as {_in_words(former.layout)}"
     return layout, f"elastic: {counted(world_size, 'rank')}{was}; continuing as {_in_words(layout)} ({why})"
 
 
 def newest_layout(folder: Path) -> Former | None:
-    """What the newest checkpoint with a readable manifest says of its layout; None if there is none. Its files are not
-    verified here. If they are damaged, loading says so and takes an older one; only the layout was then chosen by this
-    one."""
+    """Return the layout of the newest checkpoint with a readable manifest, or None. Its files are not verified: if they
+    are damaged, loading reports it and falls back to an older checkpoint, but the layout stays that of the newest."""
     try:
         found = candidates(folder)
     except CheckpointError:
-        return None  # loading says why
+        return None  # loading reports the reason
     for candidate in found:
         try:
             manifest = Manifest.from_json(read_text(folder / candidate.name / MANIFEST_NAME))
             layout = {name: _saved(manifest.config, name) for name in LAYOUT if name != "dp"}
-            layout["dp"] = _saved({"parallel": manifest.layout}, "dp")  # as a rule derived: open in the config
+            layout["dp"] = _saved({"parallel": manifest.layout}, "dp")  # may be None in the config
         except CheckpointError:
             continue
         world_size = math.prod(layout[axis] for axis in ("tp", "cp", "dp", "pp"))
@@ -261,8 +261,8 @@ def newest_layout(folder: Path) -> Former | None:
 
 
 def _saved(config: Mapping[str, Any], name: str) -> Any:
-    """A setting as a checkpoint has it (one that came later had its default's meaning); raises CheckpointError if it is no
-    value of that setting."""
+    """Return a setting of a checkpoint's config, its default if the setting is newer; CheckpointError if it is
+    illegal."""
     setting = settings()[name]
     section = config.get(setting.section)
     value = section.get(name, setting.default) if isinstance(section, dict) else setting.default
@@ -275,20 +275,20 @@ def _saved(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _machine(config: RunConfig, device: torch.device) -> tuple[Cluster, float]:
-    given = config.parallel.elastic_cluster
+    name = config.parallel.elastic_cluster
     if device.type != "cuda":
-        cluster = load_cluster(given or "cpu-box")
+        cluster = load_cluster(name or "cpu-box")
         return cluster, cluster.accelerator.memory_bytes
     properties = torch.cuda.get_device_properties(device)
-    known = given or cluster_of_device(properties.name)
+    known = name or cluster_of_device(properties.name)
     if known is None:
-        raise ConfigError(f"elastic does not know {properties.name}; give --elastic-cluster, e.g. dgx-h100")
+        raise ConfigError(f"elastic has no cluster file for {properties.name}; set --elastic-cluster, e.g. dgx-h100")
     cluster = load_cluster(known)
     return cluster, min(float(properties.total_memory), cluster.accelerator.memory_bytes)
 
 
 def _in_words(layout: Mapping[str, Any]) -> str:
-    """`tp 2 x cp 1 x dp 2 x pp 2 (vpp 2), micro batch 1`, as the first lines of the log have it."""
+    """Format as the log's first lines do: `tp 2 x cp 1 x dp 2 x pp 2 (vpp 2), micro batch 1`."""
     chunks = f" (vpp {layout['vpp']})" if layout["vpp"] > 1 else ""
     instances = f" in {layout['dp_instances']} instances" if layout.get("dp_instances", 1) > 1 else ""
     return (

@@ -1,5 +1,5 @@
-"""Reports as HTML: one page template (page.html), dark and light, for a telephone too, and its charts as SVG, dots or curves over
-two axes; nothing from outside, and all there without scripts."""
+"""Render reports as HTML from one template (page.html: dark, light and narrow screens), with charts as SVG. A page
+loads no other files and shows everything without scripts."""
 
 import json
 import math
@@ -17,23 +17,23 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 
 
 class Row(NamedTuple):
-    """Of a table: the cells, and how they are marked."""
+    """A table row: cells and marks."""
 
     cells: Sequence[str]
     kind: str = ""  # `best` or `pick`
-    key: str = ""  # to link to
-    status: str = ""  # class of the cell that says how it stands
+    key: str = ""  # link target
+    status: str = ""  # CSS class of the cell in column `Table.marked`
     mark: str = ""  # SVG before the first cell
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of the columns in `left` are text, the others numbers; a click on a head sorts."""
+    """A table that sorts by a click on a head; columns in `left` contain text, the others numbers."""
 
     head: Sequence[str]
     rows: Sequence[Row]
     left: Collection[int] = ()
-    marked: int | None = None  # the column with the class of a row's `status`; None: the last
+    marked: int | None = None  # column of the cells with class `Row.status`; None: the last
 
     def side(self, column: int) -> str:
         return "left" if column in self.left else ""
@@ -54,7 +54,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#555555")
-"""Different also for those who see fewer colours; then the dashes change."""
+"""Chosen to differ for colour-blind readers too; after eight lines the dashes change."""
 DASHES = ("", "6 3", "2 3")
 
 _WIDTH, _HEIGHT = 560, 330
@@ -63,11 +63,11 @@ _MOST_POINTS = 600
 
 
 class Dot(NamedTuple):
-    """One run or layout of a plot."""
+    """A run or layout in a scatter plot."""
 
     x: float
     y: float
-    title: str  # shown where the mouse rests
+    title: str  # tooltip
     kind: str = ""  # `best` or `pick`
 
 
@@ -75,7 +75,7 @@ class Dot(NamedTuple):
 class Line:
     label: str
     points: Sequence[tuple[float, float]]  # (x, y), x ascending; NaN leaves a gap
-    number: int  # of the run: its colour and dashes
+    number: int  # run number, which selects colour and dashes
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def scatter(
     diagonal: bool = False,
     frontier: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Dots over linear axes that start at 0. `diagonal` draws x = y, with the same scale on both axes; `frontier` a
-    staircase: more x is no less y."""
+    """Draw dots on linear axes from 0. `diagonal` adds the line x = y and equal scales; `frontier` adds a staircase of
+    points with ascending x and y."""
     points = [*((dot.x, dot.y) for dot in dots), *frontier]
     xs, ys = ([0.0, *(point[axis] for point in points)] for axis in (0, 1))
     most_x, most_y = (max(xs + ys),) * 2 if diagonal else (max(xs), max(ys))
@@ -140,7 +140,7 @@ def scatter(
 
 
 def draw_curves(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
-    """Lines over axes that hold all finite points; the y axis starts where they do. Nothing where there are none."""
+    """Draw lines on axes that contain all finite points; the y axis does not start at 0. Empty without finite points."""
     finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     if not finite:
         return ""
@@ -165,19 +165,19 @@ def _number(value: float) -> str:
 
 
 def style_of(number: int) -> tuple[str, str]:
-    """(colour, dashes) of a run's lines."""
+    """Return the (colour, dashes) of a run's lines."""
     return COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
 
 
 def key(number: int) -> str:
-    """A piece of a run's line, for its row in a table."""
+    """Draw a sample of a run's line for the run's row in a table."""
     color, dashes = style_of(number)
     stroke = f'stroke="{color}" stroke-dasharray="{dashes}"'
     return f'<svg class="key" width="26" height="8"><path class="curve c{number % len(COLORS)}" d="M0 4H26" {stroke}/></svg>'
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: means of equal stretches, each at its middle."""
+    """Reduce to at most `most` points: means of equal parts, each at the part's middle."""
     if len(points) <= most:
         return list(points)
     found = []
@@ -188,7 +188,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> 
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers, evenly apart, from one that is not above `low` to one that is not below `high`."""
+    """Return evenly spaced round numbers from at most `low` to at least `high`."""
     if high <= low:
         spread = abs(low) or 1.0
         low, high = low - 0.05 * spread, high + 0.05 * spread
@@ -199,7 +199,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """A polyline; what is not finite breaks it. A point alone is a short line, so that it is seen."""
+    """Return the path of a polyline that breaks at NaN; a single point becomes a short line to be visible."""
     parts: list[str] = []
     drawing = False
     for index, (x, y) in enumerate(points):

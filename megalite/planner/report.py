@@ -1,4 +1,4 @@
-"""A plan as one dict (what `megalite plan --json` prints), for a terminal, as a page, and as files that training reads."""
+"""Present a plan as a dict (printed by `megalite plan --json`), as text, as an HTML page, and as files for training."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
 from megalite.planner.whole_run import WholeRun
 
-# Part of a step -> what it is.
+# Part of a step -> description.
 PARTS: Mapping[str, str] = {
     "products": "matrix products",
     "memory": "operations that move bytes",
@@ -35,18 +35,18 @@ PARTS: Mapping[str, str] = {
     "bubble": "bubble",
     "given": "cores left to others while waiting",
     "pipeline": "pipeline messages",
-    "gradients": "gradients that nothing hides",
-    "parameters": "parameters that nothing hides",
-    "overlap": "computation slowed by what runs beside it",
+    "gradients": "exposed gradient communication",
+    "parameters": "exposed parameter communication",
+    "overlap": "computation slowed by overlapped communication",
     "stragglers": "waiting for the slowest device",
     "optimizer": "optimizer",
-    "step": "constants of a step",
+    "step": "constant time of a step",
 }
 
 
 def plan_data(plan: Plan, whole: WholeRun, sizes: Mapping[int, float] = MappingProxyType({})) -> dict[str, Any]:
     """Keys: `model`, `cluster`, `space`, `objective`, `tokens`, `layouts` (best first), `sizes` (of `find_cheapest`),
-    `frontier` ([bytes, seconds] in closed form); `whole` is the training to be predicted."""
+    `frontier` ([bytes, seconds] in closed form). `whole` describes the training run to predict."""
     request, config = plan.request, plan.request.config
     best = plan.candidates[0]
     return {
@@ -81,7 +81,7 @@ def plan_data(plan: Plan, whole: WholeRun, sizes: Mapping[int, float] = MappingP
 
 
 TIE = 0.05
-"""Layouts predicted this close are a tie: of pairs measured on A100 with as little between them a third is in the other order
+"""Relative difference up to which layouts are a tie: of pairs measured on A100 within this, a third had the other order
 (benchmarks/planner/step_times.py)."""
 
 
@@ -120,7 +120,7 @@ def _floats(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def layers_in_words(candidate: Candidate) -> str:
-    """`12 x 8`, or `11, 12 x 6, 13` if stages differ; nothing where the default cut is kept."""
+    """Format stages as `12 x 8`, or `11, 12 x 6, 13` if they differ; empty for the default cut."""
     layers = candidate.settings.get("pipeline_layers")
     if layers is None:
         return ""
@@ -129,15 +129,15 @@ def layers_in_words(candidate: Candidate) -> str:
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """Which parts of the step are longer than the best one's: one line."""
-    mine, other = candidate.prediction.parts, best.prediction.parts
+    """Name the parts of the step that are longer than the best layout's, in one line."""
+    own, other = candidate.prediction.parts, best.prediction.parts
     least = best.prediction.step_seconds
     slower = candidate.prediction.step_seconds - least
     if slower <= 1e-9 * least:
         speed = "as fast" if slower >= -1e-9 * least else f"{-slower / least:.1%} faster"
         held, lowest = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
         return f"{speed}, with {format_bytes(held)} per rank instead of {format_bytes(lowest)}"
-    longer = {name: mine.get(name, 0.0) - other.get(name, 0.0) for name in {*mine, *other}}
+    longer = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {*own, *other}}
     ranked = sorted(longer, key=lambda name: (-longer[name], name))
     named = [name for name in ranked[:2] if longer[name] > 0.1 * longer[ranked[0]]]
     parts = " and ".join(f"{PARTS.get(name, name)} (+{seconds_in_words(longer[name])})" for name in named)
@@ -186,7 +186,9 @@ def format_plan(data: dict[str, Any]) -> str:
         )
         sections.append(["Why the others lose:", *losers])
         if any(layout["tie"] for layout in layouts[1:]):
-            sections.append([f"A tie is closer than {TIE:.0%}: measure those (megalite sweep) before you decide."])
+            sections.append(
+                [f"A tie is within {TIE:.0%} of the best: measure ties (megalite sweep) before you decide."]
+            )
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
@@ -205,12 +207,12 @@ def _question(data: dict[str, Any]) -> list[str]:
         lines.append(f"constraints: {', '.join(words)}")
     assumed = _assumed(cluster["provenance"])
     if assumed:
-        lines.append(f"assumed, neither measured nor fitted: {', '.join(assumed)}")
+        lines.append(f"assumed, not measured or fitted: {', '.join(assumed)}")
     return lines
 
 
 def _assumed(provenance: Mapping[str, str]) -> list[str]:
-    """Figures that are assumed, and parts of figures: `accelerator` of `vendor (...); host_bandwidth assumed`."""
+    """List assumed figures, whole or in part: `accelerator.host_bandwidth` of `vendor (...); host_bandwidth assumed`."""
     found = []
     for name, source in provenance.items():
         for part in source.split("; "):
@@ -222,7 +224,7 @@ def _assumed(provenance: Mapping[str, str]) -> list[str]:
 
 
 def cells(layout: dict[str, Any]) -> Sequence[str]:
-    """One line of the table: the texts of COLUMNS."""
+    """Format one row of the table: the texts of COLUMNS."""
     chosen = layout["settings"]
     strategy = "zero-2" if chosen["shard_gradients"] else chosen["dp_strategy"]
     if "dp_instances" in chosen:
@@ -253,7 +255,7 @@ def _best(data: dict[str, Any]) -> list[str]:
     memory = best["memory"]
     sizes = {name: memory[f"{name.removesuffix('s')}_bytes"] for name in _MEMORY}
     held = (f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
-    layers = [f"  layers      {best['layers']} of each stage, cut by their predicted seconds"] if best["layers"] else []
+    layers = [f"  layers      {best['layers']} per stage, cut by predicted seconds"] if best["layers"] else []
     return [
         f"Best: {best['words']}; {best['microbatches']} microbatches",
         *layers,
@@ -267,7 +269,7 @@ def _best(data: dict[str, Any]) -> list[str]:
 
 
 def whole_run_lines(data: dict[str, Any]) -> list[str]:
-    """The training with the best layout: time, and what is known of failures, money and energy; what fewer ranks take."""
+    """Describe the training with the best layout: time, known failures, cost and energy, and steps on fewer ranks."""
     best, ranks = data["layouts"][0], data["cluster"]["ranks"]
     run = best["training"]
     lines = [
@@ -308,7 +310,7 @@ def _known(cluster: Mapping[str, Any]) -> str:
 
 
 def _shares(parts: Mapping[str, float], whole: float, least: float) -> str:
-    """Those above a share of the whole, the longest first."""
+    """Format the parts above a fraction of the whole, longest first."""
     ranked = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{PARTS.get(name, name)} {seconds_in_words(value)} ({value / whole:.1%})"
@@ -317,12 +319,12 @@ def _shares(parts: Mapping[str, float], whole: float, least: float) -> str:
     )
 
 
-_ACTIONS = 1200  # forwards and backwards that are still distinguished in a picture
+_ACTIONS = 1200  # forwards and backwards that a picture can still distinguish
 _GIB = 1024.0**3
 
 
 def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Timeline:
-    """The step, or one with fewer microbatches: whole rounds of the pipeline, at least three."""
+    """Simulate the step, or a shorter one: whole rounds of the pipeline, at least three."""
     pipeline, config = candidate.layout.pipeline, candidate.config
     rounds = max(3, _ACTIONS // (2 * pipeline.pp * pipeline.pp * pipeline.vpp))
     count = min(pipeline.microbatches, rounds * pipeline.pp)
@@ -332,7 +334,7 @@ def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack)
 
 
 def html_page(data: dict[str, Any], timeline: Timeline) -> str:
-    """The dict of `plan_data` with its frontier drawn, and the step of the best layout on a clock."""
+    """Render the dict of `plan_data`, its frontier, and the timeline of the best layout's step."""
     model, cluster, layouts = data["model"], data["cluster"], data["layouts"]
     best = layouts[0]
     rows = [Row(cells(layout), "" if number else "best") for number, layout in enumerate(layouts)]
@@ -354,7 +356,7 @@ def html_page(data: dict[str, Any], timeline: Timeline) -> str:
     ]
     frontier = [(size / _GIB, batch / seconds) for size, seconds in data["frontier"]]
     picture = scatter(dots[::-1], x_label="GiB on the fullest rank", y_label="tokens/s", frontier=frontier)
-    about = "The line: the fastest layout for each amount of memory, in closed form. The dots: the layouts above, simulated."
+    about = "Line: the fastest layout per amount of memory, in closed form. Dots: the layouts above, simulated."
     sources = [Row(source) for source in cluster["provenance"].items()]
     return page(
         f"{count_in_words(model['parameters'])} on {cluster['ranks']} ranks of {cluster['name']}",
@@ -384,8 +386,8 @@ def _timeline_svg(timeline: Timeline, layout: dict[str, Any]) -> str:
 
 
 def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Settings of the best layout, flat: `pretrain_gpt.py --config` runs it as it is, on that number of ranks only. dp
-    is among them, so that another world size is refused. Without a given length the run gets that of `tokens`."""
+    """Return the best layout's settings, flat, for `pretrain_gpt.py --config`. They contain dp, so that another world
+    size is an error, and if the config sets no length, the length of `tokens`."""
     found, training = _settings(plan.candidates[0]), plan.candidates[0].config.training
     if training.train_iters is None and training.train_samples is None:
         assert training.global_batch_size is not None
@@ -394,21 +396,21 @@ def training_config(plan: Plan, tokens: float) -> dict[str, Any]:
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
-    """What the plan decides, and all else that is not at its default."""
+    """Return the settings that the plan chose and all others that differ from their default."""
     values, default = values_of(candidate.config), settings()
     found = {name: value for name, value in values.items() if value is not None and value != default[name].default}
     return {**_chosen(candidate), **found}
 
 
 def _chosen(candidate: Candidate) -> dict[str, Any]:
-    """The searched settings without what would have no effect there."""
+    """Return the searched settings without those that would have no effect."""
     dropped = ("shard_gradients", "sequence_parallel")
     return {name: value for name, value in candidate.settings.items() if name not in dropped or value}
 
 
 def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
-    """Writes plan.yaml and next to it NAME-alternatives.yaml (what `megalite sweep` reads: the searched settings of all
-    layouts, best first); returns both."""
+    """Write plan.yaml and NAME-alternatives.yaml beside it (the searched settings of all layouts for `megalite
+    sweep`)."""
     best = plan.candidates[0].prediction
     head = (
         f"# For {plan.request.world_size} ranks of {plan.cluster.name}, stack {plan.stack.name}: predicted "
@@ -416,7 +418,7 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     )
     others = path.with_name(f"{path.stem}-alternatives{path.suffix or '.yaml'}")
     alternatives = {"plans": [_chosen(candidate) for candidate in plan.candidates]}
-    # A line a setting; a layout a line or two.
+    # One line per setting; one or two lines per layout.
     written = ((path, training_config(plan, tokens), False), (others, alternatives, None))
     for target, tree, flow in written:
         write_text(target, head + as_yaml(tree, default_flow_style=flow))
@@ -424,8 +426,8 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
 
 
 def deciding_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str]) -> dict[str, Any] | None:
-    """What `megalite sweep` reads to run the layouts that are a tie, by the names of the machine's files; None without one.
-    What all have in common is given once, but for what is `ignored` by sweeps; without data it is made up, which takes
+    """Return a sweep file's content (`megalite sweep`) that runs all tied layouts, or None without a tie. `cluster` and
+    `stack` are the names of their files. Settings in `ignored` are left out; without data, mock data are used, which take
     the same time."""
     tied = [
         {name: value for name, value in _settings(each).items() if name not in ignored}
@@ -450,7 +452,7 @@ def _has_data(config: RunConfig) -> bool:
 
 
 def launch_lines(plan: Plan, path: Path) -> list[str]:
-    """How to start plan.yaml: with torchrun on each node, and with sbatch."""
+    """Return commands that start plan.yaml, with torchrun on each node and with sbatch."""
     config, world = plan.candidates[0].config, plan.request.world_size
     most = plan.cluster.node.accelerators
     each = next(count for count in range(min(most, world), 0, -1) if world % count == 0)

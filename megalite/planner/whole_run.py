@@ -1,8 +1,8 @@
-"""A whole training: its time with a batch ramp-up, with failures and saves, its money and its energy.
+"""Predict a whole training run: its time with a batch ramp-up, failures and saves, and its cost and energy.
 
-With failures at random, one each M seconds, saves of C seconds after each T of training, and R to be back at work, T
-seconds of training take M·e^(R/M)·(e^((T+C)/M) - 1) (J. T. Daly, 2006). Saves are sqrt(2·C·M) apart (J. W. Young,
-1974), which is near the best for C far below M. What is not given is not guessed: no price, no failures."""
+If failures are random with mean time M between them, a save of C seconds follows each T seconds of training, and a
+restart takes R, then T seconds of training take M·e^(R/M)·(e^((T+C)/M) - 1) (J. T. Daly, 2006). The interval between
+saves is sqrt(2·C·M) (J. W. Young, 1974), near the optimum for C far below M. No price or failure rate is assumed."""
 
 import math
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from megalite.config.run import RunConfig
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 
-_PRICED = 6  # batch sizes of a ramp-up that are predicted; steps of those between lie on the line between them
+_PRICED = 6  # batch sizes of a ramp-up that are predicted; others are interpolated
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRun:
     tokens: float
-    gpu_hour_price: float | None = None  # in any money; default the cluster file's
-    mtbf_hours: float | None = None  # hours of one GPU between failures that stop the job
-    save_seconds: float | None = None  # that a checkpoint holds training up
+    gpu_hour_price: float | None = None  # in any currency; default: the cluster file's
+    mtbf_hours: float | None = None  # mean hours of one GPU between failures that stop the job
+    save_seconds: float | None = None  # that a checkpoint stops training
     restart_seconds: float = 600.0  # from a failure until training continues from the last save
 
     def __post_init__(self) -> None:
@@ -34,13 +34,13 @@ class WholeRun:
             words = (
                 ("--mtbf-hours", "--save-seconds 30") if self.mtbf_hours else ("--save-seconds", "--mtbf-hours 50000")
             )
-            raise ConfigError("{} is given alone; goodput takes both: add {}".format(*words))
+            raise ConfigError("{} is set alone; goodput requires both: add {}".format(*words))
 
     def of(
         self, config: RunConfig, ranks: int, step_seconds: float, cluster: Cluster, stack: SoftwareStack
     ) -> dict[str, Any]:
-        """What the training takes with a validated config, steps of its largest batch taking `step_seconds`: keys
-        `seconds`, `gpu_hours`, and where what they need is given `failures`, `cost` and `energy`."""
+        """Predict the training run with a validated config of which the steps of the largest batch take `step_seconds`.
+        Keys: `seconds`, `gpu_hours`, and if their inputs are known `failures`, `cost` and `energy`."""
         computing = _computing(config, self.tokens, _by_size(config, step_seconds, cluster, stack))
         found: dict[str, Any] = {"computing_seconds": computing, "seconds": computing}
         if self.mtbf_hours is not None and self.save_seconds is not None:
@@ -69,15 +69,14 @@ class WholeRun:
 
 
 def goodput(apart: float, save: float, mtbf: float, restart: float) -> float:
-    """Share of the time that is training, with saves of `save` seconds after each `apart` seconds of it; 0 where next to
-    none is."""
+    """Return the fraction of time spent on training if a save of `save` seconds follows each `apart` seconds of it."""
     if (apart + save + restart) / mtbf > 700.0:
         return 0.0
     return apart / (mtbf * math.exp(restart / mtbf) * math.expm1((apart + save) / mtbf))
 
 
 def _computing(config: RunConfig, tokens: float, seconds: Callable[[int], float]) -> float:
-    """Seconds of training on so many tokens; `seconds` of a step with a batch size."""
+    """Return the seconds of training on `tokens`; `seconds` of a step by batch size."""
     left, taken = tokens / config.training.seq_length, 0.0
     for size, steps in ramp(config):
         now = min(float(steps), left / size)
@@ -88,7 +87,7 @@ def _computing(config: RunConfig, tokens: float, seconds: Callable[[int], float]
 
 
 def _by_size(config: RunConfig, largest: float, cluster: Cluster, stack: SoftwareStack) -> Callable[[int], float]:
-    """Seconds of a step by its batch size."""
+    """Return a function from batch size to seconds of a step."""
     sizes = sorted(set(batch_sizes(config)))
     places = np.unique(np.linspace(0, len(sizes) - 1, _PRICED).round().astype(int)).tolist()
     known = {sizes[-1]: largest}

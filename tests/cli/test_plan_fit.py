@@ -58,7 +58,7 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
         {"gemm": 0.55, "attention_efficiency": 0.55}, rel=0.1
     )
     assert main([*fit, *written]) == 2
-    assert "ours.yaml is there already" in capsys.readouterr().err
+    assert "ours.yaml exists already" in capsys.readouterr().err
     steps.write_text("\n".join(steps.read_text().splitlines()[:4]))
     assert main([*fit, *left_out, "--fit", "gemm"]) == 0
     said = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Ca
         ("gpus", "7", "line 2: "),
         ("gpus", "eight", "line 2: gpus takes a whole number such as 8, got 'eight'"),
         ("tokens_per_second_per_gpu", "-3", "line 2: tokens_per_second_per_gpu is '-3'; it must be above 0"),
-        ("tokens_per_second_per_gpu", "", "line 2 has no time; give one of seconds, tokens_per_second, "),
+        ("tokens_per_second_per_gpu", "", "line 2 has no time; use one of seconds, tokens_per_second, "),
         ("preset", "gpt5", "line 2: --preset: unknown preset gpt5"),
         ("tp", "two", "line 2"),
     ],
@@ -103,10 +103,10 @@ def test_bad_tables_and_columns(steps: Path, capsys: Captured) -> None:
         assert message in capsys.readouterr().err
     steps.write_text("tp,seconds\n1,2\n")
     assert main(fit) == 2
-    assert "has columns tp, seconds; a line of names comes first: gpus, one of seconds, " in capsys.readouterr().err
+    assert "has columns tp, seconds; the first line has names: gpus, one of seconds, " in capsys.readouterr().err
     steps.write_text("gpus,seconds\n1,2.5\n")
     assert main(fit) == 2
-    assert "line 2 says no vocab_size; add the column, e.g. 50257" in capsys.readouterr().err
+    assert "line 2 has no vocab_size; add the column, e.g. 50257" in capsys.readouterr().err
     steps.write_text("gpus,seconds\n1\n")
     assert main(fit) == 2
     assert "line 2 has more or fewer cells than the 2 names" in capsys.readouterr().err

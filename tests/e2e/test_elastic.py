@@ -65,7 +65,7 @@ def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
     began = "elastic: 4 ranks; continuing as tp 2 x cp 1 x dp 1 x pp 2, micro batch 1, all-reduce, recompute none (the layout of"
     assert began in said
     assert "elastic: 2 ranks; the checkpoint of step " in said
-    assert " is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2" in said
+    assert " has 4 ranks as tp 2 x cp 1 x dp 1 x pp 2" in said
     assert [step for step, _ in losses(run_dir)] == list(range(1, STEPS + 1))
     ours, theirs = ([loss for _, loss in losses(folder)] for folder in (run_dir, whole))
     assert ours == pytest.approx(theirs, rel=1e-9)

@@ -1,6 +1,6 @@
-"""Bytes per rank, activations among them, against published formulas and against adding up by hand.
+"""Bytes per rank, including activations, against published formulas and sums by hand.
 
-What layers of each kind keep is measured in tests/models/test_activation_bytes.py; here is what a CPU does not show."""
+tests/models/test_activation_bytes.py measures the activations of each kind of layer; these tests cover GPU-only cases."""
 
 from collections.abc import Callable
 
@@ -46,8 +46,8 @@ def test_layer_activations_are_the_papers(flags: str, formula: Callable[[int, in
     assert layer_activation_bytes(config) == s * b * h * formula(a, s, h, config.parallel.tp)
 
 
-# Korthikanti et al. 2022, figure 1, GiB on the first pipeline rank: layers alone, no recomputation with tensor
-# parallelism, and sequence parallelism with selective recomputation.
+# Korthikanti et al. 2022, figure 1, GiB on the first pipeline rank, layers only: tensor parallelism without recompute,
+# and sequence parallelism with selective recompute.
 FIGURE_1 = [
     ("22B", 48, 6144, 64, 1, 1, 4, 59.25, 9.56),
     ("175B", 96, 12288, 96, 8, 3, 1, 66.84, 12.35),
@@ -83,7 +83,7 @@ def test_experts_keep_rows_within_the_capacity_in_their_layers() -> None:
     whole, half = (
         layer_activation_bytes(config_of(f"{flags} {more}", 1)) for more in ("", "--moe-expert-capacity-factor 0.5")
     )
-    # Rows in, the nonlinearity's input and output, rows out, and a place of each.
+    # Rows in, input and output of the nonlinearity, rows out, and an index for each.
     assert whole - half == TOKENS * (2 * H + 2 * 2 * 4 * H + 2 * H + 8)
     config = config_of(f"{flags} --moe-layer-freq 2", 1)
     experts, dense = (layer_activation_bytes(config, index) for index in (0, 1))
@@ -140,7 +140,7 @@ def test_parameters_of_ranks_add_up() -> None:
     config = config_of(f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4)
     stages = plan_stages(config)
     on_ranks = sum(2 * rank_memory(config, [plan], 0).parameters for plan in stages)
-    # Both tensor-parallel ranks hold norms and positions, both ends of the pipeline the tied embedding.
+    # Both tensor-parallel ranks have norms and positions, both ends of the pipeline the tied embedding.
     norms = (2 * 4 + 1) * 64
     assert on_ranks == parameter_count(config.model) + norms + 32 * 64 + 512 * 64
 
@@ -162,5 +162,5 @@ def test_peak_of_a_schedule_is_by_weight_and_knows_its_halves() -> None:
     assert activation_peaks(config, stages, one_f_one_b(2, 6)) == [2 * first, last]
     assert activation_peaks(config, stages, gpipe(2, 6)) == [6 * first, 6 * last]
     waiting = deferred_bytes(config, stages[1])
-    # Rank 1 of ZB-H1: the graph of one microbatch, and what the W of the one before it waits with.
+    # Rank 1 of ZB-H1: the graph of one microbatch, and the previous one's input that waits for its W.
     assert activation_peaks(config, stages, zb_h1(2, 6))[1] == last + waiting

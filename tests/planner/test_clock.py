@@ -1,4 +1,4 @@
-"""A step that is extended from a shorter one takes what the whole one takes."""
+"""An extrapolated step takes as long as the whole step."""
 
 import random
 from itertools import pairwise, product
@@ -26,7 +26,7 @@ def clock_of(schedule: str, pp: int, vpp: int, microbatches: int) -> Clock:
 
 
 def unlike(pp: int, vpp: int, seed: int) -> list[Costs]:
-    """A head much slower than the layers, one a little slower, stages that all differ; with and without messages."""
+    """A head much slower than the layers, one slightly slower, and stages that all differ; with and without messages."""
     draw, count = random.Random(seed), pp * vpp
     forwards = [
         [*[1.0] * (count - 1), 3.0],
@@ -48,7 +48,7 @@ def unlike(pp: int, vpp: int, seed: int) -> list[Costs]:
 
 
 def both(schedule: str, pp: int, vpp: int, count: int, costs: Costs, patch: pytest.MonkeyPatch) -> list[Run]:
-    """Whole, and extended as soon as it is steady."""
+    """Simulate the step whole, and extrapolate it from its first steady state."""
     found = []
     for actions in (10**9, 1):
         patch.setattr(clock, "SIMULATED_ACTIONS", actions)

@@ -1,4 +1,4 @@
-"""The formulas of communication against what the groups really move in a step."""
+"""Communication formulas against the volumes that the groups move in a real step."""
 
 import math
 from collections import Counter
@@ -75,7 +75,7 @@ def _world(settings: dict[str, Any]) -> int:
 
 
 def _config(settings: dict[str, Any]) -> RunConfig:
-    """As few layers and microbatches as show that the formulas count them."""
+    """The fewest layers and microbatches that show that the formulas count them."""
     pp, dp = settings.get("pp", 1), settings.get("dp", 1)
     count = dp * settings.get("micro_batch_size", 1) * (2 if pp == 1 else 4)
     few = {"num_layers": max(2, pp * settings.get("vpp", 1)), "global_batch_size": count}
@@ -83,7 +83,7 @@ def _config(settings: dict[str, Any]) -> RunConfig:
 
 
 def volumes_of_a_step(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
-    """Counted in the second step: parameters of the first are gathered under it, as they always are."""
+    """Counted in the second step, which gathers the first step's parameters, as every later step does."""
     runner = Runner(build(context, _config(settings)))
     runner.step()
     with counted() as (found, _):
@@ -115,8 +115,8 @@ def test_a_step_moves_what_the_formulas_say(name: str) -> None:
                 assert rank["volumes"][key] == size, key
         total.update(rank["volumes"])
         total_expected.update(formula)
-    # Rows of experts come as the tokens have chosen, of ranks that share a key one holds it, and each works on other
-    # matrices; over all ranks together their number is known.
+    # Experts' rows depend on the tokens' choices; one of the ranks that share a key sends it, and each rank updates other
+    # matrices. Only the sum over all ranks is known.
     assert total == total_expected
 
 
@@ -147,7 +147,7 @@ def four_ranks(settings: dict[str, Any]) -> RunConfig:
 
 
 def bytes_sent(context: RankContext, settings: dict[str, Any]) -> float:
-    """Mean over four steps, after two."""
+    """Mean over four steps, after two steps."""
     runner = Runner(build(context, four_ranks(settings)))
     for _ in range(2):
         runner.step()
@@ -159,7 +159,7 @@ def bytes_sent(context: RankContext, settings: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_bytes_of_what_changes_with_time_or_loses(name: str) -> None:
-    """Within 10 %: scales of compressed gradients are not planned. Gathers of sharded parameters are, every one."""
+    """Within 10 %, as scales of compressed gradients are not planned. Each gather of sharded parameters is."""
     settings = LOSSY[name]
     config = four_ranks(settings)
     count = int(config.training.global_batch_size or 0) // 4

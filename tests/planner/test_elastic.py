@@ -1,4 +1,4 @@
-"""An elastic start: rank 0 looks and plans, all take its answer; and what it makes of damaged checkpoints."""
+"""An elastic start: rank 0 plans and all ranks use its layout; damaged checkpoints are handled."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
     assert first["tp"] * first["pp"] * first["dp"] == 2
     assert silence == []
     (line,) = said
-    assert line.startswith("elastic: 2 ranks; the checkpoint of step 2 is of 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, ")
+    assert line.startswith("elastic: 2 ranks; the checkpoint of step 2 has 4 ranks as tp 2 x cp 1 x dp 1 x pp 2, ")
     assert (
         f"; continuing as tp {first['tp']} x cp 1 x dp {first['dp']} x pp {first['pp']}" in line and "(planned" in line
     )

@@ -58,7 +58,7 @@ CASES = {
 
 
 def topology_of(layout: ParallelLayout, rank: int) -> Topology:
-    """Of a rank that is alone: its groups have no process groups."""
+    """The topology of a single rank; its groups have no process groups."""
     groups = {}
     for kind in layout.kinds:
         ranks = layout.group_of(kind, rank)
@@ -76,14 +76,14 @@ def topology_of(layout: ParallelLayout, rank: int) -> Topology:
 
 
 def nbytes(tensors: Iterable[torch.Tensor], *, besides: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of their distinct storages."""
+    """Bytes of the tensors' distinct storages."""
     known = {tensor.untyped_storage()._cdata for tensor in besides}
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for storage, size in storages.items() if storage not in known)
 
 
 def state_bytes(replica: Replica) -> dict[str, int]:
-    """What a rank keeps of its buckets."""
+    """Bytes of a rank's buckets."""
     strategy, weights, gradients, optimizer = replica.strategy, [], [], []
     for shard in strategy.shards:
         weights += [strategy.weights(shard).values, shard.bucket.data]
@@ -108,7 +108,7 @@ def parsed(name: str) -> RunConfig:
 def test_a_rank_of_a_big_layout_holds_what_the_dry_run_says(name: str) -> None:
     config = parsed(name)
     world_size, programs = CASES[name][0], Programs(config)
-    # The first and the last stage, and one in between that is nowhere the first of its groups.
+    # The first and the last stage, and one between them whose rank is the first of none of its groups.
     for rank in (0, 2 * world_size // 5 - 1, world_size - 1):
         said = rank_report(config, rank)
         replica = build_replica(config, topology_of(layout_of(config), rank), programs)

@@ -1,4 +1,4 @@
-"""The cut into stages, what they cost and compute again, and the bubble computed from it."""
+"""The cut into stages, their costs and recompute, and the resulting bubble."""
 
 import pytest
 
@@ -44,12 +44,12 @@ def test_stages_cover_the_layers_in_order() -> None:
     assert [layer for plan in stages for layer in range(plan.first_layer, plan.last_layer)] == list(range(9))
     by_hand = config_of(f"{GPT} --num-layers 4 --pp 2 --pipeline-layers 3,1", 2)
     assert [plan.num_layers for plan in plan_stages(by_hand)] == [3, 1]
-    alone = config_of(f"{GPT} --num-layers 2", 1)  # it holds the tied embedding once
+    alone = config_of(f"{GPT} --num-layers 2", 1)  # with the tied embedding once
     assert shapes_of_rank(alone, list(plan_stages(alone))) == stage_shapes(alone.model, 0, 2, True, True)
 
 
 def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
-    """A config whose stages all cost the same, but for a head that is next to nothing."""
+    """A config with equal stage costs, except for a negligible head."""
     flags = (
         f"--hidden-size 1024 --seq-length 32 --vocab-size 8 --make-vocab-size-divisible-by 8 --num-layers {pp * vpp}"
     )
@@ -84,7 +84,7 @@ def test_long_steps_are_extended_exactly(flags: str, microbatches: int, monkeypa
     monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
     run = clock.Clock(config, len(stages), microbatches).run(costs_of(config, stages))
     assert run.bubble == pytest.approx(whole, rel=1e-9)
-    assert (run.cycle > 0) == ("looped-bfs" not in flags)  # which no stretch of it repeats
+    assert (run.cycle > 0) == ("looped-bfs" not in flags)  # which has no steady state
 
 
 LAYER, CORE, MLP = 2 * 12 * 64**2 + 4 * 32 * 64, 4 * 32 * 64, 2 * 8 * 64**2
@@ -157,7 +157,7 @@ def test_microbatches_that_the_schedule_refuses() -> None:
 
 @pytest.mark.parametrize("more", ["--fp8 --fp8-param-gather", "--lr-multipliers layers.6.*=2.0"])
 def test_stages_of_one_kind_are_alike(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the inner ones of two layers one has the model's last, for which these settings mean something else."""
+    """One of the two inner layers is the model's last, for which these settings mean something else."""
     layout = "--num-layers 7 --pp 5 --dp 2 --pipeline-layout Et|tt|tt|tt|L --dp-strategy distributed-optimizer"
     config = config_of(f"{GPT} {layout} --no-overlap-param-gather --precision bf16 {more}", 10)
 
@@ -171,7 +171,7 @@ def test_stages_of_one_kind_are_alike(more: str, monkeypatch: pytest.MonkeyPatch
 
 
 def held(config: RunConfig, count: int) -> list[float]:
-    """Bytes per rank: what is kept from step to step, and the peak of a step's activations and messages."""
+    """Bytes per rank: permanent state, and the peak of a step's activations and messages."""
     stages = plan_stages(config)
     peaks = memory_peaks(lowered(config, schedule_of(config, count)), stage_sizes(config, stages))
     return [
@@ -193,7 +193,7 @@ def test_the_default_is_faster_than_1f1b_in_its_memory(more: str) -> None:
     makespans = [clock.Clock(one, 4, 16).run(costs_of(one, plan_stages(one))).seconds for one in (default, plain, free)]
     assert makespans[2] <= makespans[0] * (1 + 1e-9)
     assert makespans[0] < 0.99 * makespans[1]
-    if more.startswith("--pipeline"):  # the last rank has most, and would hold what its W wait for as well
+    if more.startswith("--pipeline"):  # the last rank has most, and would also store inputs for its W
         assert max(held(free, 16)) > most
 
 

@@ -1,4 +1,4 @@
-"""The planned bytes of parameters, gradients and states against what a rank really holds between two steps."""
+"""Planned bytes of parameters, gradients and states against a rank's real storages between two steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def held(context: RankContext, settings: dict[str, Any]) -> int:
-    """Bytes of all storages that the replica holds on this rank, between steps."""
+    """Bytes of all storages of the replica on this rank, between steps."""
     runner = Runner(build(context, tiny_config(2, dp=2, hidden_size=64, **settings)))
     runner.step()
     runner.step()
@@ -73,7 +73,7 @@ def held(context: RankContext, settings: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_what_is_planned(name: str) -> None:
-    """Within 3 %: buckets are padded to 64 elements for each rank."""
+    """Within 3 %: buckets are padded to 64 elements per rank."""
     config = tiny_config(2, dp=2, hidden_size=64, **CASES[name])
     memory = rank_memory(config, plan_stages(config), 0)
     planned = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes + memory.host_bytes
@@ -101,7 +101,7 @@ ZERO: dict[str, dict[str, Any]] = {
 
 
 def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, int, int]:
-    """Pipeline rank; most bytes of gathered parameters, and of gradients that are not yet parts, at a time."""
+    """(pipeline rank, peak bytes of gathered parameters, peak bytes of unsharded gradients)."""
     world = 2 * settings.get("pp", 1)
     runner = Runner(build(context, tiny_config(world, dp=2, hidden_size=64, **settings)))
     runner.step()
@@ -127,8 +127,8 @@ def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, 
 
 @pytest.mark.parametrize("name", ZERO)
 def test_what_is_whole_for_a_while(name: str) -> None:
-    """Within 2 %: the plan does not know whether a bias or its matrix comes first. In a pipeline it may be 3 % too much: a
-    backward may follow another everywhere."""
+    """Within 2 %, as the plan ignores the order of a bias and its matrix; in a pipeline up to 3 % too much, as it
+    assumes that any backward may follow another."""
     settings = ZERO[name]
     world = 2 * settings.get("pp", 1)
     config = tiny_config(world, dp=2, hidden_size=64, **settings)

@@ -1,4 +1,4 @@
-"""A whole training: failures against a simulation of them, a ramp-up step by step, money and energy."""
+"""A whole training run: failures against a simulation, a ramp-up step by step, cost and energy."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def config_of(flags: str = "") -> RunConfig:
 
 
 def simulated_goodput(apart: float, save: float, mtbf: float, restart: float, count: int) -> float:
-    """Failures drawn one by one, in training, saves and restarts alike."""
+    """Simulate random failures during training, saves and restarts."""
     draw = random.Random(5)
     clock, fails = 0.0, draw.expovariate(1 / mtbf)
     for _ in range(count):
@@ -88,7 +88,7 @@ def test_money_and_energy() -> None:
 
 
 def test_failures_take_both_figures() -> None:
-    with pytest.raises(ConfigError, match=r"--mtbf-hours is given alone; goodput takes both: add --save-seconds 30"):
+    with pytest.raises(ConfigError, match=r"--mtbf-hours is set alone; goodput requires both: add --save-seconds 30"):
         WholeRun(tokens=1.0, mtbf_hours=5.0)
-    with pytest.raises(ConfigError, match=r"--save-seconds is given alone; .* add --mtbf-hours 50000"):
+    with pytest.raises(ConfigError, match=r"--save-seconds is set alone; .* add --mtbf-hours 50000"):
         WholeRun(tokens=1.0, save_seconds=5.0)

@@ -1,4 +1,4 @@
-"""Regret, rank correlation and error, against numbers worked out by hand; the HTML report; what is calibrated."""
+"""Regret, rank correlation and error against hand-computed numbers; the HTML report; calibration."""
 
 import dataclasses
 from html.parser import HTMLParser
@@ -19,7 +19,7 @@ VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order; keeps rows, texts and addresses."""
+    """Checks that tags are closed in order; collects rows, texts and links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Opens."""
+        """Open a tag."""
         self.counts[tag] = self.counts.get(tag, 0) + 1
         given = dict(attrs)
         self.addresses += [str(given[name]) for name in ("src", "href") if name in given]
@@ -43,17 +43,17 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Opens and closes."""
+        """Open and close a tag."""
         self.counts[tag] = self.counts.get(tag, 0) + 1
 
     def handle_endtag(self, tag: str) -> None:
-        """Closes what was opened last."""
+        """Close the last tag."""
         assert self.open.pop() == tag
         if tag == "tr":
             self._row = None
 
     def handle_data(self, data: str) -> None:
-        """A cell."""
+        """Add text to a cell."""
         if self._row is not None:
             self._row.append(data)
 
@@ -100,7 +100,7 @@ def test_a_sweep_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def predicted(run: Run, seconds: float) -> Run:
-    """The run with a predicted time."""
+    """A run with a predicted time."""
     return dataclasses.replace(run, predicted=Predicted(memory_bytes=1, first_rank_bytes=1, step_seconds=seconds))
 
 
@@ -157,7 +157,7 @@ def test_a_fit_predicts_what_was_measured(tmp_path: Path) -> None:
     rest = {"vocab_size": 4096, "mock_data": True, "precision": "bf16", "global_batch_size": 16}
     path = write_sweep(tmp_path, settings=model | rest, ranks=4, grid={"tp": [1, 2], "pp": [1, 2]})
     _, runs = read_runs(path, machine=machine)
-    # Products are slower here than the file says.
+    # Products are slower here than in the file.
     efficiency = dataclasses.replace(machine.cluster.efficiency, gemm=0.6 * machine.cluster.efficiency.gemm, memory=0.6)
     truth = dataclasses.replace(machine.cluster, efficiency=efficiency)
     seconds = {run.key: predict(run.config, truth, machine.stack).step_seconds for run in runs}
@@ -181,13 +181,13 @@ def test_what_cannot_be_fitted_or_written(tmp_path: Path) -> None:
     machine = read_machine("cpu-box", "fused")
     assert machine is not None
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)
-    with pytest.raises(ConfigError, match="--calibrate needs 3 runs that ended well, there are 1"):
+    with pytest.raises(ConfigError, match="--calibrate requires 3 successful runs, got 1"):
         calibrate(runs, {runs[0].key: measured(runs[0], 1.0)}, machine, tmp_path / "a.yaml", source="steps")
     refuse_taken(tmp_path / "a.yaml", "--calibrate")
     (tmp_path / "a-stack.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"a-stack.yaml is there already"):
+    with pytest.raises(ConfigError, match=r"a-stack.yaml exists already"):
         refuse_taken(tmp_path / "a.yaml", "--calibrate")
     with pytest.raises(ConfigError, match=r"must end in .yaml"):
         refuse_taken(tmp_path / "a", "--calibrate")
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match=r"folder .* does not exist"):
         refuse_taken(tmp_path / "no" / "b.yaml", "--calibrate")

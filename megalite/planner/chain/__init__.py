@@ -1,1 +1,1 @@
-"""Planners for chains of unequal layers: which layers make a stage, on how many devices, and on which ones."""
+"""Planners for chains of unequal layers: they cut layers into stages and assign devices to each stage."""

@@ -1,4 +1,4 @@
-"""DAPPLE's planner: branch and bound over cuts, replication and placement, for the least synchronous latency."""
+"""DAPPLE's planner: branch and bound over cuts, replication and placement for the lowest synchronous latency."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,35 +16,35 @@ from megalite.planner.chain.plan import Problem
 
 class Found(NamedTuple):
     plans: list[tuple[float, plans.Stages]]  # (latency, stages), the best first
-    complete: bool  # no plan of this family has a lower latency: the search did not stop at its limit
-    nodes: int  # partial plans that were looked into
+    complete: bool  # the search did not stop at its limit, so no plan of this family is faster
+    nodes: int  # partial plans that were expanded
 
 
 class _Node(NamedTuple):
-    """The first stages of a plan. What comes after them matters through `entry`, `ending` and `last` alone."""
+    """The first stages of a plan. Later stages depend only on `entry`, `ending` and `last`."""
 
-    begin: int  # the first layer that has no stage
+    begin: int  # first layer without a stage
     free: plans.Counts
     stages: plans.Stages
-    entry: float  # when the first microbatch leaves the last stage
-    ending: float  # from when a gradient gets to the last stage until all are done with it, and have reduced
-    pivot: float  # the latency with any of these stages as the pivot
+    entry: float  # time at which the first microbatch leaves the last stage
+    ending: float  # from a gradient's arrival at the last stage until all stages have finished and reduced
+    pivot: float  # largest latency with one of these stages as the pivot
 
 
 class _Options(NamedTuple):
-    """Where a stage can go, given what is free."""
+    """Possible placements of a stage on the free devices."""
 
     devices: list[plans.Counts]
     left: list[plans.Counts]
     replicas: Array  # [options, 1]
-    samples: Array  # [options, 1]: of a microbatch, on the slowest replica
-    reduce: Array  # [options, 1]: seconds that a byte of parameters takes to reduce
-    free: Array  # [options, 1]: how many devices are left; at least 1, so that one can divide by it
+    samples: Array  # [options, 1]: per microbatch on the slowest replica
+    reduce: Array  # [options, 1]: seconds to reduce a byte of parameters
+    free: Array  # [options, 1]: devices left; at least 1, as it is a divisor
     none_left: npt.NDArray[np.bool_]
 
 
 class _Grown(NamedTuple):
-    """All that can follow a node: [option, end] each. Most of it is never looked at, so it stays in arrays."""
+    """All extensions of a node as [option, end] arrays: nodes are built only for the few that the search visits."""
 
     node: _Node
     options: _Options
@@ -54,7 +54,7 @@ class _Grown(NamedTuple):
     pivot: Array
 
     def child(self, row: int, column: int) -> _Node:
-        """The prefix that is longer by one stage."""
+        """Return the prefix with one further stage."""
         node, end = self.node, int(self.ends[column])
         return _Node(
             end,
@@ -67,17 +67,17 @@ class _Grown(NamedTuple):
 
 
 class Search:
-    """For one number of microbatches: best bound first, dominated prefixes dropped.
+    """Search plans with a number of microbatches: lowest bound first, without dominated prefixes.
 
-    The latency of a plan is the maximum over pivots (`latency`), and the pivot of a stage depends on nothing behind it:
+    A plan's latency is the maximum over pivots (`latency`), and a stage's pivot does not depend on later stages:
 
         L_q = entry_q + M (F_q + B_q) + ending_q
 
-    So what a prefix has reached only grows. Of the rest one knows that some stage has at least an even share of its
-    work on the devices that are left; a prefix with a bound not below the best plan is dropped. Bounds are
-    admissible: with `limit` not reached, no plan with stages placed by `placements` has a lower latency.
+    So the maximum over a prefix only grows. Some later stage has at least an even share of the remaining work on the
+    remaining devices. A prefix with a bound not below the best plan is dropped. Bounds are admissible: unless `limit` is
+    reached, no plan with stages placed by `placements` has a lower latency.
 
-    With `grain` above 1 a stage has a multiple of that many devices: a coarse search that ends soon.
+    With `grain` above 1, a stage has a multiple of that many devices: a coarse, fast search.
 
     Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4; the search is our branch and bound."""
 
@@ -90,10 +90,10 @@ class Search:
         self._plans: list[tuple[float, int, plans.Stages]] = []
         self._seen: dict[tuple[int, plans.Counts, plans.Counts], list[tuple[float, float, float]]] = {}
         self._queue: list[tuple[float, int, _Grown, int, int]] = []
-        self._numbers = itertools.count()  # of equal bounds the first
+        self._numbers = itertools.count()  # breaks ties between equal bounds
 
     def run(self, best: float) -> Found:
-        """The plans with a latency below `best`, as far as they could be found."""
+        """Return the plans with a latency below `best` that were found."""
         self._best = best
         self._expand(_Node(0, self._problem.cluster.empty, (), 0.0, 0.0, 0.0))
         nodes = 1
@@ -119,13 +119,13 @@ class Search:
         entry = node.entry + hops
         ending = np.maximum(node.ending + hops, reduce)
         pivot = np.maximum(node.pivot, entry + self._count * (forward + backward) + ending)
-        # A message is a pivot as well: M of them, and the work on its far side once.
+        # A message is a pivot too: M messages, and once the work after it.
         pivot = np.maximum(pivot, entry + (self._count - 1) * hops + forward + backward + ending)
         rest = (profile.forward[-1] - profile.forward[ends]) + (profile.backward[-1] - profile.backward[ends])
         after = entry + forward + self._count * self._size * rest / options.free + backward + ending
         self._close(node, options, pivot[:, -1])
         bound = np.maximum(pivot, after)
-        # Nothing is left for the layers behind, or they have been closed above.
+        # No devices are left for later layers, or `_close` has completed the plan.
         bound[options.none_left, :] = np.inf
         bound[:, -1] = np.inf
         bound[~self._fits(node.begin, ends, options)] = np.inf
@@ -135,18 +135,18 @@ class Search:
             heappush(self._queue, (bounded, next(self._numbers), grown, row, column))
 
     def _dominated(self, node: _Node) -> bool:
-        """Another prefix of the same layers on the same devices is no worse in anything that matters later."""
+        """Test whether another prefix of the same layers on the same devices is at least as good in every respect."""
         if not node.stages:
             return False
-        mine = (node.entry, node.ending, node.pivot)
+        values = (node.entry, node.ending, node.pivot)
         rivals = self._seen.setdefault((node.begin, node.free, node.stages[-1].devices), [])
-        if any(a <= mine[0] and b <= mine[1] and c <= mine[2] for a, b, c in rivals):
+        if any(all(x <= y for x, y in zip(rival, values)) for rival in rivals):
             return True
-        rivals.append(mine)
+        rivals.append(values)
         return False
 
     def _close(self, node: _Node, options: _Options, latencies: Array) -> None:
-        """The plans with a last stage that is the rest of the chain, on any number of devices."""
+        """Complete the node to plans: a last stage has all other layers, on any number of devices."""
         last = len(self._problem.profile.layers)
         for row in np.argsort(latencies)[: self._keep]:
             if latencies[row] >= self._best:
@@ -158,7 +158,7 @@ class Search:
             heappush(self._plans, (float(latencies[row]), next(self._numbers), stages))
             if len(self._plans) >= self._keep:
                 self._plans = nsmallest(self._keep, self._plans)
-                # Sorted lists are heaps.
+                # A sorted list is a heap.
                 self._best = min(self._best, self._plans[-1][0])
 
     def _options_of(self, free: plans.Counts) -> _Options:
@@ -185,17 +185,17 @@ class Search:
         return self._options[free]
 
     def _hops(self, node: _Node, options: _Options) -> Array:
-        """Per option, the seconds of a message from the stage before; 0 for the first stage."""
+        """Return the seconds of a message from the previous stage per option; 0 for the first stage."""
         if not node.stages:
             return np.zeros(len(options.devices))
         cluster = self._problem.cluster
         size = float(self._problem.profile.outputs[node.begin]) * self._size
-        here = node.stages[-1].devices
-        rates = [_byte_seconds(here, there, cluster) for there in options.devices]
+        source = node.stages[-1].devices
+        rates = [_byte_seconds(source, target, cluster) for target in options.devices]
         return np.array([size * rate for rate in rates]) + cluster.latency_us * 1e-6
 
     def _fits(self, begin: int, ends: npt.NDArray[np.int64], options: _Options) -> npt.NDArray[np.bool_]:
-        """[options, ends]: a device could hold the stage, with another stage behind it."""
+        """Return [options, ends]: whether a device could store the stage, if another stage follows."""
         profile = self._problem.profile
         state = profile.state_factor * (profile.parameters[ends] - profile.parameters[begin])
         samples = np.ceil(self._size / options.replicas) * min(2, self._count)
@@ -204,8 +204,8 @@ class Search:
 
 
 @lru_cache(maxsize=100_000)
-def _byte_seconds(here: plans.Counts, there: plans.Counts, cluster: ChainCluster) -> float:
-    return plans.hop_seconds(plans.shares(here, there), 1.0, cluster)
+def _byte_seconds(source: plans.Counts, target: plans.Counts, cluster: ChainCluster) -> float:
+    return plans.hop_seconds(plans.shares(source, target), 1.0, cluster)
 
 
 def _column(values: Sequence[float]) -> Array:

@@ -1,4 +1,4 @@
-"""What a chain plan starts from: measured layers or synthetic twins of the DAPPLE paper's models, and machines."""
+"""Inputs of a chain plan: profiles of layers, measured or synthetic twins of the DAPPLE paper's models, and clusters."""
 
 import math
 import re
@@ -20,17 +20,17 @@ _MOST_DEVICES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ChainCluster:
-    """Equal machines with equal devices. Bandwidths are one way; both ways run at once."""
+    """Equal machines with equal devices. Bandwidths are per direction; both directions work at the same time."""
 
     name: str
     machines: int
     gpus_per_machine: int
     link_gb_per_s: float  # between two devices of a machine, GB/s
-    ring_gb_per_s: float  # that an all-reduce among the devices of a machine reaches, GB/s: several rings run at once
-    network_gb_per_s: float  # of a machine, for all of its devices together, GB/s: what an all-reduce reaches
-    message_gb_per_s: float  # the same for messages from stage to stage, which often go through another library, GB/s
-    memory_gb: float  # of a device, GB
-    latency_us: float = field(default=0.0, metadata=OR_ZERO)  # of every message between devices
+    ring_gb_per_s: float  # of an all-reduce among a machine's devices, GB/s: several rings run at once
+    network_gb_per_s: float  # of an all-reduce between machines, GB/s per machine
+    message_gb_per_s: float  # of messages between stages, which often use another library, GB/s per machine
+    memory_gb: float  # per device, GB
+    latency_us: float = field(default=0.0, metadata=OR_ZERO)  # of each message between devices
 
     @property
     def num_gpus(self) -> int:
@@ -43,9 +43,8 @@ class ChainCluster:
 
 
 def v100_cluster(machines: int, gpus_per_machine: int, network_gbit: float = 25.0) -> ChainCluster:
-    """V100s of 16 GB with NVLink, and Ethernet between machines. 25 GB/s between two devices is DAPPLE's own constant;
-    four rings of that for an all-reduce are assumed; Ethernet counts with its nominal rate. Nothing of this was
-    measured."""
+    """Return V100s of 16 GB with NVLink and Ethernet. 25 GB/s between two devices is DAPPLE's constant; four such rings
+    per all-reduce are assumed; Ethernet counts at its nominal rate. None of this was measured."""
     return ChainCluster(
         name=f"{machines}x{gpus_per_machine}@{network_gbit:g}",
         machines=machines,
@@ -58,13 +57,13 @@ def v100_cluster(machines: int, gpus_per_machine: int, network_gbit: float = 25.
     )
 
 
-# Configurations of the DAPPLE paper: machines, devices in each, Gbit/s.
+# Configurations of the DAPPLE paper: machines, devices per machine, Gbit/s.
 PAPER = {"A": (2, 8, 25.0), "B": (16, 1, 25.0), "C": (16, 1, 10.0)}
 
 
 def read_cluster(name_or_path: str) -> ChainCluster:
-    """A cluster by name or from a YAML file with the fields of `ChainCluster`. Names: `A`, `B` and `C` of the DAPPLE
-    paper, `2x8` (machines x devices, 25 Gbit/s) and `16x1@10` (Gbit/s said)."""
+    """Read a cluster by name or from a YAML file with the fields of `ChainCluster`. Names: `A`, `B` and `C` of the DAPPLE
+    paper, `2x8` (machines x devices, 25 Gbit/s) and `16x1@10` (with Gbit/s)."""
     match = _NAME.fullmatch(name_or_path)
     if name_or_path in PAPER:
         cluster = v100_cluster(*PAPER[name_or_path])
@@ -94,14 +93,14 @@ class Layer:
     name: str
     forward_ms: float = field(metadata=OR_ZERO)
     backward_ms: float = field(metadata=OR_ZERO)  # gradients of input and weights
-    output_bytes: float = field(metadata=OR_ZERO)  # handed to the next layer; its gradient is as large
-    activation_bytes: float = field(metadata=OR_ZERO)  # what it keeps from its forward to its backward
+    output_bytes: float = field(metadata=OR_ZERO)  # sent to the next layer; its gradient is as large
+    activation_bytes: float = field(metadata=OR_ZERO)  # stored from the forward to the backward
     parameter_bytes: float = field(metadata=OR_ZERO)  # of the weights alone; gradients are as large
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row(Layer):
-    """As a file spells it."""
+    """A layer in a file, with a repeat count."""
 
     repeat: int = field(default=1, metadata={"most": float(_MOST_LAYERS)})
 
@@ -112,11 +111,11 @@ def _read_layers(rows: Any, where: str) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     for index, row in enumerate(rows):
         named = f" ({row['name']})" if isinstance(row, dict) and isinstance(row.get("name"), str) else ""
-        given = vars(build(_Row, row, f"{where}[{index}]{named}"))
-        name, repeat = given.pop("name"), given.pop("repeat")
-        layers += [Layer(name=f"{name}.{copy}" if repeat > 1 else name, **given) for copy in range(repeat)]
+        values = vars(build(_Row, row, f"{where}[{index}]{named}"))
+        name, repeat = values.pop("name"), values.pop("repeat")
+        layers += [Layer(name=f"{name}.{copy}" if repeat > 1 else name, **values) for copy in range(repeat)]
     if len(layers) > _MOST_LAYERS:
-        raise ConfigError(f"{where}: there are {len(layers)}; join some, to have at most {_MOST_LAYERS}")
+        raise ConfigError(f"{where}: {len(layers)} layers are too many; merge some, to have at most {_MOST_LAYERS}")
     if not any(layer.forward_ms + layer.backward_ms for layer in layers):
         raise ConfigError(f"{where}: every forward_ms and backward_ms is 0; at least one must be above 0")
     return tuple(layers)
@@ -124,34 +123,34 @@ def _read_layers(rows: Any, where: str) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainProfile:
-    """A chain of layers; times and bytes grow in proportion to the samples of a slice."""
+    """A chain of layers; times and bytes are proportional to the samples of a slice."""
 
     name: str
-    batch_size: int  # samples with which times and activations were measured
-    smallest_batch: int  # a slice of fewer samples takes as long as one of this many: less does not fill the device
-    state_factor: float = 4.0  # bytes held per byte of parameters: 4 for weights, gradients and Adam's two moments
-    provenance: str = "not stated"  # where the numbers are from
+    batch_size: int  # samples in the measured times and activations
+    smallest_batch: int  # a slice of fewer samples takes as long as one of this many
+    state_factor: float = 4.0  # bytes stored per byte of parameters: 4 for weights, gradients and Adam's two moments
+    provenance: str = "not stated"  # source of the numbers
     layers: tuple[Layer, ...] = field(metadata={"read": _read_layers, "example": f"[{_EXAMPLE}]"})
 
     def _sums(self, name: str) -> Array:
         values = [getattr(layer, name) for layer in self.layers]
         return np.concatenate([[0.0], np.cumsum(values)])
 
-    # [layers + 1] each: of all layers before a cut.
+    # Each has length [layers + 1]: the sum over all layers before a cut.
 
     @cached_property
     def forward(self) -> Array:
-        """Seconds a sample."""
+        """Seconds per sample."""
         return self._sums("forward_ms") / (1000.0 * self.batch_size)
 
     @cached_property
     def backward(self) -> Array:
-        """Seconds a sample."""
+        """Seconds per sample."""
         return self._sums("backward_ms") / (1000.0 * self.batch_size)
 
     @cached_property
     def activations(self) -> Array:
-        """Bytes a sample that are kept."""
+        """Stored bytes per sample."""
         return self._sums("activation_bytes") / self.batch_size
 
     @cached_property
@@ -161,25 +160,25 @@ class ChainProfile:
 
     @cached_property
     def outputs(self) -> Array:
-        """Bytes a sample that cross the cut; nothing at both ends."""
+        """Bytes per sample that cross each cut; 0 at both ends."""
         values = np.array([0.0, *(layer.output_bytes for layer in self.layers)]) / self.batch_size
         values[-1] = 0.0
         return values
 
     def slice_samples(self, microbatch: int, replicas: int) -> int:
-        """Samples that the time of the slowest replica counts: whole ones, and `smallest_batch` at least."""
+        """Return the samples that determine the slowest replica's time: a whole number of at least `smallest_batch`."""
         return max(math.ceil(microbatch / replicas), self.smallest_batch)
 
 
 def read_profile(path: str | Path) -> ChainProfile:
-    """The profile in a YAML file. Keys: `name`, `batch_size`, `layers`, and if wanted `smallest_batch` (default:
-    `batch_size`), `state_factor` (4) and `provenance`. A layer has all fields of `Layer`; `repeat: 12` makes twelve of
-    it. Raises ConfigError naming the key that is unknown, missing, of another type or out of range."""
+    """Read a profile from a YAML file. Keys: `name`, `batch_size`, `layers`, and optionally `smallest_batch` (default:
+    `batch_size`), `state_factor` (4) and `provenance`. A layer has the fields of `Layer`; `repeat: 12` repeats it. Raises
+    ConfigError that names an unknown, missing or illegal key."""
     return parse_profile(read_yaml(Path(path), kind="chain profile"), source=f"chain profile {path}")
 
 
 def parse_profile(tree: dict[str, Any], *, source: str = "chain profile") -> ChainProfile:
-    """The profile that a mapping spells; raises as `read_profile`."""
+    """Build a profile from a mapping; raises as `read_profile`."""
     profile = build(ChainProfile, {"smallest_batch": tree.get("batch_size"), **tree}, source)
     smallest, batch = profile.smallest_batch, profile.batch_size
     if smallest > batch:
@@ -192,7 +191,6 @@ TWINS = tuple(sorted(path.stem for path in _TWINS.glob("*.yaml")))
 
 
 def find_profile(name_or_path: str) -> ChainProfile:
-    """A twin by its name, or the profile in a file. A twin has its model's published totals; the activations that are kept
-    are what the published memory of a device leaves beside the parameters' state; shares of layers follow the rule that
-    its file begins with. Raises ConfigError: there is neither, or `read_profile` refuses the file."""
+    """Return a twin by name, or the profile in a file. A twin has its model's published totals; its activations are the
+    published memory per device minus the parameters' state; its file says how layers share them."""
     return read_profile(find_file(name_or_path, _TWINS, kind="chain profile"))

@@ -1,4 +1,4 @@
-"""A plan for a chain: its stages, where they are and what its parts cost; and the one judge of all plans, a step on a clock."""
+"""Chain plans: stages with their placement and costs, and the simulation of a step, by which all plans are compared."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +16,17 @@ Counts = tuple[int, ...]  # devices per machine
 
 
 def fresh_first(free: Counts, wanted: int, *, whole: int) -> Counts:
-    """Untouched machines (of `whole` devices) before those in use: replicas stay together, to reduce over fast links."""
+    """Take unused machines (with `whole` devices) first: replicas stay together and reduce over fast links."""
     return _fill(free, wanted, sorted(range(len(free)), key=lambda m: (free[m] != whole, -free[m], m)))
 
 
 def append_first(free: Counts, wanted: int, *, whole: int) -> Counts:
-    """Machines in use before untouched ones, the fullest first: leaves whole machines for later stages."""
+    """Take used machines first, the fullest first: later stages can have whole machines."""
     return _fill(free, wanted, sorted(range(len(free)), key=lambda m: (free[m] == whole, free[m], m)))
 
 
 def scatter_first(free: Counts, wanted: int, *, whole: int) -> Counts:
-    """As even over the machines as what is free allows: for stages with few weights and large activations."""
+    """Spread over the machines as evenly as possible: for stages with few weights and large activations."""
     taken = [0] * len(free)
     for _ in range(wanted):
         machine = min((m for m in range(len(free)) if taken[m] < free[m]), key=lambda m: (taken[m], -free[m], m))
@@ -38,12 +38,12 @@ POLICIES: tuple[Callable[..., Counts], ...] = (fresh_first, append_first, scatte
 
 
 def placements(free: Counts, wanted: int, *, whole: int) -> tuple[Counts, ...]:
-    """What the three ways give, each once."""
+    """Return the distinct results of the three policies."""
     return tuple(dict.fromkeys(policy(free, wanted, whole=whole) for policy in POLICIES))
 
 
 def taken_from(free: Counts, taken: Counts) -> Counts:
-    """What is free afterwards."""
+    """Return the devices that remain free."""
     return tuple(before - now for before, now in zip(free, taken, strict=True))
 
 
@@ -56,11 +56,11 @@ def _fill(free: Counts, wanted: int, order: Iterable[int]) -> Counts:
 
 
 class Stage(NamedTuple):
-    """Layers `first` up to but without `last`, on some devices of each machine; each microbatch is cut into slices."""
+    """Layers from `first` to before `last` on devices of each machine; each replica runs a slice of each microbatch."""
 
     first: int
     last: int
-    devices: Counts  # per machine, how many of its devices hold a replica
+    devices: Counts  # replicas per machine
 
     @property
     def replicas(self) -> int:
@@ -68,7 +68,7 @@ class Stage(NamedTuple):
 
     @property
     def spans_machines(self) -> bool:
-        """Its replicas reduce gradients over the network."""
+        """Whether its replicas reduce gradients over the network."""
         return sum(count > 0 for count in self.devices) > 1
 
 
@@ -79,13 +79,11 @@ Stages = tuple[Stage, ...]
 class ChainPlan:
     stages: Stages
     microbatches: int
-    microbatch_size: int  # samples, over all replicas of a stage
-    warm_up: str = (
-        "pa"  # of 1F1B: "pa", or "pb" for about twice as many microbatches in flight; "all": GPipe's, for comparison
-    )
+    microbatch_size: int  # samples over all replicas of a stage
+    warm_up: str = "pa"  # of 1F1B; "pb": about twice as many microbatches in flight; "all": as GPipe, for comparison
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches that a stage holds activations of, at most."""
+        """Return the largest number of microbatches of which a stage stores activations."""
         left = len(self.stages) - stage
         return min(self.microbatches, {"pa": left, "pb": 2 * left - 1}.get(self.warm_up, self.microbatches))
 
@@ -97,16 +95,16 @@ class ChainPlan:
 
 
 def device_ids(stages: Sequence[Stage], gpus_per_machine: int) -> list[tuple[int, ...]]:
-    """Per stage, the numbers of its devices: those of machine m begin at m x gpus_per_machine."""
+    """Return the device numbers per stage; those of machine m begin at m x gpus_per_machine."""
     used = [0] * len(stages[0].devices)
     found = []
     for stage in stages:
-        mine: list[int] = []
+        own: list[int] = []
         for machine, count in enumerate(stage.devices):
             begin = machine * gpus_per_machine + used[machine]
-            mine.extend(range(begin, begin + count))
+            own.extend(range(begin, begin + count))
             used[machine] += count
-        found.append(tuple(mine))
+        found.append(tuple(own))
     return found
 
 
@@ -114,33 +112,33 @@ GIGA = 1e9
 
 
 class Share(NamedTuple):
-    """Of a message between two stages, on one machine, the part that each resource carries (1 is all of it)."""
+    """Fractions of a message between two stages that the resources of one machine carry."""
 
     leaving: float
     entering: float
-    inside: float  # of one device's link: replicas send side by side
+    inside: float  # on one device's link; replicas send in parallel
 
 
 def shares(source: Counts, destination: Counts) -> list[Share]:
-    """Per machine. Slices stay on their machine as far as they can; the rest crosses the network."""
+    """Return the fractions per machine. Slices stay on their machine if possible; the others cross the network."""
     senders, receivers = sum(source), sum(destination)
     found = []
     for sends, receives in zip(source, destination, strict=True):
-        out, into = sends / senders, receives / receivers
-        stays = min(out, into)
-        found.append(Share(out - stays, into - stays, stays / min(sends, receives) if stays else 0.0))
+        outgoing, incoming = sends / senders, receives / receivers
+        stays = min(outgoing, incoming)
+        found.append(Share(outgoing - stays, incoming - stays, stays / min(sends, receives) if stays else 0.0))
     return found
 
 
 def hop_seconds(parts: list[Share], num_bytes: float, cluster: ChainCluster) -> float:
-    """A message alone on the cluster, without latency: the slowest of its parts."""
+    """Return the time of a message alone on the cluster, without latency: that of its slowest part."""
     network = max(max(part.leaving, part.entering) for part in parts) / cluster.message_gb_per_s
     inside = max(part.inside for part in parts) / cluster.link_gb_per_s
     return num_bytes / GIGA * max(network, inside)
 
 
 def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster) -> float:
-    """A ring over the replicas: 2 (n - 1) / n of the bytes at the speed of the slowest link on it."""
+    """Return the time of a ring over the replicas: 2 (n - 1) / n of the bytes at the speed of its slowest link."""
     replicas = sum(devices)
     spans = sum(count > 0 for count in devices) > 1
     speed = min(cluster.network_gb_per_s, cluster.ring_gb_per_s) if spans else cluster.ring_gb_per_s
@@ -149,14 +147,14 @@ def all_reduce_seconds(devices: Counts, num_bytes: float, cluster: ChainCluster)
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Of one plan: seconds for one microbatch, per stage or per hop (between stage s and s + 1)."""
+    """Seconds of a plan per microbatch, by stage or by hop (between stages s and s + 1)."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    reduce: tuple[float, ...]  # all-reduce of the stage's gradients, once per step
-    hops: tuple[float, ...]  # a message to the next stage, or back: they are as large and run on the same links
-    parts: tuple[list[Share], ...]  # per hop, what a message needs of each machine
-    messages: tuple[float, ...]  # per hop, bytes
+    reduce: tuple[float, ...]  # all-reduce of gradients, per step
+    hops: tuple[float, ...]  # a message in either direction: both have the same size and links
+    parts: tuple[list[Share], ...]  # per hop: use of each machine by a message
+    messages: tuple[float, ...]  # per hop: bytes
 
 
 def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) -> PlanCosts:
@@ -166,7 +164,7 @@ def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) ->
         forward.append(samples * _between(profile.forward, stage))
         backward.append(samples * _between(profile.backward, stage))
         reduce.append(all_reduce_seconds(stage.devices, _between(profile.parameters, stage), cluster))
-    pairs = list(zip(plan.stages, plan.stages[1:], strict=False))
+    pairs = list(itertools.pairwise(plan.stages))
     parts = tuple(shares(here.devices, there.devices) for here, there in pairs)
     messages = tuple(float(profile.outputs[here.last]) * plan.microbatch_size for here, _ in pairs)
     latency = cluster.latency_us * 1e-6
@@ -181,7 +179,7 @@ def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) ->
 
 
 def memory_bytes(plan: ChainPlan, profile: ChainProfile) -> tuple[float, ...]:
-    """Per stage, what one of its devices holds: state of the parameters, and activations of what is in flight."""
+    """Return the bytes per device of each stage: state of the parameters, and activations of microbatches in flight."""
     return tuple(
         profile.state_factor * _between(profile.parameters, stage)
         + plan.in_flight(number) * -(-plan.microbatch_size // stage.replicas) * _between(profile.activations, stage)
@@ -194,37 +192,37 @@ def _between(sums: Array, stage: Stage) -> float:
 
 
 def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
-    """Seconds from the first forward to the last reduced gradient, as a maximum over chains of work that must follow.
+    """Return the seconds from the first forward to the last reduced gradient: a maximum over chains of dependent work.
 
-    With stage q as the pivot: the first microbatch gets to it, it does all forwards and backwards without a pause,
-    and the last microbatch returns, each stage on the way reducing its gradients when its last backward is done:
+    With stage q as the pivot, the first microbatch reaches it, it runs all forwards and backwards without a pause, and
+    the last microbatch returns; each stage on its way reduces its gradients after its last backward:
 
         L_q = sum_{s<q} (F_s + c_s) + M (F_q + B_q) + max_{s<=q} (sum_{s<=a<q} (B_a + c_a) + AR_s)
 
-    That is DAPPLE's warm-up + steady + ending; the paper picks q by a rule of thumb, which misses slow early stages, and
-    this takes the largest. A message between stages is a pivot too, once for each direction. And a stage that holds K
-    microbatches starts the next only when the first of them has been to the end of the pipeline and back.
+    This is DAPPLE's warm-up + steady + ending. The paper selects q by a heuristic that misses slow early stages; this
+    takes the maximum. A message between stages is a pivot too, once per direction. A stage that stores K microbatches
+    starts the next one only after the first has reached the end of the pipeline and returned.
 
-    No plan is faster than this where links carry what they must (`simulate` is never below it).
+    It is a lower bound: `run`, where links are shared, is never faster.
 
     Source: Fan et al., "DAPPLE" (arXiv 2007.01045), section 4.1. `in_flight`: K of each stage."""
     count = len(costs.forward)
     hops = (*costs.hops, 0.0)
-    # Of a microbatch, from the start of its forward on stage s to the end of its backward there.
-    there_and_back = [0.0] * (count + 1)
+    # Time of a microbatch from the start of its forward on stage s to the end of its backward there.
+    round_trip = [0.0] * (count + 1)
     for s in reversed(range(count)):
-        there_and_back[s] = costs.forward[s] + costs.backward[s] + 2 * hops[s] + there_and_back[s + 1]
+        round_trip[s] = costs.forward[s] + costs.backward[s] + 2 * hops[s] + round_trip[s + 1]
     longest = entry = ending = 0.0
     for s in range(count):
         forward, backward, hop = costs.forward[s], costs.backward[s], hops[s]
         if s:
             ending += costs.backward[s - 1] + hops[s - 1]
         ending = max(ending, costs.reduce[s])
-        turns, rest = divmod(microbatches - 1, in_flight[s])
+        rounds, rest = divmod(microbatches - 1, in_flight[s])
         steady = max(
             microbatches * (forward + backward),
-            (turns + 1) * there_and_back[s] + rest * backward,
-            there_and_back[s] + (microbatches - 1) * hop,
+            (rounds + 1) * round_trip[s] + rest * backward,
+            round_trip[s] + (microbatches - 1) * hop,
         )
         longest = max(longest, entry + steady + ending)
         entry += forward + hop
@@ -232,32 +230,32 @@ def latency(costs: PlanCosts, microbatches: int, in_flight: list[int]) -> float:
 
 
 class Run(NamedTuple):
-    seconds: float  # until every stage has done its last backward and reduced its gradients
-    starts: tuple[tuple[float, ...], ...]  # per stage, when each action of its list starts
+    seconds: float  # until the last backward and all-reduce of all stages
+    starts: tuple[tuple[float, ...], ...]  # per stage, the start of each of its actions
     backwards_done: tuple[float, ...]  # per stage, the end of its last backward
     reduced: tuple[float, ...]  # per stage, the end of its all-reduce
 
 
 def run(plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster) -> Run:
-    """Synchronous 1F1B, then the all-reduces.
+    """Simulate synchronous 1F1B, then the all-reduces.
 
-    A stage does the list of `one_f_one_b` in order, all of its replicas at once, each on its slice of the microbatch.
-    A message leaves when its computation is done. It needs its own connection for all of its time (messages of one
-    hop and direction queue), and of each machine the network for as long as its part takes, out and in apart: hops
-    that share a machine's network wait for one another, in the order in which they ask. A stage's all-reduce starts
-    after its last backward; those that cross a common network go one after another, and let messages pass, which are
-    small by then. Where no hop shares a network it equals `megalite.pipeline.ir.simulate`.
+    A stage runs the list of `one_f_one_b` in order, all replicas at the same time, each on its slice of the microbatch.
+    A message is sent when its computation ends. It occupies its connection for its whole time (messages of one hop and
+    direction queue), and each machine's network for the time of its part, separately out and in: hops that share a
+    machine's network take turns, first come, first served. A stage's all-reduce starts after its last backward; those
+    that share a network run one after another, without delaying messages, which are small by then. If no hop shares a
+    network the result equals `megalite.pipeline.ir.simulate`, which has no shared links.
 
-    Computation and communication overlap; a reduction does not overlap its own stage's backwards."""
+    Computation and communication overlap; a reduction does not overlap with backwards of the same stage."""
     lists = plan.schedule.actions
-    clock = _Clock(plan, costs, cluster, lists)
-    done = tuple(starts[-1] + duration for starts, duration in zip(clock.starts, costs.backward, strict=True))
+    starts = _Simulation(plan, costs, cluster, lists).starts
+    done = tuple(row[-1] + duration for row, duration in zip(starts, costs.backward, strict=True))
     reduced = _reductions(plan, costs, done)
-    return Run(max(*done, *reduced), tuple(map(tuple, clock.starts)), done, reduced)
+    return Run(max(*done, *reduced), tuple(map(tuple, starts)), done, reduced)
 
 
-class _Clock:
-    """Computations that end and messages that arrive, in order of time, to the end of all lists: gives `starts`."""
+class _Simulation:
+    """Processes ends of computations and arrivals of messages in order of time; the result is `starts`."""
 
     def __init__(
         self, plan: ChainPlan, costs: PlanCosts, cluster: ChainCluster, lists: tuple[tuple[Action, ...], ...]
@@ -267,10 +265,10 @@ class _Clock:
         self._lists = [[(action.kind is Kind.B, action.microbatch) for action in row] for row in lists]
         self.starts: list[list[float]] = [[] for _ in range(count)]
         self._busy = [False] * count
-        # [backward][stage][microbatch]: the stage's input, or the gradient of its output, is there. The first stage has
-        # its inputs from the start, and the last needs only its own forward, which its list has before the backward.
+        # [backward][stage][microbatch]: whether the stage's input, or its output's gradient, has arrived. The first stage
+        # has all inputs from the start; the last needs only its own forward, which comes before the backward in its list.
         ends = (0, count - 1)
-        self._there = [[[stage == end] * microbatches for stage in range(count)] for end in ends]
+        self._arrived = [[[stage == end] * microbatches for stage in range(count)] for end in ends]
         self._needs = [_resources(costs, cluster, back) for back in (False, True)]
         self._free = [0.0] * (2 * cluster.machines + 2 * count)
         self._events: list[tuple[float, int, bool, bool, int, int]] = []
@@ -280,7 +278,7 @@ class _Clock:
         while self._events:
             now, _, arrives, back, stage, microbatch = heappop(self._events)
             if arrives:
-                self._there[back][stage][microbatch] = True
+                self._arrived[back][stage][microbatch] = True
             else:
                 self._busy[stage] = False
                 target = stage - 1 if back else stage + 1
@@ -289,12 +287,12 @@ class _Clock:
             self._begin(stage, now)
 
     def _begin(self, stage: int, now: float) -> None:
-        """The stage's next computation, if the stage is free and has what it needs."""
+        """Start the stage's next computation if the stage is free and the input has arrived."""
         starts, row = self.starts[stage], self._lists[stage]
         if self._busy[stage] or len(starts) == len(row):
             return
         back, microbatch = row[len(starts)]
-        if self._there[back][stage][microbatch]:
+        if self._arrived[back][stage][microbatch]:
             self._busy[stage] = True
             starts.append(now)
             duration = (self._costs.backward if back else self._costs.forward)[stage]
@@ -313,39 +311,39 @@ class _Clock:
 
 
 def _resources(costs: PlanCosts, cluster: ChainCluster, back: bool) -> list[list[tuple[int, float]]]:
-    """Per hop, what a message in that direction occupies, and for how long: networks out and in, its connection."""
+    """Return (resource, seconds) that a message in a direction occupies, per hop: networks out and in, its connection."""
     machines = cluster.machines
     found = []
     for hop, (parts, size) in enumerate(zip(costs.parts, costs.messages, strict=True)):
         seconds = size / (cluster.message_gb_per_s * GIGA)
         needs = [(2 * machines + 2 * hop + back, costs.hops[hop])]
         for machine, part in enumerate(parts):
-            out, into = (part.entering, part.leaving) if back else (part.leaving, part.entering)
-            if out > 0:
-                needs.append((2 * machine, out * seconds))
-            if into > 0:
-                needs.append((2 * machine + 1, into * seconds))
+            outgoing, incoming = (part.entering, part.leaving) if back else (part.leaving, part.entering)
+            if outgoing > 0:
+                needs.append((2 * machine, outgoing * seconds))
+            if incoming > 0:
+                needs.append((2 * machine + 1, incoming * seconds))
         found.append(needs)
     return found
 
 
 def _reductions(plan: ChainPlan, costs: PlanCosts, ready: tuple[float, ...]) -> tuple[float, ...]:
-    """When each stage's gradients are reduced; first come, first served on every network."""
+    """Return the end of each stage's all-reduce; networks serve them first come, first served."""
     free = [0.0] * len(plan.stages[0].devices)
     ends = list(ready)
     for number in sorted(range(len(ready)), key=lambda s: (ready[s], -s)):
         stage = plan.stages[number]
         if stage.replicas == 1:
             continue
-        on = [machine for machine, count in enumerate(stage.devices) if count] if stage.spans_machines else []
-        ends[number] = max([ready[number], *(free[machine] for machine in on)]) + costs.reduce[number]
-        for machine in on:
+        machines = [machine for machine, count in enumerate(stage.devices) if count] if stage.spans_machines else []
+        ends[number] = max([ready[number], *(free[machine] for machine in machines)]) + costs.reduce[number]
+        for machine in machines:
             free[machine] = ends[number]
     return tuple(ends)
 
 
 def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
-    """The computations for drawing, in milliseconds: a rank is a stage, and the clock continues to the end of the last
+    """Return the computations in milliseconds, for drawing: one rank per stage; the end is that of the last
     all-reduce."""
     schedule = plan.schedule
     durations = {Kind.F: costs.forward, Kind.B: costs.backward}
@@ -365,13 +363,13 @@ def timeline(plan: ChainPlan, costs: PlanCosts, found: Run) -> Timeline:
     )
 
 
-_MOST_MICROBATCHES = 512  # more would shorten the bubble no further, and simulating takes time in proportion
+_MOST_MICROBATCHES = 512  # more hardly shorten the bubble, and the simulation's time is proportional
 
 
 class Judged(NamedTuple):
     plan: ChainPlan
-    seconds: float  # of a step, simulated
-    memory: tuple[float, ...]  # per stage, bytes on one of its devices
+    seconds: float  # simulated seconds of a step
+    memory: tuple[float, ...]  # bytes per device of each stage
 
 
 @dataclass(frozen=True)
@@ -379,11 +377,10 @@ class Problem:
     profile: ChainProfile
     cluster: ChainCluster
     global_batch: int  # samples per step
-    memory: float  # bytes that a device may hold
+    memory: float  # bytes per device
 
     def microbatch_counts(self) -> list[int]:
-        """How many microbatches a step can have, ascending: divisors of the batch up to 512, and each microbatch large
-        enough to fill one device."""
+        """Return divisors of the batch, ascending, up to 512, with microbatches large enough to fill one device."""
         least = min(self.profile.smallest_batch, self.global_batch)
         most = min(self.global_batch // least, _MOST_MICROBATCHES)
         return [count for count in range(1, most + 1) if self.global_batch % count == 0]
@@ -393,13 +390,13 @@ class Problem:
 
 
 class Judge:
-    """Simulates plans; the same stages are simulated once."""
+    """Simulates plans, each once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.known: dict[ChainPlan, float] = {}  # seconds of the plans that were simulated
+        self.known: dict[ChainPlan, float] = {}  # plan -> simulated seconds
         self._bounds: dict[ChainPlan, float] = {}
-        self.work = 0  # microbatches times stages that were simulated so far: what simulating costs
+        self.work = 0  # microbatches times stages simulated so far, a measure of the cost
 
     def seconds(self, plan: ChainPlan) -> float:
         if plan not in self.known:
@@ -409,7 +406,7 @@ class Judge:
         return self.known[plan]
 
     def bound(self, plan: ChainPlan) -> float:
-        """The latency formula: never above `seconds`."""
+        """Return the latency formula, a lower bound of `seconds`."""
         if plan not in self._bounds:
             costs = plan_costs(plan, self.problem.profile, self.problem.cluster)
             in_flight = [plan.in_flight(stage) for stage in range(len(plan.stages))]
@@ -420,16 +417,16 @@ class Judge:
         return memory_bytes(plan, self.problem.profile)
 
     def fits(self, plan: ChainPlan) -> bool:
-        """No device holds more than it may."""
+        """Test whether all stages fit into a device's memory."""
         return max(self.memory(plan)) <= self.problem.memory
 
     def promise(self, stages: Stages) -> float:
-        """No step of these stages, whatever its microbatches, is shorter; infinite if none fits."""
+        """Return a lower bound for the step with these stages and any microbatches; infinite if no plan fits."""
         bounds = (self.bound(plan) for plan in self._variants(stages) if self.fits(plan))
         return min(bounds, default=float("inf"))
 
     def best(self, stages: Stages, *, below: float = float("inf"), within_memory: bool = True) -> Judged | None:
-        """The fastest step of these stages; None if none fits the memory or is faster than `below`."""
+        """Return the fastest step with these stages; None if no plan fits into memory and is faster than `below`."""
         variants = [plan for plan in self._variants(stages) if not within_memory or self.fits(plan)]
         found: Judged | None = None
         for plan in sorted(variants, key=lambda plan: (self.bound(plan), plan.warm_up)):
@@ -441,7 +438,7 @@ class Judge:
         return found
 
     def _variants(self, stages: Stages) -> list[ChainPlan]:
-        # A pipeline of one stage has no warm-up to speak of.
+        # A pipeline of one stage has no warm-up.
         warm_ups = ("pa", "pb") if len(stages) > 1 else ("pa",)
         counts = self.problem.microbatch_counts()
         return [self.problem.plan(stages, count, warm_up) for count in counts for warm_up in warm_ups]

@@ -1,4 +1,4 @@
-"""The planner for chains: all ways of planning, one judge, the fastest, and small changes for as long as one helps."""
+"""Plan a chain: candidates from all methods are simulated, and small changes improve the fastest ones."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -28,16 +28,17 @@ from megalite.planner.chain.plan import (
 
 
 def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
-    """The stages that minimise PipeDream's objective, on all devices of the cluster.
+    """Return the stages that minimise PipeDream's objective on all devices of the cluster.
 
-    For m components of a level with bandwidth B, layers i..j, a component's own time U (the layer sum, or what the
-    level below found for its whole machine), weights w and outputs a (of a microbatch of the profile's batch size):
+    For m components of a level with bandwidth B and layers i..j: U is the time of one component (the sum of its layers,
+    or the lower level's optimum for a whole machine), w weights, a outputs (of a microbatch of the profile's batch
+    size):
 
         T(i, j, m) = (U(i, j) + 4 (m - 1) w / (B m)) / m
         A(i, j, m) = min(T(i, j, m), min over s, m' of max(A(i, s, m - m'), 2 a_s / (B m'), T(s, j, m')))
 
-    A of one level is U of the next. It is the time between microbatches of a pipeline that never drains and reduces
-    gradients after every microbatch; the bubble of a synchronous step and its one reduction do not occur in it.
+    A of one level is U of the next. The objective is the time between microbatches of a pipeline that never drains and
+    reduces gradients after each microbatch; it ignores a synchronous step's bubble and its single reduction.
 
     Source: Narayanan et al., "PipeDream" (SOSP 2019), section 3.1."""
     layers, size = len(profile.layers), profile.batch_size
@@ -64,14 +65,14 @@ def pipedream_plan(profile: ChainProfile, cluster: ChainCluster) -> Stages:
 
 
 class _Solver:
-    """One level of the dynamic program, all intervals of layers at once."""
+    """One level of the dynamic program, for all intervals of layers at once."""
 
     def __init__(self, profile: ChainProfile, own: Array, components: int, reduce: float, message: float) -> None:
         layers = len(profile.layers)
         weights = profile.parameters[None, :] - profile.parameters[:, None]
         m = np.arange(1, components + 1)
         replicated = (own[:, :, None] + 4.0 * (m - 1) * weights[:, :, None] / (reduce * m)) / m
-        # Intervals that hold no layer are no stage.
+        # An empty interval of layers is not a stage.
         legal = np.arange(layers + 1)[:, None] < np.arange(layers + 1)[None, :]
         replicated[~legal] = np.inf
         self._alone = replicated
@@ -84,9 +85,9 @@ class _Solver:
                 self._try(total, tail)
 
     def _try(self, total: int, tail: int) -> None:
-        """Plans with a last stage that has `tail` of `total` components."""
+        """Improve the optimum of `total` components by plans with `tail` of them in the last stage."""
         head = np.maximum(self.best[:, :, total - tail - 1], self._hops[None, :] / tail)
-        # [i, s, j]: head of i..s, then a stage s..j.
+        # [i, s, j]: the optimum of i..s, then a stage s..j.
         slowest = np.maximum(head[:, :, None], self._alone[None, :, :, tail - 1])
         cut = slowest.argmin(axis=1)
         value = np.take_along_axis(slowest, cut[:, None, :], axis=1)[:, 0, :]
@@ -96,7 +97,7 @@ class _Solver:
         self._tail[:, :, total - 1][better] = tail
 
     def stages(self, first: int, last: int, components: int) -> list[tuple[int, int, int]]:
-        """(first layer, end, components) of each stage of the best plan, in order."""
+        """Return (first layer, end, components) of the best plan's stages, in order."""
         found: list[tuple[int, int, int]] = []
         while True:
             cut = int(self._cut[first, last, components - 1])
@@ -112,35 +113,34 @@ def data_parallel(profile: ChainProfile, cluster: ChainCluster) -> Stages:
 
 
 def straight(profile: ChainProfile, cluster: ChainCluster) -> Stages:
-    """One device a stage, as many as there are layers for, cut so that the slowest stage or message is as
-    fast as it can be."""
+    """Return one device per stage, as many stages as possible, cut to minimise the slowest stage or message."""
     return even_stages(profile, cluster, min(cluster.num_gpus, len(profile.layers)), each=1)
 
 
 def even_stages(profile: ChainProfile, cluster: ChainCluster, count: int, *, each: int | None = None) -> Stages:
-    """`count` stages on `each` devices (default: all devices, shared out as evenly as they go, early stages more).
-    Machines are filled one after another. The cut makes the slowest as fast as it can be, stage or message."""
+    """Return `count` stages on `each` devices (default: all devices, evenly; early stages have more). Machines are
+    filled one after another. The cut minimises the slowest stage or message."""
     devices = cluster.num_gpus
     sizes = [each or devices // count + (number < devices % count) for number in range(count)]
     free, places = cluster.empty, []
     for size in sizes:
         places.append(append_first(free, size, whole=cluster.gpus_per_machine))
         free = taken_from(free, places[-1])
-    hops = [hop_seconds(shares(here, there), 1.0, cluster) for here, there in pairwise(places)]
+    hops = [hop_seconds(shares(source, target), 1.0, cluster) for source, target in pairwise(places)]
     cuts = cut(profile, sizes, hops)
     return tuple(map(Stage, cuts, cuts[1:], places))
 
 
 def cut(profile: ChainProfile, devices: list[int], hops: list[float]) -> list[int]:
-    """Where stages begin and end, at least a layer each: the least possible maximum over stages and messages.
-    `devices`: Per stage. `hops`: Between stages, the seconds of a byte."""
+    """Return the stages' boundaries, with at least one layer each, that minimise the maximum over stages and messages.
+    `devices`: number per stage. `hops`: seconds per byte between stages."""
     work = profile.forward + profile.backward
     layers, count = len(profile.layers), len(devices)
     best = np.full((count + 1, layers + 1), np.inf)
     best[0, 0] = 0.0
     begin = np.zeros((count + 1, layers + 1), dtype=int)
     for number, (size, hop) in enumerate(zip(devices, [*hops, 0.0], strict=True)):
-        # [i, j]: stages before it end at i, it ends at j.
+        # [i, j]: previous stages end at i, this one at j.
         slowest = np.maximum(best[number][:, None], (work[None, :] - work[:, None]) / size)
         slowest = np.maximum(slowest, hop * profile.outputs[None, :])
         slowest[np.tri(layers + 1, dtype=bool)] = np.inf
@@ -153,9 +153,8 @@ def cut(profile: ChainProfile, devices: list[int], hops: list[float]) -> list[in
 
 
 def refine(judge: Judge, start: Judged, *, work: int) -> Judged:
-    """The plan, bettered by a faster neighbour again and again, until there is none or enough has been simulated.
-    Neighbours are taken in the order of their latency formula; those that cannot be faster by it are not simulated, and
-    at most `work` microbatches times stages are."""
+    """Move to a faster neighbour repeatedly, until none is faster or `work` microbatches times stages were simulated.
+    Neighbours are tried in the order of their latency formula, which rules out those that cannot be faster."""
     best: Judged | None = start
     last = judge.work + work
     while best is not None and judge.work < last:
@@ -174,7 +173,7 @@ def _faster_neighbour(judge: Judge, best: Judged, last: int) -> Judged | None:
 
 
 def _variants(plan: ChainPlan, judge: Judge) -> Iterator[ChainPlan]:
-    """Other stages under the same schedule, and the same stages with the next number of microbatches."""
+    """Yield plans with changed stages, and with the next lower or higher number of microbatches."""
     for stages in neighbours(plan.stages, judge):
         warm_up = plan.warm_up if len(stages) > 1 else "pa"
         yield judge.problem.plan(stages, plan.microbatches, warm_up)
@@ -185,7 +184,7 @@ def _variants(plan: ChainPlan, judge: Judge) -> Iterator[ChainPlan]:
 
 
 def neighbours(stages: Stages, judge: Judge) -> Iterator[Stages]:
-    """Cuts moved by one or two layers, two stages joined, one split, a device given to another stage or left out."""
+    """Yield stages with a cut moved by one or two layers, two joined, one split, or a device moved, added or removed."""
     for s in range(len(stages) - 1):
         here, there = stages[s], stages[s + 1]
         for step in (-2, -1, 1, 2):
@@ -214,16 +213,16 @@ def _splits(stages: Stages, judge: Judge) -> Iterator[Stages]:
 
 
 def _device_moves(stages: Stages, judge: Judge) -> Iterator[Stages]:
-    """A device left out, one taken in, one handed to the stage beside or to the slowest."""
+    """Yield stages with one device removed, added, or moved to an adjacent stage or the slowest."""
     used: Counts = (0,) * judge.problem.cluster.machines
     for stage in stages:
         used = _sum(used, stage.devices)
     free = taken_from(judge.problem.cluster.empty, used)
-    work = judge.problem.profile.forward + judge.problem.profile.backward  # seconds a sample, before each cut
+    work = judge.problem.profile.forward + judge.problem.profile.backward  # seconds per sample before each cut
     slowest = max(range(len(stages)), key=lambda s: (work[stages[s].last] - work[stages[s].first]) / stages[s].replicas)
 
     def moved(machine: int, changes: dict[int, int]) -> Stages:
-        """Each stage with so many devices of a machine more."""
+        """Add `changes` to the numbers of devices per stage on a machine."""
         unit = tuple(int(m == machine) for m in range(len(free)))
         return tuple(
             stage._replace(devices=_sum(stage.devices, tuple(changes.get(s, 0) * one for one in unit)))
@@ -246,22 +245,22 @@ def _sum(one: Counts, other: Counts) -> Counts:
 
 
 PIPEDREAM, DATA_PARALLEL, STRAIGHT = "PipeDream", "data parallel", "straight pipeline"
-_NODES = 2000  # partial plans that the search looks into for each number of microbatches
-_KEEP = 20  # plans that it hands to the judge
-_REFINED = 6  # of its plans, how many are changed a little
-_WORK = 40_000  # microbatches times stages that are simulated for each of these
+_NODES = 2000  # partial plans that the search expands per number of microbatches
+_KEEP = 20  # plans per search that are judged
+_REFINED = 6  # number of plans that are refined
+_WORK = 40_000  # microbatches times stages simulated per refinement
 _MOST_COUNTS = 48
-_REACH = 1.1  # a plan this much slower than the fastest may still be the one that small changes make the fastest
+_REACH = 1.1  # slower plans, up to this factor, may become the fastest by refinement
 
 
 class Planned(NamedTuple):
-    """What `plan_chain` found. The baselines have the microbatches and the warm-up that suit them best; where none of
-    these fits the memory, those that are fastest if there were enough. Complete: the search never stopped at its limit,
-    so memory aside no plan placed in the three ways has a lower latency formula than those that were judged."""
+    """Result of `plan_chain`. Baselines have their best microbatches and warm-up that fit into memory, or the fastest
+    ones if none fits. Complete: the search never stopped at its limit, so apart from memory no plan placed by the three
+    policies has a lower latency formula than the judged ones."""
 
     best: Judged  # the fastest plan that fits the memory
     baselines: Mapping[str, Judged]
-    nodes: int  # partial plans that the search looked into
+    nodes: int  # partial plans that the search expanded
     complete: bool
     simulations: int  # plans that were simulated
 
@@ -269,13 +268,13 @@ class Planned(NamedTuple):
 def plan_chain(
     profile: ChainProfile, cluster: ChainCluster, global_batch: int, *, memory: float | None = None
 ) -> Planned:
-    """The fastest plan of synchronous training: stages, replicas, placement and microbatches.
+    """Return the fastest plan for synchronous training: stages, replicas, placement and microbatches.
 
-    Judged are the baselines, pipelines of equal stages, what the branch and bound finds for each number of
-    microbatches, and small changes to the best of these: so the result is never slower than a baseline that fits.
+    Candidates are the baselines, pipelines of equal stages, the results of branch and bound per number of microbatches,
+    and small changes to the best of these; so the result is never slower than a baseline that fits.
 
-    `memory` is bytes of a device (default what the cluster has; `inf` lifts the limit). Raises ConfigError if the batch
-    cannot be used, or no plan fits the memory (the nearest miss is named)."""
+    `memory`: bytes per device (default: the cluster's; `inf`: no limit). Raises ConfigError if the batch cannot be
+    used, or no plan fits (with the least memory needed)."""
     limit = cluster.memory_gb * 1e9 if memory is None else memory
     if global_batch < 1:
         raise ConfigError(f"global_batch_size is {global_batch}; it must be 1 or more, such as {profile.batch_size}")
@@ -302,7 +301,7 @@ def plan_chain(
         candidates[even_stages(profile, cluster, count, each=1)] = None
     judged = _judge(judge, candidates, {})
     nodes, complete, whole = 0, True, cluster.gpus_per_machine
-    # Whole machines, then halves of them, single devices: what a coarse search finds lets a fine one drop most prefixes.
+    # From whole machines to single devices: results of a coarse search let a fine one drop most prefixes.
     for grain in sorted({whole, max(1, whole // 2), 1}, reverse=True):
         complete = True
         for count in counts:
@@ -313,18 +312,18 @@ def plan_chain(
     if not judged:
         least = min(max(judge.memory(problem.plan(each, count))) for each in candidates for count in counts)
         what = f"no plan for {profile.name} on {cluster.name} fits {format_bytes(problem.memory)} per device"
-        raise ConfigError(f"{what}: the nearest needs {format_bytes(least)}; give more memory or more devices")
-    # The fastest plan of each number of stages: small changes seldom lead from one number to another.
-    unlike: dict[int, Judged] = {}
+        raise ConfigError(f"{what}: the smallest needs {format_bytes(least)}; use more memory or more devices")
+    # The fastest plan per number of stages: small changes seldom lead from one number to another.
+    fastest_by_count: dict[int, Judged] = {}
     for plan in sorted(judged.values(), key=lambda plan: plan.seconds):
-        unlike.setdefault(len(plan.plan.stages), plan)
-    refined = [refine(judge, plan, work=_WORK) for plan in list(unlike.values())[:_REFINED]]
+        fastest_by_count.setdefault(len(plan.plan.stages), plan)
+    refined = [refine(judge, plan, work=_WORK) for plan in list(fastest_by_count.values())[:_REFINED]]
     best = min([*judged.values(), *refined], key=lambda plan: plan.seconds)
     return Planned(best, baselines, nodes, complete, len(judge.known))
 
 
 def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Judged]) -> dict[Stages, Judged]:
-    """With the candidates that may come within reach of the fastest."""
+    """Add the candidates that may come within `_REACH` of the fastest."""
     judged = dict(judged)
     fastest = min((plan.seconds for plan in judged.values()), default=float("inf"))
     for promise, stages in sorted((judge.promise(stages), stages) for stages in candidates):

@@ -1,1 +1,1 @@
-"""What a training step takes on a machine: formulas from GEMM to step, over numbers or numpy arrays. No torch."""
+"""Predict the time of a training step on a machine: formulas over numbers or numpy arrays. No torch."""

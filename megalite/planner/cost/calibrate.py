@@ -1,9 +1,9 @@
-"""`fit`: efficiencies and host constants from measured steps; `read_rows`: such steps from a table.
+"""`fit` efficiencies and host constants to measured steps; `read_rows` reads such steps from a table.
 
-Least absolute logarithms of predicted over measured (robust: outliers weigh by their sign alone), with a prior about
-each constant's present value, found by iteratively reweighted Gauss-Newton steps in the constants' logarithms. Between
-simulations the step is followed by its parts: computation by the cost formulas over all rows at once, the rest by the
-power that a constant enters with."""
+The objective is the sum of absolute logarithms of predicted / measured, which is robust against outliers, plus a prior
+around each constant's present value. It is minimised by iteratively reweighted Gauss-Newton steps in the constants'
+logarithms. Between simulations a step is approximated from its parts: computation by the cost formulas over all rows,
+other parts by the power with which a constant enters."""
 
 import csv
 import io
@@ -32,7 +32,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 
 Array = npt.NDArray[np.float64]
 
-# Constants that are fitted -> standard deviation of the logarithm about the present value. All enter monotonously.
+# Fitted constants -> standard deviation of the logarithm around the present value. Steps are monotonic in each of them.
 _EFFICIENCIES = {"gemm": 0.3, "memory": 0.15, "link": 0.1, "small_groups": 0.5, "network": 0.7, "device_deviation": 1.0}
 _SHARES = {"attention_efficiency": 0.3, "attention_backward": 0.15, "overlap_cost": 1.0}
 _FACTORS = {"product_rate": 0.3, "elementwise_slowdown": 0.5, "optimizer_slowdown": 0.7}
@@ -40,16 +40,16 @@ _SECONDS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_sec
 _CONSTANTS = {**_SHARES, **_FACTORS, **_SECONDS}
 PRIORS = {**_EFFICIENCIES, **_CONSTANTS}
 DEFAULT = tuple(name for name in PRIORS if name not in ("attention_backward", "product_rate"))
-"""Those two are a second factor of another one: they are fitted where that one is kept."""
-PRIOR_WEIGHT = 0.013  # twice what one standard deviation from the prior costs, in the rows' mean error of the logarithm
-ROUNDS, STEPS = 3, 5  # times that all rows are simulated, and steps for each of `SMOOTH` between two such times
-SMOOTH = (0.1, 0.03, 0.01)  # errors below this count by their squares: less and less of them
-MOVE = 1e-3  # of a logarithm, to see what it changes
+"""Those two are factors of another constant, so they are fitted only if that one is fixed."""
+PRIOR_WEIGHT = 0.013  # twice the cost of one standard deviation from the prior, in mean logarithmic error
+ROUNDS, STEPS = 3, 5  # simulations of all rows, and steps per value of `SMOOTH` between two simulations
+SMOOTH = (0.1, 0.03, 0.01)  # errors below this value count by their squares
+MOVE = 1e-3  # change of a logarithm for finite differences
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that was timed; its config is validated, its vocabulary known."""
+    """A timed step; its config is validated and has a vocabulary."""
 
     config: RunConfig
     seconds: float
@@ -69,14 +69,14 @@ class Machine(NamedTuple):
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """All that can be fitted."""
+        """All constants that can be fitted."""
         return tuple(PRIORS)
 
     def value(self, name: str) -> float:
         return float(getattr(self.cluster.efficiency if name in _EFFICIENCIES else self.stack, name))
 
     def replaced(self, names: Sequence[str], logarithms: Array) -> "Machine":
-        """The same with the constants exp(logarithms)."""
+        """Return a machine with the constants exp(logarithms)."""
         values = dict(zip(names, map(float, np.exp(logarithms))))
         values |= {name: min(1.0, value) for name, value in values.items() if name in _EFFICIENCIES or name in _SHARES}
         rest: dict[str, Any] = {name: value for name, value in values.items() if name in _CONSTANTS}
@@ -93,12 +93,12 @@ def fit(
     source: str = "measured steps",
     only: Sequence[str] = DEFAULT,
 ) -> Calibration:
-    """The cluster's efficiencies and the stack's host constants that explain the rows.
+    """Fit the cluster's efficiencies and the stack's host constants to the rows.
 
-    A constant that the rows say nothing of stays where it is. `source` says what the rows are, for the provenance;
-    `only` names the constants to fit, of `PRIORS`. Raises ConfigError if there are no rows, or no such constant."""
+    A constant that no row depends on keeps its value. `source` describes the rows in the provenance; `only` names the
+    constants to fit, from `PRIORS`. Raises ConfigError if there are no rows, or a constant is unknown."""
     if not rows:
-        raise ConfigError("there is nothing to fit: give at least one measured step")
+        raise ConfigError("there is nothing to fit: at least one measured step is required")
     for name in only:
         if name not in PRIORS:
             raise ConfigError(f"cannot fit {name}{nearest(name, PRIORS)} (constants are {', '.join(PRIORS)})")
@@ -109,9 +109,9 @@ def fit(
     tried: list[tuple[float, Array, list[float]]] = []
     best = start
     for _ in range(ROUNDS):
-        follow = _Followed(rows, machine.replaced(names, best), names)
-        tried.append((_loss(follow.seconds, measured), best, follow.seconds))
-        best = _steps(follow.at, names, best, start, measured)
+        model = _Approximation(rows, machine.replaced(names, best), names)
+        tried.append((_loss(model.seconds, measured), best, model.seconds))
+        best = _steps(model.at, names, best, start, measured)
     now = machine.replaced(names, best)
     last = [predict(row.config, *now).step_seconds for row in rows]
     _, best, seconds = min([*tried, (_loss(last, measured), best, last)], key=lambda each: each[0])
@@ -134,7 +134,7 @@ def _loss(seconds: Sequence[float], measured: Array) -> float:
 def _steps(
     predicted: Callable[[Array], Array], names: Sequence[str], begin: Array, prior: Array, measured: Array
 ) -> Array:
-    """Reweighted Gauss-Newton from `begin`, in logarithms of the constants; efficiencies stay at most 1."""
+    """Run reweighted Gauss-Newton from `begin`, in logarithms of the constants; efficiencies stay at most 1."""
     at = begin.copy()
     deviation = np.array([PRIORS[name] for name in names])
     shares = np.array([name in _EFFICIENCIES or name in _SHARES for name in names])
@@ -151,7 +151,7 @@ def _steps(
 
     for smooth in np.repeat(SMOOTH, STEPS):
         now = residuals(at)
-        # Each constant is moved inwards, so that none leaves its range.
+        # Each constant moves inwards, to stay in its range.
         moves = np.where(at + MOVE <= upper, MOVE, -MOVE)
         slopes = np.stack(
             [(residuals(at + move * unit) - now) / move for move, unit in zip(moves, np.eye(len(at)))], axis=1
@@ -168,8 +168,8 @@ def _steps(
     return at
 
 
-class _Followed:
-    """All rows at once, near the constants that they were simulated with."""
+class _Approximation:
+    """Approximates the time of all rows, near the constants that they were simulated with."""
 
     def __init__(self, rows: Sequence[Measured], machine: Machine, names: Sequence[str]) -> None:
         self._machine, self._names = machine, names
@@ -180,7 +180,7 @@ class _Followed:
         self._work = stacked([work for work, plans in zip(per_row, stages) for _ in plans])  # over (row, stage)
         kinds = [stage_kind(row.config, plan) for row, plans in zip(rows, stages) for plan in plans]
         self._counts: Mapping[str, Any] = dict(zip(StageKind._fields, np.array(kinds).T))
-        # (row, pipeline rank) are numbered: that of each (row, stage), and the row of each.
+        # (row, pipeline rank) pairs are numbered: the number per (row, stage), and the row of each number.
         sizes = [row.config.parallel.pp for row in rows]
         firsts = np.cumsum([0, *sizes[:-1]])
         self._rank = np.array([first + plan.rank for first, plans in zip(firsts, stages) for plan in plans])
@@ -192,13 +192,13 @@ class _Followed:
         works = stacked(per_row)
         self._ranks = works.tp * works.cp * works.dp * works.pp
         size = works.dp * works.cp
-        # Replicas are on several nodes.
+        # Whether the replicas are on several nodes.
         self._across = members_within(machine.cluster.node.accelerators, size, data_stride(works)) < size
-        # Of each row, simulated computation over the closed form's.
+        # Per row: simulated computation / computation in closed form.
         self._factor = (np.array(self.seconds) - sum(self._parts.values())) / self._computation(machine)
 
     def _computation(self, machine: Machine) -> Array:
-        """Busiest rank for all microbatches, and the others once for each chunk."""
+        """Sum the busiest rank over all microbatches, and the other ranks once per chunk."""
         total = stage_cost(Pricing.of(self._work, *machine), **self._counts).total
         busy = np.bincount(self._rank, weights=total)
         most = np.zeros(len(self._chunks))
@@ -208,7 +208,7 @@ class _Followed:
         return self._microbatches * most * (1.0 + slowest) + (together - most) / self._chunks
 
     def at(self, logarithms: Array) -> Array:
-        """Seconds of each row with other constants."""
+        """Return the seconds of each row with other constants."""
         machine = self._machine.replaced(self._names, logarithms)
         old, new, parts = self._machine.cluster.efficiency, machine.cluster.efficiency, self._parts
         before, after = self._machine.stack, machine.stack
@@ -227,12 +227,12 @@ class _Followed:
 RANKS = "gpus"
 TIMES = ("seconds", "tokens_per_second", "tokens_per_second_per_gpu")
 _OTHERS = ("preset", "source", RANKS, *TIMES)
-_HOW = f"a line of names comes first: {RANKS}, one of {', '.join(TIMES)}, and settings such as tp or hidden_size"
+_HOW = f"the first line has names: {RANKS}, one of {', '.join(TIMES)}, and settings such as tp or hidden_size"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `cells` are those that have something in them."""
+    """A line of the table. `cells` are those that are not empty."""
 
     number: int
     cells: Mapping[str, str]
@@ -240,12 +240,12 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Columns: `gpus`; the time of a step in `seconds`, or its tokens per second, of all ranks or of one; `preset`; and any
-    settings. `source` is for people. Empty cells stay at the preset or the default. Raises ConfigError, with the line."""
+    """Read a table with the columns `gpus`; `seconds` of a step, or its tokens per second over all ranks or per rank;
+    `preset`; and any settings. Column `source` is ignored. Empty cells use the preset or default. Raises ConfigError."""
     reader = csv.DictReader(io.StringIO(read_input(path, "table")), skipinitialspace=True)
     names = [name or "" for name in reader.fieldnames or ()]
     if RANKS not in names or not any(name in names for name in TIMES):
-        raise ConfigError(f"table {path} has columns {', '.join(names)[:200] or 'without names'}; {_HOW}")
+        raise ConfigError(f"table {path} has columns {', '.join(names)[:200] or 'no names'}; {_HOW}")
     rows = []
     for line in reader:
         where = f"table {path}, line {reader.line_num}"
@@ -266,10 +266,10 @@ def _row(line: int, cells: Mapping[str, str], where: str) -> Row:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if config.model.vocab_size is None:
-        raise ConfigError(f"{where} says no vocab_size; add the column, e.g. 50257")
+        raise ConfigError(f"{where} has no vocab_size; add the column, e.g. 50257")
     times = [name for name in TIMES if name in cells]
     if len(times) != 1:
-        raise ConfigError(f"{where} has {' and '.join(times) or 'no time'}; give one of {', '.join(TIMES)}")
+        raise ConfigError(f"{where} has {' and '.join(times) or 'no time'}; use one of {', '.join(TIMES)}")
     value = number(float, cells[times[0]], f"{where}: {times[0]}", {})
     if times[0] == "seconds":
         return Row(line, cells, Measured(config, value))

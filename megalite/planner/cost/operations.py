@@ -1,9 +1,9 @@
-"""The pieces of a layer, its embedding and head: products, bytes, collectives and operations, forward and backward.
+"""Price the parts of a layer, embedding and head: products, bytes, collectives and operations, forward and backward.
 
-What is counted of the operations that only move bytes is what they read and write, in passes over [tokens, width]:
-a norm 2 and 3 (forward, backward), an activation gates+1 and 2·gates+1, dropout with residual sum 3 and 2, and of
-attention with scores in memory, b·a/t·s·s/cp of them, softmax 2 and 3 and dropout 2 and 2 with a byte of mask. A softmax
-that is not fused, or has a b·a/t that the fused one does not take, has four operations more: two casts, scale and mask.
+Elementwise operations count their reads and writes in passes over [tokens, width], (forward, backward): a norm (2, 3),
+an activation (gates+1, 2·gates+1), dropout with residual sum (3, 2). Attention with scores in memory makes passes over
+b·a/t·s·s/cp scores: softmax (2, 3), dropout (2, 2) with a byte of mask. A softmax that is not fused, or has a b·a/t
+that the fused one does not support, adds four operations: two casts, scale and mask.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Forward, and the two halves of the backward."""
+    """Costs of the forward and of the two halves of the backward."""
 
     forward: Parts
     input_gradient: Parts
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """A workload on a machine with a software stack: prices single operations."""
+    """Prices operations of a workload on a cluster with a software stack."""
 
     work: Workload
     cluster: Cluster
@@ -44,20 +44,20 @@ class Pricing:
 
     @classmethod
     def of(cls, work: Workload, cluster: Cluster, stack: SoftwareStack) -> "Pricing":
-        """Raises ConfigError if the accelerator does not have the precision."""
+        """Raises ConfigError if the accelerator does not support the precision."""
         return cls(work, cluster, stack, cluster.peak(work.precision) * cluster.accelerator.clock)
 
     def gemm(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, times: float = 1.0) -> Parts:
-        """`times`: as fast as other products, but no faster than the accelerator: its peak, or twice that in 8 bits."""
+        """Price a product; it is `times` as fast as others, up to the accelerator's peak (twice that in 8 bits)."""
         most = (2.0 if times > 1.0 else 1.0) / self.cluster.efficiency.gemm
         peak = self.peak * min(self.stack.product_rate * times, most)
         seconds = gemm_seconds(m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster)
         return Parts(gemm=seconds, operations=1.0)
 
     def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, wide: bool = False) -> Piece:
-        """A product with weights [n, k] of m rows, and its two gradients; the weight's is added up in fp32. Not `wide`: in 8
-        bits where the stack has them; then input and output's gradient, and weights once for all their uses, are read for
-        their largest number, read again and written."""
+        """Price a product of m rows with weights [n, k], and its two gradients; the weight gradient is accumulated in
+        fp32. Unless `wide`, 8 bits are used if the stack has them: then the input and the output gradient, and weights
+        once for all uses, are read for their maximum, read again and written."""
         times = 1.0 if wide else self.stack.float8_rate or 1.0
         found = Piece(
             self.gemm(m, n, k, batch, times=times),
@@ -76,7 +76,7 @@ class Pricing:
         return Parts(memory=volume / rate, operations=operations)
 
     def passes(self, forward: Number, backward: Number, elements: Number, operations: Number = 1.0) -> Piece:
-        """An operation without weights: passes over so many elements."""
+        """Price an operation without weights, by its passes over `elements`."""
         size = elements * self.work.element * self.stack.elementwise_slowdown
         return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
 
@@ -85,12 +85,12 @@ class Pricing:
         return Parts(tensor=seconds, collectives=np.where(self.work.tp > 1, self.work.tp / 2.0, 0.0))
 
     def enter(self, width: Number = None) -> Parts:
-        """Into a column-parallel layer, of so many channels; default: those of the hidden state."""
+        """Price the entry to a column-parallel layer of `width` channels; default: the hidden size."""
         narrower = self.work.element if self.stack.float8_gathers else 1.0
         return self.tensor("all-gather", self._bytes(width) / narrower) * self.work.sequence_parallel
 
     def leave(self, width: Number = None) -> Parts:
-        """Out of a row-parallel layer."""
+        """Price the exit of a row-parallel layer."""
         parts = self.tensor("reduce-scatter", self._bytes(width)) * self.work.sequence_parallel
         return parts + self.tensor("all-reduce", self._bytes(width)) * (1.0 - self.work.sequence_parallel)
 
@@ -99,11 +99,11 @@ class Pricing:
         return work.activation_bytes if width is None else work.tokens * width * work.element
 
     def block_communication(self, products: Parts, entering: Number = None) -> Piece:
-        """Of attention, or of a dense MLP: the backward gathers the input again for the weight's gradient. `products`:
-        those of the weights' gradients, as long as those of the inputs'. Where the stack says so, the latter hide
-        that gathering, and they themselves the sum of the input's gradient: as far as they last. On a CPU nothing is
-        hidden: what moves the bytes there is what computes. `entering`: channels that the first products read, if not
-        those of the hidden state."""
+        """Price the communication of attention or a dense MLP; the backward gathers the input again for the weight
+        gradient. `products`: the weight gradients' products, as long as the input gradients'. With the stack's overlap
+        flags, the latter hide that gather, and the former the sum of the input gradient, up to their time. On a CPU
+        nothing is hidden: the cores that compute also move the bytes. `entering`: channels that the first products
+        read, if not the hidden size."""
         gather, reduce = self.enter(entering), self.leave(entering)
         enter, leave = (gather, reduce) if entering is None else (self.enter(), self.leave())
         backward = gather + enter + reduce
@@ -115,8 +115,8 @@ class Pricing:
 
 
 def norm(price: Pricing, width: Number) -> Piece:
-    """Over rows of all tokens that together are `width` wide. Step by step: to fp32, squares, their mean, a product with
-    it, back, the weight; and each one's gradient."""
+    """Price norms over all tokens with a total `width`. Unfused: cast to fp32, squares, their mean, a product with it,
+    cast back, weight; and the gradient of each."""
     elements, exact = price.work.tokens * width, price.work.exact
     if price.stack.fused_norm:
         return price.passes(2.0, 3.0, elements)
@@ -124,13 +124,13 @@ def norm(price: Pricing, width: Number) -> Piece:
 
 
 def rotation(price: Pricing, elements: Number, operations: Number = 1.0) -> Piece:
-    """Rotary positions of queries or keys. Step by step: to fp32, the rotation, back."""
+    """Price rotary positions of queries or keys. Unfused: cast to fp32, rotation, cast back."""
     passes = 2.0 if price.stack.fused_norm else 2.0 + 4.0 * price.work.exact
     return price.passes(passes, passes, elements, operations) * price.work.rope
 
 
 def residual(price: Pricing) -> Piece:
-    """Bias, dropout and residual sum at the end of a branch."""
+    """Price bias, dropout and residual sum at the end of a branch."""
     work, apart = price.work, 0.0 if price.stack.fused_elementwise else 1.0
     elements = work.tokens * work.hidden / work.split
     mask = work.hidden_dropout / work.element
@@ -138,13 +138,13 @@ def residual(price: Pricing) -> Piece:
 
 
 def activation(price: Pricing, rows: Number, width: Number) -> Piece:
-    """The MLP's nonlinearity, to `width` channels."""
+    """Price the MLP's nonlinearity with `width` output channels."""
     gates, apart = price.work.gates, 0.0 if price.stack.fused_elementwise else 1.0
     return price.passes(gates + 1.0 + 2.0 * gates * apart, 2.0 * gates + 1.0, rows * width, 1.0 + apart)
 
 
 def attention_core(price: Pricing) -> Piece:
-    """q·kᵀ, softmax, P·v; with context parallelism what it sends. Its weights' half is empty: it has none."""
+    """Price q·kᵀ, softmax, P·v and the exchanges of context parallelism; there are no weight gradients."""
     core = _fused_core(price) if price.stack.fused_attention else _scores_in_memory(price)
     softcap = price.work.softcap
     if price.stack.fused_attention and np.any(np.asarray(softcap) > 0):
@@ -169,14 +169,14 @@ def _scores_in_memory(price: Pricing) -> Piece:
         elements,
         1.0 + 4.0 * apart + dropout,
     )
-    # Heads and sequence change places on the way in and out.
+    # Heads and sequence are transposed on the way in and out.
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     turned = price.passes(2.0, 2.0, work.tokens * width, 4.0)
     return Piece(scores + context, backward, Parts()) + softmax + turned
 
 
 def _fused_core(price: Pricing) -> Piece:
-    """Two products forward, five backward, over what the causal mask (and the window) leaves."""
+    """Two products forward, five backward, over the positions that the causal mask (and the window) leaves."""
     work = price.work
     seen = work.keys * (1.0 - work.keys / (2.0 * work.sequence))
     flops = 4.0 * work.tokens * work.heads / work.tp * work.head_size * seen
@@ -192,7 +192,7 @@ def _fused_core(price: Pricing) -> Piece:
 
 
 def _with_context(price: Pricing, core: Piece) -> Piece:
-    """A ring hides behind the core as far as it goes; an exchange of heads does not, nor does a gathering."""
+    """Add context parallelism: a ring overlaps with the core, up to its time; exchanges of heads and gathers do not."""
     work = price.work
     heads = np.minimum(work.heads_limit, work.cp)
     count = work.cp / heads  # ranks that keys and values come from
@@ -221,13 +221,13 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
 
 
 def attention_projections(price: Pricing) -> Piece:
-    """Queries, keys and values in; out; and what turns or normalises them."""
+    """Price the projections of queries, keys and values and of the output, with rotations and norms."""
     work = price.work
     if np.any(np.asarray(work.latent) > 0):
         return _latent_projections(price)
     queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
     turned = work.tokens * (queries + kv / 2.0)
-    # Ranks that share a key/value head exchange what the projection gives.
+    # Ranks that share a key/value head exchange the projection's output.
     share = price.tensor("all-to-all", work.tokens * (queries + 2.0 * work.head_size) * work.element)
     share = share * (work.groups < work.tp)
     sums = price.tensor("all-reduce", 4.0 * work.tokens) * (2.0 * work.qk_norm_all_heads)
@@ -242,12 +242,12 @@ def attention_projections(price: Pricing) -> Piece:
 
 
 def latent_width(work: Workload) -> Number:
-    """Channels that enter the products of multi-latent attention after the first, and the shared key."""
+    """Channels that enter multi-latent attention's second products, and the shared key."""
     return np.where(work.q_rank > 0, work.q_rank, work.hidden) + work.kv_rank + work.shared_key
 
 
 def _latent_projections(price: Pricing) -> Piece:
-    """Down to the latents, norms, up to the heads, rope, the copies that put keys together, and out."""
+    """Price projections to the latents, norms, projections to the heads, RoPE, copies that join keys, and the output."""
     work = price.work
     rows, heads = work.tokens / work.split, work.heads / work.tp
     found = latent_up(price) + price.linear(rows, work.q_rank, work.hidden) * (work.q_rank > 0)
@@ -257,18 +257,18 @@ def _latent_projections(price: Pricing) -> Piece:
 
 
 def latent_up(price: Pricing) -> Piece:
-    """From the latents to the heads, with rope."""
+    """Price the projections from the latents to the heads, with RoPE."""
     work = price.work
     heads, queries = work.heads / work.tp, np.where(work.q_rank > 0, work.q_rank, work.hidden)
     up = heads * (work.head_size - work.shared_key + work.value_size)
     found = price.linear(work.tokens, heads * work.head_size, queries) + price.linear(work.tokens, up, work.kv_rank)
     turned = rotation(price, work.tokens * (heads + 1.0) * work.shared_key, 2.0)
-    # Queries are put together and scaled, keys put together, values padded.
+    # Queries are joined and scaled, keys joined, values padded.
     return found + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
 
 def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
-    """(products, nonlinearity) of an MLP with `width` channels over all tp ranks."""
+    """Price (products, nonlinearity) of an MLP with `width` channels over all tp ranks."""
     work = price.work
     local = width / work.tp
     products = price.linear(work.tokens, work.gates * local, work.hidden)
@@ -277,15 +277,15 @@ def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
 
 
 def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
-    """(products, nonlinearity, exchange) of a MoE layer with evenly spread tokens."""
+    """Price (products, nonlinearity, exchange) of a MoE layer with evenly distributed tokens."""
     work = price.work
-    rows = work.tokens / work.tp * work.topk  # of this rank's share of the tokens
+    rows = work.tokens / work.tp * work.topk  # tokens are divided over tp
     local = np.maximum(work.experts / work.ep, 1.0)
     each, width = rows * work.expert_tp / local, work.expert_ffn / work.expert_tp
     products = price.linear(each, work.gates * width, work.hidden, local)
     products = products + price.linear(each, work.hidden, width, local)
     products = products + price.linear(work.tokens / work.tp, np.maximum(work.experts, 1.0), work.hidden, wide=True)
-    # Rows are put in order by expert and back, and weighed.
+    # Rows are sorted by expert and back, and weighted.
     products = products + price.passes(4.0, 4.0, rows * work.hidden, 6.0)
     size = rows * work.hidden * work.element
     dispatch = collective_seconds("all-to-all", size, work.ep, work.tp, price.cluster)
@@ -296,7 +296,7 @@ def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
 
 
 def under_shared_expert(price: Pricing, exchange: Piece, products: Piece) -> Piece:
-    """What the exchange of rows takes less, since the shared expert's products run beside it."""
+    """Return the (negative) time of the exchange of rows that overlaps with the shared expert's products."""
 
     def less(way: Parts, product: Parts) -> Parts:
         return Parts(expert=-np.minimum(way.expert, product.gemm)) * float(price.cluster.accelerator.asynchronous)
@@ -306,7 +306,7 @@ def under_shared_expert(price: Pricing, exchange: Piece, products: Piece) -> Pie
 
 
 def embedding(price: Pricing) -> Piece:
-    """A lookup of rows, dropout, and their sum over tensor parallelism."""
+    """Price the lookup of rows, dropout, and their sum over tensor parallelism."""
     work = price.work
     moved = price.passes(
         2.0 + 2.0 * work.hidden_dropout, 2.0 + 2.0 * work.hidden_dropout, work.tokens * work.hidden, 3.0
@@ -315,7 +315,7 @@ def embedding(price: Pricing) -> Piece:
 
 
 def mtp_inputs(price: Pricing) -> Piece:
-    """Of a layer that predicts a further token: the lookup, two norms beside each other, and their projection."""
+    """Price the inputs of an MTP layer: the lookup, two norms side by side, and their projection."""
     work = price.work
     rows = work.tokens / work.split
     inputs = norm(price, 3.0 * work.hidden / work.split) + price.passes(2.0, 2.0, rows * 2.0 * work.hidden)
@@ -323,11 +323,11 @@ def mtp_inputs(price: Pricing) -> Piece:
 
 
 def head(price: Pricing) -> Piece:
-    """Final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
+    """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
 
-    A loss that is not fused turns the logits round and copies them (3 passes and one in fp32), reads the copy for its
-    maximum and for the sum, reads and writes it for the difference, its exponential and the quotient; and in the
-    backward once more for the product with the loss's gradient, on the way back to the logits."""
+    An unfused loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
+    sum, reads and writes it for the difference, its exponential and the quotient; in the backward it makes a further pass
+    for the product with the loss gradient before the logits' gradient."""
     work = price.work
     width, exact = work.vocabulary / work.tp, work.exact
     elements = work.tokens * width

@@ -1,9 +1,9 @@
 # ruff: noqa: RUF009  (`_of` is a `field`)
-"""`Workload`, what the cost formulas know of a config; seconds of products, collectives and messages; `Parts`, their sums.
+"""`Workload` has the sizes that the cost formulas read; functions give the time of products, collectives and messages.
 
-Everything broadcasts: a field may be one number or an array over layouts, so that the search prices a million layouts
-with the formulas that price one. Letters: b micro batch, s sequence, h hidden size, a heads, g key/value heads, d head
-size, f MLP width, V vocabulary, E experts, t tensor-parallel size.
+All functions broadcast: a field is a number or an array over layouts, so the search prices a million layouts with the
+formulas for one. Symbols: b micro batch, s sequence, h hidden size, a heads, g key/value heads, d head size, f MLP
+width, V vocabulary, E experts, t tensor-parallel size.
 """
 
 import itertools
@@ -25,53 +25,53 @@ from megalite.partition.stages import parts_of_message
 from megalite.pipeline.ir.simulate import Link
 from megalite.planner.hardware import Cluster, SoftwareStack
 
-Number = Any  # a float, or a numpy array of them over layouts
+Number = Any  # a float, or a numpy array over layouts
 
 
 def _of(value: Callable[[RunConfig], Any]) -> Any:
-    """A field of `Workload` that is this number of a config."""
+    """A field of `Workload` that is computed from a config by `value`."""
     return field(metadata={"of": value})
 
 
 def _recomputes(module: str) -> Any:
-    """Selective recompute of this module (1) or not (0)."""
+    """Whether selective recompute includes a module (1) or not (0)."""
     return _of(lambda c: c.training.recompute_granularity == "selective" and module in c.training.recompute_modules)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """Sizes of one microbatch on one rank's share of a layer. Flags are 0 or 1, so that they can be arrays too."""
+    """Sizes of a microbatch on one rank's part of a layer. Flags are 0 or 1, so that they can be arrays too."""
 
     precision: str
     element: float = _of(lambda c: ELEMENT_BYTES[c.training.precision])  # bytes of an activation
-    batch: Number = _of(lambda c: c.training.micro_batch_size)  # b: sequences of a microbatch
+    batch: Number = _of(lambda c: c.training.micro_batch_size)  # b: sequences per microbatch
     sequence: Number = _of(lambda c: c.training.seq_length)
     hidden: Number = _of(lambda c: c.model.hidden_size)
     heads: Number = _of(lambda c: c.model.num_attention_heads)
     groups: Number = _of(lambda c: c.model.query_groups)
     head_size: Number = _of(lambda c: c.model.head_size)
     value_size: Number = _of(lambda c: c.model.value_size)  # of a head's value
-    latent: Number = _of(lambda c: c.model.multi_latent_attention)  # queries, keys and values come out of latents
-    q_rank: Number = _of(lambda c: c.model.q_lora_rank or 0)  # channels of the queries' latent; 0 without
+    latent: Number = _of(lambda c: c.model.multi_latent_attention)  # multi-latent attention
+    q_rank: Number = _of(lambda c: c.model.q_lora_rank or 0)  # width of the query latent; 0 without
     kv_rank: Number = _of(lambda c: c.model.kv_lora_rank)
-    shared_key: Number = _of(lambda c: c.model.qk_pos_emb_head_dim)  # channels of the key that all heads share
+    shared_key: Number = _of(lambda c: c.model.qk_pos_emb_head_dim)  # width of the key part that all heads share
     ffn: Number = _of(lambda c: c.model.ffn_size)
-    gates: Number = _of(lambda c: 1 + c.model.is_gated)  # matrices on the way into the MLP's nonlinearity
+    gates: Number = _of(lambda c: 1 + c.model.is_gated)  # matrices before the MLP's nonlinearity
     vocabulary: Number = _of(lambda c: c.model.padded_vocab_size)
     keys: Number = _of(lambda c: _keys(c))
     rope: Number = _of(lambda c: c.model.position_embedding_type == "rope")
-    norms: Number = _of(lambda c: 2 * c.model.pre_norms + 2 * c.model.post_norms)  # over the hidden size, of a layer
+    norms: Number = _of(lambda c: 2 * c.model.pre_norms + 2 * c.model.post_norms)  # over hidden size, per layer
     qk_norm: Number = _of(lambda c: c.model.qk_norm)
     qk_norm_all_heads: Number = _of(lambda c: c.model.qk_norm_all_heads)
-    # Of attention scores, which no fused kernel takes.
+    # Logit soft-capping, which fused attention does not support.
     softcap: Number = _of(lambda c: c.model.attn_logit_softcapping is not None)
-    mtp_layers: Number = _of(lambda c: c.model.mtp_num_layers)  # layers behind the last that predict further tokens
+    mtp_layers: Number = _of(lambda c: c.model.mtp_num_layers)  # multi-token prediction (MTP) layers
     hidden_dropout: Number = _of(lambda c: c.model.hidden_dropout > 0)
     attention_dropout: Number = _of(lambda c: c.model.attention_dropout > 0)
     experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer
-    topk: Number = _of(lambda c: c.model.moe_router_topk * kept_share(c))  # experts of a token, after capacity
+    topk: Number = _of(lambda c: c.model.moe_router_topk * kept_share(c))  # experts per token, after capacity
     expert_ffn: Number = _of(lambda c: c.model.expert_ffn_size)
-    # Width of the experts that all tokens go through; 0 without.
+    # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)
     tp: Number = _of(lambda c: c.parallel.tp)
     cp: Number = _of(lambda c: c.parallel.cp)
@@ -81,16 +81,16 @@ class Workload:
     pp: Number = _of(lambda c: c.parallel.pp)
     # dp varies faster over ranks than pp (1), or slower (0).
     order_dp_first: Number = _of(lambda c: c.parallel.rank_order == "tp-cp-ep-dp-pp")
-    # Microbatches that use a weight in 8 bits before it is rounded again.
+    # Microbatches that use an 8-bit weight before it is cast again.
     weight_uses: Number = _of(lambda c: 1 if c.parallel.strategy.shards_parameters else microbatch_counts(c)[-1])
     sequence_parallel: Number = _of(lambda c: c.parallel.sequence_parallel)
     # Tensor-parallel ranks of a host may exchange through its memory.
     shared_memory: Number = _of(lambda c: c.parallel.shared_memory_collectives)
     scatters_messages: Number = _of(lambda c: c.parallel.scatter_gather_tensors_in_pipeline)
     message_share: Number = _of(lambda c: _message_share(c))
-    # Context-parallel ranks that may exchange heads with one another; of the others come keys and values.
+    # Largest number of context-parallel ranks that exchange heads; keys and values come from the others.
     heads_limit: Number = _of(lambda c: math.inf if c.parallel.cp_comm_type == "a2a" else c.parallel.cp_heads)
-    # These come by an all-gather (1), or round a ring (0).
+    # Keys and values come by an all-gather (1) or a ring (0).
     gathers_keys: Number = _of(lambda c: c.parallel.cp_comm_type == "allgather")
     recompute_full: Number = _of(lambda c: c.training.recompute_granularity == "full")
     recompute_core: Number = _recomputes("core_attn")
@@ -103,43 +103,43 @@ class Workload:
 
     @property
     def tokens(self) -> Number:
-        """Of a microbatch on one rank: b·s/cp."""
+        """Tokens of a microbatch on one rank: b·s/cp."""
         return self.batch * self.sequence / self.cp
 
     @property
     def exact(self) -> float:
-        """Bytes of an fp32 (fp64) number over those of an activation."""
+        """Bytes of an fp32 (fp64) number / bytes of an activation."""
         return max(4.0, self.element) / self.element
 
     @property
     def split(self) -> Number:
-        """Ranks over which norms, dropout and residual stream are divided: t with sequence parallelism, else 1."""
+        """Number of ranks that divide norms, dropout and residual stream: t with sequence parallelism, else 1."""
         return 1 + (self.tp - 1) * self.sequence_parallel
 
     @property
     def activation_bytes(self) -> Number:
-        """The whole tensor between two layers, b·s/cp·h."""
+        """Bytes of the whole tensor between two layers, b·s/cp·h numbers."""
         return self.tokens * self.hidden * self.element
 
 
 @once_per_object()
 def workload_of(config: RunConfig) -> Workload:
-    """The numbers of one validated config with a known vocabulary."""
+    """Return the workload of a validated config with a known vocabulary."""
     assert config.parallel.dp is not None, "validate() resolves dp"
     numbers = {each.name: float(each.metadata["of"](config)) for each in fields(Workload) if each.name != "precision"}
     return Workload(precision=config.training.precision, **numbers)
 
 
 def _message_share(config: RunConfig) -> float:
-    """Bytes of a message between stages over those of its tensor."""
+    """Return the bytes of a message between stages / bytes of its tensor."""
     elements = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size
     width = ELEMENT_BYTES[config.training.precision]
     return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
 
 
 def _keys(config: RunConfig) -> float:
-    """Positions that a query can see before the causal mask: s, or the window; of layers of both kinds a number with
-    which the mask leaves what it leaves on average: k·(1 - k/2s)."""
+    """Return the positions that a query sees before the causal mask: s, or the window. If layers have both, return the
+    k with which the mask leaves their mean number of positions: k·(1 - k/2s)."""
     model, s = config.model, config.training.seq_length
     window = min(s, model.sliding_window or s)
     windowed = sum(map(model.has_window, range(model.num_layers)))
@@ -151,7 +151,7 @@ def _keys(config: RunConfig) -> float:
 
 
 def stacked(workloads: Sequence[Workload]) -> Workload:
-    """Several of one precision as one with arrays for fields."""
+    """Combine workloads of one precision into one with arrays as fields."""
     first = workloads[0]
     assert all(each.precision == first.precision for each in workloads), "one precision has one peak"
     names = {each.name for each in fields(Workload)} - {"precision", "element"}
@@ -159,24 +159,24 @@ def stacked(workloads: Sequence[Workload]) -> Workload:
     return replace(first, **arrays)
 
 
-# Rows and columns of the output that one multiprocessor works on, and the share of the best rate it reaches with them:
-# smaller tiles read more for each product, and fill the last wave better. Typical of vendors' libraries; assumed.
+# (rows, columns) of the output tile of a multiprocessor, and its rate relative to the best: small tiles read more per
+# product but fill the last wave better. Typical of vendors' libraries; assumed.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-RAMP = 128  # steps along k that a tile takes to fill its pipeline and to write itself out
-CORNER = 1.5  # q: how sharp the roofline's corner is; infinite if memory hid behind the products in full
+RAMP = 128  # steps along k that equal the time to fill a tile's pipeline and to write the tile
+CORNER = 1.5  # q: sharpness of the roofline's corner; infinite if memory access overlapped fully with products
 
 
 def gemm_seconds(
     m: Number, n: Number, k: Number, *, batch: Number = 1.0, element: float, peak: float, cluster: Cluster
 ) -> Number:
-    """`batch` products [m, k] x [k, n] in one operation.
+    """Return the time of `batch` products [m, k] x [k, n] in one operation.
 
     About max(compute, memory), with memory = (mk + kn + mn)·element / bandwidth and, for the best of `TILES`,
-    compute = waves · multiprocessors · tile area · 2(k + RAMP) / (peak · efficiency); waves are those of
-    batch · ceil(m/rows) · ceil(n/columns) tiles on so many multiprocessors. On one multiprocessor (a CPU core) nothing
-    is cut: 2mnk / (peak · efficiency).
+    compute = waves · multiprocessors · tile area · 2(k + RAMP) / (peak · efficiency); waves is the number of rounds in
+    which the multiprocessors finish batch · ceil(m/rows) · ceil(n/columns) tiles. With one multiprocessor (a CPU core),
+    compute = 2mnk / (peak · efficiency).
 
-    `element` is bytes of one number, `peak` FLOP/s at the precision."""
+    `element`: bytes per number. `peak`: FLOP/s at the precision."""
     rate = peak * cluster.efficiency.gemm
     count = cluster.accelerator.multiprocessors
     bandwidth = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
@@ -195,21 +195,20 @@ def gemm_seconds(
 
 
 def with_copies(seconds: Number, volume: Number, config: RunConfig, cluster: Cluster) -> Number:
-    """Of an update for which so many bytes come from host memory and go back: both ways run beside it, but on a CPU."""
+    """Return the time of an update with `volume` bytes copied from host memory and back: overlapped, except on a CPU."""
     device, passes = cluster.accelerator, OPTIMIZERS.facts(config.optimizer.optimizer).host_passes
     each = passes * volume / cluster.host_share
     return np.maximum(seconds, each) if device.asynchronous else seconds + 2.0 * each
 
 
 def members_within(accelerators: float, size: Number, stride: Number) -> Number:
-    """Ranks of a group that share a node, or a pod, of so many accelerators, if its neighbours are `stride` global ranks apart."""
+    """Return how many ranks of a group share a node, or pod, of `accelerators`; `stride`: ranks between neighbours."""
     return np.minimum(np.maximum(np.floor(accelerators / stride), 1.0), size)
 
 
 def link_rate(members: Number, cluster: Cluster) -> Number:
-    """Bytes per second of a ring over so many ranks of one node. Few accelerators have fewer rings between them than all
-    of a node: a group of two reaches `small_groups` of the rate of a whole node, and each doubling makes up an equal
-    factor of it."""
+    """Return the bytes per second of a ring over `members` ranks of one node. Small groups have fewer rings: a group of
+    two reaches `small_groups` of the whole node's rate, and each doubling gains an equal factor."""
     rate = cluster.node.link_bandwidth * cluster.efficiency.link
     doublings = max(np.log2(cluster.node.accelerators / 2.0), 1.0)
     left = np.maximum(np.log2(cluster.node.accelerators / np.maximum(members, 2.0)), 0.0) / doublings
@@ -219,10 +218,10 @@ def link_rate(members: Number, cluster: Cluster) -> Number:
 def collective_seconds(
     operation: str, volume: Number, size: Number, stride: Number, cluster: Cluster, *, taking_part: float = 1.0
 ) -> Number:
-    """One collective of `volume` bytes (as planner.communication counts them); 0 in a group of one. `stride`: global
-    ranks between neighbours of the group: 1 for tp, tp·cp for dp in the usual order. Each ring leaves a pod once, and
-    those of a pod share its links to the spine: a group has the adapters of its members there, over the oversubscription.
-    `taking_part`: share of the ranks that are in such groups."""
+    """Return the time of a collective of `volume` bytes (as in planner.communication); 0 in a group of one. `stride`:
+    global ranks between neighbours of the group: 1 for tp, tp·cp for dp in the usual order. A ring leaves each pod once
+    and the rings of a pod share its links to the spine: a group has its members' adapters there, divided by the
+    oversubscription. `taking_part`: fraction of the ranks in such groups."""
     if isinstance(size, int | float) and size <= 1:  # most groups of a config
         return 0.0
     inside = members_within(cluster.node.accelerators, size, stride)
@@ -233,14 +232,14 @@ def collective_seconds(
     link = link_rate(inside, cluster)
     share = cluster.nic_share * cluster.efficiency.network
     if operation == "all-to-all":
-        # What goes to ranks of other nodes is each rank's own: its adapter takes that part of it.
+        # Each rank sends its own data to ranks of other nodes: its adapter carries that part.
         outside = np.maximum(size - inside, (size - pod) * narrower) / size
         moved = np.where(across, volume * np.maximum(outside / share, part / link), volume * part / link)
     else:
         adapters = np.where(pod < size, np.minimum(inside, pod / (narrower * taking_part)), inside)
         moved = twice * part * volume / np.where(across, np.minimum(link, adapters * share), link)
     nodes = np.ceil(size / inside)
-    # Between nodes rings give way to trees: their depth counts.
+    # Between nodes, trees replace rings: their depth counts.
     hops = np.where(across, np.ceil(np.log2(np.maximum(nodes, 1.0))), 0.0)
     steps = 1.0 if operation == "send" else inside - 1.0
     latency = twice * (steps * cluster.node.link_latency * (1 - across * (operation == "send")))
@@ -248,8 +247,8 @@ def collective_seconds(
     return np.where(size > 1, moved + latency, 0.0)
 
 
-# Bytes written and read per rank of n and per byte of a collective's volume, through memory that all of them see: the rank's
-# part or tensor, then what it adds or copies.
+# Bytes that each of n ranks writes and reads in shared memory, per byte of the collective's volume: first its own part or
+# tensor, then what it adds or copies.
 SHARED_PASSES: Mapping[str, Callable[[Number], Number]] = {
     "all-reduce": lambda n: 1.0 + n,
     "all-gather": lambda n: 1.0 / n + 1.0,
@@ -258,8 +257,8 @@ SHARED_PASSES: Mapping[str, Callable[[Number], Number]] = {
 
 
 def tensor_seconds(operation: str, volume: Number, work: Workload, cluster: Cluster) -> Number:
-    """A collective over tensor-parallel ranks, which are neighbours: through the memory of their host where the cluster has
-    measured that, else over its links."""
+    """Return the time of a collective over tensor-parallel ranks, which are neighbours: through host memory if the
+    cluster has a measured rate, else over its links."""
     size, node = work.tp, cluster.node
     seconds = collective_seconds(operation, volume, size, 1.0, cluster)
     if node.shared_memory_bandwidth is None or operation not in SHARED_PASSES:
@@ -269,8 +268,8 @@ def tensor_seconds(operation: str, volume: Number, work: Workload, cluster: Clus
 
 
 def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
-    """(latency, seconds that the link is busy) of a message of `volume` bytes per rank between pipeline stages, that leaves
-    the node where `crosses` is not 0: the ranks' adapters over that, where it is above 1."""
+    """Return (latency, seconds that the link is busy) of a message of `volume` bytes per rank between pipeline stages. It
+    leaves the node unless `crosses` is 0; above 1, `crosses` divides the adapters' bandwidth."""
     adapters = cluster.nic_share / np.maximum(crosses, 1.0)
     bandwidth = np.where(crosses, adapters, cluster.node.link_bandwidth) * cluster.efficiency.p2p
     inside = cluster.node.message_steps * cluster.node.link_latency
@@ -278,27 +277,27 @@ def message_seconds(volume: Number, crosses: Number, cluster: Cluster) -> tuple[
 
 
 def activation_message_seconds(work: Workload, crosses: Number, cluster: Cluster) -> tuple[Number, Number]:
-    """`message_seconds` of what one microbatch sends to the next stage; where ranks send parts of one tensor, the receivers'
-    all-gather is latency."""
+    """Return `message_seconds` of a microbatch's activations to the next stage; if ranks send parts of one tensor, the
+    receivers' all-gather counts as latency."""
     parts = parts_of_message(work.scatters_messages, work.sequence_parallel, work.hidden, work.tp)
     latency, busy = message_seconds(work.activation_bytes * work.message_share / work.split / parts, crosses, cluster)
     return latency + np.where(parts > 1, tensor_seconds("all-gather", work.activation_bytes, work, cluster), 0.0), busy
 
 
 def slowest_share(ranks: float, cluster: Cluster) -> float:
-    """How much longer than the mean the slowest of so many devices takes, as a share of it: the deviation times the expected
-    largest of so many standard normal numbers, by the formula of Blom (1958), at most 4.4 % off."""
+    """Return the extra time of the slowest of `ranks` devices relative to the mean: the deviation times the expected
+    maximum of as many standard normal variables, by Blom's formula (1958), at most 4.4 % off."""
     return cluster.efficiency.device_deviation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def pipeline_stride(work: Workload) -> Number:
-    """Global ranks between the neighbours of a pipeline."""
+    """Global ranks between neighbours of a pipeline."""
     return work.tp * work.cp * np.where(work.order_dp_first, work.dp, 1.0)
 
 
 def sharing_ranks(stride: Number, pp: int, cluster: Cluster) -> Number:
-    """Ranks a core of those that share cores with other stages of their pipeline; 1 where a pipeline leaves the node: its
-    ranks there may all wait at once."""
+    """Ranks per core if a pipeline's stages share cores; 1 if the pipeline leaves the node, as then all its ranks on a
+    node may wait at the same time."""
     return np.where(stride * pp <= cluster.node.accelerators, cluster.node.ranks_per_core, 1.0)
 
 
@@ -308,20 +307,20 @@ def data_stride(work: Workload) -> Number:
 
 
 def spine_crosses(stride: Number, pp: Number, cluster: Cluster) -> Number:
-    """`crosses` of messages between pods: of a pod's pipelines only the ranks of its last stage send at once."""
+    """Return `crosses` for messages between pods: in a pod, only ranks of each pipeline's last stage send at once."""
     return np.maximum(cluster.network.oversubscription / members_within(cluster.pod, pp, stride), 1.0)
 
 
 def are_apart(stride: int, first: int, second: int, size: float) -> bool:
-    """Whether some pipeline has two of its ranks, these, on different nodes, or pods, of so many accelerators; its neighbours are
-    `stride` ranks apart."""
+    """Test whether any pipeline has its ranks `first` and `second` on different nodes, or pods, of `size` accelerators;
+    neighbours are `stride` global ranks apart."""
     if stride * abs(second - first) >= size:
         return True
     return any((first * stride + at) // size != (second * stride + at) // size for at in range(stride))
 
 
 def links_of(config: RunConfig, cluster: Cluster) -> dict[tuple[int, int], Link]:
-    """(source, destination) -> link, of the pipeline ranks that hold neighbouring stages."""
+    """Return (source, destination) -> link, for pipeline ranks with neighbouring stages."""
     placement, work = placement_of(config), workload_of(config)
     stride = int(pipeline_stride(work))
     links: dict[tuple[int, int], Link] = {}
@@ -338,18 +337,18 @@ def links_of(config: RunConfig, cluster: Cluster) -> dict[tuple[int, int], Link]
     return links
 
 
-# q: how the times of host and device combine. Infinite if each stretch of a stage were bound by the same one of them.
+# q: how host and device times combine; infinite if the same one of the two always limited.
 ALTERNATION = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """Seconds by kind, and counts of what the host starts. Fields are numbers or arrays over layouts."""
+    """Seconds by kind, and numbers of operations that the host starts; numbers or arrays over layouts."""
 
-    gemm: Number = 0.0  # matrix products, the attention core among them
+    gemm: Number = 0.0  # matrix products, including the attention core
     memory: Number = 0.0  # operations that read and write
     tensor: Number = 0.0  # collectives of tensor parallelism
-    context: Number = 0.0  # what context parallelism leaves exposed beside the attention core
+    context: Number = 0.0  # exposed part of context-parallel communication
     expert: Number = 0.0  # exchange of rows between experts
     operations: Number = 0.0  # kernels that the host starts
     collectives: Number = 0.0
@@ -361,21 +360,21 @@ class Parts:
         return Parts(**{name: getattr(self, name) * times for name in _NAMES})
 
     def exposed_tensor(self, stack: SoftwareStack) -> Number:
-        """Seconds of tensor parallelism's collectives that no matrix product hides."""
+        """Seconds of tensor-parallel collectives that no matrix product hides."""
         return self.tensor - np.minimum(self.tensor, self.gemm) * stack.overlap_tensor_parallel
 
     def device_seconds(self, cluster: Cluster, stack: SoftwareStack) -> Number:
-        """What the device needs, if the host is never late."""
+        """Seconds that the device needs if it never waits for the host."""
         starts = self.operations * cluster.accelerator.kernel_seconds
         return self.gemm + self.memory + self.exposed_tensor(stack) + self.context + self.expert + starts
 
     def host_seconds(self, stack: SoftwareStack) -> Number:
-        """What the host needs to start everything."""
+        """Seconds that the host needs to start all operations."""
         return self.operations * stack.operation_seconds + self.collectives * stack.collective_seconds
 
     def seconds(self, cluster: Cluster, stack: SoftwareStack) -> Number:
-        """The slower of device and host, and more where both are close; on a CPU, which is both, their sum. (device^q +
-        host^q)^(1/q): stretches in which one waits for the other alternate."""
+        """The slower of device and host, or more if both are close, as they alternate in limiting: (device^q +
+        host^q)^(1/q). On a CPU, which is both, their sum."""
         device, host = self.device_seconds(cluster, stack), self.host_seconds(stack)
         if not cluster.accelerator.asynchronous:
             return device + host

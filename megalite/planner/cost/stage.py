@@ -1,4 +1,4 @@
-"""Seconds of one microbatch on a stage: forward, input gradient, weight gradient and what is computed again."""
+"""Compute the seconds of a microbatch on a stage: forward, input gradient, weight gradient and recompute."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 
 
 class StageKind(NamedTuple):
-    """All that stages of one config differ by: the arguments of `stage_cost`."""
+    """The properties in which stages of a config differ: the arguments of `stage_cost`."""
 
     dense: float
     moe: float
@@ -45,7 +45,7 @@ def stage_kind(config: RunConfig, plan: StagePlan) -> StageKind:
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
-    """Seconds of one microbatch on one stage, and of what they are made. Numbers, or arrays over layouts."""
+    """Seconds of a microbatch on a stage, with their parts. Numbers, or arrays over layouts."""
 
     forward: Number
     input_gradient: Number
@@ -57,12 +57,12 @@ class StageCost:
 
     @property
     def backward(self) -> Number:
-        """Both gradients, without recomputation."""
+        """Both gradients, without recompute."""
         return self.input_gradient + self.weight_gradient
 
     @property
     def total(self) -> Number:
-        """All that the stage does for a microbatch."""
+        """All seconds of a microbatch on the stage."""
         return self.forward + self.backward + self.recompute
 
     def __add__(self, other: "StageCost") -> "StageCost":
@@ -75,7 +75,7 @@ class StageCost:
 
 @once_per_object()
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
-    """One block (`moe`: with experts) for one microbatch, and what selective or full recompute runs again of it."""
+    """Price a block (`moe`: with experts) for a microbatch, and its recomputed part (selective or full)."""
     work = price.work
     norms = operations.norm(price, work.hidden / work.split) * work.norms
     core, projections = operations.attention_core(price), operations.attention_projections(price)
@@ -98,7 +98,7 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
     else:
         products, nonlinearity = operations.dense_mlp(price, work.ffn)
         total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
-        # No backward reads what the last product gives; but a mask of dropout comes behind it.
+        # No backward reads the last product's output, unless a dropout mask follows it.
         early = float(price.stack.recompute_stops_early)
         last = price.gemm(work.tokens, work.hidden, work.ffn / work.tp, times=price.stack.float8_rate or 1.0)
         again = (products.forward + nonlinearity.forward + price.enter() + last * -early) * work.recompute_mlp
@@ -123,8 +123,8 @@ def stage_cost(
     kept: Number = 0.0,
     copied: Number = 0.0,
 ) -> StageCost:
-    """A stage with `dense` layers and `moe` ones with experts, of which full recompute leaves `kept` alone (method block).
-    `copied`: bytes of activations that go to host memory beside the forward, and come back beside the backward."""
+    """Price a stage with `dense` layers and `moe` layers with experts. Full recompute omits `kept` of them (method
+    block). `copied`: bytes of activations that move to host memory during the forward and back during the backward."""
     total, again = operations.embedding(price) * has_embedding, Parts()
     count = dense + moe
     for number, with_experts in ((dense, False), (moe, True)):
@@ -134,11 +134,11 @@ def stage_cost(
             share = 1.0 - price.work.recompute_full * kept / np.maximum(count, 1.0)
             again = again + recomputed * (number * share)
     mtp, end = price.work.mtp_layers * has_head, operations.head(price) * has_head
-    if np.any(np.asarray(mtp) > 0):  # of the kind of the last layer
+    if np.any(np.asarray(mtp) > 0):  # same kind as the last layer
         piece, recomputed = layer_parts(price, moe=bool(np.any(np.asarray(price.work.experts) > 0)))
         total = total + (piece + operations.mtp_inputs(price)) * mtp
         again, end = again + recomputed * mtp, end + operations.head(price) * mtp
-    # The loss reads its labels' mask on the host, which waits for the device: head and layers do not cover for each other.
+    # The loss reads its label mask on the host, which waits for the device: head and layers do not overlap.
     end = _seconds(price, end, Parts())
     cost = _seconds(price, total, again) + end
     constant, device = price.stack.microbatch_seconds, price.cluster.accelerator
@@ -151,8 +151,8 @@ def stage_cost(
 
 
 def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -> StageCost:
-    """Without the constant of a microbatch. What is computed again and the backward alternate, layer by layer: the host
-    may be late in one and make up for it in the other."""
+    """Combine parts without the constant of a microbatch. Recompute and backward alternate by layer: the host may be
+    late in one and catch up in the other."""
     cluster, stack = price.cluster, price.stack
     gradients = total.input_gradient + total.weight_gradient
     backward, recompute = gradients.seconds(cluster, stack), again.seconds(cluster, stack)
@@ -176,7 +176,7 @@ def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -
 
 
 def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe: bool = False) -> StageCost:
-    """One layer alone, without the constant of a microbatch."""
+    """Price a single layer, without the constant of a microbatch."""
     price = operations.Pricing.of(work, cluster, stack)
     return _seconds(price, *layer_parts(price, moe=moe))
 
@@ -184,9 +184,9 @@ def layer_seconds(work: Workload, cluster: Cluster, stack: SoftwareStack, *, moe
 def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
-    """Each virtual stage of a validated config. Raises ConfigError if the accelerator does not have the precision."""
-    # Stages of one kind are priced once, those of other configs of a sweep or a plan too: they differ in what no price of a
-    # stage reads, which is no number here, so that one which did would be none either.
+    """Price each virtual stage of a validated config. Raises ConfigError if the accelerator lacks the precision."""
+    # Stages of one kind are priced once, also across configs of a sweep or plan. Fields that stage prices do not read
+    # are NaN, so that a price that did read one would be NaN too.
     unread = (*_UNREAD, *(() if stack.float8_rate else ("weight_uses",)))
     numbers = vars(workload_of(config)) | dict.fromkeys(unread, math.nan)
     price = _pricing(Itself(cluster), Itself(stack), tuple(numbers.items()))
@@ -211,7 +211,7 @@ def _priced(price: operations.Pricing, kind: StageKind) -> StageCost:
 def simulator_costs(
     costs: list[StageCost], config: RunConfig, links: Mapping[tuple[int, int], Link] | None = None
 ) -> Costs:
-    """For `pipeline.ir.simulate`. With recompute_ahead (or a schedule file with R) an R runs the whole forward again."""
+    """Return costs for the simulator. With recompute_ahead (or R in a schedule file), R repeats the whole forward."""
     ahead = has_recompute_actions(config)
     return Costs(
         forward=tuple(float(cost.forward) for cost in costs),

@@ -1,7 +1,7 @@
-"""`predict`: what a step of a config takes on a cluster with a software stack.
+"""`predict` the time of a training step of a config on a cluster with a software stack.
 
-The schedule that would train runs through the simulator with each stage's costs and each link's latency and bandwidth;
-data parallelism, the optimizer and constants come on top."""
+The simulator runs the schedule of the training with each stage's costs and each link's latency and bandwidth; data
+parallelism, the optimizer and constants are added."""
 
 import itertools
 from collections import Counter
@@ -32,25 +32,25 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 
 
 class Exchange(NamedTuple):
-    """Seconds of one stage's exchanges in a step, on one rank."""
+    """Seconds per step of a stage's exchanges, on one rank."""
 
-    reduce: float  # gradients: sums, and what stands for them
+    reduce: float  # gradients, also compressed ones
     gather: float  # parameters
-    pieces: int  # collectives that the gradients come in: all but the last can run under the backward
+    pieces: int  # gradient collectives: all but the last can overlap with the backward
 
 
 class Rank(NamedTuple):
-    """Seconds of what a pipeline rank does beside its pipeline."""
+    """Seconds of a pipeline rank's work outside the pipeline."""
 
-    ready: float  # from the start of the step, when it has all its gradients
-    late: float  # gathering parameters that nothing hides
+    ready: float  # time from the start of the step until all gradients are complete
+    late: float  # exposed gathers of parameters
     optimizer: float
-    beside: float  # exchanges that computation hides
+    hidden: float  # exchanges that overlap with computation
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """Exchanges between replicas, and the optimizer, of a step after its pipeline has been run."""
+class _DataParallel:
+    """Exchanges between replicas and the optimizer, after the pipeline has been simulated."""
 
     config: RunConfig
     stages: tuple[StagePlan, ...]
@@ -61,7 +61,7 @@ class _Beside:
     stack: SoftwareStack
 
     def ranks(self) -> list[Rank]:
-        """Of each pipeline rank; ranks with the same kinds of stages are priced once."""
+        """Return one entry per pipeline rank; ranks with the same kinds of stages are priced once."""
         config, run = self.config, self.run
         found: list[Rank] = []
         exchanges: dict[Hashable, Exchange] = {}
@@ -74,10 +74,10 @@ class _Beside:
                     exchanges[kind] = self._exchange(plan)
             if kinds not in updates:
                 updates[kinds] = _optimizer_seconds(config, tuple(plans), Itself(self.cluster), Itself(self.stack))
-            mine = [exchanges[kind] for kind in kinds]
-            ready, late = self._exposed(mine, plans, course)
-            beside = sum(each.reduce + each.gather for each in mine) - (ready - course.end - run.shift) - late
-            found.append(Rank(ready, late, updates[kinds], max(0.0, beside)))
+            own = [exchanges[kind] for kind in kinds]
+            ready, late = self._exposed(own, plans, course)
+            hidden = sum(each.reduce + each.gather for each in own) - (ready - course.end - run.shift) - late
+            found.append(Rank(ready, late, updates[kinds], max(0.0, hidden)))
         return found
 
     def _exchange(self, plan: StagePlan) -> Exchange:
@@ -89,13 +89,12 @@ class _Beside:
     def _exposed(
         self, exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: "_Course"
     ) -> tuple[float, float]:
-        """`ready` and `late` of one rank.
+        """Return `ready` and `late` of a rank.
 
-        With overlap each stage's exchange starts under its last backward: a stage's gradients are complete with its last B
-        or W; piece by piece they are sent while it runs, one stage after another. Ranks that finish before the last one
-        have the rest of the cool-down too. Where each microbatch's gradients are sent, the last one's are so; those before
-        it have all the computation there is to hide under. Parameters can be gathered ahead, those of each stage until its
-        first forward has run."""
+        With overlap, a stage's gradients are complete with its last B or W and are sent in pieces while it runs, one
+        stage after another. Ranks that finish early also have the rest of the cool-down. If each microbatch's gradients
+        are sent, this holds for those of the last; earlier ones overlap with all computation. Parameters can be
+        gathered early, those of each stage until its first forward ends."""
         p, stack, run = self.config.parallel, self.stack, self.run
         end = course.end + run.shift
         reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
@@ -120,10 +119,10 @@ def _exchange(
     cluster: Itself[Cluster],
     stack: Itself[SoftwareStack],
 ) -> Exchange:
-    """What `gradient_volumes` lists, one after the other."""
+    """Sum the time of `gradient_volumes`, run one after another."""
     narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.value.half_gradients else 1.0
     sizes, machine, (stride, hop) = group_sizes(config), cluster.value, strides
-    # The ends of a pipeline that lies inside a node are in one node, however far apart.
+    # The ends of a pipeline within a node are on the same node, whatever their distance.
     ends = hop if hop * sizes["pp"] <= machine.node.accelerators else hop * (sizes["pp"] - 1)
     apart = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
     apart |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
@@ -134,7 +133,7 @@ def _exchange(
         totals.setdefault((group, operation), Counter())[volume] += 1
     for (group, operation), counts in totals.items():
         volumes, times = np.array(list(counts)), np.array(list(counts.values()))
-        # Of the stages in a pod one has an end of the pipeline.
+        # In a pod, one stage per pipeline is an end of it.
         part = 1.0 / float(rates.members_within(machine.pod, sizes["pp"], hop)) if group == "embedding" else 1.0
         where = sizes[group], apart.get(group, stride), machine
         each = rates.collective_seconds(operation, volumes, *where, taking_part=part)
@@ -143,7 +142,7 @@ def _exchange(
             gather += seconds
         else:
             reduce += seconds * narrow
-            pieces += 0 if across else int(times.sum())  # each follows one inside the instance
+            pieces += 0 if across else int(times.sum())  # each follows one within the instance
     return Exchange(reduce, gather, max(1, pieces))
 
 
@@ -151,8 +150,8 @@ def _exchange(
 def _optimizer_seconds(
     config: RunConfig, plans: tuple[StagePlan, ...], machine: Itself[Cluster], stack: Itself[SoftwareStack]
 ) -> float:
-    """States read and written, gradients read for norm and update and set to zero, parameters written; what is in
-    host memory comes and goes. Whole matrices go to the ranks that work on them, and back: as long as the busiest takes."""
+    """Sum the time of reading and writing states, reading gradients for norm and update and zeroing them, writing
+    parameters, and copying offloaded states; plus whole matrices' exchange and work on the busiest rank."""
     cluster, device = machine.value, machine.value.accelerator
     sizes, width = group_sizes(config), max(4, ELEMENT_BYTES[config.training.precision])
     squares = max(matrix_bytes(config, plans))
@@ -170,12 +169,12 @@ def _optimizer_seconds(
 
 
 def matrix_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Cluster) -> float:
-    """Of whole matrices in a step, on a pipeline rank with these stages: their way to the ranks that work on them and back,
-    and the work, each as long as the busiest takes."""
+    """Return the seconds per step for whole matrices on a pipeline rank with these stages: sending them to the ranks that
+    update them and back, and the updates, each on the busiest rank."""
     exchanged, work = matrix_volumes(config, plans), matrices_of_ranks(config, plans)
     seconds, count, device = 0.0, len(exchanged), cluster.accelerator
     for volume in map(max, zip(*exchanged)) if count > 1 else ():
-        # All-to-all counts what stays on the rank itself, which these volumes leave out.
+        # An all-to-all's volume includes the part that stays on the rank; these volumes do not.
         each = volume * count / (count - 1.0)
         seconds += float(rates.collective_seconds("all-to-all", each, count, 1.0, cluster))
     main = "fp64" if config.training.precision == "fp64" else "fp32"
@@ -185,8 +184,9 @@ def matrix_seconds(config: RunConfig, plans: Sequence[StagePlan], cluster: Clust
 
 
 def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
-    """Of the optimizer's work in a step on one matrix [r, c] of a tensor: Newton-Schulz iterations of Muon, or SOAP's turns
-    into eigenbases and back, Gram matrices, and now and then a product and a QR factorisation (8/3·n³) for the bases."""
+    """Return the FLOPs per step of the optimizer's work on one matrix [r, c] of a tensor: Muon's Newton-Schulz
+    iterations, or SOAP's rotations into eigenbases and back, Gram matrices, and now and then a product and a QR
+    (8/3·n³) per basis."""
     model, optimizer, (rows, columns) = config.model, config.optimizer, shape.shape[-2:]
     sides = sides_of(optimizer, rows, columns).values()
     if sides:
@@ -200,17 +200,17 @@ def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
 
 
 class _Course(NamedTuple):
-    """When a pipeline rank does what."""
+    """Times of a pipeline rank's actions."""
 
     end: float
     busy: float
-    forwards: dict[int, float]  # stage -> when its first forward has run
+    forwards: dict[int, float]  # stage -> end of its first forward
     backwards: dict[int, Event]  # stage -> its last B or W
 
 
 @once_per_object(maxsize=8)
 def _courses(timeline: Timeline) -> list[_Course]:
-    """Of each rank."""
+    """Return one entry per pipeline rank."""
     rows: list[list[Event]] = [[] for _ in timeline.busy]
     for event in timeline.events:
         rows[event.rank].append(event)
@@ -226,7 +226,7 @@ def _courses(timeline: Timeline) -> list[_Course]:
 
 
 def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: _Course) -> float:
-    """Seconds by which parameters come later than first forwards end; those that are needed first are gathered first."""
+    """Return by how many seconds parameters arrive after first forwards end; those needed first are gathered first."""
     order = sorted((course.forwards[plan.stage], exchange.gather) for plan, exchange in zip(plans, exchanges))
     gathered = itertools.accumulate(gather for _, gather in order)
     return max(0.0, *(done - end for done, (end, _) in zip(gathered, order)))
@@ -235,7 +235,7 @@ def _late_gathers(exchanges: Sequence[Exchange], plans: Sequence[StagePlan], cou
 def _last_arrival(
     exchanges: Sequence[Exchange], plans: Sequence[StagePlan], course: _Course, shift: float, parts: int
 ) -> float:
-    """When the gradients are there that are sent under each stage's last backward: one of so many parts of all."""
+    """Return when the gradients sent during each stage's last backward arrive; these are one of `parts` equal parts."""
     now, last = 0.0, course.backwards
     for plan, exchange in sorted(zip(plans, exchanges), key=lambda pair: last[pair[0].stage].start):
         event, first, reduce = last[plan.stage], 1.0 / exchange.pieces, exchange.reduce / parts
@@ -245,30 +245,30 @@ def _last_arrival(
 
 
 class Prediction:
-    """What a step of the largest batch takes, by `predict`. What costs more than the seconds is worked out when asked for."""
+    """Predicted time of a step of the largest batch. Values that are costly to compute are computed on first use."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> None:
         pp, count, plans = config.parallel.pp, microbatch_counts(config)[-1], plan_stages(config)
         self._config, self._stack, self._count = config, stack, count
         costs = stage_costs(config, plans, cluster, stack)
-        self.stages = tuple(costs)  # what a microbatch takes on each virtual stage
+        self.stages = tuple(costs)  # cost of a microbatch on each virtual stage
         self._clock = Clock(config, len(plans), count)
         timing = self._timing = simulator_costs(costs, config, rates.links_of(config, cluster))
         run = self._run = self._clock.run(timing)
-        self.timeline = run.timeline  # of the step, or of one with fewer microbatches if it was extended
-        ranks = _Beside(config, plans, costs, run, count, cluster, stack).ranks()
-        # The norm's sum over the world lets no one update before all have their gradients.
+        self.timeline = run.timeline  # of the step, or of a shorter one if it was extrapolated
+        ranks = _DataParallel(config, plans, costs, run, count, cluster, stack).ranks()
+        # The norm's all-reduce over the world makes all ranks wait for all gradients before the update.
         world = group_sizes(config)["world"]
         norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))
         self._after = {
             "gradients": max(rank.ready for rank in ranks) - run.seconds,
             "parameters": max(rank.late for rank in ranks),
-            "overlap": stack.overlap_cost * max(rank.beside for rank in ranks),
+            "overlap": stack.overlap_cost * max(rank.hidden for rank in ranks),
             "stragglers": rates.slowest_share(world, cluster) * run.scale * max(run.timeline.busy),
             "optimizer": max(rank.optimizer for rank in ranks),
             "step": stack.step_seconds + norm,
         }
-        # Idle share of the busiest pipeline rank, messages included; where ranks share cores, of these.
+        # Idle fraction of the busiest pipeline rank, with messages; if ranks share cores, idle fraction of the cores.
         self.bubble = run.bubble
         crowd = float(rates.sharing_ranks(rates.pipeline_stride(rates.workload_of(config)), pp, cluster))
         if crowd > 1.0:
@@ -282,8 +282,8 @@ class Prediction:
         self.tokens_per_second = count * dp * training.micro_batch_size * training.seq_length / self.step_seconds
         self._peak = cluster.peak(training.precision) * world
 
-    # Model FLOPs as a share of the peak of all ranks: of attention over the whole sequence (palm), and of the half of it
-    # that the causal mask leaves (megatron).
+    # Model FLOPs relative to the peak of all ranks, with attention over the whole sequence (palm) or the half that the
+    # causal mask leaves (megatron).
     @cached_property
     def mfu(self) -> float:
         return self._flops("palm") * self.tokens_per_second / self._peak
@@ -297,8 +297,8 @@ class Prediction:
 
     @cached_property
     def parts(self) -> Mapping[str, float]:
-        """The step of the busiest pipeline rank, part by part; they add up to step_seconds. `given` is less than 0: what
-        ranks that wait leave to others on shared cores."""
+        """The parts of the step of the busiest pipeline rank; their sum is step_seconds. `given` is negative: the time
+        that waiting ranks leave to others on shared cores."""
         run, timing = self._run, self._timing
         free = self._clock.run(replace(timing, links={})) if timing.links else run
         inside = _busiest(run, plan_stages(self._config), self.stages, self._count, self._stack)
@@ -307,26 +307,26 @@ class Prediction:
 
     @property
     def exposed(self) -> Mapping[str, float]:
-        """Communication that nothing hides, by kind."""
+        """Seconds of communication that no computation hides, by kind."""
         kinds = ("tensor", "context", "expert", "pipeline", "gradients", "parameters")
         return {name: self.parts[name] for name in kinds}
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Per pipeline rank."""
+        """Memory per pipeline rank."""
         return tuple(planned_memory(self._config))
 
 
 def predict(config: RunConfig, cluster: Cluster, stack: SoftwareStack) -> Prediction:
-    """`config` is validated for its world size, its vocabulary known. Raises ConfigError if the schedule does not take these
-    sizes, or the accelerator does not have the precision."""
+    """Predict a step. `config` is validated for its world size and has a vocabulary. Raises ConfigError if the schedule
+    does not support these sizes, or the accelerator not the precision."""
     return Prediction(config, cluster, stack)
 
 
 def _busiest(
     run: Run, stages: Sequence[StagePlan], costs: Sequence[StageCost], count: int, stack: SoftwareStack
 ) -> dict[str, float]:
-    """What the busiest pipeline rank does in the step, by kind."""
+    """Return the seconds per step of the busiest pipeline rank, by kind."""
     busy = run.timeline.busy
     rank = max(range(len(busy)), key=lambda at: busy[at])
     found = {"products": 0.0, "memory": 0.0, "tensor": 0.0, "context": 0.0, "expert": 0.0}
@@ -336,5 +336,5 @@ def _busiest(
             seconds = (parts.gemm, parts.memory, parts.exposed_tensor(stack), parts.context, parts.expert)
             for name, value in zip(found, seconds):
                 found[name] += count * float(value)
-    # The rest is the host's: operations that it starts later than the device could take them.
+    # The remainder is time in which the device waits for the host to start operations.
     return {**found, "host": busy[rank] * run.scale - sum(found.values())}

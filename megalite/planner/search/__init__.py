@@ -1,1 +1,1 @@
-"""The search for a layout: the legal space as arrays, its memory and time in closed form, the best of it simulated."""
+"""Search for the best layout: legal layouts as arrays, closed forms for memory and time, simulation of the best."""

@@ -1,10 +1,10 @@
-"""What pipeline ranks hold, counted: the half of a layout's memory that its pipeline decides.
+"""Count what pipeline ranks store: the part of a layout's memory that its pipeline determines.
 
-How many microbatches each chunk of a rank holds at once are closed forms of what a replay of the schedule counts. A rank's
-memory peaks at one of a few moments; each is a row of counts: whole graphs (from F to B or I) and inputs kept for a W (from
-I to W) by chunk. Memory is linear in the counts, so the largest row decides, whatever a microbatch weighs. Counts of the
-one-chunk schedules and looped-bfs are exact, of interleaved too but for a last group that is larger or smaller than the
-others; of the Vs the moments that are largest by several weights are kept.
+Closed forms give the number of microbatches in flight per chunk that a replay of the schedule would count. A rank's
+memory peaks at one of a few moments. Each moment is a row of counts per chunk: graphs (from F to B or I) and inputs
+stored for a W (from I to W). Memory is linear in the counts, so the largest row decides, whatever the size of a
+microbatch. The counts are exact for one-chunk schedules and looped-bfs, and for interleaved unless its last group has
+another size; for V schedules, the moments that are largest by several weightings are kept.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ Counts = npt.NDArray[np.int64]
 
 
 class InFlight(NamedTuple):
-    """[moments, ranks, chunks]."""
+    """Microbatches in flight; arrays of shape [moments, ranks, chunks]."""
 
     graphs: Counts
     deferred: Counts
 
 
 def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
-    """The same pipeline with as few microbatches as give the same counts."""
+    """Return the pipeline with the smallest number of microbatches that gives the same counts."""
     schedule, p, v, m, _ = pipeline
     if schedule == "interleaved":
         size = group or smallest_group(p, m)
@@ -49,13 +49,13 @@ def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
 
 
 def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None) -> InFlight:
-    """The moments at which one of `ranks` may hold most; `warm_up` is of 1f1b, `group` of interleaved (default: smallest)."""
+    """Return the moments at which one of `ranks` may need most memory. `warm_up`: of 1f1b; `group`: of interleaved."""
     schedule, p, v, m, _ = pipeline
     left = p - ranks
     if schedule in ("zb-h1", "zb-h2"):
         return _zero_bubble(p, m, 1 if schedule == "zb-h1" else 2, ranks)
     if schedule in VEE:
-        few = min(m, 2 * p + 2)  # more are as these
+        few = min(m, 2 * p + 2)  # more microbatches give the same counts
         held = np.stack([_vee(schedule, p, few, rank) for rank in ranks.tolist()], axis=1)
         return InFlight(held[:, :, :2], held[:, :, 2:])
     if schedule == "1f1b":
@@ -68,7 +68,7 @@ def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: 
 
 
 def _interleaved(p: int, v: int, m: int, group: int, ranks: Counts) -> Counts:
-    """Before each backward at which a group of forwards or backwards changes chunk, over one round of the chunks."""
+    """Count graphs before each backward at which a forward or backward group changes chunk, over one round of chunks."""
     ahead = 2 * (p - ranks - 1) + (v - 1) * group
     turns = np.arange(v) * group
     moments = np.concatenate((turns[:, None] + 0 * ahead, (turns[:, None] - ahead - 1) % (v * group)))
@@ -78,7 +78,7 @@ def _interleaved(p: int, v: int, m: int, group: int, ranks: Counts) -> Counts:
 
 
 def _visited(steps: Counts, v: int, m: int, group: int) -> Counts:
-    """[..., chunks]: how often each chunk has been visited after so many steps, by groups of microbatches."""
+    """Return how often each chunk was visited after `steps` steps, by groups of microbatches: [..., chunks]."""
     rounds = np.minimum(steps // (v * group), m // group)
     rest = steps - rounds * v * group
     size = np.where(rounds < m // group, group, m % group)[..., None]
@@ -86,11 +86,11 @@ def _visited(steps: Counts, v: int, m: int, group: int) -> Counts:
 
 
 def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
-    """After the last forward, and right after the first I for which the most W are put off."""
+    """Count after the last forward, and after the first I with the largest number of postponed W."""
     ahead = np.minimum(m, depth * (p - ranks) - (depth - 1))
     behind = depth * ranks
     last = InFlight(ahead, np.minimum(behind, m - ahead))
-    # Rank 0 puts nothing off: its halves are merged.
+    # Rank 0 postpones nothing: it runs B instead of I and W.
     put_off = np.where(behind == 0, 0, np.minimum(behind + 1, m))
     done = np.minimum(behind, m - 1)
     held = np.where(behind == 0, 0, np.minimum(m, ahead + done) - (done + 1))
@@ -98,8 +98,8 @@ def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
     return InFlight(graphs, np.stack((last.deferred, put_off))[:, :, None])
 
 
-# Of graphs and of what is deferred, by chunk: moments that are largest by one of these are kept. Where the second chunk
-# of a rank has the head it may weigh much more than the first.
+# Weights of graphs and of deferred inputs, by chunk: the moment that is largest by each is kept. If a rank's second chunk
+# has the head, it may need much more memory than the first.
 _WEIGHTS = np.array(
     [
         *([1.0, 2.0, 0.7, 1.0], [1.0, 5.0, 0.7, 2.0], [1.0, 20.0, 0.7, 5.0]),
@@ -112,12 +112,12 @@ _WEIGHTS = np.array(
 )
 
 
-_CHANGES = {Kind.F: (1, 0), Kind.I: (-1, 1), Kind.W: (0, -1), Kind.B: (-1, 0)}  # of graphs and of what is deferred
+_CHANGES = {Kind.F: (1, 0), Kind.I: (-1, 1), Kind.W: (0, -1), Kind.B: (-1, 0)}  # of (graphs, deferred inputs)
 
 
 @lru_cache(maxsize=4096)
 def _vee(schedule: str, p: int, m: int, rank: int) -> Counts:
-    """[weights, 4] of one rank: graphs and deferred inputs of both chunks after the steps that are the fullest."""
+    """Return a rank's graphs and deferred inputs of both chunks at the fullest moment by each weighting: [weights, 4]."""
     row = (dualpipe_v_row if schedule == "dualpipe-v" else zb_v_row)(rank, p, m)
     changes = np.zeros((len(row), 2, 2), dtype=np.int64)
     for change, action in zip(changes, row, strict=True):
@@ -128,17 +128,17 @@ def _vee(schedule: str, p: int, m: int, rank: int) -> Counts:
 
 @dataclass(frozen=True)
 class Cut:
-    """The stages of a pipeline, by rank and chunk: [p, v]."""
+    """Stages of a pipeline as arrays by rank and chunk: [p, v]."""
 
     dense: Counts  # layers with a dense MLP
     experts: Counts  # layers with experts
-    starts: Counts  # the first layer
-    first: tuple[int, int]  # rank and chunk of the first stage, which has the embedding
-    last: tuple[int, int]  # of the last stage, which has the head
+    starts: Counts  # index of the first layer
+    first: tuple[int, int]  # (rank, chunk) of the first stage, with the embedding
+    last: tuple[int, int]  # (rank, chunk) of the last stage, with the head
 
     @cached_property
     def ranks(self) -> Counts:
-        """Of ranks that hold the same, the first and the last: one of them needs most memory in any schedule."""
+        """First and last rank among those with equal contents: one of these needs most memory in any schedule."""
         marks = np.zeros_like(self.dense)
         marks[self.first] += 1
         marks[self.last] += 2
@@ -154,35 +154,35 @@ Floats = npt.NDArray[np.float64]
 
 
 class Feature(IntEnum):
-    DENSE = 0  # layers held, with a dense MLP; and so on
+    DENSE = 0  # number of layers with a dense MLP; others likewise
     EXPERTS = auto()
     EMBEDDING = auto()
     HEAD = auto()
-    COPY = auto()  # of a tied embedding that is on another rank too
+    COPY = auto()  # of a tied embedding on another rank
     DENSE_ACTIVE = auto()  # layers times microbatches with live graphs
     EXPERTS_ACTIVE = auto()
     EMBEDDING_ACTIVE = auto()
     HEAD_ACTIVE = auto()
-    INPUT_ACTIVE = auto()  # inputs of stages with offloaded layers: they wait for their gradients
-    DENSE_DEFERRED = auto()  # the same that wait for a W
+    INPUT_ACTIVE = auto()  # stage inputs kept beside offloaded layers
+    DENSE_DEFERRED = auto()  # the same, waiting for a W
     EXPERTS_DEFERRED = auto()
     HEAD_DEFERRED = auto()
-    ONLY_DENSE = auto()  # the workspace of recomputation, by the kinds of layers on the rank
+    ONLY_DENSE = auto()  # workspace of recomputation, by kinds of layers on the rank
     ONLY_EXPERTS = auto()
     BOTH_KINDS = auto()
-    RESTORED = auto()  # offloaded layers that are back at once, beyond those that are there all along
-    PLAIN = auto()  # what is whole for a while of sharded tensors, by what the stages have beside layers
+    RESTORED = auto()  # offloaded layers back at once, beyond those never offloaded
+    PLAIN = auto()  # unsharded copies of sharded tensors, by the ends on the rank
     WITH_EMBEDDING = auto()
     WITH_HEAD = auto()
     BOTH_ENDS = auto()
 
 
 _ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.INPUT_ACTIVE for feature in Feature])
-_HEADS = (0, 1, 3, 10, 100)  # layers that a head may weigh in activations
+_HEADS = (0, 1, 3, 10, 100)  # weights of the head's activations, in layers
 
 
 class Counter:
-    """Counts the features of pipelines; each cut and each steady pipeline is counted once."""
+    """Counts the features of pipelines, once per cut and steady pipeline."""
 
     def __init__(self, config: RunConfig) -> None:
         model, s = config.model, config.training.seq_length
@@ -197,9 +197,8 @@ class Counter:
         self._known: dict[tuple[Pipeline, int], Floats] = {}
 
     def cut(self, pipeline: Pipeline) -> Cut:
-        """The stages of a pipeline, cut as `partition.stages.cut_stages` does. Where layers differ in cost and a rank
-        has several chunks, the cut is estimated as if they did not: the exact one takes a search, which the layouts
-        that are refined get."""
+        """Return a pipeline's stages, as `partition.stages.cut_stages` cuts them. If layers differ in cost and ranks have
+        several chunks, equal costs are assumed: the exact cut takes a search, which refined layouts get."""
         key = (pipeline.pp, pipeline.vpp, pipeline.schedule in VEE)
         if key not in self._cuts:
             self._cuts[key] = self._make_cut(*key)
@@ -224,10 +223,10 @@ class Counter:
         return Cut(held[0], held[1], held[2], places[0], places[-1])
 
     def __call__(self, pipeline: Pipeline) -> Floats:
-        """[rows, features]: ranks and moments of which one is the fullest, whatever the share."""
+        """Return [rows, features]: the ranks and moments of which one needs most memory, whatever the share."""
         m, group = pipeline.microbatches, self._group
         if pipeline.schedule in ("gpipe", "looped-bfs"):
-            # All microbatches are alive at once.
+            # All microbatches are in flight at the same time.
             return self._steady(pipeline._replace(microbatches=1), group) * np.where(_ALIVE, m, 1)
         if pipeline.schedule == "interleaved":
             group = group or smallest_group(pipeline.pp, m)
@@ -256,7 +255,7 @@ class Counter:
         inputs = gone > 0
         inputs[ranks == cut.first[0], cut.first[1]] = False
         if pipeline.schedule == "interleaved":
-            # Nothing waits for a W here: the moment with most alive decides, whatever the head weighs.
+            # No W is deferred: the moment with most graphs decides, for each weight of the head.
             alive = (graphs * (kept + kept_experts + 1e-3 * inputs)).sum(2)
             heads = graphs[:, :, cut.last[1]] * (ranks == cut.last[0])
             moments = [(alive + weight * heads).argmax(0) for weight in _HEADS]
@@ -277,7 +276,7 @@ class Counter:
         return rows.reshape(-1, len(Feature))
 
     def _static(self, cut: Cut) -> Floats:
-        """[ranks, features] without what is in flight."""
+        """Count the features that do not depend on microbatches in flight: [ranks, features]."""
         ranks = cut.ranks
         rows = np.zeros((len(ranks), len(Feature)))
         dense, experts = cut.dense[ranks].sum(1), cut.experts[ranks].sum(1)

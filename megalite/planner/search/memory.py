@@ -1,13 +1,13 @@
-"""Memory of every layout at once, by the formulas of `partition.memory`.
+"""Compute the memory of all layouts at once, by the formulas of `partition.memory`.
 
-A rank's bytes are bilinear: so many layers, embeddings, microbatches in flight (`features` of the pipeline, one row for
-each rank and moment that may be the fullest) times what each of them takes (coefficients of the share). Both are made by
-the code that sizes a single config, once for each that differs; a product of two small matrices gives the rest.
+A rank's bytes are bilinear: counts of layers, embeddings and microbatches in flight (the pipeline's `features`, one row
+per rank and moment that may need most memory) times the bytes of each (the share's coefficients). The code that sizes a
+single config computes both, once per distinct case; a product of two small matrices gives all layouts.
 
-Equal to it to the byte where stages of a rank are alike; else up to the moment that the peak is taken at, rounding, the
-cut of unequal layers over chunks, with zero-2 and fully-sharded the padding of buckets and the stage that has most of
-them, with soap the rank that works on most, and with offload the states that visit the device and the layers that are back
-at once beside a head. What is refined is sized again exactly.
+The result is exact if all stages of a rank are equal. Otherwise these may differ: the moment of the peak, rounding, the
+cut of unequal layers over chunks; with zero-2 and fully-sharded, bucket padding and the stage with the largest buckets;
+with soap, the rank with most matrices; with offload, visiting states and layers that are back beside a head. The best
+layouts are sized again exactly.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -42,27 +42,27 @@ from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares, kinds
 
 
 def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
-    """[pipelines, shares] bytes of the fullest rank: `features` of each pipeline times `Sizer.coefficients`."""
+    """Return the bytes of the fullest rank, [pipelines, shares]: pipelines' features times `Sizer.coefficients`."""
     starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
     return np.maximum.reduceat(np.concatenate(rows) @ coefficients, starts, axis=0)
 
 
 @dataclass(frozen=True)
 class Sizer:
-    """Bytes that shares of a config take for each feature."""
+    """Computes the bytes per feature for shares of a config."""
 
-    config: RunConfig  # the request's: what is not searched
+    config: RunConfig  # the request's config, with the settings that are not searched
     _known: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def layers(self) -> tuple[int, int]:
-        """With a dense MLP, and with experts."""
+        """Numbers of layers with a dense MLP and with experts."""
         model = self.config.model
         moe = sum(map(model.is_moe_layer, range(model.num_layers)))
         return model.num_layers - moe, moe
 
     def coefficients(self, shares: Shares, pp: int) -> Floats:
-        """[features, shares], for pipelines of pp ranks."""
+        """Return the coefficients, [features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
         if len(shares):
             found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, held_bytes)
@@ -75,8 +75,8 @@ class Sizer:
         return found
 
     def relief(self, moved: Floats, pp: int) -> Floats:
-        """[features, shares] bytes that leave the device if the optimizer's states, `moved`, are in host memory; less than
-        0 is the room for those that visit it."""
+        """Return the bytes, [features, shares], that leave the device if the optimizer states `moved` are in host memory;
+        negative for the buffers of states that return temporarily."""
         found = np.zeros((len(Feature), moved.shape[1]))
         found[Feature.DENSE : Feature.COPY + 1] = moved
         most = max(element_bytes(self.config, shape, 1).offloadable for shape in self._classes[1])
@@ -85,14 +85,14 @@ class Sizer:
         return found
 
     def on_rank(self, of: Floats, pp: int) -> Floats:
-        """On the pipeline rank with the larger end, or both, of what a layer of either kind has, embedding, head and copy."""
+        """Sum layers, embedding, head and copy on the pipeline rank with the largest end; `of` has the size of each."""
         dense, moe = self.layers
         ends = of[2] + of[3] if pp == 1 else np.maximum(of[2], of[3] + of[4])
         return np.asarray((of[0] * dense + of[1] * moe) / pp + ends)
 
     def states(self, shares: Shares, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
-        """[5, shares] bytes of parameters, gradients and optimizer states of a dense layer, one with experts, embedding,
-        head, and copy of the embedding: local elements of each class of tensors times its bytes `of` an element."""
+        """Return the bytes, [5, shares], of parameters, gradients and optimizer states of a dense layer, an expert layer,
+        the embedding, the head and the embedding's copy: local elements per tensor class times bytes per element."""
         expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
 
         def widths(place: int) -> list[float]:
@@ -104,7 +104,7 @@ class Sizer:
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def _kept_in_fp8(self, shares: Shares) -> Floats:
-        """[4, shares] bytes of a dense layer, one with experts, and less than 0 of the first and the last, which are not in fp8."""
+        """Return fp8 bytes, [4, shares]: of a dense and an expert layer, minus those of the two outer layers (no fp8)."""
 
         def sizes(place: int) -> list[float]:
             config = self.of_share(shares, place)
@@ -115,13 +115,13 @@ class Sizer:
         return self.by_kind("fp8", (shares.tp, shares.strategy, parts), sizes).T
 
     def elements(self, shares: Shares) -> Floats:
-        """[shares, 2, 5] elements on a rank of the same five, those that all replicas share and experts' apart."""
+        """Return the local elements, [shares, 2, 5], of the same five parts: dense tensors, then expert tensors."""
         local = self._local(shares)
         expert = np.array([shape.expert for shape in self._classes[1]])
         return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
 
     def by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
-        """[shares, ...] values `of` the place of a share: of each kind of equal keys once, whatever the pipeline."""
+        """Return `of` each share, [shares, ...]; `of` takes a share's index and runs once per combination of keys."""
         index, of_kind = kinds(*keys)
         found = []
         for place in index.tolist():
@@ -133,7 +133,7 @@ class Sizer:
 
     @cached_property
     def _classes(self) -> tuple[list[list[tuple[int, ParameterShape]]], list[ParameterShape]]:
-        """Tensors of a dense layer, one with experts, embedding, head and copy, each with its class; one of each class."""
+        """List the tensors of dense layer, expert layer, embedding, head and copy with their class; one of each class."""
         model = self.config.model
         layers = [[] if index is None else layer_shapes(model, index) for index in self._examples()]
         embedding = embedding_shapes(model)
@@ -153,7 +153,7 @@ class Sizer:
         return parts, examples
 
     def _local(self, shares: Shares) -> Floats:
-        """[shares, parts, classes] elements on a rank."""
+        """Return the local elements, [shares, parts, classes]."""
         parts, classes = self._classes
 
         def sizes(place: int) -> Floats:
@@ -167,9 +167,9 @@ class Sizer:
         return self.by_kind("local", (shares.tp, shares.ep), sizes)
 
     def _activations(self, shares: Shares, found: Floats) -> None:
-        """Of one sequence on a rank; a microbatch has several, and cp cuts each."""
+        """Fill in the activations of a microbatch, computed from one sequence; cp splits each sequence."""
         p, model = self.config.parallel, self.config.model
-        # Keys of all ranks are kept, or those of a head that several ranks share.
+        # Either the keys of all ranks are kept, or those of a head that several ranks share.
         whole = model.attention_dropout or p.cp_comm_type not in ("p2p", "allgather")
         cut = shares.cp if whole else np.minimum(shares.cp, 2)
         exchange = shares.ep * (shares.tp if p.etp is None else p.etp) > 1
@@ -192,7 +192,7 @@ class Sizer:
         return [*active, *ends, entering, *waiting, *workspace, max(workspace), max(active)]
 
     def _whole(self, shares: Shares, pp: int, found: Floats) -> None:
-        """Of sharded gradients and parameters, on stages long enough that more layers change nothing."""
+        """Fill in unsharded gradients and parameters of sharded strategies, for stages of which more layers add none."""
         sharded = shares.strategy >= STRATEGIES.index("zero-2")
         experts = self._expert_replicas(shares) > 1
         dense = shares.dp * shares.cp > shares.dp_instances
@@ -202,7 +202,7 @@ class Sizer:
         some, model = shares.take(places), self.config.model
         there = [kind for kind, index in enumerate(self._examples()) if index is not None]
         per_layer = self._local(some)[:, there].sum(2).min(1)
-        # Buckets of three kinds are open at once, and a quarter more is on its way.
+        # Three kinds of buckets are open at once; a quarter more is in flight.
         several = 3 + 3 * self.config.parallel.ddp_bucket_size // per_layer
         shown = model.moe_first_dense_layers + model.moe_layer_freq + several
         layers = np.minimum(-(-model.num_layers // pp), shown).astype(np.int64)
@@ -212,7 +212,7 @@ class Sizer:
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1, places] = each.T
 
     def _whole_of(self, shares: Shares, place: int, layers: int, pp: int) -> list[float]:
-        """By what stands beside layers: nothing, embedding, head, both."""
+        """Compute them for a stage with layers only, with the embedding, with the head, and with both."""
         config = self.of_share(shares, place)
         config = replace(config, model=replace(config.model, num_layers=layers))
         if pp == 1:
@@ -226,19 +226,19 @@ class Sizer:
         return [*found, max(found)]
 
     def _expert_replicas(self, shares: Shares) -> npt.NDArray[np.int64]:
-        """Ranks of an instance that hold the same experts."""
+        """Number of ranks per instance with the same experts."""
         etp = self.config.parallel.etp
         over = shares.tp if etp is None else np.full_like(shares.tp, etp)
         return shares.tp * shares.cp * shares.dp // (over * shares.ep * shares.dp_instances)
 
     def _examples(self) -> tuple[int | None, int | None]:
-        """A layer with a dense MLP and one with experts, if there are any."""
+        """Return the index of a layer with a dense MLP and of one with experts; None if there is none."""
         model = self.config.model
         moe = [model.is_moe_layer(index) for index in range(model.num_layers)]
         return tuple(moe.index(kind) if kind in moe else None for kind in (False, True))  # type: ignore[return-value]
 
     def of_share(self, shares: Shares, place: int, **changed: int) -> RunConfig:
-        """The config of a share; nothing here depends on the pipeline's ranks but by the stages that it is asked of."""
+        """Return the config of a share; callers pass the stages, so pipeline settings do not matter."""
         strategy = STRATEGIES[shares.strategy[place]]
         config = self.config
         return replace(
@@ -263,25 +263,25 @@ class Sizer:
 
 
 def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
-    """Of an element, wherever it is."""
+    """Return the bytes per element of parameters, gradients and optimizer states, on the device or in host memory."""
     return sum(element_bytes(config, shape, replicas)[:3]) + square_share(config, shape)
 
 
 def square_width(config: RunConfig, shape: ParameterShape) -> float:
-    """Bytes of whole matrices' states for each of their elements."""
+    """Return the bytes of whole-matrix states, per element of the matrix."""
     *_, rows, columns = (1, *shape.shape)
     hidden = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
     return square_bytes(config, rows, columns) / (rows * columns) if hidden else 0.0
 
 
 def square_share(config: RunConfig, shape: ParameterShape) -> float:
-    """The same for each local element, as if the ranks that work on matrices had equal parts."""
+    """Return the same per local element, as if the ranks that update matrices had equal parts."""
     equal = config.parallel.strategy.weights == "equal"
     return square_width(config, shape) / (all_replicas(config)[shape.expert] if equal else 1)
 
 
 def offloadable_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
-    """Of them in host memory if the optimizer is offloaded, as if a part of each bucket were there and not some whole ones."""
+    """Return the bytes per element that offload moves to host memory, as if it split each bucket."""
     part = config.optimizer.optimizer_offload_fraction * element_bytes(config, shape, replicas).offloadable
     return part + square_share(config, shape)
 

@@ -1,7 +1,7 @@
-"""`find`: the best layouts for a request. All of the space in closed form, then the best of it by the cost model proper.
+"""`find` returns the best layouts for a request: closed forms rank all layouts, then the cost model refines the best.
 
-What is refined runs its own action lists through the simulator and is sized rank by rank, so that closed forms only choose
-what to look at. The cut into stages is made again by predicted seconds instead of FLOPs, and kept where that is faster.
+The simulator runs each refined layout's action lists, and the memory of each rank is computed exactly; closed forms only
+select the layouts. Stages are cut again by predicted seconds instead of FLOPs if that is faster.
 """
 
 import itertools
@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
@@ -28,7 +27,7 @@ from megalite.planner.cost.rates import workload_of
 from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.hardware import Cluster, SoftwareStack
-from megalite.planner.search.features import Counter
+from megalite.planner.search.features import Counter, Floats
 from megalite.planner.search.memory import fullest, offloadable_bytes
 from megalite.planner.search.space import (
     CHOICES,
@@ -36,6 +35,7 @@ from megalite.planner.search.space import (
     HOST,
     RECOMPUTE,
     Block,
+    Integers,
     Layout,
     Request,
     Shares,
@@ -45,20 +45,18 @@ from megalite.planner.search.space import (
 )
 from megalite.planner.search.time import Clock, Prices
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-_AT_ONCE = 20_000  # estimates that are put in order before the next ones are
+_AT_ONCE = 20_000  # number of estimates that are sorted at a time
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Per block, bytes of the fullest rank and seconds of a step: [pipelines, shares]."""
+    """Bytes of the fullest rank and seconds of a step; arrays of shape [pipelines, shares], one per block."""
 
     request: Request
     space: Space
     memory: tuple[Floats, ...]
-    seconds: tuple[Floats, ...]  # infinite where it does not fit
-    host: tuple[Integers, ...]  # what it needs of host memory to fit: twice the layers, and 1 more for the optimizer
+    seconds: tuple[Floats, ...]  # infinite if the layout does not fit
+    host: tuple[Integers, ...]  # host memory added to fit: twice the offloaded layers, plus 1 for optimizer states
 
     @cached_property
     def all_bytes(self) -> Floats:
@@ -74,7 +72,7 @@ class Survey:
 
     @property
     def by_host_memory(self) -> int:
-        """How many of these fit because of what `host` says."""
+        """Number of layouts that fit because of the host memory in `host`."""
         return int(sum((np.isfinite(each) & (more > 0)).sum() for each, more in zip(self.seconds, self.host)))
 
     def at(self, index: int) -> Layout:
@@ -89,8 +87,8 @@ class Survey:
         raise IndexError(index)
 
     def fastest(self, objective: str = "time") -> Iterator[tuple[Layout, float]]:
-        """Layouts that fit with their seconds, by these; of equals the one with the smallest cp and micro batch. With the
-        objective `memory` those that hold least first, of equals the fastest."""
+        """Yield (layout, seconds) of layouts that fit, fastest first; ties go to the smallest cp, then micro batch.
+        With the objective `memory`, those that need least memory come first; ties go to the fastest."""
         seconds = self.all_seconds
         least = self.all_bytes if objective == "memory" else seconds
         cp, micro_batch = self.space.column("cp"), self.space.column("micro_batch_size")
@@ -99,18 +97,18 @@ class Survey:
             count = min(_AT_ONCE, len(left))
             bound = np.partition(least[left], count - 1)[count - 1]
             now, left = left[least[left] <= bound], left[least[left] > bound]
-            # To six digits: further ones are not meant.
+            # Rounded to six digits: smaller differences are noise.
             digits = (np.round(np.log(each[now]), 6) for each in (seconds, least))
             for index in now[np.lexsort((micro_batch[now], cp[now], *digits))].tolist():
                 yield self.at(index), float(seconds[index])
 
     def leanest(self) -> tuple[Layout, float]:
-        """The layout that needs least memory, whether it fits or not, and its bytes."""
+        """Return the layout that needs least memory, even if it does not fit, and its bytes."""
         index = int(np.argmin(self.all_bytes))
         return self.at(index), float(self.all_bytes[index])
 
     def frontier(self) -> list[tuple[float, float]]:
-        """(bytes, seconds): of each amount of memory the fastest layout, as long as more memory gives more speed."""
+        """Return (bytes, seconds) of the fastest layout per amount of memory, if it beats smaller amounts."""
         fits = np.isfinite(self.all_seconds)
         memory, seconds = self.all_bytes[fits], self.all_seconds[fits]
         order = np.lexsort((seconds, memory))
@@ -120,8 +118,8 @@ class Survey:
 
 
 def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
-    """Sizes and times the whole space. What does not fit gets as much host memory as it needs, if it is then faster than
-    all that fits without, or nothing does. Raises ConfigError if the accelerator does not have the precision."""
+    """Compute memory and time of all layouts. One that does not fit uses as much host memory as it needs, if that is
+    faster than all that fit without, or none does. Raises ConfigError if the accelerator lacks the precision."""
     space = enumerate_space(request)
     counter = Counter(request.config)
     clock = Clock(request.config, cluster, stack)
@@ -135,9 +133,9 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
         prices, relief = clock.prices(shares, pp, coefficients, moved), sizer.relief(moved, pp)
         first = 0
         for block in blocks:
-            mine = slice(first, first + len(block.shares))
-            first = mine.stop
-            parts = coefficients[:, mine], relief[:, mine], prices.take(mine)
+            part = slice(first, first + len(block.shares))
+            first = part.stop
+            parts = coefficients[:, part], relief[:, part], prices.take(part)
             tables.append(_Table(request, clock, counter, block, *parts))
     if request.host:
         fastest = min((float(table.seconds.min()) for table in tables), default=np.inf)
@@ -149,7 +147,7 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
 
 @dataclass
 class _Table:
-    """One block: memory, seconds and use of host memory, each [pipelines, shares], as `Survey` has them."""
+    """Memory, seconds and host memory of one block; arrays of shape [pipelines, shares] with the values of `Survey`."""
 
     request: Request
     clock: Clock
@@ -180,7 +178,7 @@ class _Table:
         return self.clock.seconds(some, cuts, self.prices.take(columns))
 
     def add_host_memory(self, bound: float) -> None:
-        """To what does not fit, and without memory takes less than `bound` seconds."""
+        """Add host memory to layouts that do not fit, if they would take less than `bound` seconds without a limit."""
         lacking = self.memory > self.request.memory_limit
         lacking &= self.clock.least(self.block.pipelines[0], self.prices) < bound
         rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
@@ -198,19 +196,19 @@ class _Table:
         before = memory.copy()
         for some, size, longer, code in self._ways(rows, columns):
             time = np.where(size <= self.request.memory_limit, alone[:, some] + longer, np.inf)
-            # Of what does not fit at all the least is kept, for the error.
+            # If no use makes a layout fit, the smallest size is kept for the error message.
             better = (time < seconds[:, some]) | (
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
             )
             better &= lacking[:, some] & ((time < bound) | np.isinf(bound))
-            # What leaves the device is about what comes into host memory; the best are sized exactly.
+            # Bytes that leave the device are about those that reach host memory; the best layouts are sized exactly.
             better &= before[:, some] - size <= self.request.host_limit
             for table, values in ((memory, size), (seconds, time), (host, code)):
                 table[:, some] = np.where(better, values, table[:, some])
         self.memory[where], self.seconds[where], self.host[where] = memory, seconds, host
 
     def _ways(self, rows: Integers, columns: Integers) -> Iterator[tuple[Integers, Floats, Floats, Integers]]:
-        """Uses of host memory: of which of the columns, bytes on the device, seconds more of a step, and `Survey.host`."""
+        """Yield uses of host memory: (indices into `columns`, bytes on the device, added seconds, `Survey.host`)."""
         limit, pipelines = self.request.memory_limit, [self.block.pipelines[row] for row in rows.tolist()]
         shares, prices = self.block.shares.take(columns), self.prices.take(columns)
         coefficients = self.coefficients[:, columns]
@@ -230,7 +228,7 @@ class _Table:
         firsts = np.cumsum([0, *sizes[:-1]])
         whole = np.repeat(most, sizes)[:, None]
         for of, longer, optimizer in starts:
-            # Each moment of each rank is linear in the number of layers.
+            # At each moment, a rank's memory is linear in the number of offloaded layers.
             none, every = (np.concatenate(each) @ of[:, some] for each in (counts, without))
             layers = np.ceil(whole * (none - limit) / np.maximum(none - every, 1.0)).clip(1, whole)
             layers = np.maximum.reduceat(layers, firsts, axis=0)
@@ -240,7 +238,7 @@ class _Table:
 
 
 def nothing_legal(request: Request) -> ConfigError:
-    """No layout obeys all rules: the first constraint without which some do, and what it could be."""
+    """Return the error for a request without a legal layout: the first constraint to relax, and its possible values."""
     words = {name: f"{name} {' or '.join(map(_word, values))}" for name, values in request.fixed.items()}
     world = request.world_size
     for name in request.fixed:
@@ -255,17 +253,17 @@ def nothing_legal(request: Request) -> ConfigError:
         return ConfigError(f"no layout of {world} ranks can have {', '.join(words.values())}; remove several of these")
     return ConfigError(
         f"no layout is legal on {world} ranks with global_batch_size {request.config.training.global_batch_size}: use a "
-        f"batch that is a multiple of more of the ranks' divisors, such as {world}, or another --gpus"
+        f"batch that is divisible by more divisors of {world}, such as {world} itself, or another --gpus"
     )
 
 
 def nothing_fits(found: Survey) -> ConfigError:
-    """All that is legal needs more memory than there is: the least of it."""
+    """Return the error for a request of which no legal layout fits into memory: the least memory needed."""
     layout, least = found.leanest()
     if least <= found.request.memory_limit:
         return ConfigError(
-            f"what fits into {format_bytes(found.request.memory_limit)} per rank keeps more than "
-            f"{format_bytes(found.request.host_limit)} of it in host memory: {describe(layout)}; use more --gpus, or a "
+            f"layouts that fit into {format_bytes(found.request.memory_limit)} per rank keep more than "
+            f"{format_bytes(found.request.host_limit)} in host memory: {describe(layout)}; use more --gpus, or a "
             "cluster file with a larger node.host_memory_bytes"
         )
     return ConfigError(
@@ -276,7 +274,7 @@ def nothing_fits(found: Survey) -> ConfigError:
 
 
 def describe(layout: Layout) -> str:
-    """A layout in a line: `tp 8, pp 4 (1f1b), dp 2, ...`; sizes of 1 are left out."""
+    """Describe a layout in one line: `tp 8, pp 4 (1f1b), dp 2, ...`, without sizes of 1."""
     pipeline = layout.pipeline
     instances = f", {layout.dp_instances} instances" if layout.dp_instances > 1 else ""
     chunks = f" x {pipeline.vpp}" if pipeline.vpp > 1 else ""
@@ -311,22 +309,22 @@ def _values(space: Space, name: str) -> list[Any]:
     return [CHOICES[name][value] for value in found] if name in CHOICES else found
 
 
-SPARE = 2  # layouts that are refined beyond those asked for: the closed form may have the order of neighbours wrong
-RECUT = 2  # of the best, how many are cut again by predicted seconds, and varied
-MOST_BUILT = 1024  # microbatches times stages for which a schedule is built: larger ones take seconds, and gain little
+SPARE = 2  # layouts refined beyond the requested number, as closed forms may order near-equal ones wrongly
+RECUT = 2  # number of the best layouts for which other cuts, schedules and recompute orders are tried
+MOST_BUILT = 1024  # microbatches times stages up to which a schedule is built: larger ones take seconds and gain little
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     layout: Layout
-    settings: Mapping[str, Any]  # what the plan decides, flat; with pipeline_layers where the cut was made again
+    settings: Mapping[str, Any]  # chosen settings, flat; with pipeline_layers if the cut changed
     config: RunConfig  # validated
-    estimate: float  # seconds of a step in closed form
+    estimate: float  # seconds of a step by the closed form
     prediction: Prediction
 
     @property
     def fullest(self) -> tuple[int, RankMemory]:
-        """The pipeline rank that holds most, and what it holds."""
+        """The pipeline rank that needs most memory, and its memory."""
         memory = self.prediction.memory
         rank = max(range(len(memory)), key=lambda at: memory[at].total_bytes)
         return rank, memory[rank]
@@ -339,13 +337,13 @@ class Plan:
     stack: SoftwareStack
     survey: Survey
     candidates: tuple[Candidate, ...]  # best first, each the best of its tp, ep, pp and schedule
-    objective: str = "time"  # or `cost`, GPU hours, or `memory` of the fullest rank
+    objective: str = "time"  # or `cost` (GPU hours), or `memory` (of the fullest rank)
 
 
 @gc_paused()
 def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5, objective: str = "time") -> Plan:
-    """The `top` best layouts that fit: the fastest, or with `memory` those that hold least. Raises ConfigError if none is
-    legal, or none fits: what would make it fit."""
+    """Return the `top` best layouts that fit: the fastest, or with the objective `memory` the smallest. Raises
+    ConfigError if no layout is legal or none fits; the message suggests a change that helps."""
     found = survey(request, cluster, stack)
     if not len(found.space):
         raise nothing_legal(request)
@@ -354,7 +352,7 @@ def find(request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int =
     for layout, seconds in found.fastest(objective):
         if len(candidates) == top + SPARE:
             break
-        if _kind(layout) not in candidates:  # others of its kind are its variants
+        if _kind(layout) not in candidates:  # later ones are slower variants
             candidate = refiner.predicted(layout, layout.settings(), seconds)
             if candidate is not None:
                 candidates[_kind(layout)] = candidate
@@ -383,8 +381,8 @@ def _kind(layout: Layout) -> tuple[Any, ...]:
 def find_cheapest(
     request: Request, cluster: Cluster, stack: SoftwareStack, *, top: int = 5
 ) -> tuple[Plan, dict[int, float]]:
-    """The plan with the least GPU time of a step on all ranks of the request, a half, a quarter and so on until none fits
-    or is legal; ranks -> seconds of a step of each. Raises as `find` if there is none on all."""
+    """Return the plan with the least GPU time per step among all ranks, half of them, a quarter, ... as long as layouts
+    are legal and fit, and the seconds of a step per number of ranks. Raises as `find` does for all ranks."""
     plans = [find(request, cluster, stack, top=top, objective="cost")]
     while (ranks := plans[-1].request.world_size) % 2 == 0:
         try:
@@ -396,7 +394,7 @@ def find_cheapest(
 
 
 def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
-    """The validated config of some settings over the request's, as a file with them would be read."""
+    """Return the request's config with `chosen` settings, validated as if read from a file."""
     base = dict(chosen)
     if base["cp"] == 1:
         base |= {name: settings()[name].default for name in CONTEXT}
@@ -410,14 +408,14 @@ def config_of(request: Request, chosen: Mapping[str, Any]) -> RunConfig:
 
 @dataclass(frozen=True)
 class _Refiner:
-    """Layouts by the cost model proper."""
+    """Predicts layouts with the full cost model, and tries variants of them."""
 
     request: Request
     cluster: Cluster
     stack: SoftwareStack
 
     def predicted(self, layout: Layout, chosen: Mapping[str, Any], estimate: float) -> Candidate | None:
-        """None if a rule about another setting or its exact memory refuses it."""
+        """Predict a layout; None if a rule about another setting or its exact memory rules it out."""
         try:
             config = config_of(self.request, chosen)
             prediction = predict(config, self.cluster, self.stack)
@@ -429,7 +427,7 @@ class _Refiner:
         return candidate if fits else None
 
     def _fastest(self, candidate: Candidate, others: Iterable[tuple[Layout, Mapping[str, Any]]]) -> Candidate:
-        """Of the candidate and those others, by their layouts and the settings that they change, that fit."""
+        """Return the fastest of the candidate and those variants, (layout, changed settings), that fit."""
         found = [candidate]
         for layout, changes in others:
             other = self.predicted(layout, {**candidate.settings, **changes}, candidate.estimate)
@@ -437,8 +435,8 @@ class _Refiner:
         return min(found, key=lambda each: each.prediction.step_seconds)
 
     def varied(self, candidate: Candidate) -> Candidate:
-        """With a schedule built for its costs (`auto`), or with full recompute ahead of the gradients that it would wait
-        for, if that fits and is faster: where need be with a few layers' activations in host memory."""
+        """Try a schedule built for the layout's costs (`auto`), and full recompute ahead of the arriving gradients, with
+        activations of a few layers in host memory if needed; return the fastest that fits."""
         layout, pipeline = candidate.layout, candidate.layout.pipeline
         if pipeline.pp == 1:
             return candidate
@@ -460,8 +458,7 @@ class _Refiner:
         return self._fastest(candidate, ways)
 
     def recut(self, candidate: Candidate) -> Candidate:
-        """With its stages cut by predicted seconds, if that is faster. Where the search chose a number of offloaded layers, it
-        chose that for stages of another cut: these may need others."""
+        """Cut stages by predicted seconds, if that is faster. Offloaded layers are chosen again for the new stages."""
         config, layout, pipeline = candidate.config, candidate.layout, candidate.layout.pipeline
         if pipeline.pp == 1 or stage_layers(config):
             return candidate

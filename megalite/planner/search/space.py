@@ -1,14 +1,15 @@
-"""What a plan is asked for, and the whole legal space for it as arrays: what `megalite.config.validate` accepts, its rules as masks.
+"""The search request, and all layouts that satisfy it as arrays: the rules of `megalite.config.validate` become masks.
 
-A layout is a pair: a `Pipeline` (schedule, pp, vpp, the number of microbatches, offloaded layers) and a share (how what a
-pipeline rank does is split and stored: tp, cp, ep, dp, instances, micro batch size, recompute, strategy, sequence parallel,
-states in host memory). Every pipeline goes with every share of its block, so that what depends on one of them is computed
-once for all partners. `Block` holds the layouts with the same pp and number of microbatches.
+A layout has two parts. A `Pipeline` is a schedule, pp, vpp, the number of microbatches and the number of offloaded
+layers. A share divides and stores the work of one pipeline rank: tp, cp, ep, dp, instances, micro batch size,
+recompute, strategy, sequence parallelism, and optimizer states on the device or in host memory. A `Block` combines each
+of its pipelines with each of its shares, so values that depend on one part are computed once. All layouts of a block
+have the same pp and number of microbatches.
 
-Host memory is used where a constraint says so; what does not fit without it gets some in `search.survey`.
+The enumeration uses host memory only if a constraint requires it; `search.survey` adds it to layouts that do not fit.
 
-Left out are twins: with pp 1 no schedule of one chunk is faster than another, with one microbatch gpipe is 1f1b
-and looped-bfs is interleaved, and where no parameter has a replica all strategies do the same.
+Layouts that equal another one are left out: with pp 1 all one-chunk schedules take the same time, with one microbatch
+gpipe equals 1f1b and looped-bfs equals interleaved, and all strategies are equal if no parameter has a replica.
 """
 
 import itertools
@@ -35,7 +36,7 @@ from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.generators.registry import SCHEDULES
 from megalite.planner.hardware import Cluster
 
-# What the search chooses among; zero-2 is distributed-optimizer with shard_gradients.
+# Values that the search chooses from; zero-2 is distributed-optimizer with shard_gradients.
 STRATEGIES = ("all-reduce", "distributed-optimizer", "zero-2", "fully-sharded")
 RECOMPUTE = ("none", "selective", "full")
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp", "dp_instances", "micro_batch_size")
@@ -49,13 +50,13 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 HOST = ("optimizer_cpu_offload", "cpu_offloading_num_layers")
-"""Settings that move bytes to host memory; the first is a choice too, the second a number of layers, 0 among them."""
+"""Settings that move bytes to host memory: the first is one of `CHOICES`, the second a number of layers from 0."""
 SEARCHED = (*SIZES, *CHOICES, HOST[1])
-"""Settings that the search decides, unless they are fixed."""
+"""Settings that the search decides unless a constraint fixes them."""
 CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_load_balancer")
-"""Settings that are as given with a cp above 1."""
+"""Settings that layouts with cp above 1 take from the request."""
 AS_GIVEN = (*CONTEXT, "optimizer_offload_fraction")
-"""Settings that some layouts have no use for; the others have them as given."""
+"""Settings that a layout takes from the request if they have an effect in it."""
 _SHORT = {
     "schedule": "pipeline_schedule",
     "recompute": "recompute_granularity",
@@ -68,12 +69,12 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    config: RunConfig  # everything that is not searched; validated, with global_batch_size and the vocabulary known
+    config: RunConfig  # settings that are not searched; validated, with global_batch_size and vocabulary size
     world_size: int
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # setting -> allowed values; others are free
-    memory_limit: float = float("inf")  # bytes that a rank may hold
-    node: int = 0  # ranks of a node: an instance of a sharded strategy lies inside one, or all ranks are one instance
-    host: tuple[str, ...] = ()  # of HOST, what a layout that does not fit may use
+    memory_limit: float = float("inf")  # bytes of device memory per rank
+    node: int = 0  # ranks per node; 0: ignore nodes. A sharded strategy has instances within nodes, or one instance
+    host: tuple[str, ...] = ()  # the settings in HOST that a layout which does not fit may use
     host_limit: float = float("inf")  # bytes per rank in host memory
 
     def allows(self, name: str, value: Any) -> bool:
@@ -84,12 +85,12 @@ class Request:
 
 
 def parse_constraint(text: str) -> tuple[str, tuple[Any, ...]]:
-    """(setting, allowed values) of `schedule=zb-v`, `tp=4,8`. Raises ConfigError if there is no such setting or value."""
+    """Parse `schedule=zb-v` or `tp=4,8` into (setting, allowed values). Raises ConfigError for an unknown one."""
     name, equals, words = text.partition("=")
     name = name.strip().replace("-", "_")
     name = _SHORT.get(name, name)
     if not equals or not words.strip():
-        raise ConfigError(f"--fix {text} is no constraint; write NAME=VALUE, e.g. schedule=zb-v or tp=4,8")
+        raise ConfigError(f"--fix {text} is not a constraint; write NAME=VALUE, e.g. schedule=zb-v or tp=4,8")
     if name not in SEARCHED:
         known = sorted({*SEARCHED, *_SHORT})
         raise ConfigError(f"--fix {text}: {name} is not searched{nearest(name, known)} (use {', '.join(SEARCHED)})")
@@ -101,7 +102,7 @@ def _value(name: str, word: str, text: str) -> Any:
     if name not in CHOICES:
         if word.isdecimal() and int(word) >= least:
             return int(word)
-        takes = f"whole numbers from {least} on such as 4"
+        takes = f"whole numbers of at least {least}, such as 4"
     elif CHOICES[name] == (False, True):
         if word in _WORDS:
             return _WORDS[word]
@@ -115,24 +116,24 @@ def _value(name: str, word: str, text: str) -> Any:
 
 
 _NOT_SEARCHED = {
-    "pipeline_schedule_file": "is for one schedule",
-    "pipeline_costs": "belongs to schedule auto, which is built by predicted costs",
-    "pipeline_memory_limit": "is what --max-memory says of all memory",
-    "recompute_ahead": "is tried with the best layouts",
-    "recompute_method": "is not searched: full recompute is of each layer",
-    "recompute_num_layers": "is not searched: full recompute is of each layer",
+    "pipeline_schedule_file": "names a single schedule",
+    "pipeline_costs": "applies to schedule auto, which uses predicted costs",
+    "pipeline_memory_limit": "is replaced by --max-memory, which limits all memory",
+    "recompute_ahead": "is tried on the best layouts",
+    "recompute_method": "is not searched: full recompute applies to each layer",
+    "recompute_num_layers": "is not searched: full recompute applies to each layer",
 }
 
 
 def refuse_not_searched(config: RunConfig, explicit: frozenset[str]) -> None:
-    """Raise ConfigError if the user gave a setting that the search has no place for."""
+    """Raise ConfigError if the user set a setting that the search does not support."""
     for name, why in _NOT_SEARCHED.items():
         if name in explicit:
             raise ConfigError(f"{name} {values_of(config)[name]} {why}; remove it")
 
 
 def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[Any, ...]]:
-    """Those of the settings in `names` that are searched, as constraints: setting -> the one value that it may have.
+    """Return those of the settings `names` that the search decides as constraints: setting -> its one allowed value.
     Raises ConfigError for a strategy or schedule that is not searched."""
     values, given = values_of(config), set(names)
     fixed = {name: (values[name],) for name in SEARCHED if name in given and values[name] is not None}
@@ -154,9 +155,9 @@ def request_for(
     memory_limit: float,
     cluster: Cluster | None = None,
 ) -> Request:
-    """A request for any layout of `config`, the given one says nothing here; its batch and vocabulary are known. Raises
-    ConfigError if the model is not legal, or no allowed strategy or use of host memory goes with the other settings.
-    Without a `cluster` nodes and host memory play no part unless they are fixed."""
+    """Return a request for layouts of `config`, ignoring its present layout; its batch and vocabulary sizes are set.
+    Raises ConfigError if the model is not legal, or no allowed strategy or use of host memory goes with the other
+    settings. Without a `cluster`, node sizes are ignored and host memory is used only if a constraint fixes it."""
     shared = _without_layout(config)
     refused = {name: _refused(shared, name) for name in HOST}
     for name, found in refused.items():
@@ -172,7 +173,7 @@ def request_for(
     if allowed != STRATEGIES:
         fixed = {**fixed, "dp_strategy": allowed}
     room = None if cluster is None else cluster.node.host_memory_bytes
-    # On a CPU host memory is the device's.
+    # On a CPU, host memory and device memory are the same.
     host = () if cluster is None or not cluster.accelerator.asynchronous else HOST
     return Request(
         config=shared,
@@ -186,20 +187,20 @@ def request_for(
 
 
 def _refused(config: RunConfig, name: str) -> str:
-    """Why no layout of the config can have that setting of HOST; empty if some can."""
+    """Return why no layout of the config can use `name`, a setting in HOST; empty if some layout can."""
     plain = {"recompute_modules": settings()["recompute_modules"].default}
     tried = with_settings(
         config, dp=2, dp_strategy="distributed-optimizer", **plain, **{name: 1 if name == HOST[1] else True}
     )
     rules = (*STRATEGY, *OPTIMIZER) if name == HOST[0] else RECOMPUTE_RULES
-    # Of another problem the other search says more.
+    # Other problems are reported by the enumeration, with more detail.
     return next((text for text in check_rules(tried, not_default(tried), *rules).found if name in text), "")
 
 
 def _without_layout(config: RunConfig) -> RunConfig:
     p, default = config.parallel, settings()
     searched = {name: default[name].default for name in (*SEARCHED, "shard_gradients", "dp")}
-    searched["micro_batch_size"] = config.training.moe_aux_loss_sequences  # the least
+    searched["micro_batch_size"] = config.training.moe_aux_loss_sequences  # the smallest legal value
     cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
     bare = with_settings(config, **searched, **dict.fromkeys(cut))
     alone = validate(with_settings(bare, **{name: default[name].default for name in AS_GIVEN}), 1)
@@ -215,31 +216,31 @@ def _is_possible(config: RunConfig, strategy: str) -> bool:
 
 
 def not_default(config: RunConfig) -> frozenset[str]:
-    """Settings that a file has to give: their values are not the default."""
+    """Return the settings that differ from their default, which a config file has to contain."""
     return frozenset(name for name, value in values_of(config).items() if value != settings()[name].default)
 
 
 Integers = npt.NDArray[np.int64]
-ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # on one rank they take the same time; the first of them hold least
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # equally fast on one rank; in order of memory, least first
 VEE = ("zb-v", "dualpipe-v")
 
 
-_IN_ONE = {"gpipe": "1f1b", "looped-bfs": "interleaved"}  # schedule -> its equal with one microbatch
+_IN_ONE = {"gpipe": "1f1b", "looped-bfs": "interleaved"}  # schedule -> the schedule that it equals with one microbatch
 
 
 class Pipeline(NamedTuple):
-    """What pipeline ranks do, whatever a rank is."""
+    """The part of a layout that is the same whatever the ranks of a stage do."""
 
     schedule: str
     pp: int
     vpp: int
     microbatches: int
-    offloaded: int = 0  # layers at the start of each stage that keep their activations in host memory
+    offloaded: int = 0  # first layers of each stage, with activations in host memory
 
 
 @dataclass(frozen=True)
 class Shares:
-    """One entry a share in each array."""
+    """Shares as columns: each array has one entry per share."""
 
     tp: Integers
     cp: Integers
@@ -250,7 +251,7 @@ class Shares:
     strategy: Integers  # index into STRATEGIES
     sequence_parallel: Integers  # 0 or 1
     dp_instances: Integers
-    offload: Integers  # 0 or 1: the optimizer's states are in host memory
+    offload: Integers  # 0 or 1: optimizer states in host memory
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -260,7 +261,7 @@ class Shares:
 
     @classmethod
     def joined(cls, parts: list["Shares"]) -> "Shares":
-        """One after the other."""
+        """Concatenate shares."""
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
@@ -306,10 +307,10 @@ class Block:
         return len(self.pipelines) * len(self.shares)
 
     def layout(self, pipeline: int, share: int) -> Layout:
-        tp, cp, ep, dp, micro, *choices = (int(column[share]) for column in vars(self.shares).values())
-        recompute, strategy, sequence, instances, offload = choices
-        names = RECOMPUTE[recompute], STRATEGIES[strategy]
-        return Layout(self.pipelines[pipeline], tp, cp, ep, dp, micro, *names, bool(sequence), instances, bool(offload))
+        values: dict[str, Any] = {name: int(column[share]) for name, column in vars(self.shares).items()}
+        values |= {"recompute": RECOMPUTE[values["recompute"]], "strategy": STRATEGIES[values["strategy"]]}
+        values |= {name: bool(values[name]) for name in ("sequence_parallel", "offload")}
+        return Layout(self.pipelines[pipeline], **values)
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class Space:
 
 
 def enumerate_space(request: Request) -> Space:
-    """All that is legal within the constraints; no block at all if nothing is."""
+    """Enumerate all legal layouts that satisfy the constraints; no blocks if there are none."""
     config = request.config
     cut, batch = stage_layers(config), config.training.global_batch_size
     assert batch is not None
@@ -351,7 +352,7 @@ def enumerate_space(request: Request) -> Space:
 
 
 def _chunks(request: Request, pp: int) -> Iterator[tuple[str, int]]:
-    """(schedule, vpp) that a pipeline of pp ranks can have."""
+    """Yield each legal (schedule, vpp) of a pipeline of pp ranks."""
     cut, layers = stage_layers(request.config), request.config.model.num_layers
     p = request.config.parallel
     for schedule in sorted(request.of("pipeline_schedule"), key=SCHEDULES.index):
@@ -373,7 +374,7 @@ def _chunks(request: Request, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def _shares(request: Request, pp: int) -> Shares:
-    """Every share that is legal with pp pipeline ranks."""
+    """Return all shares that are legal with pp pipeline ranks."""
     config, model, s = request.config, request.config.model, request.config.training.seq_length
     batch = config.training.global_batch_size
     assert batch is not None
@@ -388,13 +389,13 @@ def _shares(request: Request, pp: int) -> Shares:
     strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
     sequence = [int(value) for value in request.of("sequence_parallel")]
     offloads = [int(value) for value in request.fixed.get(HOST[0], (False,))]
-    # Of instances 1, or 0 for as many as nodes ask for.
+    # Numbers of instances: 1, or 0 as a placeholder for the number that keeps each instance within a node.
     axes = (tps, cps, eps, micro, recompute, strategies, sequence, request.fixed.get("dp_instances", (1, 0)), offloads)
     grid = np.meshgrid(*(np.array(values, dtype=np.int64) for values in axes), indexing="ij")
     tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances, offload = (axis.reshape(-1) for axis in grid)
     legal = ranks % (tp * cp) == 0
     dp = ranks // (tp * cp)
-    for size in batch_sizes(config):  # every batch of a ramp-up or schedule is whole microbatches
+    for size in batch_sizes(config):  # each batch of a ramp-up or schedule is a whole number of microbatches
         legal &= size % np.maximum(dp * micro_batch, 1) == 0
     legal &= (parallel == 0) | ((tp > 1) & (s % (tp * cp) == 0))
     if "dp" in request.fixed:
@@ -422,8 +423,8 @@ def _shares(request: Request, pp: int) -> Shares:
 
 
 def _in_node(request: Request, pp: int, tp: Integers, cp: Integers, dp: Integers) -> Integers:
-    """The most replicas that lie in a node and divide all of them; 1 where these are in one, or none are. With fewer an
-    instance would hold more and send more to others."""
+    """Return the largest number of replicas, per share, that fits into a node and divides the number of all replicas; 1
+    if all replicas or no two fit into a node. Smaller instances need more memory and send more."""
     apart = pp if request.config.parallel.rank_order == "tp-cp-ep-pp-dp" else 1
     found = np.ones_like(tp)
     for part in divisor_list(request.node) if request.node else ():
@@ -446,7 +447,7 @@ def _tensor_sizes(config: RunConfig, ranks: int) -> list[int]:
 def _experts_fit(
     config: RunConfig, pp: int, tp: Integers, cp: Integers, ep: Integers, dp: Integers
 ) -> tuple[npt.NDArray[np.bool_], Integers]:
-    """Which shares have a legal grid of experts, and the replicas of each expert."""
+    """Return (mask of the shares with a legal expert grid, replicas of each expert)."""
     model, p, s = config.model, config.parallel, config.training.seq_length
     etp = tp if p.etp is None else np.full_like(tp, p.etp)
     ranks = tp * cp * dp
@@ -457,9 +458,8 @@ def _experts_fit(
 
 
 def kinds(*keys: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Of shares that are alike in all `keys` (columns of whole numbers): the place of one of each kind, and the kind of
-    each share."""
-    # One number a share: sorting rows takes ten times as long.
+    """Group shares by equal `keys` (columns of integers): return (index of one share per group, group of each share)."""
+    # One number per share: sorting rows takes ten times as long.
     codes = np.zeros(len(keys[0]), dtype=np.int64)
     for column in keys:
         codes = codes * (int(column.max()) + 1) + column

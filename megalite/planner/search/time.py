@@ -1,9 +1,10 @@
-"""Seconds of every layout at once: a closed form over the cost model's own prices of layers, embedding and head.
+"""Estimate the seconds of a step for all layouts at once, in closed form from the cost model's prices per layer.
 
-step = m·S + ramp + messages + exchange + optimizer + constants, where S is what the busiest pipeline rank takes for a
-microbatch. The ramp is the schedule's bubble (`_ramp`); messages that nothing hides lengthen each microbatch of 1f1b by
-2c·(p-1)/p, of interleaved v times that, and of the zero-bubble schedules only by what exceeds a W. Where ranks share cores
-these move the messages, as work of both ends. It ranks layouts; the best are simulated.
+step = m·S + ramp + messages + exchange + optimizer + constants, where S is the time of a microbatch on the busiest
+pipeline rank. The ramp is the schedule's bubble (`_ramp`). Messages that are not hidden lengthen each microbatch of
+1f1b by 2c·(p-1)/p and of interleaved by v times that; zb-h1 hides a W's time of this, other zero-bubble schedules all
+of it. If ranks share CPU cores, messages count as work of both ends. The estimate ranks layouts; the best ones are
+simulated.
 """
 
 from collections.abc import Sequence
@@ -22,28 +23,27 @@ from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
-from megalite.planner.search.features import Cut, Feature
+from megalite.planner.search.features import Cut, Feature, Floats
 from megalite.planner.search.memory import Sizer
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares, kinds
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What shares take, one entry a share; of a microbatch unless it says otherwise."""
+    """Prices of shares: each array has one entry per share, in seconds per microbatch unless noted otherwise."""
 
-    # [4, 4, shares]: forward, input gradient, weight gradient, recompute of a dense layer, one with experts, embedding, head.
+    # [4, 4, shares]: (forward, input gradient, weight gradient, recompute) of (dense layer, expert layer, embedding,
+    # head).
     layers: Floats
-    message: Floats  # seconds from one stage to the next, mean over the hops
-    after: Floats  # [2, shares] of a step: exchanges of gradients and of parameters if nothing hides them
-    each: Floats  # exchanges that come with each microbatch (zero-2, fully-sharded)
-    pieces: Floats  # collectives that the gradients of a rank come in
-    optimizer: Floats  # of a step
-    offloaded: Floats  # what it takes longer with its states in host memory
-    activation: Floats  # bytes of a layer, as `Sizer` counts them
-    sharing: Floats  # ranks a core, of which some may wait while others compute
-    slowest: Floats  # how much longer the slowest device takes, as a share
+    message: Floats  # from one stage to the next, mean over the hops
+    after: Floats  # [2, shares] per step: exchanges of gradients and of parameters, before overlap
+    each: Floats  # exchanges in each microbatch (zero-2, fully-sharded)
+    pieces: Floats  # number of collectives that reduce a rank's gradients
+    optimizer: Floats  # per step
+    offloaded: Floats  # added time per step with optimizer states in host memory
+    activation: Floats  # bytes of a layer, from `Sizer`
+    sharing: Floats  # ranks per core; idle ranks leave their cores to others
+    slowest: Floats  # extra time of the slowest device, as a fraction
 
     def take(self, which: slice | npt.NDArray[np.intp]) -> "Prices":
         return Prices(**{name: value[..., which] for name, value in vars(self).items()})
@@ -51,7 +51,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Clock:
-    """A config on a cluster with a software stack."""
+    """Prices and times the layouts of a config on a cluster with a software stack."""
 
     config: RunConfig
     cluster: Cluster
@@ -63,11 +63,11 @@ class Clock:
 
     @property
     def _expert_share(self) -> float:
-        """Of the layers, those with experts."""
+        """Fraction of layers with experts."""
         return self.sizer.layers[1] / self.config.model.num_layers
 
     def prices(self, shares: Shares, pp: int, coefficients: Floats, moved: Floats) -> Prices:
-        """Of shares with pipelines of pp ranks; `moved`: bytes of the states that may be in host memory."""
+        """Price shares with pipelines of pp ranks; `moved`: bytes of the states that may move to host memory."""
         sizes = (shares.tp, shares.cp, shares.ep, shares.micro_batch_size)
         some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel)
         work, count = self._workload(shares.take(some), pp), len(some)
@@ -82,7 +82,7 @@ class Clock:
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         moved = self.sizer.on_rank(moved, pp)
         held = self.sizer.on_rank(coefficients, pp) + shares.offload * moved
-        # States are read and written, gradients read, parameters written: about twice all that is held.
+        # States are read and written, gradients read, parameters written: about twice all state bytes.
         update = 2.0 * held / rate * self.stack.optimizer_slowdown
         slower = rates.with_copies(update, moved, self.config, self.cluster) - update
         share = self._expert_share
@@ -118,7 +118,7 @@ class Clock:
         step = m * busiest + ramp
         if p > 1:
             share, hops = (p - 1.0) / p, 2.0 * (p - 1)
-            # c·(p-1)/p that a microbatch takes longer for; a W fills the wait in zb-h1.
+            # Each microbatch takes c·(p-1)/p longer; in zb-h1 a W fills the wait.
             messages = np.array([[2.0 * each.vpp * (each.schedule in _WAITING)] for each in pipelines])
             slack = np.array([[float(each.schedule == "zb-h1")] for each in pipelines])
             steady = messages * prices.message * share - slack * weights / p
@@ -135,13 +135,12 @@ class Clock:
         return step + self.late(pipelines, gone, prices) if gone.any() else step
 
     def least(self, pipeline: Pipeline, prices: Prices) -> Floats:
-        """[shares] seconds that no step of so many microbatches and pipeline ranks goes below."""
+        """Return a lower bound, [shares], for the seconds of any step with this pp and number of microbatches."""
         (dense, moe), layers = self.sizer.layers, prices.layers.sum(0)
         return np.asarray(pipeline.microbatches * (dense * layers[0] + moe * layers[1]) / pipeline.pp)
 
     def late(self, pipelines: Sequence[Pipeline], gone: Floats, prices: Prices) -> Floats:
-        """[pipelines, shares] seconds of a step for which computation waits until the activations of `gone` layers of each
-        stage have left the device, or are back."""
+        """Return seconds per step, [pipelines, shares], of waiting until activations of `gone` layers are off or back."""
         share = self._expert_share
         mean = prices.layers[:, 0] * (1.0 - share) + prices.layers[:, 1] * share
         p, m = pipelines[0].pp, pipelines[0].microbatches
@@ -153,15 +152,15 @@ class Clock:
         return np.asarray((m * chunks + p - 1) * sum(waits))
 
     def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, pp: int, m: int, chunks: Floats) -> Floats:
-        """Exchanges that no computation hides, optimizer, constants."""
+        """Add exchanges that no computation hides, the optimizer and constants."""
         p, stack = self.config.parallel, self.stack
         reduce, gather = prices.after
         overlapped = stack.overlap_gradients and p.overlap_grad_reduce
-        # Before the last chunk, those before it run the forwards of pp (or all) microbatches.
+        # Earlier chunks run the forwards of pp (or all) microbatches before the last chunk starts.
         one, turns = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
         one = one * (stack.overlap_gradients and p.overlap_param_gather)
         late = np.maximum(np.maximum(gather / chunks - one, gather - turns * one), 0.0)
-        # The last backward of a stage covers all but the first piece.
+        # A stage's last backward hides all pieces but the first.
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
@@ -211,14 +210,14 @@ class Clock:
         inside, outside, beyond = (sum(rates.activation_message_seconds(work, way, cluster)) for way in ways)
         seconds: Floats = np.asarray(inside)
         for size, longer in ((cluster.node.accelerators, outside - inside), (cluster.pod, beyond - outside)):
-            # Whole pipelines inside a node, or a pod, do not leave it.
+            # Pipelines that lie within a node, or a pod, do not leave it.
             leaving = np.where((pp > 1) & (stride * pp <= size), 0.0, np.minimum(stride / size, 1.0))
             seconds = seconds + leaving * longer
         return seconds
 
     def _matrices(self, shares: Shares, pp: int) -> Floats:
-        """What a step works on whole matrices, of the last stage of as many layers as any has; they are dealt over all ranks
-        of a stage, however these share its layers."""
+        """Return the seconds per step of whole-matrix updates, for the last stage with the largest number of layers. A
+        stage's matrices are distributed over all its ranks, whatever their sharding."""
         config, layers = self.config, self.config.model.num_layers
         if not OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
             return np.zeros(len(shares))
@@ -232,14 +231,14 @@ class Clock:
         )
 
     def _exchanges(self, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """(gradients, parameters, collectives of gradients) after the last backward, and what comes with each microbatch."""
+        """Return (gradients, parameters, number of gradient collectives) after the last backward, and per microbatch."""
         some, of_kind = kinds(shares.tp, shares.cp, shares.ep, shares.dp_instances)
         few = shares.take(some)
         work, config = self._workload(few, pp), self.config
         stride = rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
-        # With all replicas, and with experts'.
+        # Sizes and group sizes of dense tensors, then of expert tensors.
         sizes = self.sizer.on_rank(np.moveaxis(self.sizer.elements(few), 2, 0), pp).T
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         instances = few.dp_instances.astype(float)
@@ -265,7 +264,7 @@ _WAITING = ("1f1b", "interleaved", "zb-h1")  # schedules in which each microbatc
 
 
 def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, Floats, Floats]) -> Floats:
-    """What the step takes beside its microbatches on the busiest rank."""
+    """Return the time of a step beyond that of its microbatches on the busiest rank."""
     p, m = pipelines[0].pp, pipelines[0].microbatches
     forward, inputs, weights = totals
     rest = np.maximum(forward + inputs + weights - busiest, 0.0)
@@ -281,28 +280,28 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
             found[row] = share * np.maximum(forward + inputs - weights, forward)[row]
         else:
             found[row] = share * forward[row] / v
-    # Whatever the schedule, the first microbatch goes down and up again before the last weight gradient.
+    # In each schedule, the first microbatch passes all stages twice before the last weight gradient.
     least = forward + inputs + weights / p - busiest
     return np.maximum(found, least - (m - 1) * busiest)
 
 
 def _parts(cost: StageCost, constant: float, count: int) -> Floats:
-    """[4, count]"""
+    """Return the parts of a stage's cost without the constant, [4, count]."""
     parts = (cost.forward - constant, cost.input_gradient - constant, cost.weight_gradient, cost.recompute)
     return np.array([np.broadcast_to(part, (count,)) for part in parts], dtype=np.float64)
 
 
 def _ends(chunks: Floats, p: int) -> Floats:
-    """[pipelines, ranks, 1] messages of a microbatch that a rank sends or receives, on cores that move them: both ways on
-    either side of its chunks, of which the first and the last of all are outermost."""
+    """Return the number of messages, [pipelines, ranks, 1], that a rank sends or receives per microbatch on shared cores:
+    two directions on both sides of each chunk, except outside the model's first and last stage."""
     outermost = np.zeros((1, p, 1))
     outermost[:, [0, -1]] = 1.0
     return np.asarray(2.0 * (2.0 * chunks[..., None] - outermost))
 
 
 def _cycle(busy: Floats, sharing: Floats) -> Floats:
-    """[pipelines, shares] seconds in which all ranks do a microbatch if they begin together and share cores: each that is
-    done leaves its share to the others, until these have a core each. `busy`: [pipelines, ranks, shares] while all compute."""
+    """Return the seconds, [pipelines, shares], in which all ranks finish a microbatch that they start together on shared
+    cores; finished ranks leave theirs to the others. `busy`: [pipelines, ranks, shares] while all compute."""
     p = busy.shape[1]
     steps = np.diff(np.sort(busy, axis=1), axis=1, prepend=0.0)
     speeds = np.minimum(sharing[None], p / np.arange(p, 0, -1.0)[:, None])
@@ -310,13 +309,13 @@ def _cycle(busy: Floats, sharing: Floats) -> Floats:
 
 
 def _ramp_left(p: int, sharing: Floats) -> Floats:
-    """Share of a ramp in which cores have nothing to do, where it has 1, 2, ... p - 1 ranks computing."""
+    """Return the idle fraction of the cores during a ramp, in which 1, 2, ... p - 1 ranks compute."""
     computing = np.arange(1.0, p)[:, None] / p
     idle = np.maximum(1.0 / sharing - computing, 0.0).sum(axis=0)
     return np.asarray(idle / (1.0 - computing).sum(axis=0))
 
 
 def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:
-    """[ranks, 4]: layers of both kinds, embedding, head."""
+    """Count dense layers, expert layers, embedding and head per rank: [ranks, 4]."""
     columns = (cut.dense[ranks].sum(1), cut.experts[ranks].sum(1), ranks == cut.first[0], ranks == cut.last[0])
     return np.stack(columns, axis=1).astype(np.float64)

@@ -64,7 +64,7 @@ def random_chain(seed: int, count: int) -> ChainProfile:
 
 
 def all_stages(layers: int, machines: int, gpus: int) -> Iterator[Stages]:
-    """Every cut with every number of devices of every machine on every stage; devices may be left out."""
+    """Every cut with every number of devices per machine and stage; devices may be left out."""
     for count in range(1, min(layers, machines * gpus) + 1):
         shares = [share for share in product(range(gpus + 1), repeat=count) if sum(share) <= gpus]
         for cuts in combinations(range(1, layers), count - 1):
@@ -76,12 +76,12 @@ def all_stages(layers: int, machines: int, gpus: int) -> Iterator[Stages]:
 
 
 def brute_force(judge: Judge) -> Judged:
-    """The fastest of all plans by the judge; only those are simulated whose latency bound is below the fastest."""
+    """The fastest of all plans by simulation; plans with a latency bound above the fastest are skipped."""
     problem = judge.problem
     every = all_stages(len(problem.profile.layers), problem.cluster.machines, problem.cluster.gpus_per_machine)
     best: Judged | None = None
     for stages in every:
-        # Machines are alike: one order of them is enough.
+        # Machines are equal: one order of them is enough.
         order = [tuple(stage.devices[m] for stage in stages) for m in range(problem.cluster.machines)]
         if order == sorted(order, reverse=True):
             best = judge.best(stages, below=best.seconds if best else float("inf")) or best

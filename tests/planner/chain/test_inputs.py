@@ -1,4 +1,4 @@
-"""Profiles and clusters: read, checked, and the synthetic ones."""
+"""Profiles and clusters: reading, validation, and the synthetic profiles."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ BAD_PROFILES = [
     ({"layers": [{"name": "conv", "forward_ms": 1}]}, "layers.0. \\(conv\\): backward_ms is missing"),
     ({"layers": [LAYER | {"repeat": 0}]}, "repeat is 0; it must be above 0"),
     ({"layers": [LAYER | {"repeat": 10**9}]}, "repeat is 1000000000; it is at most 512"),
-    ({"layers": [LAYER | {"repeat": 300}] * 2}, "there are 600; join some, to have at most 512"),
+    ({"layers": [LAYER | {"repeat": 300}] * 2}, "600 layers are too many; merge some, to have at most 512"),
     ({"layers": [LAYER | {"forward_ms": 0, "backward_ms": 0}]}, "every forward_ms and backward_ms is 0"),
     ({"smallest_batch": 8}, "smallest_batch 8 is above batch_size 4"),
     ({"smallest_batch": True}, "smallest_batch takes a whole number"),
@@ -45,7 +45,7 @@ def test_a_profile() -> None:
     profile = parse_profile(PROFILE | {"layers": [LAYER | {"repeat": 2}, LAYER | {"name": "head"}]})
     assert [layer.name for layer in profile.layers] == ["conv.0", "conv.1", "head"]
     assert profile.smallest_batch == 4, "nothing is known of fewer samples"
-    # Seconds and bytes a sample of the layers before each.
+    # Seconds and bytes per sample of the layers before each cut.
     assert profile.forward.tolist() == pytest.approx([0.0, 0.25e-3, 0.5e-3, 0.75e-3])
     assert profile.backward[-1] == pytest.approx(1.5e-3)
     assert profile.activations.tolist() == [0.0, 50.0, 100.0, 150.0]
@@ -91,7 +91,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         find_profile("bert-49")
 
 
-# Millions of parameters, ms, GB on one V100, samples of a microbatch: as published.
+# As published: millions of parameters, ms, GB on one V100, samples per microbatch.
 PUBLISHED = {
     "vgg-19": (137, 144, 5.6, 32),
     "amoebanet-36": (933, 168, 20.0, 1),
@@ -119,14 +119,14 @@ def test_twins_have_the_published_totals(name: str) -> None:
 def test_twins_have_their_models_shapes() -> None:
     vgg = find_profile("vgg-19").layers
     assert len(vgg) == 19
-    # 3 x 3 x 64 x 64 weights; the first dense layer has most of all weights and little of the time.
+    # 3 x 3 x 64 x 64 weights; the first dense layer has most weights and little time.
     assert vgg[1].parameter_bytes / vgg[0].parameter_bytes == pytest.approx(64 / 3, rel=1e-4)
     assert vgg[16].parameter_bytes > 0.7 * sum(layer.parameter_bytes for layer in vgg)
     assert vgg[16].forward_ms < 0.01 * sum(layer.forward_ms for layer in vgg)
-    # 64 pictures of 112 x 112, 32 of them, 4 bytes.
+    # 32 images with 64 channels of 112 x 112, 4 bytes each.
     assert vgg[1].output_bytes == 4 * 32 * 64 * 112 * 112
     resnet = find_profile("resnet-50").layers
-    # 25.5 million weights, 2.0 of them in the dense layer; of the blocks the last give 7 x 7 pictures of 2048 channels.
+    # 25.5 million weights, 2.0 of them in the dense layer; the last blocks output 2048 channels of 7 x 7.
     assert resnet[-1].parameter_bytes / sum(layer.parameter_bytes for layer in resnet) == pytest.approx(
         2.05 / 25.5, rel=0.01
     )

@@ -1,4 +1,4 @@
-"""PipeDream's planner: its objective, against all plans."""
+"""PipeDream's planner: its objective is minimal over all plans."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -12,7 +12,7 @@ from tests.planner.chain.chains import chain, cluster, random_chain
 
 
 def slowest(ends: tuple[int, ...], replicas: tuple[int, ...], profile: ChainProfile, machines: ChainCluster) -> float:
-    """The objective on single-device machines, written down once more."""
+    """The objective on single-device machines, implemented again."""
     found = 0.0
     for number, (first, last, count) in enumerate(zip(ends, ends[1:], replicas, strict=False)):
         layers = profile.layers[first:last]
@@ -49,11 +49,11 @@ def test_levels() -> None:
     def devices(weights: float, outputs: float, layers: int, machines: ChainCluster) -> list[tuple[int, ...]]:
         return [stage.devices for stage in pipedream_plan(chain([(10.0, outputs, weights)] * layers), machines)]
 
-    # 400 MB of weights at 1 GB/s, with every microbatch: it will not replicate, whatever the batch.
+    # 400 MB of weights at 1 GB/s per microbatch: replication never pays, whatever the batch.
     assert len(devices(100.0, 0.1, 4, cluster(4, 1, network=1.0))) == 4
     assert devices(0.0, 100.0, 4, cluster(4, 1, network=1.0)) == [(1, 1, 1, 1)]
-    # Weights are cheap to reduce over links, not over the network: two machines, each a replicated stage.
+    # Weights are cheap to reduce over links, not over the network: each machine is a replicated stage.
     assert devices(20.0, 0.1, 2, cluster(2, 2, network=0.1, message=1.0)) == [(2, 0), (0, 2)]
-    # Between machines nothing is heavy; inside them, with slow links, weights are.
+    # Between machines everything is cheap; within them, on slow links, weights are expensive.
     slow_links = replace(cluster(2, 2, network=1000.0, message=0.0001), link_gb_per_s=0.5)
     assert devices(40.0, 0.001, 2, slow_links) == [(1, 1), (1, 1)]

@@ -1,4 +1,4 @@
-"""The planner for chains: as good as trying everything, never slower than what it is compared with."""
+"""The planner for chains: equal to exhaustive search, never slower than its baselines."""
 
 import pytest
 
@@ -35,12 +35,12 @@ def test_never_slower_than_the_others(model: str, where: str, batch: int) -> Non
     for name, other in planned.baselines.items():
         assert planned.best.seconds <= other.seconds, name
     if (model, where) == ("vgg-19", "4x8"):
-        # As the paper has it, up to 3.23 times.
+        # The paper reports up to 3.23 times.
         assert planned.baselines[PIPEDREAM].seconds / planned.best.seconds >= 3.23
 
 
 def test_plans_of_the_paper() -> None:
-    # Table 5: VGG-19 replicates its convolutions and not its dense layers; XLNet-36 gets two even stages.
+    # Table 5: VGG-19 replicates its convolutions but not its dense layers; XLNet-36 has two even stages.
     vgg = plan_chain(find_profile("vgg-19"), read_cluster("A"), 1024, memory=NO_LIMIT).best.plan.stages
     assert len(vgg) == 2
     assert vgg[0].replicas >= 14 and vgg[1].first >= 15
@@ -83,5 +83,5 @@ def test_batches_that_cannot_be_used() -> None:
         plan_chain(profile, cluster(1, 1), 0)
     with pytest.raises(ConfigError, match=r"global_batch_size 5040 has 51 divisors; use 4096"):
         plan_chain(profile, cluster(1, 1), 5040)
-    # Huge ones are cut into 512 microbatches at most.
+    # Huge batches have at most 512 microbatches.
     assert plan_chain(profile, cluster(1, 1), 2**40, memory=NO_LIMIT).best.plan.microbatches <= 512

@@ -1,4 +1,4 @@
-"""The branch and bound finds the least latency of its family; placements and cuts."""
+"""The branch and bound finds the lowest latency of its family; placements and cuts."""
 
 import random
 from itertools import combinations
@@ -25,7 +25,7 @@ from tests.planner.chain.chains import chain, cluster, random_chain
 
 
 def family(problem: Problem, begin: int, free: tuple[int, ...]) -> list[Stages]:
-    """All plans of the layers from `begin` on whose stages are placed by the three ways."""
+    """All plans of the layers from `begin` with stages placed by the three policies."""
     layers, whole = len(problem.profile.layers), problem.cluster.gpus_per_machine
     found: list[Stages] = []
     for wanted in range(1, sum(free) + 1):
@@ -38,7 +38,7 @@ def family(problem: Problem, begin: int, free: tuple[int, ...]) -> list[Stages]:
 
 
 def pivots(problem: Problem, stages: Stages, count: int) -> float:
-    """The latency by stages and messages as pivots, written down once more."""
+    """The latency with stages and messages as pivots, implemented again."""
     costs = plan_costs(problem.plan(stages, count), problem.profile, problem.cluster)
     longest = 0.0
     for q, (forward, backward) in enumerate(zip(costs.forward, costs.backward, strict=True)):
@@ -79,7 +79,7 @@ def test_small_changes_lead_to_the_best_cut_and_count() -> None:
     judge = Judge(Problem(chain([(1.0, 0.0, 0.0)] * 8), cluster(1, 2), 16, float("inf")))
     start = judge.problem.plan((Stage(0, 1, (1,)), Stage(1, 8, (1,))), 2)
     found = refine(judge, Judged(start, judge.seconds(start), judge.memory(start)), work=10_000)
-    # Without weights to reduce, both devices on all layers, or 4 and 4 layers; then nothing is faster.
+    # Without weights to reduce, both devices on all layers, or 4 and 4 layers, are optimal.
     assert found.seconds == pytest.approx(16 * 24e-3 / 2)
     assert refine(judge, Judged(start, judge.seconds(start), (0.0,)), work=0).plan == start
 

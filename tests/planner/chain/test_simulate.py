@@ -1,4 +1,4 @@
-"""The judge: the simulator of schedules where links are not shared, and what sharing adds."""
+"""The simulation equals the schedule simulator without shared links, and is right with shared ones."""
 
 import random
 
@@ -27,7 +27,7 @@ from tests.planner.chain.chains import all_stages, chain, cluster, random_chain
 
 
 def by_the_schedule_simulator(plan: ChainPlan, costs: PlanCosts) -> float:
-    """The last backward of all, when nothing is shared and nothing holds a message back."""
+    """The end of the last backward if nothing is shared and no message is delayed."""
     count = len(plan.stages)
     program = lower(one_f_one_b(count, plan.microbatches, plan.warm_up), recv_prefetch=10_000, send_window=10_000)
     links = {}
@@ -50,7 +50,7 @@ def test_equals_the_schedule_simulator(seed: int, warm_up: str) -> None:
 
 
 def test_hops_share_the_network_of_a_machine() -> None:
-    # Three machines in a row: the one in the middle sends activations on and gradients back through one network.
+    # Three machines in a row: the middle one sends activations forward and gradients back through one network.
     profile = chain([(1.0, 3.0, 0.0)] * 3)
     machines = cluster(3, 1)
     stages = tuple(Stage(s, s + 1, tuple(int(m == s) for m in range(3))) for s in range(3))
@@ -59,7 +59,7 @@ def test_hops_share_the_network_of_a_machine() -> None:
     assert costs.hops == pytest.approx([3e-3, 3e-3])
     shared = run(plan, costs, machines).seconds
     assert shared > by_the_schedule_simulator(plan, costs) + 1e-3
-    # It has 24 messages of 3 ms to send, one after the other.
+    # It sends 24 messages of 3 ms, one after another.
     assert shared >= 24 * 3e-3
 
 
@@ -72,7 +72,7 @@ def test_hops_share_the_way_out_of_a_machine() -> None:
     machines = cluster(3, 3)
     costs = plan_costs(plan, profile, machines)
     assert costs.hops == pytest.approx([3e-3, 2e-3])
-    # The first three messages have asked before the fourth, and fill the way out for 3 ms each.
+    # The first three messages were queued before the fourth, and occupy the outgoing network for 3 ms each.
     assert run(plan, costs, machines).starts[2][0] == pytest.approx(11e-3, rel=0.01)
 
 
@@ -95,7 +95,7 @@ def test_reductions_on_one_network_queue() -> None:
     scattered = ChainPlan((Stage(0, 1, (1, 1)), Stage(1, 2, (1, 1))), 1, 2)
     together = ChainPlan((Stage(0, 1, (2, 0)), Stage(1, 2, (0, 2))), 1, 2)
     over_network = run(scattered, plan_costs(scattered, profile, machines), machines)
-    # F F B B of 1, 1, 2 and 2 ms: the last stage is done at 4, the first at 6; 80 ms each.
+    # F F B B of 1, 1, 2 and 2 ms: the last stage ends at 4, the first at 6; 80 ms each.
     assert over_network.backwards_done == pytest.approx([6e-3, 4e-3])
     assert over_network.reduced == pytest.approx([164e-3, 84e-3])
     inside = run(together, plan_costs(together, profile, machines), machines)
@@ -104,11 +104,11 @@ def test_reductions_on_one_network_queue() -> None:
 
 def test_messages_keep_to_their_machine_and_rings_cross_the_network() -> None:
     machines = cluster(2, 4)
-    # Half of each stage on each machine: nothing crosses; two links carry half of it each.
+    # Half of each stage on each machine: nothing crosses the network; two links carry half each.
     parts = shares((2, 2), (2, 2))
     assert [part.leaving for part in parts] == [0.0, 0.0]
     assert hop_seconds(parts, 1e9, machines) == pytest.approx(0.25 / 25.0)
-    # A quarter of the samples has to leave the second machine.
+    # A quarter of the samples leaves the second machine.
     parts = shares((1, 1), (3, 1))
     assert (parts[1].leaving, parts[0].entering) == (0.25, 0.25)
     assert hop_seconds(parts, 1e9, machines) == pytest.approx(0.25)
@@ -120,7 +120,7 @@ def test_messages_keep_to_their_machine_and_rings_cross_the_network() -> None:
 def test_memory_counts_what_is_in_flight() -> None:
     profile = chain([(1.0, 1.0, 10.0)] * 2, kept=5e6)
     stages = (Stage(0, 1, (2,)), Stage(1, 2, (1,)))
-    # Two microbatches of 4 samples, half of each on a replica; then three under the deeper warm-up, and all of GPipe's.
+    # Two microbatches of 4 samples, half on each replica; then three with the deeper warm-up, and all with GPipe.
     assert memory_bytes(ChainPlan(stages, 8, 4), profile) == (40e6 + 2 * 2 * 5e6, 40e6 + 4 * 5e6)
     for plan, held in (((8, 4, "pb"), 3), ((1, 4), 1), ((8, 4, "all"), 8)):
         assert memory_bytes(ChainPlan(stages, *plan), profile)[0] == 40e6 + held * 2 * 5e6
@@ -145,8 +145,8 @@ def test_timeline_is_in_milliseconds_and_devices_have_numbers() -> None:
 
 
 def test_the_headline_of_the_paper() -> None:
-    """BERT-48 in two stages: 1.6 times GPipe's throughput in 12 % less memory, by more microbatches under one cap. Of
-    its rows follow t = 0.226 s per microbatch, 0.07 s per step, 3.0 GB of activations a stage and 6.1 GB beside them."""
+    """BERT-48 in two stages: 1.6 times GPipe's throughput in 12 % less memory, with more microbatches under one limit.
+    Its rows imply t = 0.226 s per microbatch, 0.07 s per step, 3.0 GB of activations per stage and 6.1 GB more."""
     third = 226.0 / 3
     profile = chain([(third, 0.0, 6100.0 / 4)] * 2, kept=3.0e9, batch=1)
     machines = cluster(2, 1)
@@ -157,7 +157,7 @@ def test_the_headline_of_the_paper() -> None:
         seconds = run(plan, plan_costs(plan, profile, machines), machines).seconds
         return 2 * microbatches / (seconds + 0.07)
 
-    # Two microbatches are GPipe's limit in the paper, where both are held to the end; 1F1B at 2 takes as long.
+    # Two microbatches are GPipe's limit in the paper, as it stores both to the end; 1F1B with 2 takes as long.
     assert samples_per_second(16) == pytest.approx(8.18, abs=0.01)
     assert samples_per_second(16) / 5.10 == pytest.approx(1.604, abs=2e-3), "beside GPipe's measured 5.10"
     assert samples_per_second(16) / samples_per_second(2) == pytest.approx(1.530, abs=1e-3), "beside the formula"

@@ -1,4 +1,4 @@
-"""Machines and configs that the tests of the cost model reckon with."""
+"""Machines and configs for tests of the cost model."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ ENDLESS = 1e30
 
 
 def cluster_with(**changes: Any) -> Cluster:
-    """dgx-a100 with other figures; each is found in the part that has it."""
+    """dgx-a100 with other values, by field name."""
     cluster = BASE
     for name, value in changes.items():
         for part in ("accelerator", "node", "network", "efficiency"):
@@ -29,7 +29,7 @@ def cluster_with(**changes: Any) -> Cluster:
 
 
 def free_communication(cluster: Cluster = BASE) -> Cluster:
-    """All links endless, without latency."""
+    """All links infinitely fast, without latency."""
     return replace(
         cluster,
         node=replace(cluster.node, link_bandwidth=ENDLESS, link_latency=0.0),
@@ -38,7 +38,7 @@ def free_communication(cluster: Cluster = BASE) -> Cluster:
 
 
 def without_host(stack: SoftwareStack = STACK) -> SoftwareStack:
-    """No constant takes any time."""
+    """All constants are 0."""
     names = ("operation_seconds", "collective_seconds", "microbatch_seconds", "step_seconds")
     return replace(stack, **{name: 0.0 for name in names})
 

@@ -1,4 +1,4 @@
-"""Constants from measured steps."""
+"""Fitting constants to measured steps."""
 
 from dataclasses import replace
 
@@ -46,8 +46,8 @@ def test_constants_are_found_again(rows: list[Measured]) -> None:
 
 
 def test_kernels_are_found_again() -> None:
-    """Of training without parallelism inside the model: what attention, single operations, the optimizer and gathering beside
-    products take."""
+    """Rows without parallelism within the model: time of attention, single operations, the optimizer, and gathers that
+    overlap with products."""
     true = dict(attention_efficiency=0.45, elementwise_slowdown=1.6, optimizer_slowdown=3.0, overlap_cost=0.4)
     stack = replace(load_stack("flash-2023"), **true)
     rows = []
@@ -70,7 +70,7 @@ def test_kernels_are_found_again() -> None:
 
 
 def test_stragglers_are_found_again() -> None:
-    """They differ from slow products by the number of devices."""
+    """Stragglers differ from slow products by their dependence on the number of devices."""
     true = cluster_with(gemm=0.62, device_deviation=0.06)
     rows = []
     for world in (1, 8, 64, 512):
@@ -101,7 +101,7 @@ def test_only_what_is_asked_for_moves(rows: list[Measured]) -> None:
 
 
 def test_what_cannot_be_fitted(rows: list[Measured]) -> None:
-    with pytest.raises(ConfigError, match="nothing to fit: give at least one measured step"):
+    with pytest.raises(ConfigError, match="nothing to fit: at least one measured step is required"):
         fit([], BASE, UNFUSED)
     with pytest.raises(ConfigError, match="cannot fit gem: did you mean gemm"):
         fit(rows, BASE, UNFUSED, only=["gem"])

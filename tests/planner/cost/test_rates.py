@@ -1,4 +1,4 @@
-"""Collectives, messages and the roofline of matrix products against numbers worked out by hand."""
+"""Collectives, messages and the roofline of matrix products against hand-computed numbers."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ CLUSTER = cluster_with(
     accelerators=8, link_bandwidth=200.0, link_latency=0.5, nics=4, nic_bandwidth=20.0, latency=3.0,
     link=0.5, network=0.5, p2p=0.25, small_groups=1.0,
 )  # fmt: skip
-"""Inside a node 100 bytes per second; across it 5 for each member of a group that it holds."""
+"""Within a node 100 bytes per second; across nodes 5 for each member of a group in the node."""
 
 
 def test_members_of_a_group_in_a_node() -> None:
@@ -47,7 +47,7 @@ def test_few_accelerators_have_fewer_rings_between_them() -> None:
 
 
 def test_groups_across_nodes_have_the_adapters_of_their_members() -> None:
-    # 16 ranks, all 8 of each of two nodes: 8 shares of 5, and one hop between nodes each way.
+    # 16 ranks, all 8 of each of two nodes: 8 shares of 5, and one hop between nodes in each direction.
     expected = 2 * 15 / 16 * 400.0 / 40.0 + 2 * (7 * 0.5 + 1 * 3.0)
     assert collective_seconds("all-reduce", 400.0, 16, 1, CLUSTER) == pytest.approx(expected)
     # One rank on each of 16 nodes: its own share, 4 hops deep.
@@ -66,7 +66,7 @@ def test_between_pods_a_group_has_its_part_of_the_spine() -> None:
     assert collective_seconds("all-reduce", 400.0, 16, 1, spine) == collective_seconds(
         "all-reduce", 400.0, 16, 1, CLUSTER
     )
-    # All of four pods in one ring, which leaves each of them once: what a pod has, a half of what its nodes have.
+    # All of four pods in one ring, which leaves each pod once: a pod's rate is half of its nodes' sum.
     assert collective_seconds("all-gather", 400.0, 64, 1, spine) == pytest.approx(
         63 / 64 * 400.0 / 20.0 + 7 * 0.5 + 3 * 3.0
     )
@@ -82,7 +82,7 @@ def test_between_pods_a_group_has_its_part_of_the_spine() -> None:
 
 @pytest.mark.parametrize(("ranks", "largest"), [(1, 0.0), (2, 0.5642), (10, 1.5388), (100, 2.5076), (1000, 3.2414)])
 def test_the_slowest_of_many(ranks: int, largest: float) -> None:
-    """Expected largest of so many standard normal numbers (Tippett, 1925)."""
+    """Expected maximum of n standard normal variables (Tippett, 1925)."""
     cluster = cluster_with(device_deviation=0.1)
     assert slowest_share(ranks, cluster) == pytest.approx(0.1 * largest, rel=0.045)
     assert slowest_share(ranks, cluster) < slowest_share(ranks + 1, cluster)
@@ -124,7 +124,7 @@ def test_the_best_tile_and_whole_waves() -> None:
     # One tile of 256 x 128 would leave one of two multiprocessors idle; two of 128 x 128 fill both, at 95 %.
     one_wave = 2 * 128 * 128 * 2 * (1000 + RAMP) / (0.5 * PEAK) / 0.95
     assert _seconds(cluster, 256, 128, 1000) == pytest.approx(one_wave)
-    # Four tiles of 256 x 128 are two full waves of the fastest kind.
+    # Four tiles of 256 x 128 are two full waves of the fastest tile.
     two_waves = 2 * 2 * 256 * 128 * 2 * (1000 + RAMP) / (0.5 * PEAK)
     assert _seconds(cluster, 512, 256, 1000) == pytest.approx(two_waves)
     assert _seconds(cluster, 256, 128, 1000, batch=4) == pytest.approx(two_waves)

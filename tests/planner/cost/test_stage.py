@@ -1,4 +1,4 @@
-"""Pieces, stages and their arrays."""
+"""Costs of operations and stages, and their arrays."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
     split = layer_seconds(
         workload_of(config_of(4, tp=4, sequence_parallel=True)), cluster_with(link_latency=0.0), stack
     )
-    # An all-reduce is a reduce-scatter and an all-gather; the backward gathers the input once more in each half.
+    # An all-reduce is a reduce-scatter and an all-gather; each half of the backward gathers the input again.
     assert split.forward_parts.tensor == pytest.approx(plain.forward_parts.tensor)
     assert split.backward_parts.tensor == pytest.approx(1.5 * plain.backward_parts.tensor)
     assert split.parts.memory < plain.parts.memory
@@ -84,13 +84,13 @@ def test_the_backward_hides_collectives_behind_its_products_as_far_as_they_last(
     fast = cluster_with(link_bandwidth=3e12, link_latency=0.0)
     forward, backward = tensor(apart, fast)
     assert tensor(beside, fast) == (forward, 0.0)
-    # With sequence parallelism the gradient of the output is gathered before any product can begin.
+    # With sequence parallelism, the output gradient is gathered before any product starts.
     forward, backward = tensor(apart, fast, sequence_parallel=True)
     assert tensor(beside, fast, sequence_parallel=True) == (forward, pytest.approx(backward / 3))
     gathers = replace(apart, overlap_gathers=True)
     assert tensor(gathers, fast, sequence_parallel=True) == (forward, pytest.approx(backward * 2 / 3))
     assert tensor(gathers, fast) == tensor(apart, fast)
-    # Slow links: no more is hidden than the weights' gradients take.
+    # Slow links: the weight gradients' time limits the overlap.
     slow = cluster_with(link_bandwidth=1e9)
     forward, backward = tensor(apart, slow)
     price = Pricing.of(workload_of(config_of(4, tp=4)), slow, apart)
@@ -115,22 +115,22 @@ def test_the_fused_softmax_takes_multiples_of_batches_times_heads() -> None:
 
 
 def test_passes_over_memory_by_their_bytes() -> None:
-    """Of scores in memory, and of a norm and a loss that are not one pass each, in bytes of an element."""
+    """Bytes per element of scores in memory, and of an unfused norm and loss."""
     config = config_of(2, tp=2, micro_batch_size=3, attention_dropout=0.1, position_embedding_type="rope")
     price = Pricing.of(workload_of(config), SLOW_MEMORY, UNFUSED)
     scores, turned = 3 * 16 / 2 * 1024 * 1024, 2 * 2 * 3 * 1024 * (4 * 16 * 128 / 2)
     core = attention_core(price)
-    # Softmax reads and writes 2 bytes each, dropout likewise and a byte of mask.
+    # Softmax reads and writes 2 bytes each; dropout too, plus a byte of mask.
     assert core.forward.memory == pytest.approx(scores * (2 + 2 + 2 + 2 + 1) + turned)
     # Softmax reads its output and gradient and writes one; dropout reads gradient and mask and writes one.
     assert core.input_gradient.memory == pytest.approx(scores * (3 * 2 + 2 * 2 + 1) + turned)
     fused = Pricing.of(price.work, SLOW_MEMORY, replace(UNFUSED, fused_loss=True))
     more = [head(price).forward.memory - head(fused).forward.memory]
     more.append(head(price).input_gradient.memory - head(fused).input_gradient.memory)
-    # Turned round (read, write), and in fp32 five passes more; backward one and a half.
+    # Transposed (read, write), then five passes in fp32; one and a half in the backward.
     assert more == pytest.approx([3 * 1024 * 51200 / 2 * (2 * 2 + 5 * 4), 3 * 1024 * 51200 / 2 * (3 * 2 + 4)])
     steps = Pricing.of(price.work, SLOW_MEMORY, replace(STACK, fused_norm=False))
-    # To fp32 (2 + 4 bytes), squares (8), mean (4), product (8), back (6), weight (4). Up, rotated, down.
+    # To fp32 (2 + 4 bytes), squares (8), mean (4), product (8), back (6), weight (4). To fp32, rotation, back.
     assert norm(steps, 2048).forward.memory == pytest.approx(3 * 1024 * 2048 * 36)
     turns = rotation(steps, 1e6)
     assert turns.forward.memory == turns.input_gradient.memory == pytest.approx(1e6 * (6 + 8 + 6))
@@ -150,7 +150,7 @@ def test_products_in_8_bits_are_faster_and_cast_their_operands() -> None:
     cast = Pricing.of(work, SLOW_MEMORY, float8).linear(4096, 8192, 2048)
     assert cast.forward.memory == pytest.approx((2 + 2 + 1) * (4096 + 8192) * 2048)
     assert cast.input_gradient.memory == pytest.approx((2 + 2 + 1) * 4096 * 8192)
-    # Weights are rounded once for all microbatches, unless they are gathered for each.
+    # Weights are cast once for all microbatches, unless they are gathered for each.
     batch = {"micro_batch_size": 1, "global_batch_size": 16}
     four, gathered = (workload_of(config_of(4, dp_strategy=name, **batch)) for name in ("all-reduce", "fully-sharded"))
     assert (four.weight_uses, gathered.weight_uses) == (4, 1)
@@ -159,7 +159,7 @@ def test_products_in_8_bits_are_faster_and_cast_their_operands() -> None:
 
 
 def test_the_head_does_not_hide_how_late_the_host_is() -> None:
-    """The host is late in the layers, the device busy in the head: they add up."""
+    """The layers wait for the host, the head for the device: the times add up."""
     stack = replace(without_host(UNFUSED), operation_seconds=1e-3)
     price = Pricing.of(workload_of(config_of(1, micro_batch_size=8)), BASE, stack)
     layers, whole = stage_cost(price, dense=4), stage_cost(price, dense=4, has_head=1.0)

@@ -1,4 +1,4 @@
-"""A step as a whole: the simulator's, and what comes on top of it."""
+"""A whole step: the simulator's time, and the parts that are added to it."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def _config(name: str) -> RunConfig:
 
 
 def test_work_on_whole_matrices() -> None:
-    """The FLOPs that torch counts, on the rank with most of them; and what travels takes as long as links let it."""
+    """FLOPs as counted by torch, on the rank with most of them; exchanges take the time of their links."""
     config = config_of(16, tp=2, dp=8, optimizer="muon", global_batch_size=16)
     shapes = [shape for shape in layer_shapes(config.model, 0) if len(shape.shape) > 1]
     for shape in shapes:
@@ -130,8 +130,8 @@ def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
 @pytest.mark.parametrize("name", ["one", "tp", "1f1b", "experts", "cp"])
 @pytest.mark.parametrize(("product_rate", "float8_rate"), [(1.0, 0.0), (9.0, 0.0), (1.0, 1.5), (9.0, 9.0)])
 def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, float8_rate: float) -> None:
-    """Whatever a stack's constants say, with everything else for nothing: not above the rate of products, nor the peak, which
-    8 bits have twice."""
+    """With any stack constants and everything else free, the rate of products is never above their own rate or the
+    peak, which doubles in 8 bits."""
     config, cluster = _config(name), free_communication(cluster_with(memory_bandwidth=ENDLESS, kernel_seconds=0.0))
     stack = replace(without_host(), attention_efficiency=1.0, product_rate=product_rate, float8_rate=float8_rate)
     found = predict(config, cluster, stack)
@@ -171,12 +171,12 @@ def test_half_gradients_are_half_as_long() -> None:
 
 
 def test_messages_take_the_share_of_what_is_sent() -> None:
-    """Cut over tensor-parallel ranks, or compressed."""
+    """Messages divided over tensor-parallel ranks, or compressed."""
     settings = {"tp": 8, "pp": 4, "global_batch_size": 16}
     whole = links_of(config_of(32, **settings, scatter_gather_tensors_in_pipeline=False), BASE)[0, 1]
     cut = links_of(config_of(32, **settings), BASE)[0, 1]
     assert cut.seconds_per_message == pytest.approx(whole.seconds_per_message / 8)
-    assert cut.latency > whole.latency  # it is put together again
+    assert cut.latency > whole.latency  # the parts are gathered
     plain, compressed = (
         links_of(config_of(4, pp=4, global_batch_size=16, **more), BASE)[0, 1].seconds_per_message
         for more in ({}, {"pipeline_compression": "topk:0.1"})
@@ -212,11 +212,11 @@ def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() ->
     hidden = predict(config_of(16, **settings), cluster, STACK)
     plain = predict(config_of(16, **settings, overlap_param_gather=False), cluster, STACK)
     gathered = plain.exposed["parameters"]
-    # All of them in bf16, of which a ring over two nodes of 8 receives 15 of 16 parts.
+    # All parameters in bf16, of which a ring over two nodes of 8 receives 15 of 16 parts.
     rate = 8 * BASE.nic_share * BASE.efficiency.network
     elements = plain.memory[0].parameters
     assert gathered == pytest.approx(15 / 16 * 2 * elements / rate, rel=1e-3)
-    # Gathered ahead, they hide under the first forward.
+    # Gathered early, they overlap with the first forward.
     left = max(0.0, gathered - float(hidden.stages[0].forward))
     assert hidden.exposed["parameters"] == pytest.approx(left)
     assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
@@ -234,7 +234,7 @@ def test_parameters_of_a_chunk_are_gathered_until_its_first_forward_ends() -> No
         ]
         share = memory.parameters / max(each.parameters for each in ahead.memory)
         left.append(whole * share - max(event.end for event in first))
-    # Those of the last chunk come last, behind more forwards than one of each.
+    # The last chunk's are gathered last, and overlap with more than one forward per chunk.
     assert ahead.exposed["parameters"] >= max(left) - 1e-9
     forwards = min(sum(float(ahead.stages[stage].forward) for stage in (rank, rank + 2)) for rank in range(2))
     assert 0.0 < ahead.exposed["parameters"] < whole - forwards
@@ -248,7 +248,7 @@ def test_instances_inside_nodes_gather_over_their_links() -> None:
     rate = cluster.node.link_bandwidth * cluster.efficiency.link
     assert inside.exposed["parameters"] == pytest.approx(7 / 8 * 2 * inside.memory[0].parameters / rate, rel=1e-3)
     assert inside.exposed["parameters"] < across.exposed["parameters"]
-    # Two of a shard in two nodes, each with its own adapter.
+    # Two replicas of a shard in two nodes, each with its own adapter.
     slow = cluster_with(link_latency=0.0, latency=0.0, nic_bandwidth=1e8)
     assert predict(config_of(16, **settings, dp_instances=2), slow, STACK).exposed["gradients"] == pytest.approx(
         4 / 8 * inside.memory[0].parameters / (slow.nic_share * slow.efficiency.network), rel=0.1
@@ -272,13 +272,13 @@ CROWDED = replace(BASE, node=replace(BASE.node, ranks_per_core=2.0))
 
 @pytest.mark.parametrize("microbatches", [1, 16])
 def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
-    """A pipeline of two ranks a core: never less than the work of all, nor than the longest chain with whole cores."""
+    """A pipeline with two ranks per core: never faster than all work, or than the longest chain on whole cores."""
     config = config_of(4, pp=4, pipeline_schedule="1f1b", pipeline_layers=[3, 2, 2, 1], global_batch_size=microbatches)
     apart, crowded = (predict(config, cluster, STACK) for cluster in (BASE, CROWDED))
     run = apart.timeline
     work, chain = sum(run.busy) / 4, run.makespan / 2
     taken = run.makespan - (apart.step_seconds - crowded.step_seconds)
-    if microbatches == 1:  # one rank computes at a time; what a message takes is not halved
+    if microbatches == 1:  # one rank computes at a time; a message's time is not halved
         assert chain <= taken == pytest.approx(chain + apart.parts["pipeline"] / 2, rel=1e-6)
     else:
         assert work < taken < 0.95 * run.makespan
@@ -289,7 +289,7 @@ def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
 
 @pytest.mark.parametrize("settings", [{"dp": 4}, {"tp": 4}, {"pp": 16}])
 def test_ranks_that_all_compute_or_all_wait_leave_nothing(settings: dict[str, Any]) -> None:
-    """Without a pipeline no rank waits for long; of one that leaves its node the ranks of a node may all wait at once."""
+    """Without a pipeline no rank waits long; if a pipeline leaves its node, all ranks of a node may wait at once."""
     size = next(iter(settings.values()))
     config = config_of(size, num_layers=16, global_batch_size=64, **settings)
     apart, crowded = (predict(config, cluster, STACK) for cluster in (BASE, CROWDED))

@@ -1,4 +1,4 @@
-"""Cluster and stack files: those that come along load, survive writing, and faults are named."""
+"""Cluster and stack files: the included ones load, survive writing, and errors name the field."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +77,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("network.nic_bandwidth", float("inf"), "nic_bandwidth is inf; it must be above 0 and finite"),
     ("network.oversubscription", 0.5, "network: oversubscription is 0.5; it must be 1 or more"),
     ("network.oversubscription", 7.0, "oversubscription has no effect without pod_nodes; add e.g. pod_nodes: 32"),
-    ("efficiency.device_deviation", 0.02, "provenance: efficiency.device_deviation is missing; say vendor"),
+    ("efficiency.device_deviation", 0.02, "provenance: efficiency.device_deviation is missing; set it to vendor"),
     ("efficiency.gemm", 1.2, "efficiency: gemm is 1.2; it is at most 1"),
     ("accelerator.peak_flops.fp17", 1e12, "peak_flops: unknown name fp17: did you mean fp1?6"),
     ("accelerator.peak_flops", {}, "peak_flops is empty"),
@@ -85,10 +85,10 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("name", 7, "name takes text, got 7"),
     ("node", [8], "node takes `key: value` lines"),
     ("accelerator.power_limit", 300.0, r"power_limit has no effect without watts; add e\.g\. watts"),
-    ("provenance/efficiency.link", None, "provenance: efficiency.link is missing; say vendor"),
+    ("provenance/efficiency.link", None, "provenance: efficiency.link is missing; set it to vendor"),
     ("provenance/efficiency.links", "vendor", "provenance: unknown name efficiency.links"),
 ]
-"""A place in the file, what stands there (None: nothing), and what is said of it."""
+"""(place in the file, its value (None: removed), part of the error)."""
 
 
 @pytest.mark.parametrize(("place", "value", "message"), FAULTS, ids=[str(at) for at in range(len(FAULTS))])
@@ -142,8 +142,8 @@ def test_a_power_limit_slows_products_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(8, 5762.0), (128, 5605.0)])
 def test_torchtitan_on_h100_held_to_500_watts(ranks: int, tokens: float) -> None:
-    """Tokens per second and GPU of Llama 3 8B with FSDP, two sequences of 8,192 per rank and part of the activations again,
-    without torch.compile, so that RMSNorm is Python, HBM of 2.4 TB/s (torchtitan, December 2024). Nothing is fitted on them."""
+    """Tokens per second and GPU of Llama 3 8B with FSDP, two sequences of 8,192 per rank, selective recompute, HBM of
+    2.4 TB/s, without torch.compile, so that RMSNorm is Python (torchtitan, December 2024). Not used in fits."""
     line = f"--preset llama3-8b --seq-length 8192 --bf16 --dp-strategy fully-sharded --dp {ranks} --micro-batch-size 2 "
     line += f"--global-batch-size {2 * ranks} --recompute-granularity selective --recompute-modules mlp_act"
     stack, cluster = (

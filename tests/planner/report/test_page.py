@@ -1,4 +1,4 @@
-"""What the script of a page does, in a browser; the page without it is tested with the reports."""
+"""The script of a page in a browser; tests of the reports cover pages without scripts."""
 
 from megalite.planner.page import Dot, Line, Row, Section, Table, draw_curves, page, scatter
 
@@ -17,7 +17,7 @@ def test_nothing_is_from_outside() -> None:
 
 
 def test_large_numbers_are_short_beside_an_axis() -> None:
-    """On a telephone they are large, and the axis has its name beside them."""
+    """On narrow screens the plots are large, with the axis label beside them."""
     drawn = scatter([Dot(30_000.0, 1_580_000.0, "a dot")], x_label="x", y_label="y")
     assert (
         all(f">{label}</text>" in drawn for label in ("500k", "1M", "1.5M", "10k", "5,000")) and ">1,500k<" not in drawn

@@ -1,4 +1,4 @@
-"""Requests for tests, as the command line makes them."""
+"""Requests for tests, built as on the command line."""
 
 from itertools import product
 from typing import NamedTuple
@@ -22,12 +22,12 @@ class Asked(NamedTuple):
 
 
 def asked(flags: str) -> Asked:
-    """What `megalite plan` makes of these flags."""
+    """The request of `megalite plan` with these flags."""
     return Asked(*plan.search_inputs(PLAN.parse(flags.split())))
 
 
 def layouts_of(request: Request) -> list[Layout]:
-    """All that is legal; for small spaces."""
+    """All legal layouts; for small spaces."""
     return [
         block.layout(pipeline, share)
         for block in enumerate_space(request).blocks

@@ -1,4 +1,4 @@
-"""Microbatches in flight: the closed forms against a replay of the very schedules."""
+"""Microbatches in flight: closed forms against a replay of the real schedules."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from megalite.pipeline.ir.schedule import Program
 from megalite.planner.search.features import in_flight, steady
 from megalite.planner.search.space import ONE_CHUNK, Pipeline
 
-WEIGHTS = [(1.0, 0.0), (1.0, 0.6), (0.1, 1.0)]  # of a graph, and of what waits for a W
+WEIGHTS = [(1.0, 0.0), (1.0, 0.6), (0.1, 1.0)]  # of (a graph, an input that waits for a W)
 
 
 def shapes(schedule: str) -> list[tuple[int, int, int]]:
-    """(pp, vpp, microbatches) that it takes."""
+    """Yield the supported (pp, vpp, microbatches)."""
     chunks = (1,) if schedule in ONE_CHUNK else (2, 3) if schedule in ("interleaved", "looped-bfs") else (2,)
     least = {"dualpipe-v": 2}.get(schedule, 0)
     return [(p, v, m) for p in (2, 3, 4) for v in chunks for m in (1, 2, 3, 5, 8, 13) if m >= least * p]

@@ -1,4 +1,4 @@
-"""Memory of the whole space against `partition.memory`, layout by layout."""
+"""Memory of all layouts against `partition.memory` for each."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2"
 
 
 def exact_bytes(request: Asked, layout: Layout) -> int:
-    """Of the fullest rank, by the code that sizes one config."""
+    """Bytes of the fullest rank, by the code for one config."""
     config = config_of(request.request, layout.settings())
     stages = plan_stages(config)
     peaks = activation_peaks(config, stages, schedule_of(config, layout.pipeline.microbatches))
@@ -27,7 +27,7 @@ def exact_bytes(request: Asked, layout: Layout) -> int:
 
 
 def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
-    """Layouts with their bytes by both."""
+    """Yield layouts with their bytes by both methods."""
     found = survey(request.request, request.cluster, request.stack)
     draw, drawn = random.Random(3), []
     while len(drawn) < count:
@@ -52,7 +52,7 @@ def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
     ],
 )
 def test_bytes_are_those_of_one_config(flags: str) -> None:
-    # Strategies without buckets that are whole for a while.
+    # Strategies without temporarily unsharded buckets.
     exact = asked(f"{flags} --fix strategy=all-reduce,distributed-optimizer")
     for layout, mine, theirs in sampled(exact, 15):
         vee = layout.pipeline.schedule in ("zb-v", "dualpipe-v")
@@ -79,7 +79,7 @@ def test_sharded_gradients_and_parameters(flags: str) -> None:
     ],
 )
 def test_host_memory_takes_its_share(flags: str) -> None:
-    """Of what is offloaded too: the pieces that visit, and of layers with recompute what they start from."""
+    """Including offloaded data: visiting pieces, and inputs of recomputed layers."""
     host = "--fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,2,5 --fix recompute=none,full"
     drawn = sampled(asked(f"{flags} {host} --fix strategy=all-reduce,distributed-optimizer"), 25)
     for layout, mine, theirs in drawn:

@@ -1,4 +1,4 @@
-"""The layout of an elastic run: the user's where it can be had, the checkpoint's on as many ranks, else the planner's."""
+"""The layout of an elastic run: the user's if possible, the checkpoint's on as many ranks, else the planner's."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ CLUSTER, STACK = load_cluster("cpu-box"), load_stack("fused")
 
 
 def config_with(**changes: Any) -> RunConfig:
-    """The tiny model with a layout, as its file would give it."""
+    """The tiny model with a layout, as read from its file."""
     return replace(RunConfig(), **{**TINY, "num_attention_heads": 8, **changes})
 
 
@@ -33,7 +33,7 @@ def asked(
     limit: float = 1e12,
     **changes: Any,
 ) -> Relayout:
-    """`relayout` of settings that files and flags give."""
+    """`relayout` with settings from files and flags."""
     given = {**(files or {}), **(flags or {})}
     return relayout(
         config_with(**changes, **given),
@@ -48,7 +48,7 @@ def asked(
 
 
 def former(world: int, **layout: Any) -> Former:
-    """What a checkpoint says."""
+    """A checkpoint's former layout."""
     config = validate(config_with(**layout), world)
     return Former(step=7, world_size=world, layout={name: value_of(config, name) for name in LAYOUT})
 
@@ -58,7 +58,7 @@ def shape(found: Relayout) -> tuple[int, int, int]:
 
 
 def legal(found: Relayout, world: int) -> None:
-    """The layout is one that a run can have."""
+    """Test whether a run can have the layout."""
     validate(config_with(**found.layout), world)
 
 
@@ -147,7 +147,7 @@ def test_what_does_not_fit_names_the_count_that_does() -> None:
     with pytest.raises(ConfigError) as error:
         asked(1, limit=most * 0.4)
     assert "no layout of 1 rank fits into" in str(error.value)
-    assert str(error.value).endswith("Start 2 ranks, or give fewer flags of the layout")
+    assert str(error.value).endswith("Start 2 ranks, or set fewer layout flags")
 
 
 def test_the_users_layout_is_left_where_it_does_not_fit() -> None:

@@ -1,4 +1,4 @@
-"""`find`: the best layouts, refined; and what it says when there are none."""
+"""`find`: the best layouts, refined; and the errors if there are none."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_the_best_of_a_small_space() -> None:
 
 
 def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
-    # The head of a vocabulary that large weighs as much as layers.
+    # With such a vocabulary the head weighs as much as several layers.
     flags = (
         "--num-layers 11 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 200000 "
         "--cluster dgx-a100 --gpus 4 --global-batch-size 32 --pp 4 --fix schedule=1f1b --fix mbs=4 --stack unfused"
@@ -123,10 +123,7 @@ def test_what_does_not_fit_gets_host_memory() -> None:
     ("fixed", "message"),
     [
         ("", r"none of .* fits into"),
-        (
-            "--fix optimizer_cpu_offload=yes",
-            r"keeps more than 18\.63 GiB of it in host memory: .*; use more --gpus, or",
-        ),
+        ("--fix optimizer_cpu_offload=yes", r"keep more than 18\.63 GiB in host memory: .*; use more --gpus, or"),
     ],
 )
 def test_host_memory_has_an_end(fixed: str, message: str) -> None:
@@ -141,7 +138,7 @@ def test_host_memory_has_an_end(fixed: str, message: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
-    """As many layers as it takes to fit before stages are cut by seconds, in closed form as in the simulator."""
+    """As many offloaded layers as needed before the stages are cut by seconds, in closed form and in the simulator."""
     flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule={schedule} --fix recompute=none --fix sp=true "
     flags += "--fix strategy=all-reduce --fix vpp=1,2"
     none, every = (
@@ -166,7 +163,7 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
 
 
 def test_no_more_layers_leave_than_the_stages_that_are_chosen_need() -> None:
-    """Where the even cut needs 6 layers of its fullest stage in host memory, the cut by seconds needs 4."""
+    """With the even cut the fullest stage needs 6 layers in host memory, with the cut by seconds 4."""
     flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule=1f1b --fix recompute=none --fix sp=true "
     flags += "--fix strategy=all-reduce --fix vpp=1"
     none, every = (
@@ -202,7 +199,7 @@ def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
     assert (found.all_seconds[gained] < fastest).all()
     both = np.isfinite(alone.all_seconds)
     assert (found.all_seconds[both] == alone.all_seconds[both]).all()
-    # None is left out that would be faster: each with its states in host memory, one by one.
+    # No faster layout is left out: try each with its states in host memory.
     states = survey(*asked(f"{flags} --fix optimizer_cpu_offload=yes --fix cpu_offloading_num_layers=0"))
     faster = ~np.isfinite(alone.all_seconds) & (states.all_seconds < fastest)
     assert faster.any()
@@ -222,7 +219,7 @@ def test_the_leanest_of_those_that_fit() -> None:
 
 
 def test_the_cheapest_number_of_ranks() -> None:
-    # On 16 ranks of two nodes gradients go over the network, on 8 they do not; on one the model does not fit.
+    # On 16 ranks (two nodes) gradients cross the network, on 8 they do not; on one rank the model does not fit.
     request, cluster, stack = asked(
         "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 16 --max-memory 15GB"
     )

@@ -1,4 +1,4 @@
-"""The space is what validate accepts: no more, and no less."""
+"""The space contains exactly the layouts that validate accepts."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ HIERARCHICAL = f"{GROUPED} a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
 
 def legal(request: Request, chosen: dict[str, Any], microbatches: int) -> bool:
-    """A config with these settings would be trained."""
+    """Whether training accepts a config with these settings."""
     try:
         placement_for(chosen["pipeline_schedule"], chosen["pp"], chosen["vpp"])
         config = replace(request.config, **chosen)
@@ -50,7 +50,7 @@ def key_of(layout: Layout) -> tuple[Any, ...]:
 
 
 def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ...]) -> set[tuple[Any, ...]]:
-    """Every combination that is legal and no twin of another one."""
+    """All legal combinations that equal no other one."""
     world, batch = request.world_size, request.config.training.global_batch_size
     assert batch is not None
     found = set()
@@ -72,7 +72,7 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
             if (pp == 1 and schedule != "1f1b") or (tp == 1 and sequence):
                 continue
             if batch == dp * micro and schedule in ("gpipe", "looped-bfs"):
-                continue  # 1f1b or interleaved in one microbatch
+                continue  # equals 1f1b or interleaved with one microbatch
             alone = dp * cp == 1 and tp * cp * dp <= tp * ep
             if alone and name != "all-reduce":
                 continue
@@ -87,14 +87,14 @@ def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ..
 
 
 def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
-    """Instances are one, as given, or as few as there can be with each inside a node."""
+    """The number of instances is 1, a fixed one, or the smallest with each instance in a node."""
     if "dp_instances" not in chosen or "dp_instances" in request.fixed:
         return True
     config = validate(replace(request.config, **chosen), request.world_size)
     layout = layout_of(config)
 
     def nodes(kind: str) -> int:
-        """The most that a group spreads over."""
+        """The most nodes that a group spans."""
         groups = (layout.group_of(kind, rank) or [] for rank in range(request.world_size))
         return max(len({rank // request.node for rank in group}) for group in groups)
 
@@ -193,7 +193,7 @@ def test_one_rank_and_one_microbatch_have_no_twins() -> None:
     assert schedules("--fix pp=1") == {"1f1b"}
     assert schedules("--fix pp=1 --fix schedule=gpipe,zb-h2") == {"zb-h2"}
     assert schedules("--fix pp=1 --fix schedule=gpipe") == {"gpipe"}
-    one = "--fix pp=2 --fix tp=1 --fix mbs=8"  # all of the batch
+    one = "--fix pp=2 --fix tp=1 --fix mbs=8"  # the whole batch
     assert schedules(f"{one} --fix schedule=1f1b,gpipe,interleaved,looped-bfs") == {"1f1b", "interleaved"}
     assert schedules(f"{one} --fix schedule=gpipe,looped-bfs") == {"gpipe", "looped-bfs"}
     for more, less in (("gpipe", "1f1b"), ("looped-bfs", "interleaved")):
@@ -213,7 +213,7 @@ def test_words_of_constraints() -> None:
     for text, message in (
         ("tp", "write NAME=VALUE"),
         ("schedules=zb-v", "did you mean schedule"),
-        ("tp=0", "takes whole numbers from 1 on"),
+        ("tp=0", "takes whole numbers of at least 1"),
         ("schedule=zbv", "did you mean zb-v"),
         ("sp=maybe", "takes true or false"),
         ("lr=1", "is not searched"),

@@ -1,4 +1,4 @@
-"""Seconds in closed form against the simulator's."""
+"""Seconds in closed form against the simulator."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ def both(request: Asked, layout: Layout, mine: float) -> tuple[float, float]:
 
 
 def assert_near(flags: str, rel: float) -> None:
-    """Of three layouts drawn from the space."""
+    """Compare three random layouts of the space."""
     request, found = surveyed(flags)
     for index in random.Random(2).sample(range(len(found.all_seconds)), min(3, len(found.all_seconds))):
         layout = found.at(index)
@@ -46,20 +46,20 @@ def test_near_the_simulator(schedule: str, stack: str) -> None:
 
 
 def test_near_the_simulator_with_products_in_8_bits() -> None:
-    """Weights are rounded once per step: for each microbatch would be 4 % more."""
+    """Weights are cast once per step: once per microbatch would take 4 % more."""
     flags = f"{GPT} {PLAIN} --stack float8-2025 --fix schedule=1f1b --fix pp=4,8"
     assert_near(flags.replace("mbs=1,2", "mbs=1"), 0.02)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])
 def test_near_the_simulator_with_whole_matrices(optimizer: str) -> None:
-    """Their exchange and the work on them are half of these steps and more."""
+    """Exchange and updates of matrices are more than half of these steps."""
     assert_near(f"{GPT} {PLAIN} --fix schedule=1f1b --fix pp=1,4 --optimizer {optimizer}", 0.01)
 
 
 @pytest.mark.parametrize("pp", ["1", "4"])
 def test_near_the_simulator_with_an_output_layer_of_its_own(pp: str) -> None:
-    """Of 563 million parameters 131 million are the embedding's and as many the output layer's: on one rank, or at the ends."""
+    """Of 563 million parameters the embedding has 131 and the output layer 131: on one rank, or at both ends."""
     model = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 128256"
     flags = f"{model} --untie-embeddings-and-output-weights --cluster dgx-a100 --gpus 32 --global-batch-size 64"
     fixed = "--fix strategy=all-reduce,distributed-optimizer --fix recompute=none --fix cp=1 --fix mbs=1 --fix sp=false"
@@ -69,7 +69,7 @@ def test_near_the_simulator_with_an_output_layer_of_its_own(pp: str) -> None:
 @pytest.mark.parametrize("latency", [2e-6, 1e-2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
-    """With messages that are next to nothing, and with such that are a part of the step, which the cores do as well."""
+    """With negligible messages, and with messages that take a part of the step, which the cores also process."""
     crowded = load_cluster("dgx-a100")
     node = replace(crowded.node, accelerators=32, ranks_per_core=2.0, link_latency=2e-6, message_steps=latency / 2e-6)
     save_cluster(replace(crowded, node=node), tmp_path / "crowded.yaml")
