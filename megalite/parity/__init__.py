@@ -1,1 +1,1 @@
-"""Promise 1 as a tool: any layout against one rank, on CPU. docs/parity.md says how to read its answer."""
+"""Compare a layout with one rank on the CPU. docs/parity.md explains the output."""

@@ -1,4 +1,4 @@
-"""The fuzzer: random legal layouts and models against one rank: odd shapes, uneven stages, everything that may be combined."""
+"""Compare random legal layouts and models with one rank: odd shapes, uneven stages, combinations of features."""
 
 import math
 import random
@@ -24,16 +24,16 @@ Drawn = dict[str, Any]  # setting -> value
 def fuzz(
     seconds: float, *, seed: int, steps: int, tolerance: float | None, failed: Callable[[str, Report], None]
 ) -> tuple[int, int]:
-    """Try drawn configs until the time is up; returns how many were tried and how many failed. Config number i depends
-    on (seed, i) alone, so a longer run with the same seed begins with the same configs. `failed`: called with the
-    command line that repeats a failure, and what was found."""
+    """Try random configs until the time is up; return (number tried, number failed). Config i depends only on (seed,
+    i), so a longer run with the same seed starts with the same configs. `failed`: called with the command line that
+    reproduces a failure, and its report."""
     end = time.monotonic() + seconds
     tried = failures = 0
     pool = RankPool(MAX_WORLD)
     try:
         while time.monotonic() < end or not tried:
             arguments, shrunk = draw(random.Random(f"{seed} {tried}"))
-            if pool.stopped:  # by the failure before
+            if pool.stopped:  # by the previous failure
                 pool = RankPool(MAX_WORLD)
             report = run_parity(shrunk, steps=steps, tolerance=tolerance, pool=pool)
             tried += 1
@@ -47,7 +47,7 @@ def fuzz(
 
 
 def draw(generator: random.Random) -> tuple[list[str], Shrunk]:
-    """The flags of a small legal config, and what `megalite parity` makes of them: the same sizes."""
+    """Return the flags of a random small legal config, and the result of `shrink`, which keeps its sizes."""
     while True:
         arguments = to_flags(_settings(generator))
         invocation = parse_arguments(arguments)
@@ -55,7 +55,7 @@ def draw(generator: random.Random) -> tuple[list[str], Shrunk]:
         try:
             return arguments, shrink(invocation.config, keep=keep, explicit=invocation.explicit)
         except ConfigError:
-            continue  # the validator knows what goes together; this module need not
+            continue  # only the validator checks which settings are compatible
 
 
 def to_flags(drawn: Drawn) -> list[str]:
@@ -171,9 +171,9 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
     tp, cp = drawn["tp"], drawn["cp"]
     groups = tp * _exchanging(drawn) * generator.choice((1, 1, 2))
     heads = groups * generator.choice((1, 1, 2, 3) if groups <= 5 else (1, 1, 2) if groups <= 8 else (1,))
-    # Not 2: a norm over two channels is almost a sign, and makes 1e-8 out of the last bit on one rank too.
+    # Not 2: a norm over two channels is almost a sign, so a difference in the last bit becomes 1e-8, even on one rank.
     sizes: tuple[int, ...] = (4, 5, 6, 8)
-    if generator.random() < 0.2:  # ranks share key/value heads
+    if generator.random() < 0.2:  # fewer groups than tp: ranks share key/value heads
         groups = generator.choice([share for share in range(1, tp + 1) if tp % share == 0])
         sizes = tuple(size for size in sizes if 2 * size * groups % tp == 0)
     size = generator.choice(sizes)
@@ -197,7 +197,7 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
 
 
 def _exchanging(drawn: Drawn) -> int:
-    """Context-parallel ranks that exchange heads."""
+    """Return the number of context-parallel ranks that exchange heads."""
     alone: int = drawn["cp"] if drawn.get("cp_comm_type") == "a2a" else 1
     return drawn.get("hierarchical_context_parallel_sizes", [alone])[0]
 

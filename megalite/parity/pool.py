@@ -1,8 +1,8 @@
-"""`RankPool`: a persistent pool of gloo ranks on this machine, to run one function on all of them.
+"""`RankPool`: a persistent pool of gloo ranks on this machine that runs a function on all of them.
 
-To start a Python process with torch takes seconds, so the pool starts its workers once. The first n of them form a job
-of n ranks and keep it, with the process groups made in it, until another n is asked for or there are many. Workers are spawned: a fork
-of a process that has used OpenMP may hang.
+Starting a Python process with torch takes seconds, so the pool starts its workers once. The first n workers form a job
+of n ranks and keep it with its process groups, until a call needs another n or the job has too many groups. Workers are
+spawned, as a fork of a process that has used OpenMP may hang.
 """
 
 import datetime
@@ -26,26 +26,26 @@ from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import SanitizedGroup
 from megalite.topology.topology import Topology, schedule_as_batch
 
-_SECONDS = 180.0  # of a start or a collective, for a few ranks
-_SECONDS_PER_RANK = 15.0  # more, where many share few cores with other programs: each imports torch
+_SECONDS = 180.0  # time limit of a start or a collective
+_SECONDS_PER_RANK = 15.0  # added per rank: each imports torch on shared cores
 _MOST_GROUPS = 32
-"""Process groups after which a job is given up for a new one: gloo has three threads for each, one of which wakes a hundred
-times per second."""
+"""Number of process groups after which a new job replaces the old one: gloo has three threads per group, one of which
+wakes up a hundred times per second."""
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not end; the message carries the traceback of the first one that did."""
+    """A rank raised, died or did not finish; the message has the traceback of the first such rank."""
 
 
 class RankContext:
-    """What a function that runs on a pool learns of its process."""
+    """The first argument of a function that runs on a pool."""
 
     def __init__(self, rank: int, made: ProcessGroups | None = None) -> None:
         self.rank = rank
         self.made = {} if made is None else made
 
     def topology(self, *, sanitized: bool = False, **axes: Any) -> Topology:
-        """The topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
+        """Return the topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
         return self._topology(ParallelLayout(**axes), sanitized=sanitized)
 
     def _topology(self, layout: ParallelLayout, *, sanitized: bool, memory: bool = True) -> Topology:
@@ -55,19 +55,18 @@ class RankContext:
         )
 
     def topology_of(self, config: RunConfig) -> Topology:
-        """The topology of a validated config over the first ranks of the pool."""
+        """Return the topology of a validated config over the first ranks of the pool."""
         p = config.parallel
         return self._topology(layout_of(config), sanitized=p.sanitize_communication, memory=p.shared_memory_collectives)
 
 
 class RankPool:
-    """`size` spawned workers; use as a context manager, or call `stop`. `size`: the largest number of ranks that one
-    call can have. `strict`: warnings are errors in the workers."""
+    """`size` spawned workers; use as a context manager, or call `stop`. `size`: the largest number of ranks per call.
+    `strict`: warnings are errors in the workers."""
 
     def __init__(self, size: int, *, strict: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        # Listens before any worker starts, and rank 0 takes it over: a port that is looked up and left free until then
-        # may be another program's by that time.
+        # Bound before any worker starts, then passed to rank 0: another program could take a port that is only looked up.
         listening = socket.create_server(("127.0.0.1", 0))
         self.size = size
         self.stopped = False
@@ -75,11 +74,11 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            args = (rank, size, listening.getsockname()[1], listening if rank == 0 else None, strict, theirs)
+            ours, workers_end = context.Pipe()
+            args = (rank, size, listening.getsockname()[1], listening if rank == 0 else None, strict, workers_end)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
-            theirs.close()
+            workers_end.close()
             self._pipes.append(ours)
             self._processes.append(process)
         listening.close()
@@ -98,10 +97,10 @@ class RankPool:
     def run(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
-        `size`: number of ranks, at most that of the pool. `fn`: a function at module level (workers import it);
-        `context` is a `RankContext`. `timeout`: seconds without any rank finishing before the pool is stopped, and 15 more
-        for each rank. Raises RankFailure: with the traceback of the first rank that raised. Its peers may then wait in a collective forever,
-        so the pool is stopped."""
+        `size`: at most that of the pool. `fn`: a function at module level, as workers import it; `context` is a
+        `RankContext`. `timeout`: seconds without any rank finishing, plus 15 per rank, after which the pool is stopped.
+        Raises RankFailure with the traceback of the first rank that raised; its peers may then wait in a collective
+        forever, so the pool is stopped."""
         assert size <= self.size and not self.stopped, (size, self.size, self.stopped)
         if size != self._job_size or self._groups > _MOST_GROUPS:
             self._job, self._job_size = self._job + 1, size
@@ -120,7 +119,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=timeout)
             if not ready:
-                late = f"{len(waiting)} of {size} ranks, rank {min(waiting.values())} among them,"
+                late = f"{len(waiting)} of {size} ranks, including rank {min(waiting.values())},"
                 raise RankFailure(f"{late} did not finish within {timeout:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -147,10 +146,8 @@ class RankPool:
 def _work(
     rank: int, pool_size: int, port: int, listening: socket.socket | None, strict: bool, pipe: Connection
 ) -> None:
-    """The life of a worker: it ends when the parent closes the pipe, or dies with it.
-
-    `listening`: rank 0's, for the store."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent then stops us
+    """Run a worker until the parent closes the pipe or dies. `listening`: rank 0's socket for the store."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops the workers
     torch.set_num_threads(1)
     schedule_as_batch()  # as `start_distributed` does
     if strict:
@@ -160,7 +157,7 @@ def _work(
     store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
     pipe.send((True, None, 0))
     made: ProcessGroups = {}
-    gc.freeze()  # what is imported stays: no collection need look at it
+    gc.freeze()  # imported objects stay alive: collections can skip them
     current = 0
     while True:
         try:
@@ -168,7 +165,7 @@ def _work(
         except EOFError:
             return
         try:
-            if job != current:  # another number of ranks than before
+            if job != current:  # another number of ranks
                 if current:
                     dist.destroy_process_group()
                 made.clear()
@@ -182,5 +179,5 @@ def _work(
             answer = (False, traceback.format_exc(), 0)
         try:
             pipe.send(answer)
-        except Exception:  # an answer that cannot be sent is an error too
+        except Exception:  # a result that cannot be sent is an error too
             pipe.send((False, traceback.format_exc(), 0))

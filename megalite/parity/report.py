@@ -1,4 +1,4 @@
-"""Two trajectories side by side, every number that a layout must not change; the comparison as a table and as data."""
+"""Compare two trajectories in all numbers that a layout must not change, and format the result as a table and as data."""
 
 import math
 from collections.abc import Mapping
@@ -17,23 +17,23 @@ from megalite.parity.trajectory import CopiesDifferError, Trajectory, one_rank_t
 from megalite.training.non_finite import NonFiniteError
 
 NEGLIGIBLE = {"gradient": 1e-5, "weight": 1e-3}
-"""A tensor with all elements below this share of the largest element of any is measured by that share: what
-is zero but for rounding (the gradient of a bias that softmax cancels, and what Adam makes of it) has no digits to agree
-in."""
+"""Tensors with all elements below this fraction of the largest element of any tensor are measured relative to that
+fraction: a tensor that is zero except for rounding (the gradient of a bias that softmax cancels, and Adam's update of it)
+has no digits that must agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     what: str  # `loss`, `gradient norm`, `load balancing loss`, ..., `gradient`, `weight` or `evaluation loss`
     step: int | None  # from 1; None after the last step
-    one_rank: float  # the number, or of tensors the size of the worst of them (see `worst_tensor`)
+    one_rank: float  # the number, or the size of the worst tensor (see `worst_tensor`)
     layout: float
     difference: float  # relative
     tensor: str | None = None  # name of the worst tensor
 
 
 def relative_difference(ours: float, reference: float) -> float:
-    """|ours - reference| / |reference|; infinite where one of them is finite, 0 where neither is."""
+    """Return |ours - reference| / |reference|; infinite if only one is finite, 0 if neither is."""
     finite = math.isfinite(ours), math.isfinite(reference)
     if not all(finite):
         return math.inf if any(finite) else 0.0
@@ -47,11 +47,11 @@ def _size(tensor: np.ndarray, by_elements: bool) -> float:
 def worst_tensor(
     ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, negligible: float, by_elements: bool = True
 ) -> tuple[float, str, float, float]:
-    """(difference, name, size in the reference, in ours) of the tensor that differs most.
+    """Return (difference, name, size in the reference, size in ours) of the tensor that differs most.
 
-    The difference is the size of (ours - reference) over that of its tensor in the reference, or over `negligible`
-    times the largest of all tensors if that is more. A tensor's size is its largest magnitude, or, unless
-    `by_elements`, its root mean square: where both runs round, single elements say little."""
+    The difference is the size of (ours - reference) divided by the tensor's size in the reference, or by `negligible`
+    times the largest size of any tensor if that is more. A size is the largest magnitude, or the root mean square
+    unless `by_elements`, as single elements say little if both runs round."""
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
     sizes = {name: _size(tensor, by_elements) for name, tensor in reference.items()}
     least = max(negligible * max(sizes.values()), 1e-30)
@@ -66,29 +66,29 @@ def worst_tensor(
 
 
 def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True) -> list[Line]:
-    """Losses, norms and every gradient of every step, then weights and evaluation. Where neither run's loss or norm is
-    finite (fp16 that overflows, and skips the step) there are no gradients to compare."""
+    """Compare losses, norms and all gradients of each step, then weights and evaluation. Gradients are left out if
+    neither run's loss and norm are finite (fp16 overflow, which skips the step)."""
     assert len(ours.steps) == len(reference.steps)
     lines = []
 
-    def number(what: str, step: int | None, mine: float, theirs: float) -> None:
-        difference = relative_difference(mine, theirs)
-        lines.append(Line(what=what, step=step, one_rank=theirs, layout=mine, difference=difference))
+    def number(what: str, step: int | None, own: float, other: float) -> None:
+        difference = relative_difference(own, other)
+        lines.append(Line(what=what, step=step, one_rank=other, layout=own, difference=difference))
 
-    def tensors(what: str, step: int | None, mine: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
+    def tensors(what: str, step: int | None, own: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
         difference, name, size, own_size = worst_tensor(
-            mine, theirs, negligible=NEGLIGIBLE[what], by_elements=by_elements
+            own, other, negligible=NEGLIGIBLE[what], by_elements=by_elements
         )
         lines.append(Line(what=what, step=step, one_rank=size, layout=own_size, difference=difference, tensor=name))
 
-    for index, (mine, theirs) in enumerate(zip(ours.steps, reference.steps, strict=True)):
+    for index, (own, other) in enumerate(zip(ours.steps, reference.steps, strict=True)):
         step = index + 1
-        number("loss", step, mine.loss, theirs.loss)
-        assert mine.auxiliary.keys() == theirs.auxiliary.keys()
-        for name, value in theirs.auxiliary.items():
-            number(name.replace("_", " "), step, mine.auxiliary[name], value)
-        number("gradient norm", step, mine.grad_norm, theirs.grad_norm)
-        if mine.is_finite or theirs.is_finite:
+        number("loss", step, own.loss, other.loss)
+        assert own.auxiliary.keys() == other.auxiliary.keys()
+        for name, value in other.auxiliary.items():
+            number(name.replace("_", " "), step, own.auxiliary[name], value)
+        number("gradient norm", step, own.grad_norm, other.grad_norm)
+        if own.is_finite or other.is_finite:
             tensors("gradient", step, ours.gradients[index], reference.gradients[index])
     tensors("weight", None, ours.weights, reference.weights)
     number("evaluation loss", None, ours.evaluation, reference.evaluation)
@@ -97,7 +97,7 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Largest relative difference of a loss or norm, and of a tensor."""
+    """Largest allowed relative difference of a loss or norm, and of a tensor."""
 
     number: float
     tensor: float
@@ -116,8 +116,9 @@ TOLERANCES = {
     "bf16": Tolerance(number=2e-2, tensor=0.3),
     "fp16": Tolerance(number=1e-2, tensor=0.3),
 }
-"""By precision. In fp64 any fault is far above it and rounding far below. In the others both runs round, in other places,
-and tensors are compared by their root mean square; a sum left out or counted twice still is far above it."""
+"""By precision. In fp64, faults are far above and rounding is far below the tolerance. In other precisions both runs
+round differently, and tensors are compared by their root mean square; a missing or doubled sum is still far above
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Report:
     shrunk: Shrunk
     steps: int
     tolerance: Tolerance
-    lines: list[Line]  # empty if the layout did not run to its end, or its ranks do not agree among themselves
+    lines: list[Line]  # empty if the layout failed or its ranks disagree
     failure: str | None = None  # why there are no lines
 
     @property
@@ -152,8 +153,7 @@ class Report:
 
 def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:
     """Run one rank in this process and the layout on the pool, and compare. `tolerance`: largest relative difference;
-    default: that of the precision. Raises ConfigError: one rank makes no step with a finite gradient: whatever the
-    layout does, nothing would be proven."""
+    default: by precision. Raises ConfigError if one rank has no step with a finite gradient, which would prove nothing."""
     config = shrunk.config
     precision = config.training.precision
     allowed = TOLERANCES[precision] if tolerance is None else Tolerance(number=tolerance, tensor=tolerance)
@@ -180,7 +180,7 @@ def _reference(config: RunConfig, steps: int) -> Trajectory:
 
 
 def format_report(report: Report) -> str:
-    """The table that `megalite parity` prints; docs/parity.md explains it."""
+    """Format the table of `megalite parity`; docs/parity.md explains it."""
     config = report.shrunk.config
     p, t = config.parallel, config.training
     count = report.shrunk.world_size
@@ -204,7 +204,7 @@ def format_report(report: Report) -> str:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the data that `--json` prints."""
     return {
         "same": report.same,
         "verdict": report.verdict,

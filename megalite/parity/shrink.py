@@ -1,6 +1,6 @@
-"""A user's config made small enough for a laptop, with its family, every switch and its layout kept.
+"""Shrink a user's config to fit a laptop; its model family, switches and layout are kept.
 
-What is already small stays as it is, so a config that has been shrunk, or was drawn small, is not changed again.
+Small sizes stay as they are, so shrinking a small or shrunk config changes nothing.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def layer_changes(config: RunConfig) -> Changes:
-    """Two layers per stage (one if there are many stages), uneven if they were uneven; dense and expert layers both."""
+    """Two layers per stage (one if there are many stages), uneven if they were uneven, with dense and expert layers."""
     model, p = config.model, config.parallel
     if model.num_layers <= MAX_LAYERS:
         return {}
@@ -52,16 +52,16 @@ def layer_changes(config: RunConfig) -> Changes:
             layers = max(layers, changes["moe_first_dense_layers"] + 2)
     changes["num_layers"] = layers
     for name in LAYER_LISTS:
-        given = getattr(model, name)
-        if given is not None:  # at least every second layer: both kinds are kept
-            changes[name] = [min(given[0], 2)] if len(given) == 1 else [index % 2 for index in range(layers)]
+        pattern = getattr(model, name)
+        if pattern is not None:  # every second layer at least, to keep both kinds
+            changes[name] = [min(pattern[0], 2)] if len(pattern) == 1 else [index % 2 for index in range(layers)]
     for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
         changes[name] = min(getattr(config.training, name), max(1, layers // stages))
     return changes
 
 
 def attention_changes(config: RunConfig) -> Changes:
-    """Heads that the layout divides, queries sharing keys where they did, heads as wide as the model or not."""
+    """Heads that the layout divides, still grouped, and still wider or narrower than the hidden size, if they were."""
     model, p = config.model, config.parallel
     heads, groups = model.num_attention_heads, model.query_groups
     changes: Changes = {}
@@ -81,7 +81,7 @@ def attention_changes(config: RunConfig) -> Changes:
         changes["num_attention_heads"] = heads
         if model.num_query_groups is not None:
             changes["num_query_groups"] = small_groups
-    # Heads of 8, together as wide as the model, or wider or narrower where they were.
+    # Heads of 8 channels, or such that all heads together are wider or narrower than the hidden size if they were.
     together = model.head_size * model.num_attention_heads
     per_head = 6 if together > model.hidden_size else 12 if together < model.hidden_size else 8
     changes["hidden_size"] = heads * per_head
@@ -91,7 +91,7 @@ def attention_changes(config: RunConfig) -> Changes:
 
 
 def width_changes(config: RunConfig) -> Changes:
-    """MLP and vocabulary: small, uneven to powers of two."""
+    """Small MLP and vocabulary sizes that are not powers of two."""
     model, p = config.model, config.parallel
     changes: Changes = {}
     if model.ffn_size > MAX_FFN or model.ffn_size < 1:
@@ -103,7 +103,7 @@ def width_changes(config: RunConfig) -> Changes:
 
 
 def expert_changes(config: RunConfig) -> Changes:
-    """Few narrow experts, several of them chosen if several were, some of the tokens still over the capacity."""
+    """Few narrow experts, several per token if there were several, with a capacity that still drops tokens."""
     model, p = config.model, config.parallel
     if model.num_experts is None:
         return {}
@@ -129,13 +129,13 @@ def expert_changes(config: RunConfig) -> Changes:
 
 
 def sequence_changes(config: RunConfig) -> Changes:
-    """A sequence that cp and tp can cut; window and position limits in proportion to it."""
+    """A sequence length that cp and tp divide; window and position limits in proportion."""
     model, p, s = config.model, config.parallel, config.training.seq_length
     over_tp = p.tp * p.cp if p.sequence_parallel or model.num_experts else 1
     unit = math.lcm(2 * p.cp if p.cp > 1 else 1, over_tp)
     small = s if s <= MAX_SEQ else _up(24, unit)
     changes: Changes = {"seq_length": small} if small < s else {}
-    if config.training.seq_length_warmup is not None:  # over in few steps
+    if config.training.seq_length_warmup is not None:  # finished after few steps
         first = config.training.seq_length_warmup[0] if small == s else small // unit // 2 * unit
         changes["seq_length_warmup"] = [first, 2] if first else None
     if small == s:
@@ -149,16 +149,16 @@ def sequence_changes(config: RunConfig) -> Changes:
     return changes
 
 
-MAX_WORLD = 8  # ranks that are started unless --world-size asks for more
+MAX_WORLD = 8  # number of ranks unless --world-size is larger
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 
 EXACT_STRATEGIES = tuple(name for name in STRATEGIES if STRATEGIES.facts(name).weights == "equal")
-"""Each step takes the mean gradient of the batch, whole, at the weights that all ranks have."""
+"""Strategies that step with the whole batch's mean gradient, taken at weights that are equal on all ranks."""
 
-_LOSS_SCALE = 1024.0  # the highest that a dynamic loss scale starts from
+_LOSS_SCALE = 1024.0  # largest initial value of a dynamic loss scale
 _LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-"""Of fp16 alone."""
+"""Only for fp16."""
 _SECTIONS_LEFT_OUT = ("data", "checkpoint", "logging")
 _KEPT_DATA = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids", "packing", "sft")
 _KEPT_OPTIMIZER = (
@@ -169,7 +169,7 @@ _KEPT_OPTIMIZER = (
     "lr_multipliers",
 )
 _FORMATS = ("main_params", "exp_avg_dtype", "exp_avg_sq_dtype", "stochastic_rounding")
-"""Of what the optimizer keeps: they go with the precision."""
+"""Number formats of optimizer states, which depend on the precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,7 @@ class Shrunk:
     config: RunConfig  # validated for `world_size` ranks
     world_size: int
     changes: dict[str, tuple[Any, Any]]
-    """Sizes, and settings that were asked for, that were changed: setting -> (before, after), None where it was left
-    open."""
+    """Changed sizes, and changed settings that the user set: setting -> (before, after); None if it was unset."""
 
 
 def shrink(
@@ -188,24 +187,24 @@ def shrink(
     keep: frozenset[str] = frozenset(),
     explicit: frozenset[str] = frozenset(),
 ) -> Shrunk:
-    """The config to run on this machine.
+    """Return the config to run on this machine.
 
-    Sizes come down; data, checkpoints, logging, evaluation and the schedule of the learning rate are left out: samples
-    are made up, the learning rate is a constant 0.01 (a warm-up would hide what the optimizer does), initial weights are
-    at least 0.1 wide (so that narrow layers still have gradients that matter) and adam_eps is at least 1e-5 (a smaller
-    one makes steps out of gradients that are zero but for rounding). A ramp-up grows the batch after the first step.
-    Masks are uneven (eod_mask_loss), and numbers are fp64.
+    Sizes shrink. Data, checkpoints, logging, evaluation and the learning-rate schedule are removed: samples are
+    synthetic, the learning rate is 0.01 (a warm-up would hide the optimizer), init_method_std is at least 0.1 (so that
+    gradients of narrow layers matter) and adam_eps at least 1e-5 (a smaller one turns gradients that are zero except
+    for rounding into steps). A ramp-up grows the batch after the first step. Masks are uneven (eod_mask_loss), and
+    numbers are fp64.
 
-    `world_size`: ranks to run on; default: those of the layout, with dp at most 2 and the world at most `MAX_WORLD`.
-    `keep`: of precision (and the formats of the optimizer's numbers with it) and eod_mask_loss those that stay as the
-    config has them. `explicit`: `Invocation.explicit`. Raises ConfigError: the user's own config is not legal, is not
-    meant to give the numbers of one rank, or needs more ranks than `MAX_WORLD`."""
+    `world_size`: number of ranks; default: the layout's, with dp at most 2 and at most `MAX_WORLD` ranks. `keep`:
+    settings that stay as they are, of precision (with the optimizer's number formats) and eod_mask_loss. `explicit`:
+    `Invocation.explicit`. Raises ConfigError if the user's config is not legal, deliberately differs from one rank, or
+    needs more than `MAX_WORLD` ranks."""
     _check_exact(config)
     dp = _data_parallel(config, world_size)
     p = config.parallel
     world = p.tp * p.pp * p.cp * dp
     changes: Changes = _run_changes(config, keep)
-    _check_asked(replace(config, **changes), explicit - set(changes), dp)
+    _check_original(replace(config, **changes), explicit - set(changes), dp)
     changes["dp"] = dp
     for rule in (layer_changes, attention_changes, width_changes, expert_changes, sequence_changes):
         changes |= rule(replace(config, **changes))
@@ -228,8 +227,7 @@ def shrink(
 
 
 def _check_exact(config: RunConfig) -> None:
-    """Refuse what takes other steps than one rank, by design. Raises ConfigError: naming the setting and what can be
-    compared."""
+    """Raise ConfigError if the config deliberately differs from one rank; name the setting and a comparable value."""
     d, optimizer, strategy = config.data_parallel, config.optimizer.optimizer, config.parallel.dp_strategy
     messages = config.parallel.pipeline_compression
     base = "lamb" if optimizer == "onebit-lamb" else "adam"
@@ -241,20 +239,18 @@ def _check_exact(config: RunConfig) -> None:
     elif d.grad_compression != "none":
         why = f"grad_compression {d.grad_compression} loses a part of the gradient; use --grad-compression none"
     elif messages != "none":
-        why = (
-            f"pipeline_compression {messages} changes what stages get from each other; use --pipeline-compression none"
-        )
+        why = f"pipeline_compression {messages} changes messages between stages; use --pipeline-compression none"
     elif d.wire_dtype != "fp32":
-        why = f"wire_dtype {d.wire_dtype} rounds what is added; use --wire-dtype fp32"
+        why = f"wire_dtype {d.wire_dtype} rounds summands; use --wire-dtype fp32"
     if why:
         raise ConfigError(f"megalite parity compares with one rank, and {why}")
 
 
-def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:
-    """What is wrong with the user's own sizes is said in the user's own numbers."""
+def _check_original(config: RunConfig, explicit: frozenset[str], dp: int) -> None:
+    """Validate the user's own sizes, so that errors contain the user's numbers."""
     p = config.parallel
     config = replace(config, vocab_size=config.model.vocab_size or 50257)
-    if p.dp is None:  # the batch belongs to a world that we do not know
+    if p.dp is None:  # the batch is for an unknown world size
         config = replace(config, dp=dp, global_batch_size=None, rampup_batch_size=None, step_batch_size_schedule=None)
     dp, batch_given = p.dp or dp, config.training.global_batch_size is not None
     config = validate(config, p.tp * p.pp * p.cp * dp, explicit)
@@ -266,15 +262,15 @@ def _check_asked(config: RunConfig, explicit: frozenset[str], dp: int) -> None:
 
 
 def _data_parallel(config: RunConfig, world_size: int | None) -> int:
-    """The data-parallel size to run with: near the config's (2 if open), experts' grid whole, world small."""
+    """Return a data-parallel size near the config's (2 if unset) with whole expert grids and a small world."""
     p = config.parallel
     replica = p.tp * p.pp * p.cp
     if world_size is not None:
         if world_size % replica:
             works = max(1, world_size // replica) * replica
-            raise ConfigError(f"--world-size {world_size} is no multiple of tp·pp·cp = {replica}; use {works}")
+            raise ConfigError(f"--world-size {world_size} is not a multiple of tp·pp·cp = {replica}; use {works}")
         if p.dp not in (None, world_size // replica):
-            raise ConfigError(f"--world-size {world_size} is not for dp {p.dp}; use {replica * (p.dp or 1)}")
+            raise ConfigError(f"--world-size {world_size} does not match dp {p.dp}; use {replica * (p.dp or 1)}")
         return world_size // replica
     whole = p.expert_tp * p.ep if config.model.num_experts else 1
     wanted, most = min(p.dp or 2, MAX_WORLD // replica), MAX_WORLD // replica
@@ -310,14 +306,14 @@ def _run_changes(config: RunConfig, keep: frozenset[str]) -> Changes:
     if "precision" not in keep:
         changes |= {"precision": "fp64", **{name: defaults[name] for name in _LOSS_SCALES}}
     elif config.training.precision == "fp16" and config.training.loss_scale is None:
-        # The default takes a run of any length to come down from.
+        # A dynamic loss scale needs many steps to come down from its default.
         low, first = config.training.min_loss_scale, config.training.initial_loss_scale
         changes["initial_loss_scale"] = min(first, max(low, _LOSS_SCALE))
     return changes
 
 
 def _batch_changes(config: RunConfig, world: int) -> Changes:
-    """Few microbatches, but more than pipeline ranks, and a number that the schedule takes."""
+    """Few microbatches, but more than pipeline ranks, and a number that the schedule supports."""
     p, training = config.parallel, config.training
     micro = min(training.micro_batch_size, MAX_MICRO_BATCH)
     together = math.gcd(micro, training.moe_aux_loss_sequences)
@@ -354,7 +350,7 @@ def _batch_changes(config: RunConfig, world: int) -> Changes:
 
 
 def _check_counts(config: RunConfig, world: int) -> None:
-    """Raises ConfigError unless the schedule takes every size of the batch."""
+    """Raise ConfigError if the schedule does not support each size of the batch."""
     config = validate(config, world)
     for count in microbatch_counts(config):
         schedule_of(config, count)

@@ -1,4 +1,4 @@
-"""Everything that a few steps of a config do to the numbers, on one rank or put together from all ranks."""
+"""Record all numbers of a few training steps, on one rank or assembled from all ranks."""
 
 import dataclasses
 import math
@@ -23,14 +23,14 @@ Part = tuple[tuple[int, ...], tuple[tuple[int, int], ...], np.ndarray]  # global
 
 
 class CopiesDifferError(AssertionError):
-    """Two ranks hold different numbers where the layout says that they hold the same."""
+    """Two ranks have different numbers that the layout requires to be equal."""
 
 
 def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
-    """This rank's slice of every parameter, by name. `kind`: `weight`, `grad` (as reduced), `main_param`, or an
+    """Return this rank's slice of every parameter by name. `kind`: `weight`, `grad` (as reduced), `main_param`, or an
     optimizer state such as `exp_avg`.
 
-    Collectives: with the distributed optimizer an all-gather over a bucket's ranks, but for `weight`."""
+    Collectives: with the distributed optimizer an all-gather over a bucket's ranks, except for `weight`."""
     parts = {}
     strategy = replica.strategy
     strategy.wait_for_parameters()
@@ -46,14 +46,13 @@ def local_parts(replica: Replica, kind: str) -> dict[str, Part]:
             spec = placed.parameter.info.spec
             values = flat[placed.start : placed.stop].view(spec.shape).detach().clone()
             if values.dtype == torch.bfloat16:
-                values = values.float()  # numpy has no bf16; fp32 holds each of its values
+                values = values.float()  # numpy has no bf16; fp32 represents it exactly
             parts[spec.name] = (spec.global_shape, spec.slice, values.numpy())
     return parts
 
 
 def assemble(ranks: Sequence[dict[str, Part]]) -> dict[str, np.ndarray]:
-    """Full tensors, in float64, from the slices of all ranks. Raises CopiesDifferError: a slice that several ranks hold
-    is not the same on all of them, to the bit."""
+    """Assemble full float64 tensors from all ranks' slices. Raises CopiesDifferError if copies differ in any bit."""
     full: dict[str, np.ndarray] = {}
     filled: dict[str, np.ndarray] = {}
     for parts in ranks:
@@ -91,7 +90,7 @@ LAYOUT_OF_ONE_RANK = {
     "dp_strategy": "all-reduce",
     "recompute_granularity": "none",
 }
-"""The settings that must not change the numbers, at their plainest."""
+"""Settings that must not change the numbers, at their simplest values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,37 +110,37 @@ Tensor = TypeVar("Tensor")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trajectory(Generic[Tensor]):
     steps: list[Scalars]
-    gradients: list[dict[str, Tensor]]  # the reduced and clipped gradients of each step
+    gradients: list[dict[str, Tensor]]  # reduced and clipped gradients of each step
     weights: dict[str, Tensor]  # after the steps
-    evaluation: float  # the loss of the next batch, evaluated
+    evaluation: float  # evaluation loss of the next batch
 
 
 Trajectory = _Trajectory[np.ndarray]
-RankTrajectory = _Trajectory[Part]  # what one rank has of it: its slices
+RankTrajectory = _Trajectory[Part]  # one rank's slices
 
 
 class UnevenSamples:
     """Sample k is a pure function of (k, seq_length, vocab_size); a `SampleSource`.
 
-    In even samples two tokens of five end a document, in odd ones one of fifty. Code that divides by a local number of
-    unmasked tokens, or takes positions and visibility of one sample for another's, gets other numbers than one rank.
+    In even samples two tokens of five end a document, in odd ones one of fifty. So code that divides by a local number of
+    unmasked tokens, or mixes up positions and visibility of samples, gets other numbers than one rank.
 
-    `seq_length`: inputs of a sample. `vocab_size`: tokens are below it. `packed`: the documents are packed, and up to a
-    quarter of the sample is padding, none of it in every third. `sft`: of even samples a fifth of the predictions count,
-    of odd ones nine tenths."""
+    `seq_length`: inputs per sample. `vocab_size`: bound of the tokens. `packed`: documents are packed, and up to a
+    quarter of the sample is padding, none in every third. `sft`: a fifth of the predictions count in even samples, nine
+    tenths in odd ones."""
 
     def __init__(self, seq_length: int, vocab_size: int, *, packed: bool = False, sft: bool = False) -> None:
         self.seq_length, self.vocab_size, self.packed, self.sft = seq_length, vocab_size, packed, sft
 
     def sample(self, k: int) -> np.ndarray:
-        """Sample k: int64 [seq_length + 1]."""
+        """Return sample k: int64 [seq_length + 1]."""
         generator = np.random.Generator(np.random.Philox(key=k))
         tokens = generator.integers(1, self.vocab_size, size=self.seq_length + 1)
         tokens[generator.random(self.seq_length + 1) < (0.4 if k % 2 == 0 else 0.02)] = EOD
         return tokens
 
     def packing(self, k: int) -> Packing | None:
-        """Where the documents of sample k are, if they are packed."""
+        """Return the document boundaries of sample k, if documents are packed."""
         if not self.packed:
             return None
         used = self.seq_length - k % 3 * self.seq_length // 8
@@ -152,7 +151,7 @@ class UnevenSamples:
 
 
 class Runner:
-    """Steps a replica over `UnevenSamples`, as the training loop steps it over its data."""
+    """Trains a replica on `UnevenSamples`, as the training loop does on its data."""
 
     def __init__(self, replica: Replica, progress: Progress | None = None) -> None:
         self.replica = replica
@@ -165,7 +164,7 @@ class Runner:
         self.loader = make_loader(replica, samples, eod_token=EOD)
 
     def step(self) -> StepResult:
-        """One step further, of the size that a batch-size ramp-up says."""
+        """Run the next step, with the batch size of the ramp-up."""
         first = self.progress.samples
         size = batch_size(self.replica.config, first)
         length = sequence_length(self.replica.config, self.progress.step)
@@ -175,7 +174,7 @@ class Runner:
         return result
 
     def evaluate(self) -> float:
-        """The loss of the full batch that comes next."""
+        """Return the loss of the next full batch."""
         size, first = self.replica.config.training.global_batch_size, self.progress.samples
         assert size is not None
         batch = self.loader.load(first, size) if self.replica.reads_data else []
@@ -183,7 +182,7 @@ class Runner:
 
 
 def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> RankTrajectory:
-    """Train a validated config on this rank of a pool and note everything."""
+    """Train a validated config on this rank of a pool and record its numbers."""
     runner = Runner(build_replica(config, context.topology_of(config)))
     scalars, gradients = [], []
     for _ in range(steps):
@@ -197,12 +196,12 @@ def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> Rank
 
 
 def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
-    """Put the ranks' slices together. Raises CopiesDifferError: ranks that must hold the same numbers do not."""
+    """Assemble the ranks' slices. Raises CopiesDifferError if ranks differ in numbers that must be equal."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        # As texts, which have all digits: NaN, in steps that overflow, is equal to nothing.
+        # Compared as text with all digits, as NaN (of steps that overflow) is not equal to itself.
         if repr((other.steps, other.evaluation)) != repr((first.steps, first.evaluation)):
-            raise CopiesDifferError(f"losses or norms of rank {rank} are not those of rank 0")
+            raise CopiesDifferError(f"losses or norms of rank {rank} differ from rank 0")
     return Trajectory(
         steps=first.steps,
         gradients=[assemble([rank.gradients[step] for rank in ranks]) for step in range(len(first.steps))],
@@ -212,13 +211,13 @@ def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """The same run on one rank with nothing split, reordered or recomputed, the whole batch in one microbatch. With a
-    batch-size ramp-up or schedule the microbatches stay as they are: no one size fits every step."""
+    """Return the same run on one rank, without splits, reordering or recompute, with one microbatch per batch. With a
+    ramp-up or batch schedule the micro batch size stays, as no other size divides all batches."""
     training = config.training
     size = training.global_batch_size if len(batch_sizes(config)) == 1 else training.micro_batch_size
     return validate(replace(config, **LAYOUT_OF_ONE_RANK, micro_batch_size=size), 1)
 
 
 def one_rank_trajectory(config: RunConfig, steps: int) -> Trajectory:
-    """What `config` must do, in this process and without any process group."""
+    """Run the reference of `config` in this process, without any process group."""
     return whole([rank_trajectory(RankContext(0), plain(config), steps)])

@@ -1,1 +1,1 @@
-"""Training steps without devices and without peers: what each rank would do, and a proof that it fits together."""
+"""Run training steps of single ranks without devices and peers, and prove that the ranks' operations fit together."""

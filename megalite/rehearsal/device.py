@@ -1,7 +1,7 @@
-"""A device that computes nothing: torch's meta tensors, watched while the real training step runs on them.
+"""A device without computation: torch's meta tensors, observed while the real training step runs on them.
 
-Everything on the device has a shape and a type but no contents. The mode below sees each operator: it counts kernels,
-the memory of the storages that are alive, and the places where the host would wait for the device.
+Tensors on the device have shape and dtype but no data. The dispatch mode below sees each operator: it counts kernels, the
+memory of live storages, and the places where the host would wait for the device.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from megalite.topology.sanitizer import calling_line
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
-# In torch's SDPBackend; without an answer torch would take meta tensors through the kernel that keeps all scores.
+# Value of torch's SDPBackend; otherwise torch would use the kernel that stores all scores for meta tensors.
 _FLASH = 1
 _NO_KERNEL = frozenset(
     {
@@ -37,28 +37,28 @@ _NO_KERNEL = frozenset(
         _aten._unsafe_view.default,
     }
 )
-# Bytes that CUDA's caching allocator rounds to, below and above a MiB.
+# Rounding units of CUDA's caching allocator, below and from 1 MiB.
 _BLOCK, _LARGE, _LARGE_BLOCK = 512, 1 << 20, 2 << 20
 
 
 def allocated(nbytes: int) -> int:
-    """Bytes that the caching allocator of CUDA takes for a tensor."""
+    """Return the bytes that CUDA's caching allocator uses for a tensor."""
     unit = _BLOCK if nbytes < _LARGE else _LARGE_BLOCK
     return -(-nbytes // unit) * unit
 
 
 @dataclass
 class Memory:
-    """Bytes of the storages that are alive."""
+    """Bytes of live storages."""
 
     live: int = 0
     peak: int = 0
-    peak_place: str = ""  # what ran when the peak was reached
-    # By the storage's address: a weak reference, which calls back, and its bytes.
+    peak_place: str = ""  # action or phase at the peak
+    # Storage address -> (weak reference with a callback, bytes).
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, where: str) -> None:
-        """Count the tensor's storage, if it is new."""
+        """Count the tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
@@ -68,11 +68,11 @@ class Memory:
         self._grow(size, where)
 
     def has(self, tensor: Tensor) -> bool:
-        """The tensor's storage is counted here."""
+        """Whether the tensor's storage is counted here."""
         return tensor.untyped_storage()._cdata in self._seen
 
     def resized(self, storage: torch.UntypedStorage, where: str) -> None:
-        """The storage has other bytes now."""
+        """Update the size of a resized storage."""
         reference, before = self._seen.get(storage._cdata, (None, 0))
         if reference is not None:
             size = allocated(storage.nbytes())
@@ -89,18 +89,18 @@ class Memory:
 
 
 _known: dict[Any, Any] = {}
-"""Shape, stride and type of each result of an operator; None of one that returns its first argument."""
+"""(operator, argument properties) -> shapes, strides and dtypes of the results; None: the first argument is returned."""
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """What it returns, remembered by the shapes that it gets: torch works each out in Python, which takes longer."""
-    returns = _what_returns(func)
+    """Run an operator, with a cache by argument shapes: torch's own shape inference in Python is slower."""
+    returns = _result_kind(func)
     if returns == "other":
         return func(*args, **kwargs)
     try:
         key = (func, *map(_facts, args), *((name, _facts(value)) for name, value in kwargs.items()))
         known = _known.get(key, ())
-    except TypeError:  # something without a hash
+    except TypeError:  # an argument is not hashable
         return func(*args, **kwargs)
     if known == ():
         found = func(*args, **kwargs)
@@ -117,8 +117,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def _what_returns(func: Any) -> str:
-    """`new` tensors, its `first` argument, or `other`."""
+def _result_kind(func: Any) -> str:
+    """Return `new` (tensors), `first` (its first argument) or `other`."""
     returns = func._schema.returns
     if func.is_view or not returns or func in _ANSWERS:
         return "other"
@@ -131,7 +131,7 @@ def _what_returns(func: Any) -> str:
 
 
 def _facts(value: Any) -> Any:
-    """Of an argument what shapes can depend on."""
+    """Return the properties of an argument that result shapes can depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (list, tuple)):
@@ -140,30 +140,30 @@ def _facts(value: Any) -> Any:
 
 
 class Device(TorchDispatchMode):
-    """While it is entered, `meta` tensors are a device: counted, and answered for where the host looks at values.
+    """Dispatch mode in which `meta` tensors act as a device: operators are counted, and reads by the host get values.
 
-    Values that the host reads are made up: 0 of what was computed, all of it finite, and for experts a token count that is the same for
-    each. What follows from these counts by further operators is computed on the CPU as well (`shadow`).
+    Values read by the host are made up: results are 0 and finite, and each expert has the same number of tokens. Further
+    operators on these token counts also run on the CPU (`shadow`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory, self.host = Memory(), Memory()  # of the device, and what is pinned in the host's
-        self.kernels: Counter[str] = Counter()  # kernels by what ran: an action of the pipeline, or a phase of the step
-        self.synchronisations: Counter[tuple[str, str]] = Counter()  # (place, why) where the host waits for the device
+        self.memory, self.host = Memory(), Memory()  # device memory, and pinned host memory
+        self.kernels: Counter[str] = Counter()  # kernels by pipeline action or phase of the step
+        self.synchronisations: Counter[tuple[str, str]] = Counter()  # (place, reason) of each wait of the host
         self.late_reads: dict[str, tuple[int, int]] = {}
-        """By place, where the host reads what began to come in an earlier action: how often, and after how many kernels at least."""
+        """Place where the host reads a copy from an earlier action -> (count, least number of kernels since then)."""
         self.launched = 0  # kernels so far
         self.running = "build"
         self._shadows: dict[int, tuple[Any, Tensor]] = {}
 
     def shadow(self, tensor: Tensor) -> Tensor | None:
-        """The values that a device tensor would have, where they are known."""
+        """Return the values of a device tensor, if they are known."""
         found = self._shadows.get(id(tensor))
         return None if found is None else found[1]
 
     def give(self, tensor: Tensor, values: Tensor) -> None:
-        """From now on `tensor`, and what it is a view of all of, has these values."""
+        """Set the values of `tensor`, and of its base if it is a view of the whole base."""
         base = tensor._base
         for target in (tensor, *([base] if base is not None and base.numel() == tensor.numel() else [])):
             key = id(target)
@@ -194,7 +194,7 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def entered(self) -> Iterator["Device"]:
-        """With the memory of storages that are freed and allocated again counted too."""
+        """Enter the mode, and also count storages that are freed and allocated again by resizing."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -210,17 +210,17 @@ class Device(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original  # type: ignore
 
     def synchronise(self, why: str) -> None:
-        """The host waits here."""
+        """Record that the host waits here."""
         self.synchronisations[calling_line(), why] += 1
 
     def read_later(self, kernels: int) -> None:
-        """The host reads here what was on its way before so many kernels."""
+        """Record that the host reads a copy here that was started `kernels` kernels ago."""
         place = calling_line()
         count, least = self.late_reads.get(place, (0, kernels))
         self.late_reads[place] = count + 1, min(least, kernels)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        """Compute on the CPU what follows from known values."""
+        """Run an operator on known values on the CPU too."""
         leaves = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.device.type == "meta"
         ]
@@ -230,7 +230,7 @@ class Device(TorchDispatchMode):
         if all(values is None for values in known):
             return
         if any(values is None for values in known):
-            if isinstance(found, Tensor):  # written from what is not known
+            if isinstance(found, Tensor):  # overwritten with unknown values
                 self._shadows.pop(id(found), None)
             return
 
@@ -270,9 +270,9 @@ def _copy(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
 
 
 def _even_bounds(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """`searchsorted` of experts in sorted choices: each expert is chosen as often as the others."""
+    """`searchsorted` of experts in sorted choices: each expert is chosen equally often."""
     chosen, experts = args[:2]
-    if chosen.device.type != "meta" or kwargs:  # with `right` it finds the documents of positions
+    if chosen.device.type != "meta" or kwargs:  # with `right` it looks up documents of positions
         return None
     parts = experts.numel() - 1
     found = torch.empty(experts.shape, dtype=torch.int64, device=DEVICE)
@@ -281,7 +281,7 @@ def _even_bounds(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
 
 
 def _all_are(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """`all`: what the device has computed is taken to be finite."""
+    """`all`: results on the device are assumed to be finite."""
     if args[0].device.type != "meta":
         return None
     found = torch.empty((), dtype=torch.bool, device=DEVICE)
@@ -296,4 +296,4 @@ _ANSWERS: dict[Any, Callable[[Device, Any, Any], tuple[Any] | None]] = {
     _aten.all.default: _all_are,
     _aten._fused_sdp_choice.default: lambda device, args, kwargs: (_FLASH,),
 }
-"""Operators that need contents -> (result,), or None to let torch run them."""
+"""Operators that need data -> (result,), or None if torch runs them."""

@@ -1,4 +1,4 @@
-"""Groups without peers: each operation is written down, none is sent."""
+"""Process groups without peers: they record operations and send nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,22 +15,22 @@ from megalite.topology.sanitizer import calling_line
 from megalite.topology.topology import GATHERED, Topology, communicator_of
 from megalite.watchdog.heartbeat import Heartbeat
 
-# Ranks may send different amounts: who holds a key that several use sends it to all of them.
+# Parts may differ between ranks: a rank with a key/value head that several ranks use sends it to all of them.
 UNEVEN = "all_to_all of uneven parts"
 
 
 class Operation(NamedTuple):
-    """One communication as one rank starts it."""
+    """A communication that one rank starts."""
 
-    kind: str  # of the group, e.g. `tp`; of a pipeline edge `edge`
+    kind: str  # kind of group, e.g. `tp`; `edge` for a pipeline edge
     ranks: tuple[int, ...]
-    queue: str  # with `ranks` it names the communicator: its operations run in the order in which they are started
+    queue: str  # (queue, ranks) is the communicator, which runs its operations in order
     name: str  # `all_reduce sum`, `send`, ...
     elements: int
     dtype: str
     nbytes: int
-    place: str  # `file:line` that started it
-    running: str  # the action of the pipeline, or the phase of the step, in which it was started
+    place: str  # `file:line` of its start
+    running: str  # pipeline action or phase of the step at its start
 
     def __str__(self) -> str:
         ranks = f"[{', '.join(map(str, self.ranks[:4]))}{', ...' if len(self.ranks) > 4 else ''}]"
@@ -38,16 +38,16 @@ class Operation(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A rank starts or waits for its operation `number`."""
+    """A rank starts, or waits for, its operation `number`."""
 
     number: int
     waits: bool
-    kernels: int  # that it has launched before
+    kernels: int  # launched before
 
 
 @dataclass
 class Journal:
-    """What one rank communicates, in its order."""
+    """Communication of one rank, in order."""
 
     device: Device
     operations: list[Operation] = field(default_factory=list)
@@ -55,20 +55,20 @@ class Journal:
 
     def start(self, operation: Operation) -> "_Recorded":
         self.operations.append(operation)
-        self.happened(len(self.operations) - 1, waits=False)
+        self.record(len(self.operations) - 1, waits=False)
         return _Recorded(self, len(self.operations) - 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Between processes the device stays behind."""
+        """Leave out the device, which cannot be sent between processes."""
         return {"operations": self.operations, "events": self.events, "device": None}
 
-    def happened(self, number: int, *, waits: bool) -> None:
+    def record(self, number: int, *, waits: bool) -> None:
         self.events.append(Event(number, waits, self.device.launched))
 
 
 @dataclass(eq=False)
 class _Recorded:
-    """An operation under way."""
+    """A started operation."""
 
     journal: Journal | None
     number: int
@@ -76,12 +76,12 @@ class _Recorded:
     def wait(self) -> None:
         journal, self.journal = self.journal, None
         if journal is not None:
-            journal.happened(self.number, waits=True)
+            journal.record(self.number, waits=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RehearsedGroup(Group):
-    """`Group` on NCCL as one of its ranks uses it. Where values are known, the others are taken to have the same."""
+    """`Group` on NCCL as seen by one rank. Known values are assumed to be equal on all ranks."""
 
     journal: Journal
     queue: str
@@ -153,10 +153,10 @@ class RehearsedGroup(Group):
         return value
 
     def _exchange_text(self, name: str) -> None:
-        """Of any length: that may differ from rank to rank. On a device the host reads the length, and then the text."""
+        """Record an exchange of variable length, which may differ by rank; a device waits for the length and the text."""
         self._record(name, torch.empty(0, dtype=torch.uint8)).wait()
         for _ in range(2 if self.size > 1 and self.device.type == DEVICE.type else 0):
-            self.journal.device.synchronise("reads what other ranks say")
+            self.journal.device.synchronise("reads text of other ranks")
 
     def agree(self, error: BaseException | None) -> None:
         self._exchange_text("gather_json")
@@ -168,7 +168,7 @@ class RehearsedGroup(Group):
 
 
 class RehearsedCopy(HostCopy):
-    """To read it is a wait, unless the action in which it began is over: then all that this left to the device is behind it."""
+    """A read in the action that started the copy synchronises; a read in a later action counts as a late read."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
         values = device.shadow(tensor)
@@ -188,7 +188,7 @@ class RehearsedCopy(HostCopy):
 
 
 class RehearsedHeartbeat(Heartbeat):
-    """Reports to the device what runs."""
+    """Stores the running phase or action in the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -201,7 +201,7 @@ class RehearsedHeartbeat(Heartbeat):
 
 
 def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, gathers_apart: bool = False) -> Topology:
-    """The topology of `rank`, as `Topology.create` would make it on NCCL."""
+    """Return the topology of `rank`, as `Topology.create` would build it on NCCL."""
     heartbeat = RehearsedHeartbeat(journal.device)
 
     def group(kind: str, ranks: tuple[int, ...] | None, queue: str) -> Group | None:

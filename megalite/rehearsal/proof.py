@@ -1,7 +1,7 @@
-"""What the journals of ranks say about the whole world: that operations match, that nothing deadlocks, what overlaps.
+"""Check the journals of all ranks: operations must match and must not deadlock; and find lost overlap.
 
-NCCL runs the operations of one communicator in the order in which they were started; to wait for one is to wait for all
-that were started on it before. A rank's compute stream waits as its program does.
+NCCL runs the operations of a communicator in the order in which they were started, so waiting for one waits for all
+earlier ones too. A rank's compute stream waits as its program does.
 """
 
 from collections import Counter, defaultdict
@@ -32,51 +32,51 @@ def _matches(left: Operation, right: Operation) -> bool:
 
 
 def mismatches(journals: Mapping[int, Journal]) -> Iterator[str]:
-    """The first place at which two ranks of a communicator do not start the same operation, for each communicator."""
+    """Yield the first operation at which two ranks of a communicator differ, per communicator."""
     first: dict[Communicator, tuple[int, list[Operation]]] = {}
     for rank, journal in journals.items():
         for communicator, operations in _by_communicator(journal).items():
-            other, theirs = first.setdefault(communicator, (rank, operations))
+            other, expected = first.setdefault(communicator, (rank, operations))
             if other == rank:
                 continue
-            for number, (left, right) in enumerate(zip_longest(theirs, operations)):
+            for number, (left, right) in enumerate(zip_longest(expected, operations)):
                 if left is None or right is None or not _matches(left, right):
-                    yield f"operation {number} differs: rank {other} starts {_said(left)}; rank {rank} {_said(right)}"
+                    yield f"operation {number} differs: rank {other} starts {_describe(left)}; rank {rank} {_describe(right)}"
                     break
 
 
-def _said(operation: Operation | None) -> str:
+def _describe(operation: Operation | None) -> str:
     return "nothing more" if operation is None else str(operation)
 
 
 def asymmetries(one: tuple[int, Journal], other: tuple[int, Journal]) -> Iterator[str]:
-    """The first difference between what two ranks at the same place of their pipelines do. Where there is none, all ranks of
-    this place are taken to do the same: those between two corners of the grid."""
-    (rank, journal), (peer, theirs) = one, other
-    for left, right in zip_longest(journal.events, theirs.events):
-        mine = None if left is None else (left.waits, *_likeness(journal.operations[left.number]))
-        yours = None if right is None else (right.waits, *_likeness(theirs.operations[right.number]))
-        if mine != yours:
+    """Yield the first difference between two ranks of the same pipeline rank. Without one, the ranks between these two
+    corners of the grid are assumed to do the same."""
+    (rank, journal), (peer, other_journal) = one, other
+    for left, right in zip_longest(journal.events, other_journal.events):
+        own = None if left is None else (left.waits, *_signature(journal.operations[left.number]))
+        expected = None if right is None else (right.waits, *_signature(other_journal.operations[right.number]))
+        if own != expected:
             here, there = (
                 "nothing more"
                 if event is None
                 else f"{'waits for' if event.waits else 'starts'} {of.operations[event.number]}"
-                for event, of in ((left, journal), (right, theirs))
+                for event, of in ((left, journal), (right, other_journal))
             )
             yield f"ranks {rank} and {peer} are at the same place, but rank {rank} {here}; rank {peer} {there}"
             return
 
 
-def _likeness(operation: Operation) -> tuple[str, str, str, int, str]:
+def _signature(operation: Operation) -> tuple[str, str, str, int, str]:
     elements = 0 if operation.name == UNEVEN else operation.elements
     return operation.kind, operation.queue, operation.name, elements, operation.dtype
 
 
 def deadlock(journals: Mapping[int, Journal]) -> str | None:
-    """Run the ranks against each other; None if all come to their end, else who waits for whom. `journals`: of one pipeline,
-    or of a whole world; operations of ranks that are not among them are taken to come."""
-    order: dict[int, list[int]] = {}  # the number of each operation among those of its communicator
-    started: dict[Communicator, dict[int, int]] = defaultdict(dict)  # how many operations each of its ranks has started
+    """Simulate the ranks; None if all finish, else the cycle of waiting ranks. `journals`: of one pipeline or a whole
+    world; operations of other ranks are assumed to arrive."""
+    order: dict[int, list[int]] = {}  # rank -> index of each operation within its communicator
+    started: dict[Communicator, dict[int, int]] = defaultdict(dict)  # number of operations started, by rank
     for rank, journal in journals.items():
         counts: Counter[Communicator] = Counter()
         order[rank] = []
@@ -109,8 +109,8 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
     chain: list[int] = []
     while rank not in chain:
         chain.append(rank)
-        begun = started[_of(waiting[rank])]
-        rank = min(begun, key=begun.__getitem__)
+        counts_started = started[_of(waiting[rank])]
+        rank = min(counts_started, key=counts_started.__getitem__)
         if rank not in waiting:
             chain.append(rank)
             break
@@ -119,16 +119,16 @@ def deadlock(journals: Mapping[int, Journal]) -> str | None:
 
 
 class Covered(NamedTuple):
-    """A wait that also waits for another operation, which was to run on under further kernels."""
+    """A wait that also waits for another operation, which should have overlapped with further kernels."""
 
-    waited: str  # what is waited for, without sizes
+    waited: str  # the operation waited for, without sizes
     covered: str
     times: int
-    kernels: int  # least number of kernels that the covered operation was still to run under
+    kernels: int  # least number of kernels of lost overlap
 
 
 def covered(journal: Journal, first: int = 0) -> list[Covered]:
-    """Overlap that the order of operations on one communicator takes away; waits for operations before `first` are left out."""
+    """Return overlap lost to the order of operations on a communicator, without waits for operations before `first`."""
     waited_at = {event.number: event.kernels for event in journal.events if event.waits}
     open_: dict[Communicator, list[int]] = defaultdict(list)
     found: dict[tuple[str, str], list[int]] = defaultdict(list)

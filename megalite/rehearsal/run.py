@@ -1,4 +1,4 @@
-"""A training step of one rank, without a device and without peers; all kinds of ranks of a layout, and what follows for the whole
+"""Rehearse a training step of one rank without a device and peers; rehearse all kinds of ranks and check the whole
 world."""
 
 import dataclasses
@@ -32,29 +32,29 @@ from megalite.training.step import Stepper
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """What one rank does for a checkpoint after a step."""
+    """One rank's work for a checkpoint after a step."""
 
-    files: dict[str, int]  # that it writes, with their bytes
-    copies_bytes: int  # host memory that an asynchronous save holds the copies in
-    peak_bytes: int  # device memory, at most until here
-    first: int  # its first operation
+    files: dict[str, int]  # name -> bytes of each written file
+    copies_bytes: int  # host memory for the copies of an asynchronous save
+    peak_bytes: int  # peak device memory, including the steps
+    first: int  # index of its first operation
     synchronisations: Counter[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What one rank does in one step."""
+    """Measurements of one rank's step."""
 
     rank: int
     journal: Journal  # of two steps, and a save
-    second_step: int  # the first operation of the second
-    parameters: int  # elements that it holds
-    built_bytes: int  # live once parameters, gradients and optimizer states that exist before the first step are there
+    second_step: int  # index of its first operation
+    parameters: int  # number of elements on the rank
+    built_bytes: int  # live before the first step: parameters, gradients, initial optimizer states
     build_peak_bytes: int
     peak_bytes: int
     peak_place: str
     end_bytes: int  # live after the step
-    host_bytes: int  # pinned in host memory at the peak
+    host_bytes: int  # peak of pinned host memory
     kernels: Counter[str]
     synchronisations: Counter[tuple[str, str]]
     late_reads: dict[str, tuple[int, int]]
@@ -62,8 +62,8 @@ class Rehearsal:
 
 
 def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> Rehearsal:
-    """Build rank `rank` of a validated config with its vocab_size set, run its first two steps, and save.
-    Kernels and synchronisations are those of the second step: the first makes states that later ones have."""
+    """Build rank `rank` of a validated config with a vocab_size, run its first two steps, and save. Kernels and
+    synchronisations are those of the second step, as the first creates states that later ones have."""
     config = replace(config, seq_length_warmup=None)  # a step of full length
     layout = layout_of(config)
     device = Device()
@@ -84,13 +84,13 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
             device.running = "start of the step"
             stepper.step(_batch(config, replica), before=progress, batch_size=size)
             progress = Progress(progress.step + 1, progress.samples + size)
-        # In a V the first and the last stage share the embedding.
-        held = {parameter for stage in replica.stages.values() for parameter in stage.parameters()}
+        # In a V schedule, a rank's first and last stage share the embedding.
+        owned = {parameter for stage in replica.stages.values() for parameter in stage.parameters()}
         return Rehearsal(
             rank=rank,
             journal=journal,
             second_step=first,
-            parameters=sum(parameter.numel() for parameter in held),
+            parameters=sum(parameter.numel() for parameter in owned),
             built_bytes=built,
             build_peak_bytes=build_peak,
             peak_bytes=device.memory.peak,
@@ -100,18 +100,18 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
             kernels=device.kernels.copy(),
             synchronisations=device.synchronisations.copy(),
             late_reads=device.late_reads.copy(),
-            save=_save(replica, journal),  # last: the device counts further
+            save=_save(replica, journal),  # last, as it changes the device's counts
         )
 
 
 def _save(replica: Replica, journal: Journal) -> Save:
-    """Save without a disk: the plan, the check of what is saved, the copies, the steps that ranks take together."""
+    """Rehearse a save without a disk: plan, checks, copies, and the exchanges between ranks."""
     device, first = journal.device, len(journal.operations)
     device.running = "save"
     device.synchronisations.clear()
     config, host = replica.config.checkpoint, replica.topology.host
     assert isinstance(host, RehearsedGroup)
-    background = dataclasses.replace(host, name="background", queue="background")  # of ranks on the host, apart
+    background = dataclasses.replace(host, name="background", queue="background")  # a separate host group
 
     def together(plan: Sequence[SavedTensor], tensors: Sequence[torch.Tensor]) -> None:
         def write() -> None:
@@ -144,7 +144,7 @@ def _save(replica: Replica, journal: Journal) -> Save:
 
 
 def _batch(config: RunConfig, replica: Replica) -> Sequence[Microbatch]:
-    """Microbatches of zeros on the host."""
+    """Return microbatches of zeros on the host."""
     training, parallel = config.training, config.parallel
     assert training.global_batch_size is not None and parallel.dp is not None
     if not replica.reads_data:
@@ -168,24 +168,24 @@ def _batch(config: RunConfig, replica: Replica) -> Sequence[Microbatch]:
 
 
 def check(config: RunConfig, layout: ParallelLayout, rank: int | None) -> None:
-    """Raise a ConfigError for what cannot be rehearsed."""
+    """Raise ConfigError for a config or rank that cannot be rehearsed."""
     if config.parallel.strategy.weights == "stale":
         raise ConfigError(
-            f"dp_strategy {config.parallel.dp_strategy} cannot be rehearsed: its servers step by what arrives; rehearse "
+            f"dp_strategy {config.parallel.dp_strategy} cannot be rehearsed: its servers' steps depend on arrival times; rehearse "
             "--dp-strategy parameter-server, or run it on gloo"
         )
     p, optimizer = config.parallel, config.optimizer.optimizer
     if OPTIMIZERS.facts(optimizer).matrices_apart and (p.tp > 1 or p.strategy.shards_states):
         raise ConfigError(
-            f"optimizer {optimizer} cannot be rehearsed with tp {p.tp} and dp_strategy {p.dp_strategy}: it asks other ranks for "
-            "their parts of matrices; rehearse --tp 1 --dp-strategy all-reduce, or --optimizer adam"
+            f"optimizer {optimizer} cannot be rehearsed with tp {p.tp} and dp_strategy {p.dp_strategy}: it requests other ranks' "
+            "parts of matrices; rehearse --tp 1 --dp-strategy all-reduce, or --optimizer adam"
         )
     if rank is not None and not 0 <= rank < layout.world_size:
-        raise ConfigError(f"--rank {rank} is not one of {layout.world_size} ranks; give 0 to {layout.world_size - 1}")
+        raise ConfigError(f"--rank {rank} is not one of {layout.world_size} ranks; use 0 to {layout.world_size - 1}")
 
 
 def corners(layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """For each place of a pipeline the first and the last of the ranks that stand there."""
+    """Return the first and the last rank of each pipeline rank."""
     found = []
     for place in range(layout.pp):
         last = layout.rank(tp=layout.tp - 1, cp=layout.cp - 1, dp=layout.dp - 1, pp=place)
@@ -196,13 +196,13 @@ def corners(layout: ParallelLayout) -> list[tuple[int, ...]]:
 def rehearse_world(
     config: RunConfig, *, workers: int = 1, done: Callable[[int, int], None] = lambda count, total: None
 ) -> tuple[list[Rehearsal], list[str]]:
-    """Rehearse both corners of each place of the pipelines, and hold them against each other; returns what each does, and
-    the faults: if there are none, operations match in all groups, and nothing deadlocks.
+    """Rehearse both corners of each pipeline rank and compare them. Return the rehearsals and the faults; without faults,
+    operations match in all groups and nothing deadlocks.
 
-    Ranks at one place run the same program on parts of equal size; that its two corners do the same, event by event,
-    stands for all that are between them. Groups along tp, cp, dp and ep are among ranks of one place, so their operations
-    match where the corners do; those that join places (pipeline edges, embeddings, the world) are compared among the
-    rehearsed ranks, which are two whole pipelines. `workers`: processes; `done`: called with how many of how many ranks."""
+    Ranks of one pipeline rank run the same program on parts of equal size, so if both corners have equal events, the
+    ranks between them have too. Groups along tp, cp, dp and ep are within one pipeline rank, so their operations match
+    if the corners do; groups across pipeline ranks (edges, embeddings, the world) are compared among the rehearsed
+    ranks, which are two whole pipelines. `workers`: processes; `done`: called with (number rehearsed, total)."""
     layout = layout_of(config)
     places = corners(layout)
     ranks = [rank for place in places for rank in place]

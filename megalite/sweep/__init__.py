@@ -1,1 +1,1 @@
-"""Runs many configurations for a few steps each and collects what they measured; no torch."""
+"""Run many configurations for a few steps each and collect their measurements; no torch."""

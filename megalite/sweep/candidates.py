@@ -1,4 +1,4 @@
-"""From a sweep to checked configurations: grid, list and plan over the base; legal, small enough, predicted, or why not."""
+"""Expand a sweep's grid, list and plan over its base into configurations, validated and with predictions, or refused."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ from megalite.tokenizers.build import build_tokenizer
 class Predicted:
     memory_bytes: int  # of the fullest rank
     first_rank_bytes: int  # of rank 0, where memory is measured
-    step_seconds: float | None = None  # None where no cluster is given
+    step_seconds: float | None = None  # None without a cluster
 
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
@@ -44,14 +44,14 @@ def read_machine(cluster: str | None, stack: str) -> Machine | None:
 
 
 def device_room(memory_limit: float | None, machine: Machine | None) -> float | None:
-    """Bytes of a device that a schedule which is built may fill, if that is known."""
-    known = None if machine is None else USUAL_MEMORY * machine.cluster.accelerator.memory_bytes
-    return memory_limit or known
+    """Return the bytes of a device that a generated schedule may use, if known."""
+    usual = None if machine is None else USUAL_MEMORY * machine.cluster.accelerator.memory_bytes
+    return memory_limit or usual
 
 
 def predicted_memory(config: RunConfig) -> Predicted:
-    """Bytes of a rank for a validated config with a known vocabulary. Raises ConfigError if the schedule does not take the
-    number of microbatches, or not within pipeline_memory_limit."""
+    """Predict the bytes per rank of a validated config with a known vocabulary. Raises ConfigError if the schedule does
+    not support the number of microbatches, or exceeds pipeline_memory_limit."""
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     if config.parallel.pipeline_memory_limit is not None:
         proved(config, lowered(config, schedule), plan_stages(config))
@@ -59,43 +59,43 @@ def predicted_memory(config: RunConfig) -> Predicted:
     return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
 
 
-MOST = 100_000  # configurations of one sweep: a grid with more is a slip
+MOST = 100_000  # configurations per sweep: a larger grid is a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     source: str  # `grid`, `list, entry 2` or `plan 1`
-    settings: Mapping[str, Any]  # what it gives over the base
+    settings: Mapping[str, Any]  # settings changed from the base
     config: RunConfig
     explicit: frozenset[str]
     ranks: int
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """Every setting, flat."""
+        """All settings, flat."""
         return values_of(self.config)
 
 
 class Expansion(NamedTuple):
     candidates: tuple[Candidate, ...]
-    base: RunConfig  # what the candidates are laid over
-    left_out: int  # by `exclude` and `only`
-    ignored: tuple[str, ...]  # settings of the base that a sweep does not go by
+    base: RunConfig  # config that the candidates change
+    left_out: int  # number excluded by `exclude` and `only`
+    ignored: tuple[str, ...]  # settings of the base that a sweep overrides
 
 
 def expand(spec: SweepSpec) -> Expansion:
-    """The configurations of a sweep, in the order plan, list, grid. Raises ConfigError if a file cannot be read, the grid
-    is too large, or no configuration is left."""
+    """Return the configurations of a sweep in the order plan, list, grid. Raises ConfigError if a file cannot be read,
+    the grid is too large, or no configuration remains."""
     levels = _base_levels(spec)
     candidates, left_out = [], 0
-    for source, given in _points(spec):
-        # Merging fills in what the levels' rules stand for, differently for each configuration.
-        merged = merge([*map(_fresh, levels), level_of(given, source)])
+    for source, changes in _points(spec):
+        # Merging resolves derived settings in the levels, differently for each configuration.
+        merged = merge([*map(_fresh, levels), level_of(changes, source)])
         config, fixed = fix(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
             source=source,
-            settings=given,
+            settings=changes,
             config=config,
             explicit=merged.explicit - fixed,
             ranks=spec.ranks or p.tp * p.pp * p.cp * (p.dp or 1),
@@ -105,13 +105,15 @@ def expand(spec: SweepSpec) -> Expansion:
         else:
             left_out += 1
     if not candidates:
-        raise ConfigError(f"sweep {spec.path}: exclude and only leave none of {left_out} configurations")
+        raise ConfigError(
+            f"sweep {spec.path}: exclude and only remove all {left_out} configurations; relax one of them"
+        )
     base = merge([*map(_fresh, levels)]).config
     return Expansion(tuple(candidates), fix(base, spec.steps)[0], left_out, tuple(ignored(base)))
 
 
 def _fresh(level: Level) -> Level:
-    """The same level, to which may be added."""
+    """Copy a level that merging changes."""
     found = copy.copy(level)
     found.given, found.derived, found.notes = dict(level.given), dict(level.derived), list(level.notes)
     return found
@@ -129,8 +131,8 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if spec.from_plan is not None:
         for number, plan in enumerate(read_plans(spec.from_plan)[: spec.top], 1):
             yield f"plan {number}", plan
-    for number, given in enumerate(spec.list, 1):
-        yield f"list, entry {number}", given
+    for number, changes in enumerate(spec.list, 1):
+        yield f"list, entry {number}", changes
     if not spec.grid:
         return
     size = math.prod(len(values) for _, values in spec.grid)
@@ -141,13 +143,13 @@ def _points(spec: SweepSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The entries of a plan, best first: a YAML file with `plans:`, a list of settings by name."""
+    """Read the entries of a plan, best first, from a YAML file with `plans:`, a list of settings by name."""
     tree = read_yaml(path, kind="plan")
     if "plans" not in tree:
         beside = path.with_name(f"{path.stem}-alternatives{path.suffix}")
-        remedy = f"; use {beside.name}, which lies beside it" if beside.is_file() else ""
+        remedy = f"; use {beside.name} beside it" if beside.is_file() else ""
         keys = reprlib.repr(", ".join(tree))
-        raise ConfigError(f"plan {path} has no plans: a list of settings; it holds {keys}{remedy}")
+        raise ConfigError(f"plan {path} has no list of plans, only {keys}{remedy}")
     plans = []
     for number, each in enumerate(entries(tree["plans"], f"plan {path}: plans"), 1):
         where = f"plan {path}, plan {number}"
@@ -169,11 +171,11 @@ _KEY_LENGTH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    key: str  # digest of the config and the number of ranks: the same configuration in another sweep has the same
+    key: str  # digest of the config and the number of ranks
     source: str
-    label: str  # in a few words, for people
-    settings: Mapping[str, Any]  # those that some run of the sweep changes, from its base or from another run
-    config: RunConfig  # resolved, its vocabulary known, unless it is refused
+    label: str  # short description
+    settings: Mapping[str, Any]  # values of all settings that any run of the sweep changes
+    config: RunConfig  # resolved, with a vocabulary, unless refused
     ranks: int
     refused: str | None = None  # why it cannot run
     predicted: Predicted | None = field(default=None, compare=False)
@@ -192,13 +194,12 @@ def check_all(
     machine: Machine | None,
     observe: Callable[[int], None] = lambda done: None,
 ) -> tuple[Run, ...]:
-    """Each candidate as a run, in the same order; of those that are the same configuration the first. A run that is
-    predicted to need more than `memory_limit` bytes per rank is refused; without one, what `auto` builds has the
-    usual part of the machine's memory; `machine` predicts times; `observe` gets how
-    many are checked."""
+    """Validate the candidates and return one run per distinct configuration, in order. A run is refused if its
+    predicted memory exceeds `memory_limit` bytes per rank; without a limit, schedule `auto` may use the usual part of
+    the machine's memory. `machine` predicts times; `observe` receives the number of checked candidates."""
     vocabularies: dict[str, int | ConfigError] = {}
     room = device_room(memory_limit, machine)
-    apart, changed = _names(expansion)
+    varying, changed = _names(expansion)
     runs: dict[str, Run] = {}
     names = sorted((*settings(), RANKS))
     for done, candidate in enumerate(expansion.candidates):
@@ -206,7 +207,7 @@ def check_all(
         config, refused, predicted = candidate.config, None, None
         try:
             config = validate(config, candidate.ranks, candidate.explicit, startable=True)
-            # All sizes need the vocabulary's, which a tokenizer may have to tell.
+            # All sizes depend on the vocabulary's, which may come from a tokenizer.
             if config.model.vocab_size is None:
                 size = _vocabulary(config.data, vocabularies)
                 config = validate(replace(config, vocab_size=size), candidate.ranks)
@@ -220,7 +221,7 @@ def check_all(
         run = Run(
             key=key,
             source=candidate.source,
-            label=_label(candidate, apart),
+            label=_label(candidate, varying),
             settings={name: candidate.values[name] for name in changed},
             config=config,
             ranks=candidate.ranks,
@@ -232,29 +233,28 @@ def check_all(
 
 
 def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
-    """Settings that tell the runs apart in a few words, and all those that some run changes. What all of them change
-    alike distinguishes none; a single run is named by what it changes."""
+    """Return (settings that distinguish the runs, settings that any run changes). A setting that all runs change
+    equally does not distinguish them; a single run is described by its changes."""
     given = {name for candidate in expansion.candidates for name in candidate.settings}
     base, values = values_of(expansion.base), [each.values for each in expansion.candidates]
-    apart = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
+    varying = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
     changed = [name for name in settings() if name in given and any(v[name] != base[name] for v in values)]
-    return apart or changed, [name for name in settings() if name in {*apart, *changed}]
+    return varying or changed, [name for name in settings() if name in {*varying, *changed}]
 
 
-def _label(candidate: Candidate, apart: Sequence[str]) -> str:
-    """What it gives, and what its base gives where others differ."""
+def _label(candidate: Candidate, varying: Sequence[str]) -> str:
+    """Describe a run by its values of the settings that vary."""
     values = candidate.values
     shown = [
         f"{name} {'-'.join(map(str, value)) if isinstance(value, list) else value}"
-        for name in apart
+        for name in varying
         if (value := values[name]) != settings()[name].default or name in candidate.settings
     ]
     return ", ".join(shown) or "as the base"
 
 
 def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) -> Predicted:
-    """Memory and, on a machine, seconds. Raises ConfigError if they are more than the limit, or the machine cannot run the
-    config, as where it has no such precision."""
+    """Predict memory and, for a machine, seconds. Raises ConfigError if the memory limit or the machine rules it out."""
     memory = predicted_memory(config)
     if limit is not None and memory.memory_bytes > limit:
         raise ConfigError(
@@ -265,16 +265,16 @@ def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) 
     return dataclasses.replace(memory, step_seconds=float(predict(config, *machine).step_seconds))
 
 
-def _vocabulary(of: DataConfig, known: dict[str, int | ConfigError]) -> int:
-    """Its size, as its tokenizer says; each is read once."""
-    if repr(of) not in known:
+def _vocabulary(data: DataConfig, known: dict[str, int | ConfigError]) -> int:
+    """Return the tokenizer's vocabulary size; each tokenizer is read once."""
+    if repr(data) not in known:
         try:
-            tokenizer = build_tokenizer(of, None)
-            assert tokenizer is not None, "require_startable() asks for a tokenizer or a size"
-            known[repr(of)] = tokenizer.vocab_size
+            tokenizer = build_tokenizer(data, None)
+            assert tokenizer is not None, "require_startable() requires a tokenizer or a size"
+            known[repr(data)] = tokenizer.vocab_size
         except ConfigError as error:
-            known[repr(of)] = error
-    found = known[repr(of)]
+            known[repr(data)] = error
+    found = known[repr(data)]
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -1,4 +1,4 @@
-"""Runs of a sweep as Indexed Jobs of Kubernetes, and as tasks of Ray: torchrun on every node."""
+"""Launch runs of a sweep as Indexed Jobs of Kubernetes or as tasks of Ray, with torchrun on each node."""
 
 import contextlib
 import json
@@ -18,33 +18,33 @@ from megalite.config.errors import ConfigError
 from megalite.config.registry import optional
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, ask, asked, nodes_of, training_command
+from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, call, nodes_of, training_command, try_call
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import KubernetesSpec, RaySpec
 
 MANIFEST = "job.yaml"
-_PORT = 29400  # a pod has all of them for itself
-_LATE_SECONDS = 60  # after the sweep would have ended a job, its pods end by themselves
-_FAILED = 1  # exit status where the cluster says no more
+_PORT = 29400  # a pod has its own ports
+_LATE_SECONDS = 60  # extra time after which pods end if the sweep has not ended their job
+_FAILED = 1  # exit status if the cluster reports no other
 
 
-def _torchrun(nodes: int, a_node: int, rank: str, address: str, port: str) -> list[str]:
-    ranks = ["--nnodes", str(nodes), "--node-rank", rank, "--nproc-per-node", str(a_node)]
+def _torchrun(nodes: int, per_node: int, rank: str, address: str, port: str) -> list[str]:
+    ranks = ["--nnodes", str(nodes), "--node-rank", rank, "--nproc-per-node", str(per_node)]
     return ["-m", "torch.distributed.run", *ranks, "--master-addr", address, "--master-port", port]
 
 
 def job_name(run: Run, folder: Path) -> str:
-    """Another one for the same configuration in another sweep."""
+    """Return a name that differs for the same configuration in another sweep."""
     return f"sweep-{run.key}-{zlib.crc32(str(folder).encode()):08x}"
 
 
 def _literal(word: str) -> str:
-    """$(NAME) would be a variable; $$ is a dollar."""
+    """Escape `$`, as Kubernetes would expand $(NAME)."""
     return word.replace("$", "$$")
 
 
 class KubernetesLauncher(NodesLauncher):
-    """By `kubectl`, in its own context and namespace."""
+    """Starts runs with `kubectl`, in its current context and namespace."""
 
     _spec: KubernetesSpec
 
@@ -52,17 +52,17 @@ class KubernetesLauncher(NodesLauncher):
         super().__init__(spec, environment=environment, program=program)
         for name in ("image", "claim"):
             if getattr(spec, name) is None:
-                raise ConfigError(f"--launcher kubernetes needs kubernetes: {name}; add e.g. {name}: megalite")
+                raise ConfigError(f"--launcher kubernetes requires kubernetes: {name}; add e.g. {name}: megalite")
 
     def manifest(self, run: Run, folder: Path, *, timeout: float) -> str:
-        """A run as an Indexed Job, a pod a node, and the headless Service that gives pod 0 a name. No shell reads a word of
-        it that is not written here, and Kubernetes replaces no variable but the pod's index."""
-        spec, (nodes, a_node), name = self._spec, nodes_of(run, self._spec), job_name(run, folder)
-        torchrun = _torchrun(nodes, a_node, "INDEX", f"{name}-0.{name}", str(_PORT))
+        """Return an Indexed Job with one pod per node, and the headless Service that names pod 0. No shell evaluates
+        words from outside this method, and Kubernetes expands only the pod's index."""
+        spec, (nodes, per_node), name = self._spec, nodes_of(run, self._spec), job_name(run, folder)
+        torchrun = _torchrun(nodes, per_node, "INDEX", f"{name}-0.{name}", str(_PORT))
         words = ["timeout", str(math.ceil(timeout) + _LATE_SECONDS), "python", *torchrun]
         words = [_literal(word) for word in (*words, *training_command(folder / CONFIG, self._program))]
         words[words.index("INDEX")] = "$(JOB_COMPLETION_INDEX)"
-        limits = {each: amount * a_node for each, amount in spec.resources.items()}
+        limits = {each: amount * per_node for each, amount in spec.resources.items()}
         container = {
             "name": "train",
             "image": spec.image,
@@ -73,7 +73,7 @@ class KubernetesLauncher(NodesLauncher):
             "resources": {"limits": {each: f"{amount:.15g}" for each, amount in limits.items()}},
             "volumeMounts": [
                 {"name": "runs", "mountPath": str(spec.mount)},
-                # NCCL's rings inside a node: the default is too little.
+                # For NCCL's rings within a node: the default size is too small.
                 {"name": "shared-memory", "mountPath": "/dev/shm"},
             ],
         }
@@ -89,7 +89,7 @@ class KubernetesLauncher(NodesLauncher):
             "backoffLimit": 0,
             "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
         }
-        # They look for each other before any is ready.
+        # Pods resolve each other's names before they are ready.
         service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": name}}
         return yaml.safe_dump_all(
             [
@@ -102,15 +102,15 @@ class KubernetesLauncher(NodesLauncher):
     def start(self, run: Run, folder: Path, *, timeout: float) -> "KubernetesJob":
         folder = folder.resolve()
         if not folder.is_relative_to(self._spec.mount.resolve()):
-            raise ConfigError(f"{folder} is not below kubernetes: mount {self._spec.mount}; pods would not see it")
+            raise ConfigError(f"{folder} is not below kubernetes: mount {self._spec.mount}; pods could not access it")
         (folder / MANIFEST).write_text(self.manifest(run, folder, timeout=timeout))
-        ask("kubectl", "create", "-f", str(folder / MANIFEST))
+        call("kubectl", "create", "-f", str(folder / MANIFEST))
         pods = nodes_of(run, self._spec)[0]
         return KubernetesJob(job_name(run, folder), folder, pods=pods, every=self._spec.poll_seconds)
 
     def clear(self, folder: Path) -> None:
         if (folder / MANIFEST).exists():
-            asked("kubectl", "delete", "--ignore-not-found", "-f", str(folder / MANIFEST))
+            try_call("kubectl", "delete", "--ignore-not-found", "-f", str(folder / MANIFEST))
 
 
 class KubernetesJob(Launched):
@@ -119,14 +119,14 @@ class KubernetesJob(Launched):
         self._name, self._folder, self._pods = name, folder, pods
 
     def look(self) -> int | None:
-        answer = asked("kubectl", "get", "job", self._name, "-o", "json")
+        answer = try_call("kubectl", "get", "job", self._name, "-o", "json")
         if answer is None or (answer.returncode != 0 and "NotFound" not in answer.stderr):
-            return None  # the API server is busy: ask again
+            return None  # the API server is busy: retry
         if answer.returncode != 0:
             return _FAILED
         status = json.loads(answer.stdout).get("status", {})
         if status.get("ready", 0) >= self._pods:
-            self.begun()
+            self.mark_started()
         ended = {each["type"] for each in status.get("conditions", ()) if each["status"] == "True"}
         if not ended & {"Complete", "Failed"}:
             return None
@@ -134,51 +134,51 @@ class KubernetesJob(Launched):
         return os.EX_OK if "Complete" in ended else _FAILED
 
     def end(self) -> None:
-        asked("kubectl", "delete", "--ignore-not-found", "-f", str(self._folder / MANIFEST))
+        try_call("kubectl", "delete", "--ignore-not-found", "-f", str(self._folder / MANIFEST))
 
 
 class RayLauncher(NodesLauncher):
-    """Tasks in a placement group, a bundle a node. All that it starts ends with this process: Ray sees to it."""
+    """Starts runs as tasks in a placement group, one bundle per node. Ray ends all tasks with this process."""
 
     _spec: RaySpec
 
     def __init__(self, spec: RaySpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         super().__init__(spec, environment=environment, program=program)
-        ray = optional("ray", "--launcher ray needs the ray package; pip install ray, or use --launcher local")
+        ray = optional("ray", "--launcher ray requires the ray package; pip install ray, or use --launcher local")
         self._ray = ray
         if not ray.is_initialized():
             try:
                 ray.init(address=spec.address, log_to_driver=False, logging_level="error")
             except (ConnectionError, ValueError) as error:
-                where = f"ray: address {spec.address}" if spec.address else "Ray of RAY_ADDRESS, or of this host,"
+                where = f"ray: address {spec.address}" if spec.address else "Ray at RAY_ADDRESS, or on this host,"
                 raise ConfigError(f"{where} does not answer: {' '.join(str(error).split())}") from None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "RayRun":
-        ray, (nodes, a_node), folder = self._ray, nodes_of(run, self._spec), folder.resolve()
-        resources = {name: amount * a_node for name, amount in self._spec.resources.items()}
+        ray, (nodes, per_node), folder = self._ray, nodes_of(run, self._spec), folder.resolve()
+        resources = {name: amount * per_node for name, amount in self._spec.resources.items()}
         strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
         group = ray.util.placement_group([resources] * nodes, strategy=strategy)
 
-        def in_bundle(function: Any, index: int, **takes: Any) -> Any:
+        def in_bundle(function: Any, index: int, **requirements: Any) -> Any:
             where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=index
             )
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, **takes}
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where, **requirements}
             return ray.remote(function).options(**options).remote
 
         others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-        takes = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
-        takes["runtime_env"] = {"env_vars": dict(self._environment)}
+        requirements = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
+        requirements["runtime_env"] = {"env_vars": dict(self._environment)}
         address, training = in_bundle(_address, 0)(), training_command(folder / CONFIG, self._program)
         tasks = [
-            in_bundle(_on_node, index, **takes)(address, nodes, a_node, index, training, folder / LOG)
+            in_bundle(_on_node, index, **requirements)(address, nodes, per_node, index, training, folder / LOG)
             for index in range(nodes)
         ]
         return RayRun(ray, group, tasks, folder / LOG)
 
 
 class RayRun(Launched):
-    """`tasks`: one a node of the placement group."""
+    """A run as `tasks`, one per node of the placement group."""
 
     def __init__(self, ray: Any, group: Any, tasks: list[Any], log: Path) -> None:
         super().__init__()
@@ -186,9 +186,9 @@ class RayRun(Launched):
         self._placed = group.ready()
 
     def look(self) -> int | None:
-        """The status of the first node that failed, or of all."""
+        """Return the first failed node's status, or success after all have ended."""
         if self._ray.wait([self._placed], timeout=0)[0]:
-            self.begun()
+            self.mark_started()
         done, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0)
         failed = next((status for status in map(self._status, done) if status != os.EX_OK), None)
         if failed is None and left:
@@ -205,7 +205,7 @@ class RayRun(Launched):
             return _FAILED
 
     def end(self) -> None:
-        """Tasks are interrupted, and killed if they do not end what they started."""
+        """Interrupt the tasks; they are killed if they do not stop their processes in time."""
         for task in self._tasks:
             self._ray.cancel(task)
         self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=3 * guard.END_SECONDS)
@@ -213,7 +213,7 @@ class RayRun(Launched):
 
 
 def _address() -> tuple[str, int]:
-    """Where the ranks meet: this node under the name that Ray has for it, and a free port."""
+    """Return this node's address in Ray and a free port, where the ranks meet."""
     import ray
 
     with contextlib.closing(socket.socket()) as free:
@@ -221,10 +221,10 @@ def _address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free.getsockname()[1]
 
 
-def _on_node(address: tuple[str, int], nodes: int, a_node: int, index: int, training: list[str], log: Path) -> int:
-    """torchrun on this node; its exit status."""
+def _on_node(address: tuple[str, int], nodes: int, per_node: int, index: int, training: list[str], log: Path) -> int:
+    """Run torchrun on this node and return its exit status."""
     head, port = address
-    run = LocalRun([sys.executable, *_torchrun(nodes, a_node, str(index), head, str(port)), *training], log)
+    run = LocalRun([sys.executable, *_torchrun(nodes, per_node, str(index), head, str(port)), *training], log)
     try:
         while (status := run.poll()) is None:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Launches the runs of a sweep, with torchrun here, as jobs of Slurm or on another cluster, and keeps what came of each."""
+"""Launch the runs of a sweep with torchrun, as Slurm jobs or on another cluster, and store their results."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from megalite.sweep.candidates import Run
 from megalite.sweep.results import LOG, Result, Store, outcome, refused, steps_made
 from megalite.sweep.spec import NodesSpec, SbatchSpec
 
-CONFIG = "config.yaml"  # in a run's folder: what it is started with. Training writes it again, resolved.
+CONFIG = "config.yaml"  # in a run's folder; training overwrites it with the resolved config
 
 
 def training_command(config: Path, program: Path | None) -> list[str]:
@@ -33,23 +33,23 @@ def training_command(config: Path, program: Path | None) -> list[str]:
 
 
 class Launched(ABC):
-    """A run that has been started; it is looked at no more often than each `every` seconds."""
+    """A started run; its status is checked at most once per `every` seconds."""
 
     def __init__(self, every: float = 0.0) -> None:
         self._every, self._looked = every, -math.inf
         self._started: float | None = None
 
-    def begun(self) -> None:
-        """It no longer waits: its time counts from the first of these calls on."""
+    def mark_started(self) -> None:
+        """Start the run's clock, at the first call: it no longer waits in a queue."""
         if self._started is None:
             self._started = time.monotonic()
 
     def seconds(self) -> float:
-        """Since it began to run."""
+        """Return the seconds since the run started."""
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """Its exit status; None while it waits or is under way."""
+        """Return the exit status; None while the run waits or is active."""
         if time.monotonic() - self._looked < self._every:
             return None
         self._looked = time.monotonic()
@@ -57,15 +57,15 @@ class Launched(ABC):
 
     @abstractmethod
     def look(self) -> int | None:
-        """As `poll`, whenever it is called."""
+        """As `poll`, without a limit on its frequency."""
 
     @abstractmethod
     def end(self) -> None:
-        """Leave nothing of it running."""
+        """Stop all processes of the run."""
 
 
 class Launcher(ABC):
-    """Starts runs. `environment` are their variables; `program` trains in place of `megalite train`."""
+    """Starts runs with the variables `environment`; script `program` replaces `megalite train`."""
 
     at_once = 1
 
@@ -73,19 +73,19 @@ class Launcher(ABC):
         self._environment, self._program = dict(environment), program
 
     def fault(self, run: Run) -> str | None:
-        """Why it cannot be launched here."""
+        """Return why the run cannot be launched here; None if it can."""
         return None
 
     @abstractmethod
     def start(self, run: Run, folder: Path, *, timeout: float) -> Launched:
-        """Start a run with its config in `folder`, where its log is to be; raises ConfigError if it cannot be started."""
+        """Start a run from the config in `folder`, with its log there. Raises ConfigError if that fails."""
 
     def clear(self, folder: Path) -> None:
-        """End what a sweep that was killed has left of a run: nothing where runs end with the sweep."""
+        """Stop what a killed sweep left of a run; local runs end with the sweep."""
 
 
 class LocalLauncher(Launcher):
-    """Starts `torchrun --standalone`, any number of ranks."""
+    """Starts `torchrun --standalone` on this machine, with any number of ranks."""
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -98,7 +98,7 @@ class LocalLauncher(Launcher):
 
 
 class LocalRun(Launched):
-    """A command under way, below a guard that ends with this process and leaves nothing behind; `log` takes what it says.
+    """A command under a guard, which ends with this process and stops all its descendants. Its output goes to `log`.
     `environment`: default that of this process."""
 
     def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> None:
@@ -110,9 +110,9 @@ class LocalRun(Launched):
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs in order
+                start_new_session=True,  # Ctrl-C must reach only the sweep, which then stops its runs
             )
-        self.begun()
+        self.mark_started()
 
     def look(self) -> int | None:
         return self._guard.poll()
@@ -128,22 +128,22 @@ class LocalRun(Launched):
 
 
 class NodesLauncher(Launcher):
-    """Of runs that fill all of their nodes alike."""
+    """Starts runs that have the same number of ranks on each node."""
 
     def __init__(self, spec: NodesSpec, *, environment: Mapping[str, str], program: Path | None = None) -> None:
         super().__init__(environment=environment, program=program)
         self.at_once, self._spec = spec.at_once, spec
 
     def fault(self, run: Run) -> str | None:
-        nodes, a_node = nodes_of(run, self._spec)
-        if nodes * a_node == run.ranks:
+        nodes, per_node = nodes_of(run, self._spec)
+        if nodes * per_node == run.ranks:
             return None
         most = self._spec.gpus_per_node
-        return f"{run.ranks} ranks do not divide over {nodes} nodes of {most}; use e.g. {nodes * most}"
+        return f"{run.ranks} ranks cannot be divided evenly over {nodes} nodes of {most}; use e.g. {nodes * most}"
 
 
 def nodes_of(run: Run, spec: NodesSpec) -> tuple[int, int]:
-    """Nodes, and ranks on each."""
+    """Return (number of nodes, ranks per node)."""
     nodes = -(-run.ranks // spec.gpus_per_node)
     return nodes, run.ranks // nodes
 
@@ -151,10 +151,10 @@ def nodes_of(run: Run, spec: NodesSpec) -> tuple[int, int]:
 SCRIPT, JOB, STATUS = "job.sh", "job-id", "exit-status"
 _FREE_PORT = 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 _SPECIAL = re.compile(r"[^\w@%+=:,./-]|^$")
-_UNKNOWN_STATUS = 1  # of a job that is gone and left none: it was killed
+_UNKNOWN_STATUS = 1  # for a job that disappeared without one: it was killed
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SUSPENDED")
-_NO_ANSWER = "NO ANSWER"  # in the place of a state: it may wait or run
-_LOOKS_AFTER_END = 3  # the file system of the nodes may show a job's last files a little later than the queue
+_NO_ANSWER = "NO ANSWER"  # instead of a state: the job may wait or run
+_LOOKS_AFTER_END = 3  # a shared file system may show a job's last files late
 ANSWER_SECONDS = 60.0
 
 
@@ -162,32 +162,32 @@ class SbatchLauncher(NodesLauncher):
     _spec: SbatchSpec
 
     def script(self, run: Run, folder: Path, *, timeout: float) -> str:
-        """Of a run's job: torchrun on every node, and its exit status in a file."""
-        (nodes, a_node), folder = nodes_of(run, self._spec), folder.resolve()
+        """Return the job's script: torchrun on each node, its exit status in a file."""
+        (nodes, per_node), folder = nodes_of(run, self._spec), folder.resolve()
         options = {
             "job-name": f"sweep-{run.key}",
             "nodes": str(nodes),
             "ntasks-per-node": "1",
-            "gpus-per-node": str(a_node),
+            "gpus-per-node": str(per_node),
             "time": str(max(math.ceil(timeout / 60.0), 1)),
-            "output": str(folder / LOG).replace("%", "%%"),  # Slurm puts a job's number for %j
+            "output": str(folder / LOG).replace("%", "%%"),  # Slurm expands %j
             **self._spec.options,
         }
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(nodes), "--nproc-per-node", str(a_node)),
+            *("--nnodes", str(nodes), "--nproc-per-node", str(per_node)),
             *("--rdzv-backend", "c10d"),
         ]
         training = training_command(folder / CONFIG, self._program)
         lines = [
             "#!/bin/bash",
-            # sbatch knows both quotes, and # begins a comment. No value has a quote in it.
+            # sbatch accepts both kinds of quotes, and # begins a comment. Values contain no quotes.
             *(f"#SBATCH --{name}={repr(word) if _SPECIAL.search(word) else word}" for name, word in options.items()),
             f"cd {shlex.quote(str(Path.cwd()))}",
             *self._spec.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in self._environment.items()),
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"port=$({shlex.join([sys.executable, '-c', _FREE_PORT])})",  # this script runs on the head
+            f"port=$({shlex.join([sys.executable, '-c', _FREE_PORT])})",  # this script runs on the first node
             f'srun --kill-on-bad-exit=1 {shlex.join(torchrun)} --rdzv-id "$SLURM_JOB_ID" '
             f'--rdzv-endpoint "$head:$port" {shlex.join(training)}',
             f"echo $? > {shlex.quote(str(folder / STATUS))}",
@@ -196,18 +196,18 @@ class SbatchLauncher(NodesLauncher):
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> "Job":
         if any(letter in str(folder.resolve()) for letter in "'\"\\\n"):
-            raise ConfigError(f"{folder.resolve()}: sbatch takes no quotes and backslashes there; change --output")
+            raise ConfigError(f"{folder.resolve()}: sbatch allows no quotes or backslashes here; change --output")
         (folder / SCRIPT).write_text(self.script(run, folder, timeout=timeout))
-        answer = ask("sbatch", "--parsable", str(folder / SCRIPT))
+        answer = call("sbatch", "--parsable", str(folder / SCRIPT))
         job = answer.strip().partition(";")[0]
         if not job.isdecimal():
-            raise ConfigError(f"sbatch was to answer with the number of a job, and said {answer.strip()!r}")
+            raise ConfigError(f"sbatch printed {answer.strip()!r} instead of a job number such as 1234")
         (folder / JOB).write_text(job)
         return Job(job, folder, every=self._spec.poll_seconds)
 
     def clear(self, folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            asked("scancel", (folder / JOB).read_text().strip())
+            try_call("scancel", (folder / JOB).read_text().strip())
 
 
 class Job(Launched):
@@ -217,11 +217,11 @@ class Job(Launched):
         self._missing = 0
 
     def look(self) -> int | None:
-        """Exit status from the script's file, once the job has left the queue."""
+        """Return the exit status from the script's file after the job has left the queue."""
         state = _state(self._job)
         if state is not None:
             if state not in (*_WAITING, _NO_ANSWER):
-                self.begun()
+                self.mark_started()
             return None
         with contextlib.suppress(OSError, ValueError):
             return int((self._folder / STATUS).read_text())
@@ -229,37 +229,37 @@ class Job(Launched):
         return _UNKNOWN_STATUS if self._missing >= _LOOKS_AFTER_END else None
 
     def end(self) -> None:
-        asked("scancel", self._job)
+        try_call("scancel", self._job)
 
 
 def _state(job: str) -> str | None:
-    answer = asked("squeue", "--noheader", "--jobs", job, "--format", "%T")
+    answer = try_call("squeue", "--noheader", "--jobs", job, "--format", "%T")
     if answer is None or (answer.returncode != 0 and "Invalid job id" not in answer.stderr):
-        return _NO_ANSWER  # the controller is busy: ask again
+        return _NO_ANSWER  # the controller is busy: retry
     return answer.stdout.strip().partition("\n")[0] or None
 
 
-def asked(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """The answer of a cluster's command; None if there was none."""
+def try_call(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a cluster's command; None if it cannot start or times out."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     return None
 
 
-def ask(*command: str) -> str:
-    """What it prints; raises ConfigError if it does not work."""
+def call(*command: str) -> str:
+    """Run a cluster's command and return its output; raises ConfigError if it fails."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except OSError as error:
         raise ConfigError(f"cannot start {command[0]}: {error.strerror}; use --launcher local here") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[0]} has not answered for {ANSWER_SECONDS:g} s") from None
+        raise ConfigError(f"{command[0]} did not finish within {ANSWER_SECONDS:g} s") from None
     if answer.returncode != 0:
         raise ConfigError(f"{command[0]} refused the job: {answer.stderr.strip() or answer.stdout.strip()}")
     return answer.stdout
 
 
-_LOOK_SECONDS = 0.2  # between two looks at what is under way
+_LOOK_SECONDS = 0.2  # between two checks of active runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class _Active:
     launched: Launched
 
 
-Observer = Callable[[Sequence[Progress], Result | None], None]  # what is under way, a new result
+Observer = Callable[[Sequence[Progress], Result | None], None]  # (active runs, new result)
 
 
 def launchable(runs: Sequence[Run], launcher: Launcher) -> tuple[Run, ...]:
@@ -296,9 +296,9 @@ def execute(
     retry: bool,
     observe: Observer,
 ) -> None:
-    """Run what has no result yet, in order; whatever ends it, nothing is left running. The first `warm_up` steps of a
-    run are not measured; a run may take `timeout` seconds; at most `limit` are launched; `retry` runs again what did
-    not end well. Raises ConfigError if a run cannot be started at all."""
+    """Run all runs without a result, in order; no process remains, however this ends. The first `warm_up` steps of a run
+    are not measured; a run is stopped after `timeout` seconds; at most `limit` runs are launched; `retry` repeats failed
+    ones. Raises ConfigError if a run cannot be started."""
     for run in runs:
         if run.refused is not None:
             store.append(refused(run))
@@ -336,7 +336,7 @@ def _prepare(run: Run, store: Store, launcher: Launcher) -> Path:
 
 
 def _look(active: _Active, *, warm_up: int, timeout: float) -> Result | None:
-    """The result of a run that has ended, or that is now ended for taking too long."""
+    """Return the result of a run that has ended or exceeded its time, in which case it is stopped; else None."""
     status, seconds = active.launched.poll(), active.launched.seconds()
     timed_out = status is None and seconds > timeout
     if timed_out:

@@ -1,9 +1,9 @@
-"""`python -m megalite.sweep.guard PARENT COMMAND...` runs COMMAND and leaves nothing of it behind.
+"""`python -m megalite.sweep.guard PARENT COMMAND...` runs COMMAND and leaves none of its processes running.
 
-torchrun that is ended while it starts its ranks forgets some of them, and a sweep that is killed ends none. The guard
-stands between: when it is asked to end, when process PARENT has ended, or when COMMAND has, it kills what is left below
-it. For that it asks the system for a signal at PARENT's end, and to become the parent of orphans; Linux alone does both,
-elsewhere only COMMAND's process group is ended.
+torchrun loses track of some ranks if it is terminated while it starts them, and a killed sweep terminates none. The guard
+kills all its descendants when it is terminated, when process PARENT ends, or when COMMAND ends. For that it receives a
+signal at PARENT's end and adopts orphaned processes; this works only on Linux, elsewhere only COMMAND's process group is
+killed.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from types import FrameType
 
 from megalite.watchdog.processes import stat_fields
 
-END_SECONDS = 6.0  # for a launcher to end its ranks by itself, and for what is killed to be gone
+END_SECONDS = 6.0  # for a launcher to end its ranks, and for killed processes to disappear
 _LOOK_SECONDS = 0.02
 
 
 def descendants(pid: int) -> set[int]:
-    """Live processes below `pid`, itself left out; none where the system does not tell."""
+    """Return the live processes below `pid`; empty if the system does not list them."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         fields = stat_fields(int(entry.name))
@@ -39,8 +39,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def kill_below(pid: int) -> None:
-    """Kill every process below `pid` and wait until they are gone. Memory of a device is free again only then, and the
-    next run is about to ask for it."""
+    """Kill all processes below `pid` and wait for their end: only then is device memory free for the next run."""
     last = time.monotonic() + END_SECONDS
     while (below := descendants(pid)) and time.monotonic() < last:
         for child in below:
@@ -51,7 +50,7 @@ def kill_below(pid: int) -> None:
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.05
-_BY_SIGNAL = 128  # what shells add to the number of a signal that ended a process
+_BY_SIGNAL = 128  # shells report signal N as exit status 128 + N
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> int:
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        # No more than that: an exception might come while a process is being started, and lose it.
+        # Only that: an exception during the start of a process would lose the process.
         received.append(number)
 
     signal.signal(signal.SIGTERM, note)
@@ -67,7 +66,7 @@ def main(arguments: list[str]) -> int:
         library = ctypes.CDLL(None)
         library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         library.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != int(parent):  # it ended before it could be watched
+        if os.getppid() != int(parent):  # it ended before the signal was set up
             return _BY_SIGNAL + signal.SIGTERM
     process = subprocess.Popen(command, start_new_session=True)
     while process.poll() is None and not received:

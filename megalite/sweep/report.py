@@ -1,4 +1,4 @@
-"""What a sweep reports: tables, judgement of predictions, a picture, constants fitted on what was measured."""
+"""Report a sweep: summary, table, errors of predictions, pictures, and constants fitted to the measurements."""
 
 import statistics
 from collections import Counter
@@ -38,12 +38,12 @@ class Pair:
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     pairs: tuple[Pair, ...]
-    pick: Pair | None  # predicted fastest among those that ran, in tokens per second
+    pick: Pair | None  # predicted fastest of those that ran, by tokens per second
     best: Pair | None  # measured fastest
-    regret: float | None  # speed of the best over that of the pick, - 1: the share of time lost by following the plan
-    correlation: float | None  # spearman's, between predicted and measured speed
-    mean_error: float | None  # of the seconds of a step, absolute and relative
-    missed: tuple[Run, ...]  # predicted faster than the pick, and did not run: out of memory, refused on start, ..
+    regret: float | None  # speed of the best / speed of the pick - 1: the loss from following the plan
+    correlation: float | None  # Spearman's, of predicted and measured speed
+    mean_error: float | None  # mean absolute relative error of the seconds per step
+    missed: tuple[Run, ...]  # predicted faster than the pick, but failed: out of memory, refused, ...
 
 
 def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
@@ -71,7 +71,7 @@ def judge(runs: Sequence[Run], results: Mapping[str, Result]) -> Judgement:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Correlation of the ranks, equal values sharing theirs; None below two values or if all of one are equal."""
+    """Return the rank correlation (ties share a rank); None for fewer than two values or equal values."""
     if len(first) < 2 or len(set(first)) == 1 or len(set(second)) == 1:
         return None
     return statistics.correlation(_ranks(first), _ranks(second))
@@ -83,22 +83,22 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [first[value] + (order.count(value) - 1) / 2.0 for value in values]
 
 
-FEWEST = 3  # runs that a fit needs
+FEWEST = 3  # runs that a fit requires
 
 
 def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machine, path: Path, *, source: str) -> str:
-    """Fit, and write the cluster to `path` and the stack beside it; returns what it did, for people.
-    `source` says what the measurements are, for the provenance. Raises ConfigError if too few runs were measured."""
+    """Fit constants, write the cluster to `path` and the stack beside it, and return a summary. `source` describes the
+    measurements in the provenance. Raises ConfigError if too few runs were measured."""
     pairs = judge(runs, results).pairs
     if len(pairs) < FEWEST:
-        raise ConfigError(f"--calibrate needs {FEWEST} runs that ended well, there are {len(pairs)}; run more")
+        raise ConfigError(f"--calibrate requires {FEWEST} successful runs, got {len(pairs)}; run more")
     rows = [Measured(pair.run.config, pair.measured_seconds) for pair in pairs]
     found = fit(rows, machine.cluster, machine.stack, source=source)
     stack_path = save_machine(found.cluster, found.stack, path)
     before = statistics.fmean(abs(pair.error) for pair in pairs)
     after = statistics.fmean(map(abs, found.errors))
     return (
-        f"Fitted to {len(rows)} runs: mean error of the seconds of a step {100 * before:.1f} % before, {100 * after:.1f} % "
+        f"Fitted to {len(rows)} runs: mean error of the seconds per step {100 * before:.1f} % before, {100 * after:.1f} % "
         f"after, on the same runs.\nwrote {path}\nwrote {stack_path}"
     )
 
@@ -107,12 +107,12 @@ REPORT = "report.html"
 
 
 def write_report(path: Path, title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> None:
-    """Write `report` to a file, so that there is at every instant the old one or the new one."""
+    """Write `report` to a file atomically."""
     replace_durably(path, report(title, runs, results).encode())
 
 
 def report(title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> str:
-    """HTML: what the sweep says in short, two pictures and a row for each run."""
+    """Return an HTML page with the summary, two pictures and a row per run."""
     judgement = judge(runs, results)
     kinds = {judgement.pick.run.key: "pick"} if judgement.pick is not None else {}
     fastest = _fastest(runs, results)
@@ -125,13 +125,13 @@ def report(title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> st
 
 
 def _fastest(runs: Sequence[Run], results: Mapping[str, Result]) -> Run | None:
-    """With the most tokens per second."""
+    """Return the run with the most tokens per second."""
     good = [run for run in runs if run.key in results and results[run.key].status == OK]
     return max(good, key=lambda run: results[run.key].tokens_per_second or 0.0, default=None)
 
 
 def summary(runs: Sequence[Run], results: Mapping[str, Result]) -> list[str]:
-    """The sweep in a few lines; also what the terminal shows at its end."""
+    """Return a few lines about the sweep, also printed at its end."""
     counts = Counter(results[run.key].status if run.key in results else "not run yet" for run in runs)
     lines = [f"{len(runs)} configurations: {', '.join(f'{n} {status}' for status, n in counts.items())}."]
     fastest = _fastest(runs, results)
@@ -147,12 +147,12 @@ def summary(runs: Sequence[Run], results: Mapping[str, Result]) -> list[str]:
     correlation = "not defined" if found.correlation is None else f"{found.correlation:.3f}"
     lines.append(
         f"Predicted fastest: {found.pick.run.label}; regret {100 * found.regret:.1f} %. Rank correlation (Spearman) of "
-        f"predicted and measured speed {correlation} over {len(found.pairs)} runs; mean error of the seconds of a step "
+        f"predicted and measured speed {correlation} over {len(found.pairs)} runs; mean error of the seconds per step "
         f"{100 * found.mean_error:.1f} %."
     )
     if found.missed:
         names = "; ".join(f"{run.label} ({results[run.key].status})" for run in found.missed)
-        lines.append(f"Predicted to be faster still, but did not run: {names}.")
+        lines.append(f"Predicted to be faster, but failed: {names}.")
     return lines
 
 
@@ -190,7 +190,7 @@ _COLUMNS = (
 
 
 def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgement, kinds: Mapping[str, str]) -> Table:
-    apart = list(runs[0].settings) if runs else []
+    varying = list(runs[0].settings) if runs else []
     errors = {pair.run.key: pair.error for pair in judgement.pairs}
     rows = []
     for run in runs:
@@ -212,9 +212,9 @@ def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgem
         ]
         speed = result.tokens_per_second if result else None
         rows.append((-(speed or 0.0), Row(cells, kinds.get(run.key, ""), run.key, status)))
-    rows.sort(key=lambda row: row[0])  # fastest first, what has no speed last
-    left = (*range(len(apart)), len(apart) + len(_COLUMNS) - 1)
-    return Table((*apart, *_COLUMNS), [row for _, row in rows], left=left)
+    rows.sort(key=lambda row: row[0])  # fastest first, runs without a speed last
+    left = (*range(len(varying)), len(varying) + len(_COLUMNS) - 1)
+    return Table((*varying, *_COLUMNS), [row for _, row in rows], left=left)
 
 
 def _seconds(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Results of a sweep: read from what a run left behind, kept on the disk a line of JSON each, and a CSV file made of them."""
+"""Results of a sweep: read from a run's output, stored as JSON lines, and exported as CSV."""
 
 import contextlib
 import csv
@@ -31,13 +31,13 @@ class Result:
     settings: Mapping[str, Any]
     ranks: int
     status: str
-    error: str | None = None  # the first line that says why it is not ok
-    launched: bool = True  # false: refused by the checks before
-    seconds: float | None = None  # of the whole run, its start included
-    steps: int = 0  # that were measured
+    error: str | None = None  # first line with the reason, unless ok
+    launched: bool = True  # false: refused before its launch
+    seconds: float | None = None  # of the whole run, including its start
+    steps: int = 0  # measured steps
     step_seconds: float | None = None  # median of the measured steps
     step_seconds_low: float | None = None
-    step_seconds_high: float | None = None  # the fastest and the slowest of them
+    step_seconds_high: float | None = None  # fastest and slowest measured step
     tokens_per_second: float | None = None
     memory_bytes: int | None = None  # peak of rank 0: allocated on the GPU, or resident on a CPU
     loss: float | None = None  # of the last step
@@ -49,18 +49,17 @@ _MEASURED = [name for name in _FIELDS if name not in ("key", "settings", "ranks"
 
 @dataclass
 class Store:
-    """The folder of a sweep, kept for this process alone until `close`. Every line is on the disk when `append`
-    returns; a line that a crash has cut off is no result."""
+    """The folder of a sweep, locked until `close`. `append` returns after its line is on the disk; truncated lines are
+    ignored."""
 
     folder: Path
-    results: dict[str, Result] = field(default_factory=dict)  # key -> the last result
+    results: dict[str, Result] = field(default_factory=dict)  # key -> latest result
     _lock: int | None = None
     _file: int = -1
 
     @classmethod
     def open(cls, folder: Path, spec: SweepSpec, launcher: str) -> "Store":
-        """The store in `folder`, made if it is new. Raises ConfigError if it belongs to another sweep, another process works
-        in it, or it cannot be written."""
+        """Open or create the store. Raises ConfigError if the folder has another sweep, is in use, or is not writable."""
         store = cls(folder)
         try:
             store._open(_identity(spec, launcher))
@@ -69,7 +68,7 @@ class Store:
             if isinstance(error, ConfigError):
                 raise
             name = error.filename or folder
-            raise ConfigError(f"cannot write {name}: {error.strerror}; give another folder with --output") from None
+            raise ConfigError(f"cannot write {name}: {error.strerror}; use another folder with --output") from None
         return store
 
     def _open(self, identity: dict[str, Any]) -> None:
@@ -78,12 +77,12 @@ class Store:
         try:
             self._lock = lock_folder(folder)
         except BlockingIOError:
-            raise ConfigError(f"another sweep is at work in {folder}; wait for it, or give another --output") from None
+            raise ConfigError(f"another sweep uses {folder}; wait for it, or use another --output") from None
         known = folder / IDENTITY
         if known.exists():
             _refuse_other(known, identity)
         elif any(not each.name.startswith(".") for each in folder.iterdir()):
-            raise ConfigError(f"{folder} holds files and no sweep; give an empty folder with --output")
+            raise ConfigError(f"{folder} contains files but no sweep; use an empty folder with --output")
         else:
             replace_durably(known, (json.dumps(identity, indent=2) + "\n").encode())
         path = folder / RESULTS
@@ -97,7 +96,7 @@ class Store:
             write_all(self._file, memoryview(b"\n"))
 
     def append(self, result: Result) -> None:
-        """Keep a result; one that is there already in the same words is not written again."""
+        """Store a result, unless it equals the stored one."""
         if self.results.get(result.key) == result:
             return
         line = json.dumps(dataclasses.asdict(result)) + "\n"
@@ -125,7 +124,7 @@ class Store:
 
 
 def _identity(spec: SweepSpec, launcher: str) -> dict[str, Any]:
-    """What all runs of a sweep have in common; it may get more configurations, but not others of these."""
+    """Return the settings that must not change between runs of a sweep; configurations may be added."""
     return {
         "preset": spec.preset,
         "base": [str(path.resolve()) for path in spec.base],
@@ -144,14 +143,14 @@ def _refuse_other(path: Path, here: Mapping[str, Any]) -> None:
     except (ValueError, RecursionError):
         there = None
     if not isinstance(there, dict):
-        raise ConfigError(f"{path} is damaged; give another folder with --output")
+        raise ConfigError(f"{path} is damaged; use another folder with --output")
     for name, value in here.items():
         if there.get(name) != value:
             raise ConfigError(f"{path.parent} has a sweep with {name} {there.get(name)}, not {value}; change --output")
 
 
 def read_results(path: Path) -> list[Result]:
-    """Every result in the order in which they were written; damaged lines are none."""
+    """Read all results in the order of writing; damaged lines are skipped."""
     found = []
     for line in read_text(path, errors="replace").splitlines():
         try:
@@ -167,11 +166,11 @@ _PREDICTED = ["predicted_step_seconds", "predicted_tokens_per_second", "predicte
 
 
 def table(runs: Sequence[Run], results: Mapping[str, Result]) -> str:
-    """CSV: one column for each setting that varies, then what was predicted and what was measured."""
-    apart = list(runs[0].settings) if runs else []
+    """Return a CSV table: a column per varying setting, then predictions and measurements."""
+    varying = list(runs[0].settings) if runs else []
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["key", *apart, "ranks", *_PREDICTED, *_MEASURED])
+    writer.writerow(["key", *varying, "ranks", *_PREDICTED, *_MEASURED])
     for run in runs:
         result = results.get(run.key)
         step = run.predicted.step_seconds if run.predicted else None
@@ -199,28 +198,28 @@ _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT")
 _REFUSED = re.compile(r"exitcode\s*:\s*2\b")
 _OURS = re.compile(r"error: \S.*")
 _RAISED = re.compile(r"(?:\[[\w:-]+\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b(?::.*|))$")
-_MOST_CHARACTERS = 500  # of an error, in a table
+_MOST_CHARACTERS = 500  # of an error in a table
 
 
 def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int) -> Result:
-    """The result of a run that has ended after `seconds`: `status` of its launcher, or `timed_out` after the seconds that it
-    had; the first `warm_up` steps are not measured."""
+    """Return the result of a run that has ended after `seconds`, with its launcher's exit `status`, or that was stopped
+    after `timed_out` seconds. The first `warm_up` steps are not measured."""
     measured = measure(folder / METRICS, warm_up=warm_up)
     plain: dict[str, Any] = {"key": run.key, "settings": dict(run.settings), "ranks": run.ranks}
     plain |= {"seconds": round(seconds, 3), **measured}
     log = _lines(folder / LOG)
     if timed_out is not None:
-        return Result(**plain, status=TIMEOUT, error=f"had not ended after {timed_out:g} s")
+        return Result(**plain, status=TIMEOUT, error=f"did not end within {timed_out:g} s")
     if status == 0 and measured["steps"]:
         step = measured["step_seconds"]
         return Result(**plain, status=OK, tokens_per_second=run.tokens_per_step / step)
     if status == 0:
-        return Result(**plain, status=FAILED, error=f"ended well but wrote no step after the first {warm_up}")
+        return Result(**plain, status=FAILED, error=f"exited with status 0 but wrote no step after the first {warm_up}")
     return Result(**plain, **_failure(log, status))
 
 
 def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
-    """Steps, their seconds, peak memory and last loss of a metrics.jsonl, without the first `warm_up` steps."""
+    """Return steps, their seconds, peak memory and last loss from metrics.jsonl, without the first `warm_up` steps."""
     train = read_records(path, "train")
     times = [value / 1e3 for record in train[warm_up:] if (value := _number(record, "ms_per_step")) is not None]
     peaks = [int(value) for record in train if (value := _number(record, "memory_bytes")) is not None]
@@ -235,7 +234,7 @@ def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
 
 
 def steps_made(folder: Path) -> int:
-    """Steps that a run under way has written."""
+    """Return the number of steps that an active run has written."""
     return sum('"kind": "train"' in line for line in _lines(folder / METRICS))
 
 
@@ -253,22 +252,22 @@ def _lines(path: Path) -> list[str]:
 
 
 def _failure(log: list[str], status: int) -> dict[str, Any]:
-    """Status and error of a run that did not end well."""
+    """Return status and error of a failed run."""
     memory = next((line for line in log if _OUT_OF_MEMORY.search(line)), None)
     if memory is not None:
         return {"status": OOM, "error": _short(memory)}
     if any(_TIME_LIMIT.search(line) for line in log):
         return {"status": TIMEOUT, "error": "ended by the time limit of its job"}
     if any(_KILLED.search(line) for line in log):
-        return {"status": OOM, "error": "a rank was ended by SIGKILL, as the system does when memory runs out"}
+        return {"status": OOM, "error": "a rank was killed by SIGKILL, as the system does when memory is exhausted"}
     ours = next((match[0] for line in log if (match := _OURS.search(line))), None)
     if ours is not None:
         refused = status == BAD_INPUT or any(_REFUSED.search(line) for line in log)
         return {"status": REFUSED if refused else FAILED, "error": _short(ours.removeprefix("error: "))}
     raised = [match[1] for line in log if (match := _RAISED.match(line))]
-    # The launcher's own exception says no more than that a rank failed.
+    # The launcher's own exception only reports that a rank failed.
     first = next((line for line in raised if "ChildFailedError" not in line), None)
-    return {"status": FAILED, "error": _short(first or f"exit status {status}; {LOG} of the run has no error line")}
+    return {"status": FAILED, "error": _short(first or f"exit status {status}; {LOG} has no error line")}
 
 
 def _short(line: str) -> str:

@@ -1,4 +1,4 @@
-"""`sweep.yaml`: which configurations to run, for how long, and how; conditions over settings, and what the sweep decides itself."""
+"""Read `sweep.yaml`: the configurations to run, for how long and where; conditions; settings fixed by a sweep."""
 
 import re
 import reprlib
@@ -24,7 +24,7 @@ from megalite.config.values import coerce, nearest
 
 def entries(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where} takes a list with something in it, got {reprlib.repr(value)}")
+        raise ConfigError(f"{where} takes a list that is not empty, got {reprlib.repr(value)}")
     return value
 
 
@@ -35,7 +35,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def words(value: Any, where: str) -> dict[str, str]:
-    """A mapping of names to text; numbers are taken as they are written."""
+    """Check a mapping of names to text; numbers become text."""
     found = mapping(value, where)
     for name, word in found.items():
         if not isinstance(word, str | int | float) or isinstance(word, bool):
@@ -44,17 +44,16 @@ def words(value: Any, where: str) -> dict[str, str]:
 
 
 def plain_settings(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Settings of training by their own names, for any spelling in a mapping, each with its type. Raises ConfigError for
-    a key that stands for a rule over other settings."""
+    """Return training settings by name, converted to their types. Raises ConfigError for a key that sets other settings."""
     level = level_from_text(yaml.safe_dump(dict(tree)), where)
     if level.derived:
         flag = next(iter(level.derived))
-        raise ConfigError(f"{where}: {flag.removeprefix('--')} stands for other settings; use vpp or num_query_groups")
-    return {name: given.value for name, given in level.given.items()}
+        raise ConfigError(f"{where}: {flag.removeprefix('--')} sets other settings; use vpp or num_query_groups")
+    return {name: setting.value for name, setting in level.given.items()}
 
 
-RANKS = "ranks"  # beside the settings: the number of ranks that a configuration runs on
-_FORMULAS = ImmutableSandboxedEnvironment()  # of which a formula is an expression
+RANKS = "ranks"  # name in conditions for the number of ranks of a configuration
+_FORMULAS = ImmutableSandboxedEnvironment()
 _EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
 
 
@@ -62,17 +61,17 @@ _EXAMPLE = '"tp * pp > 8" or {tp: 4, pp: [2, 4]}'
 class Condition:
     where: str
     text: str
-    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # setting -> values; all must hold
+    values: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # (setting, allowed values); all must match
     formula: Callable[..., Any] | None = field(default=None, compare=False)
 
-    def holds(self, of: Mapping[str, Any]) -> bool:
-        """Whether it is true of these settings; raises ConfigError where a setting of the formula has no value."""
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Evaluate the condition; raises ConfigError if a setting in the formula has no value."""
         if self.formula is None:
-            return all(of[name] in allowed for name, allowed in self.values)
+            return all(values[name] in allowed for name, allowed in self.values)
         try:
-            return bool(self.formula(of))
+            return bool(self.formula(values))
         except (TypeError, ArithmeticError, jinja2.TemplateError) as error:
-            raise ConfigError(f"{self.where}: {self.text} cannot be worked out: {error}") from None
+            raise ConfigError(f"{self.where}: {self.text} cannot be evaluated: {error}") from None
 
 
 def read_condition(given: Any, where: str) -> Condition:
@@ -92,7 +91,7 @@ def read_condition(given: Any, where: str) -> Condition:
 
 
 def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
-    """Setting and values; a list is several values, or one where the setting itself is a list."""
+    """Return (setting, values); a list is several values, or a single one if the setting itself is a list."""
     if name == RANKS:
         return RANKS, tuple(value) if isinstance(value, list) else (value,)
     several = isinstance(value, list) and not (name in settings() and settings()[name].is_list)
@@ -104,48 +103,48 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
             continue
         given = plain_settings({name: each}, where)
         if len(given) != 1:
-            raise ConfigError(f"{where}: {name} stands for {' and '.join(given)}; write those")
+            raise ConfigError(f"{where}: {name} sets {' and '.join(given)}; write those")
         ((canonical, plain),) = given.items()
         found.append(plain)
     return canonical, tuple(found)
 
 
 _WHY = {
-    "the length of a run is steps": ("train_iters", "train_samples", "exit_interval"),
+    "steps sets the length of a run": ("train_iters", "train_samples", "exit_interval"),
     "every step has the full batch": ("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup"),
-    "the runs of a sweep only train": ("eval_interval", "eval_iters", "test_data_path"),
+    "runs of a sweep only train": ("eval_interval", "eval_iters", "test_data_path"),
     "each run has its own folder": ("run_dir", "tensorboard_dir"),
     "every step is written": ("log_interval",),
     "tracing takes time": ("trace", "trace_steps"),
     "profiling takes time": ("profile", "profile_step_start", "profile_step_end", "profile_ranks"),
-    "noting allocations takes time": ("record_memory_history",),
-    "the sweep reads metrics.jsonl alone": ("metrics", "wandb_project", "wandb_entity", "wandb_exp_name"),
-    "so short a run needs no schedule of the learning rate": ("min_lr",),
+    "recording allocations takes time": ("record_memory_history",),
+    "the sweep reads only metrics.jsonl": ("metrics", "wandb_project", "wandb_entity", "wandb_exp_name"),
+    "short runs need no learning-rate schedule": ("min_lr",),
 }
 _FIXED = {name: why for why, names in _WHY.items() for name in names}
 
 
 def _why(name: str) -> str | None:
-    """Why the sweep itself decides a setting, or None."""
+    """Return why the sweep fixes a setting, or None if it does not."""
     if settings()[name].section == "checkpoint":
-        return "the runs of a sweep neither load nor save"
+        return "runs of a sweep neither load nor save"
     return _FIXED["min_lr"] if name.startswith("lr_") else _FIXED.get(name)
 
 
 def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
-    """The config as a sweep runs it, but for the run folder, and the settings that it no longer goes by."""
+    """Return the config as a sweep runs it, without the run folder, and the settings that the sweep fixes."""
     fixed = _decided() | {"train_iters": steps, "log_interval": 1}
     return replace(config, **fixed), frozenset(fixed)
 
 
 @cache
 def _decided() -> dict[str, Any]:
-    """What the sweep decides, at the defaults."""
+    """Return the settings that a sweep fixes, at their defaults."""
     return {name: setting.default for name, setting in settings().items() if _why(name) is not None}
 
 
 def ignored(config: RunConfig) -> list[str]:
-    """Settings of the base that no run of the sweep goes by, though they are not the default."""
+    """List settings of the base that differ from the default but are fixed by the sweep."""
     given, plain = values_of(config), values_of(RunConfig())
     return [name for name in settings() if _why(name) is not None and given[name] != plain[name]]
 
@@ -174,7 +173,7 @@ def _grid(value: Any, where: str) -> tuple[tuple[str, tuple[dict[str, Any], ...]
             points.append(point)
         for setting in sorted({setting for point in points for setting in point}):
             if setting in taken:
-                raise ConfigError(f"{where}: {taken[setting]} and {name} both give {setting}; keep one of them")
+                raise ConfigError(f"{where}: {taken[setting]} and {name} both set {setting}; keep one of them")
             taken[setting] = name
         axes.append((name, tuple(points)))
     return tuple(axes)
@@ -197,22 +196,22 @@ def _bytes(value: Any, where: str) -> float:
 
 
 def _options(value: Any, where: str) -> dict[str, str]:
-    """Each becomes a line `#SBATCH --name=value`."""
+    """Each option becomes a line `#SBATCH --name=value`."""
     found = words(value, where)
     for name, word in found.items():
         if not _OPTION.fullmatch(name):
-            raise ConfigError(f"{where}: {reprlib.repr(name)} is no long option of sbatch such as cpus-per-task")
+            raise ConfigError(f"{where}: {reprlib.repr(name)} is not a long option of sbatch such as cpus-per-task")
         if not word.isprintable() or any(letter in word for letter in "'\"\\"):
-            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; use no quotes, backslashes or line breaks")
+            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; remove quotes, backslashes and line breaks")
     return found
 
 
 def _environment(value: Any, where: str) -> dict[str, str]:
-    """Each becomes a line `export NAME='value'`."""
+    """Each variable becomes a line `export NAME='value'`."""
     found = words(value, where)
     for name, word in found.items():
         if not _VARIABLE.fullmatch(name) or "\0" in word:
-            raise ConfigError(f"{where}: {reprlib.repr(name)} is no variable such as OMP_NUM_THREADS with a text")
+            raise ConfigError(f"{where}: {reprlib.repr(name)} is not a variable such as OMP_NUM_THREADS with a text")
     return found
 
 
@@ -220,39 +219,39 @@ def _resources(value: Any, where: str) -> dict[str, float]:
     found = words(value, where)
     for name, word in found.items():
         if not re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII) or float(word) == 0:
-            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; give a number of them, such as 1")
+            raise ConfigError(f"{where}: {name} is {reprlib.repr(word)}; use a number above 0, such as 1")
     return {name: float(word) for name, word in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesSpec:
-    """Of runs on the nodes of a cluster."""
+    """How runs use the nodes of a cluster."""
 
-    gpus_per_node: int = 8  # ranks on one node; a run has as many nodes as it needs
-    at_once: int = 1  # runs that wait or run at one time
-    poll_seconds: float = 10.0  # between two looks at each
+    gpus_per_node: int = 8  # ranks per node; a run uses as many nodes as it needs
+    at_once: int = 1  # runs that wait or run at the same time
+    poll_seconds: float = 10.0  # between two checks of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSpec(NodesSpec):
-    # By long names: partition, ...
+    # By long names, such as partition.
     options: Mapping[str, str] = field(default_factory=dict, metadata={"read": _options})
     setup: tuple[str, ...] = ()  # shell lines before the run: modules, virtual environments
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaySpec(NodesSpec):
-    address: str | None = None  # of the cluster; default: RAY_ADDRESS, or one of this host alone
-    # Of one rank, by Ray's names.
+    address: str | None = None  # of the cluster; default: RAY_ADDRESS, or a new cluster on this host
+    # Per rank, by Ray's names.
     resources: Mapping[str, float] = field(default_factory=lambda: {"GPU": 1.0}, metadata={"read": _resources})
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSpec(NodesSpec):
-    image: str | None = None  # with megalite in it, where `python` finds it
-    claim: str | None = None  # PersistentVolumeClaim that has the output folder, writable by many
-    mount: Path = Path("/runs")  # where this host and the pods have it
-    # Of one rank, by the cluster's names.
+    image: str | None = None  # image with a `python` that can import megalite
+    claim: str | None = None  # PersistentVolumeClaim with the output folder, ReadWriteMany
+    mount: Path = Path("/runs")  # its mount point on this host and in the pods
+    # Per rank, by the cluster's names.
     resources: Mapping[str, float] = field(
         default_factory=lambda: {"nvidia.com/gpu": 1.0}, metadata={"read": _resources}
     )
@@ -260,23 +259,23 @@ class KubernetesSpec(NodesSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _Keys:
-    """Of a sweep.yaml."""
+    """The keys of sweep.yaml."""
 
     preset: str | None = None
-    base: tuple[Path, ...] = ()  # config files, later ones win
-    settings: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _settings})  # over the base, in all
-    ranks: int | None = None  # of every configuration; default tp·pp·cp·dp of each
-    # Axes: key, settings of each value.
+    base: tuple[Path, ...] = ()  # config files; later ones take precedence
+    settings: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _settings})  # of all runs, over base
+    ranks: int | None = None  # of each configuration; default: its tp·pp·cp·dp
+    # Axes: (key, settings of each of its values).
     grid: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = field(default=(), metadata={"read": _grid})
     list: tuple[Mapping[str, Any], ...] = field(default=(), metadata={"read": _listed})
     from_plan: Path | None = None
-    top: int | None = None  # of the plan's entries, from the first on; default all
+    top: int | None = None  # number of the plan's entries, best first; default: all
     exclude: tuple[Condition, ...] = field(default=(), metadata={"read": _conditions})
     only: tuple[Condition, ...] = field(default=(), metadata={"read": _conditions})
-    steps: int = 8  # of each run
-    warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # the first of them, which are not measured
-    timeout: float = 300.0  # seconds that a run may take, its start included
-    # What is predicted to need more is refused.
+    steps: int = 8  # per run
+    warm_up_steps: int = field(default=3, metadata=OR_ZERO)  # number of first steps that are not measured
+    timeout: float = 300.0  # seconds per run, including its start
+    # Runs with a larger predicted memory are refused.
     memory_limit: float | None = field(default=None, metadata={"read": _bytes})
     cluster: str | None = None
     stack: str = "fused"
@@ -293,7 +292,7 @@ class SweepSpec(_Keys):
 
 
 def read_spec(path: Path) -> SweepSpec:
-    """The sweep that a file describes. Paths in it are relative to its folder."""
+    """Read a sweep from a file. Paths in it are relative to its folder."""
     tree = read_yaml(path, kind="sweep")
     found = {name: value for name, value in vars(build(_Keys, tree, f"sweep {path}")).items() if name in tree}
     if not {"grid", "list", "from_plan"} & set(found):
@@ -305,7 +304,7 @@ def read_spec(path: Path) -> SweepSpec:
         if name in found:
             found[name] = path.parent / found[name]
     found["base"] = tuple(path.parent / each for each in found.get("base", ()))
-    # A name, unless there is such a file beside the sweep.
+    # These are names, unless such a file exists beside the sweep.
     for name in ("cluster", "stack"):
         if name in found and (path.parent / found[name]).is_file():
             found[name] = str(path.parent / found[name])

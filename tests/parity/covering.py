@@ -1,11 +1,11 @@
-"""A covering set of layouts: every two values of two factors that go together are together in some row.
+"""A covering set of layouts: each compatible pair of values of two factors is in some row.
 
-The rows that there are stay while they are legal. Others are made for pairs that no row has, those that take most ranks
-first: of some legal rows drawn around the pair, the one with the most new pairs for its price. Then rows are left out and
-made cheaper with no pair lost, and rows with new triples follow up to the number wanted.
+Existing rows stay while they are legal. Rows are added for missing pairs, those with most ranks first: from a few
+random legal rows with the pair, the one with the most new pairs per price is chosen. Then rows are removed and made
+cheaper without losing a pair, and rows with new triples are added up to the wanted number.
 
-The choice takes minutes, so the rows stand in layouts.txt; `python -m tests.parity.covering` writes them again after
-a factor or a rule of the config has changed. Tests see that they are legal and cover what they must."""
+The search takes minutes, so layouts.txt stores the rows; `python -m tests.parity.covering` writes them again after
+a factor or a rule of the config has changed. Tests check that they are legal and cover all pairs."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ FILE = Path(__file__).with_name("layouts.txt")
 AT_LEAST = 202
 
 SEED = 20
-DRAWN = 30  # legal rows to choose each from
-ROUNDS = 20  # of leaving out and changing
-SIZES = ("layers", "micro", "batch")  # what makes a row large
+DRAWN = 30  # legal rows per choice
+ROUNDS = 20  # rounds of removing and changing rows
+SIZES = ("layers", "micro", "batch")  # factors that set a row's size
 TRIPLES = ("tp", "sp", "cp", "ep", "etp", "pp", "vpp", "dp", "strategy", "recompute", "family")
 
-Part = tuple[tuple[str, str], ...]  # some factors and their values; a pair has two
+Part = tuple[tuple[str, str], ...]  # (factor, value) of some factors; a pair has two
 Parts = Callable[[Row], Iterator[Part]]
 
 PLAIN: Row = {factor: next(iter(values)) for factor, values in FACTORS.items()}
@@ -36,13 +36,13 @@ ONE_CHUNK = ("pb", "gpipe", "zb-h1", "zb-h2")
 
 
 def _stages(values: Mapping[str, str]) -> int:
-    """The fewest virtual stages of a pipeline that has these values and is none of one stage."""
+    """The fewest virtual stages of a pipeline with these values and more than one stage."""
     several = values.get("vpp") == "2" or values.get("schedule") in SEVERAL_CHUNKS
     return int(values.get("pp", "2")) * (2 if several else 1)
 
 
 def cannot_be(pair: Part) -> bool:
-    """The pairs that no legal layout has, each for a reason."""
+    """Whether no legal layout has the pair, for one of these reasons."""
     values = dict(pair)
     dense = values.get("family", MOE[0]) not in MOE
     fewest = dict.fromkeys(AXES, "1") | ({"cp": "4"} if values.get("cp_comm") == "a2a+p2p" else {})
@@ -84,7 +84,7 @@ PAIRS: tuple[Part, ...] = tuple(
     )
     if not cannot_be(pair)
 )
-"""What is to be covered."""
+"""All pairs to cover."""
 GRIDS = [
     dict(zip(AXES, sizes, strict=True))
     for sizes in itertools.product(*(FACTORS[axis] for axis in AXES))
@@ -98,10 +98,10 @@ def _ranks(row: Row) -> int:
 
 
 def _grids(generator: random.Random, row: Row, fixed: Mapping[str, str]) -> list[Row]:
-    """The grids that a row with the fixed values may have. Where a value of the row needs company, it gets it, or gives way
-    if the company is fixed otherwise."""
+    """The grids that a row with the fixed values may have. A value that requires another value gets it, or is replaced
+    if that conflicts with a fixed one."""
     grids = [grid for grid in GRIDS if all(grid.get(axis, value) == value for axis, value in fixed.items())]
-    for factor in reversed(FACTORS):  # of two that need one another, the one that needs comes later in the table
+    for factor in reversed(FACTORS):  # a factor that requires another comes later in the table
         needed, among = COMPANY.get((factor, row[factor]), ("", ()))
         if needed in AXES:
             fitting = [grid for grid in grids if grid[needed] in among]
@@ -117,8 +117,9 @@ def _grids(generator: random.Random, row: Row, fixed: Mapping[str, str]) -> list
 
 
 def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
-    """A legal row with the fixed values, or None if this draw gave none. Each factor is plain in half of the draws,
-    else any of its values: so all rows can come, and most are legal. Sizes are the cheapest that fill it in half of them."""
+    """A random legal row with the fixed values, or None if this draw is not legal. Each factor has its plain value in
+    half of the draws, else a random one, so that all rows are possible and most are legal; sizes are minimal in half of
+    the draws."""
     row = {}
     for factor, values in FACTORS.items():
         plain = factor != "family" and generator.random() < 0.5
@@ -133,7 +134,7 @@ def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
 
 
 def pairs_of(row: Row) -> Iterator[Part]:
-    """The pairs that a row covers."""
+    """The pairs in a row."""
     return itertools.combinations(row.items(), 2)
 
 
@@ -142,7 +143,7 @@ def _triples_of(row: Row) -> Iterator[Part]:
 
 
 def name_of(row: Row) -> str:
-    """Family first, then whatever is not plain."""
+    """A row's name: its family, then all values that are not plain."""
     return " ".join([row["family"], *(f"{k}={v}" for k, v in row.items() if k != "family" and v != PLAIN[k])])
 
 
@@ -180,7 +181,7 @@ def covering_rows(at_least: int) -> list[Row]:
 
 
 class Table:
-    """Rows, and in how many of them each pair is."""
+    """Rows, with the number of rows per pair."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows: list[Row] = []
@@ -198,17 +199,17 @@ class Table:
         self.rows[self.rows.index(row)] = other
 
     def alone(self, row: Row) -> int:
-        """The number of its pairs that no other row has."""
+        """The number of pairs that only this row has."""
         return sum(self.counts[pair] == 1 for pair in pairs_of(row))
 
     def may_replace(self, row: Row, other: Row) -> bool:
-        """No pair is lost."""
+        """Whether no pair is lost."""
         given_up = (pair for pair in pairs_of(row) if any(other[factor] != value for factor, value in pair))
         return all(self.counts[pair] != 1 for pair in given_up) and other not in self.rows and _is_legal(other)
 
     def leave_out(self, row: Row) -> None:
-        """If others can have the pairs that it has alone, for less than its price."""
-        if row not in self.rows:  # it has been changed meanwhile
+        """Replace a row if other rows can take over its unique pairs for less than its price."""
+        if row not in self.rows:  # changed in this round
             return
         before, left = (list(self.rows), self.counts.copy()), price(row)
         self.rows.remove(row)
@@ -226,7 +227,7 @@ class Table:
             self.replace(old, new)
 
     def wander(self, generator: random.Random) -> None:
-        """Change values at random, where no pair is lost and the price is hardly higher: it opens new ways to leave rows out."""
+        """Change values at random if no pair is lost and the price hardly grows: then other rows may become redundant."""
         singles = [(factor, value) for factor, values in FACTORS.items() for value in values]
         for _ in range(30 * len(self.rows)):
             row = generator.choice(self.rows)
@@ -236,7 +237,7 @@ class Table:
 
 
 def _is_row(row: Row) -> bool:
-    """Its factors and values are still those of the table."""
+    """Whether the row's factors and values are still in the table."""
     return row.keys() == FACTORS.keys() and all(row[factor] in values for factor, values in FACTORS.items())
 
 
@@ -251,19 +252,18 @@ def _legal(items: Part) -> bool:
 
 
 def _fills(row: Row) -> bool:
-    """Each stage has a layer, and each data-parallel rank two microbatches, if the batch has so many samples for it; a pipeline
-    has one a stage, and where that is cheap two: on eight ranks and in deep pipelines one shows the pair, and `ODD` of
-    test_parity has the full ones."""
+    """Whether each stage has a layer, and each data-parallel rank two microbatches if the batch allows it. A pipeline
+    needs one microbatch per stage, or two if that is cheap: on eight ranks and in deep pipelines one is enough for the
+    pair, and `ODD` in test_parity has complete ones."""
     samples, stages = int(row["batch"]) // int(row["dp"]), int(row["pp"])
     enough = min(2, samples) if stages == 1 else max(stages, 4 if _ranks(row) < MAX_WORLD else 2)
     return samples // int(row["micro"]) >= enough and int(row["layers"]) >= stages * int(row["vpp"])
 
 
 def price(row: Row) -> float:
-    """About how long the row takes; fitted to measured times, a unit is some 10 ms. Each rank costs something, more where it
-    has several chunks or a product in its optimizer, and to search for a schedule costs it time, too. Each layer of a
-    microbatch costs its computation and, above all, the collectives in it, of which one costs the machine the square of the
-    ranks in it."""
+    """Estimated duration of a row, fitted to measured times in units of about 10 ms. Each rank has a cost, with
+    additions for several chunks, matrix products in the optimizer and a schedule search. Each layer of a microbatch
+    costs its computation and, above all, its collectives, which grow with the square of their ranks."""
     group, passes = int(row["tp"]) * int(row["cp"]), int(row["layers"]) * int(row["batch"]) // int(row["micro"])
     rank = 7 + 3 * (row["vpp"] == "2") + 2.5 * (row["optimizer"] in ("muon", "soap")) + 12 * (row["schedule"] == "auto")
     layer = 1 + group + group**2 / 2 + 1.5 * (int(row["cp"]) - 1)

@@ -1,4 +1,4 @@
-"""The factors of the parity matrix: one table of what is varied, and what each value sets."""
+"""The factors of the parity matrix: one table of values and their settings."""
 
 from typing import Any
 
@@ -179,8 +179,8 @@ COMPANY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("recompute", "latents"): ("family", ("deepseek-v3",)),
     ("strategy", "hybrid3-late"): ("dp", ("4",)),
 }
-"""Values that have no effect alone, and the factor that must have one of some values beside them. It only guides the
-draw: what is legal, the validator decides."""
+"""Values that have no effect alone -> the factor that needs one of some values. It only guides the random draw: the
+validator decides which layouts are legal."""
 
 Row = dict[str, str]  # Factor -> value
 
@@ -199,8 +199,8 @@ def world_of(settings: Settings) -> int:
 
 
 def refusal(settings: Settings) -> str | None:
-    """Why a layout is not legal, or None; everything set beyond `TINY` counts as asked for. Where a schedule is
-    searched for, the default one stands for it: a search takes long and always finds one."""
+    """Return why a layout is not legal, or None; all settings beyond `TINY` count as set by the user. The default
+    schedule replaces `auto`, of which the search is slow and always succeeds."""
     world = world_of(settings)
     if world > MAX_WORLD:
         return f"world {world}"
@@ -209,7 +209,7 @@ def refusal(settings: Settings) -> str | None:
         config = replace(RunConfig(), **{**TINY, **settings})
         config = validate(config, world, explicit=frozenset(settings), problems=problems)
         problems.raise_all()
-        if problems.idle:  # the twin of a layout without it
+        if problems.idle:  # equals a layout without the idle setting
             return next(iter(problems.idle.values()))
         if config.parallel.schedule_name == "auto":
             config = replace(config, pipeline_schedule="interleaved" if config.parallel.vpp > 1 else "1f1b")

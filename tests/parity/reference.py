@@ -1,11 +1,11 @@
-"""The one-rank runs that layouts are held against, each made once."""
+"""One-rank runs that layouts are compared with, each run once."""
 
 from megalite.parity.trajectory import Trajectory, one_rank_trajectory, plain
 from tests.parity.factors import Settings, world_of
 from tests.support.tiny import tiny_config
 
 STEPS = 2
-"""The gradients of the second one, and the weights and the evaluation after it, depend on all that a step leaves."""
+"""Gradients of the second step, and weights and evaluation after it, depend on all state that a step leaves."""
 TOLERANCE = 1e-9
 
 _made: dict[str, Trajectory] = {}

@@ -1,4 +1,4 @@
-"""The comparison itself: what counts as a difference, and what it is called."""
+"""The comparison: which differences count, and their messages."""
 
 import dataclasses
 import json
@@ -25,11 +25,11 @@ from megalite.parity.trajectory import CopiesDifferError, RankTrajectory, Scalar
 from tests.support.same import NumbersDifferError, require_same
 from tests.support.tiny import tiny_config
 
-POOL = cast(RankPool, None)  # where no layout is to run
+POOL = cast(RankPool, None)  # no layout runs
 
 
 def trajectory(**changes: float) -> Trajectory:
-    """Two steps of made-up numbers, some of them changed."""
+    """Two steps of synthetic numbers, some of them changed."""
     values = {"loss": 4.0, "norm": 2.0, "balance": 0.5, "a": 1.0, "zero": 1e-17, "weight": 0.3, "evaluation": 3.0}
     v = {**values, **changes}
     first = Scalars(loss=4.5, grad_norm=2.5, auxiliary={"load_balancing_loss": 0.5})

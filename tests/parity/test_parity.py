@@ -21,7 +21,7 @@ GROUPS: dict[str, Settings] = {
     "LATENT": LATENT,
     "Z1": Z1,
     "TWO": TWO,
-    "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # of eight ranks in each collective
+    "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # for collectives over eight ranks
     "SIX": {"global_batch_size": 6},
     "RAMP": {"rampup_batch_size": [4, 4, 8], "global_batch_size": 12},
     "STEPWISE": {"step_batch_size_schedule": "0:4 64:8", "global_batch_size": None},
@@ -95,8 +95,8 @@ mixtral-uneven: mixtral pp=2 ep=2 dp=2 pipeline_layers=[3,1] moe_aux_loss_coeff=
 """,
     GROUPS,
 )
-"""Sizes that the factors leave out. Of `experts-over-tp` the ranks with the same experts are those of tensor parallelism,
-which layers use in the last backward: sums beside the program must not meet what layers exchange."""
+"""Sizes that the factors leave out. In `experts-over-tp`, ranks with the same experts are tensor-parallel ranks, which
+layers use in the last backward: overlapped sums must not interfere with the layers' collectives."""
 
 ROWS = rows_on_file()
 
@@ -105,8 +105,8 @@ AXES_OF_GROUPS = ("rank_order", "tp", "cp", "pp", "dp", "ep", "etp", "dp_instanc
 
 
 def groups_of(settings: Settings) -> tuple[int, list[str]]:
-    """Where these are alike the process groups are: the ranks of the pool make none again, nor, where the number of ranks
-    is the same, a new job."""
+    """Layouts that agree in these values have the same process groups, so the pool's ranks reuse them, and the job if the
+    number of ranks is equal."""
     return world_of(settings), [str(settings.get(axis)) for axis in AXES_OF_GROUPS]
 
 
@@ -116,7 +116,7 @@ LAYOUTS = dict(sorted({**NAMED, **ODD}.items(), key=lambda item: groups_of(item[
 
 @pytest.mark.parametrize("name", LAYOUTS, ids=list(LAYOUTS))
 def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
-    """And uses nothing before it has come, nor writes into what is on its way."""
+    """Parity with the sanitizer: no tensor is used before it has arrived, or changed while it is sent."""
     settings = {**LAYOUTS[name], "sanitize_communication": True}
     world = world_of(settings)
     ours = whole(run_ranks(world, rank_trajectory, tiny_config(world, **settings), STEPS))

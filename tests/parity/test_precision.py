@@ -1,8 +1,8 @@
 """bf16 and fp16 in any layout follow the fp32 run of one rank.
 
-Both keep fp32 main parameters and gradients, so what differs is the rounding of weights, activations and messages: 2^-9
-and 2^-12 of each value. Twelve small steps (each of 2e-4 an element: with a larger rate the fp32 run itself would amplify
-a difference in the last bit) must stay on the fp32 trajectory: losses close, and the main parameters moved the same way.
+Both have fp32 main parameters and gradients, so only weights, activations and messages are rounded, by 2^-9 and 2^-12 of
+each value. Twelve small steps (2e-4 per element: with a larger rate the fp32 run itself would amplify a difference in the
+last bit) must follow the fp32 trajectory: losses are close, and main parameters move in the same direction.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ MODELS: dict[str, Settings] = {
     "qwen": {**FAMILIES["qwen"], "num_layers": 2},
     "mixtral": {**FAMILIES["mixtral"], **LOSSES, "num_layers": 2},
 }
-"""As small as the layouts allow: each layer and microbatch of the many steps costs its collectives."""
+"""The smallest sizes that the layouts allow, as each layer and microbatch of the many steps costs its collectives."""
 LAYOUTS: dict[tuple[str, str], tuple[str, Settings]] = {
     ("gpt-tp2-sp", "bf16"): ("gpt", {"tp": 2, "sequence_parallel": True}),
     ("gpt-pp2-vpp2-dp2", "bf16"): ("gpt", {"pp": 2, "vpp": 2, "dp": 2, **Z1}),
@@ -42,7 +42,7 @@ LAYOUTS: dict[tuple[str, str], tuple[str, Settings]] = {
 
 
 def moved(context: RankContext, world: int, settings: Settings) -> dict[str, Any]:
-    """Losses of the steps, and the main parameters before and after."""
+    """Losses of the steps, and main parameters before and after."""
     runner = Runner(build(context, tiny_config(world, **SCHEDULE, **settings)))
     first = local_parts(runner.replica, "main_param")
     losses = [runner.step().loss for _ in range(STEPS)]
@@ -50,7 +50,7 @@ def moved(context: RankContext, world: int, settings: Settings) -> dict[str, Any
 
 
 def path(ranks: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """(losses, how far every main parameter moved, in one vector)."""
+    """(losses, change of all main parameters as one vector)."""
     first, last = (assemble([rank[moment] for rank in ranks]) for moment in ("first", "last"))
     return np.array(ranks[0]["losses"]), np.concatenate([(last[k] - first[k]).ravel() for k in sorted(last)])
 
@@ -62,9 +62,9 @@ def exact() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-# Measured over all rows and twenty steps: losses off by at most 0.95e-3 (bf16) and 1.3e-4 (fp16), cosine at least 0.9990
-# and 0.9996, length within 0.14 %. The bounds leave about three times that. Without main parameters the bf16 weights would
-# hardly move: their steps are 4e-4.
+# Measured over all rows and twenty steps: losses differ by at most 0.95e-3 (bf16) and 1.3e-4 (fp16), cosine at least
+# 0.9990 and 0.9996, length within 0.14 %. The bounds are about three times that. Without main parameters the bf16
+# weights would hardly change, as their steps are 4e-4.
 BOUNDS = {"bf16": (3e-3, 0.997), "fp16": (4e-4, 0.999)}
 
 

@@ -1,4 +1,4 @@
-"""Any preset in any layout comes down to a laptop's size, and keeps what it is."""
+"""Each preset in any layout shrinks to a laptop's size and keeps its features."""
 
 import random
 from itertools import cycle, pairwise
@@ -142,7 +142,7 @@ def test_every_switch_of_optimizer_and_strategy_is_kept(line: str) -> None:
     config = shrink(invocation.config, explicit=invocation.explicit).config
     assert config.optimizer.optimizer == before["optimizer"]
     wanted = invocation.explicit - {"preset"}
-    # A plain run has another strategy, and none of the settings of this one.
+    # A plain run has another strategy, without this one's settings.
     of_strategy = {"dp_strategy", "fusion_threshold_mb", "shard_gradients", "server_chunk_mb"}
     for settings, least in ((values_of(config), wanted), (values_of(plain(config)), wanted - of_strategy)):
         assert {name for name in least if settings[name] != before[name]} == set()

@@ -1,4 +1,4 @@
-"""The cases of `make rehearse-cuda`: every one is a run that could start; where torch has CUDA, some are run."""
+"""The cases of `make rehearse-cuda`: each config is legal; with a CUDA build of torch some of them run."""
 
 import shutil
 import sys

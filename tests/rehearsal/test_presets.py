@@ -1,7 +1,7 @@
-"""Presets of unlike architectures in the layout that one would give it, up to 16,384 ranks: both corners of the first and the
-last place.
+"""Presets of different architectures in realistic layouts of up to 16,384 ranks: both corners of the first and the
+last pipeline rank.
 
-Layers of a stage are alike, and so are microbatches: few stand for all. Their number divides as the preset's does."""
+Layers of a stage are equal, and so are microbatches, so few are enough; their number divides as the preset's does."""
 
 import pytest
 

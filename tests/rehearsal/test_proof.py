@@ -1,4 +1,4 @@
-"""Faults planted into what ranks do are found and named; the clean program has none."""
+"""Faults injected into ranks' operations are found and named; correct programs have none."""
 
 import json
 import multiprocessing
@@ -65,7 +65,7 @@ def test_workers_find_the_same() -> None:
 
 
 def test_a_worker_that_dies_is_an_error_that_says_what_to_do() -> None:
-    others = set(multiprocessing.active_children())  # ranks that further tests run on
+    others = set(multiprocessing.active_children())  # the rank pool of other tests
 
     def kill_others(count: int, total: int) -> None:
         for worker in set(multiprocessing.active_children()) - others:
@@ -101,7 +101,7 @@ def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.Monke
 
 
 def test_a_swapped_pair_is_found_and_named() -> None:
-    """Two operations of rank 1, next to each other on one communicator and unlike, change places."""
+    """Swap two different adjacent operations of rank 1 on one communicator."""
     config = tiny_config(4, tp=2, dp=2, **Z1)
     ranks = {rank: rehearse(config, rank).journal for rank in range(4)}
     assert list(mismatches(ranks)) == [] and deadlock(ranks) is None
@@ -120,7 +120,7 @@ def test_a_swapped_pair_is_found_and_named() -> None:
 
 
 def journal_of(*steps: str) -> Journal:
-    """`a` starts an operation over ranks 0 and 1 on communicator a and waits for it, `+a` only starts, `-a` waits for it."""
+    """`a` starts an operation over ranks 0 and 1 on communicator a and waits for it; `+a` only starts, `-a` waits."""
     journal, works = Journal(Device()), dict[str, Any]()
     for word in steps:
         name = word.strip("+-")
@@ -144,7 +144,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-1's gathers run under the forward, but not if the token count goes behind them on their communicator."""
+    """ZeRO-1's gathers overlap with the forward, unless the token count follows them on their communicator."""
     config = tiny_config(4, tp=2, dp=2, **Z1)
     found = rehearse(config, 0)
     assert covered(found.journal, found.second_step) == []
@@ -158,7 +158,7 @@ def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3's come and go among reduce-scatters: neither is to end with the other."""
+    """ZeRO-3's gathers alternate with reduce-scatters, without waiting for each other."""
     config = tiny_config(4, dp=4, dp_strategy="fully-sharded", num_layers=4)
     found = rehearse(config, 0)
     assert covered(found.journal, found.second_step) == []
@@ -184,7 +184,7 @@ def test_corners() -> None:
             r"async-parameter-server .*--dp-strategy parameter-server",
         ),
         ({"tp": 2, "optimizer": "muon"}, None, r"muon .* tp 2 .*--tp 1 --dp-strategy all-reduce"),
-        ({"dp": 2}, 2, "--rank 2 is not one of 2 ranks; give 0 to 1"),
+        ({"dp": 2}, 2, "--rank 2 is not one of 2 ranks; use 0 to 1"),
     ],
 )
 def test_what_cannot_be_rehearsed(settings: dict[str, Any], rank: int | None, message: str) -> None:
@@ -214,10 +214,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert {"group": "background", "operation": "gather_json", "dtype": "uint8", "count": 4, "bytes": 0} in rank[
         "save"
     ]["communication"]
-    half = 32 * 64 * 2 // 2  # of a message, on each of the two tensor-parallel ranks
+    half = 32 * 64 * 2 // 2  # a message's half on each of two tensor-parallel ranks
     message = {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * half}
     assert message in rank["communication"]
-    # The receivers of an edge expect less than is sent.
+    # An edge's receiver expects less than is sent.
     record = RehearsedGroup._record
 
     def smaller(group: RehearsedGroup, name: str, tensor: torch.Tensor) -> Any:

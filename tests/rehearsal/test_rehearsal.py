@@ -1,4 +1,4 @@
-"""What a rehearsed rank does is what a real one does: operations, memory, and where the host waits."""
+"""A rehearsed rank equals a real one in operations, memory and host waits."""
 
 import dataclasses
 import itertools
@@ -42,7 +42,7 @@ def rehearsed(layout: str, rank: int, **changes: Any) -> Rehearsal:
 
 
 class Recording(Heartbeat):
-    """Writes down what every group starts: (kind, operation, bytes)."""
+    """Records what each group starts: (kind, operation, bytes)."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str, int]] = []
@@ -61,7 +61,7 @@ class _RecordingLane(Lane):
 
 
 def real_operations(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[str, str, int]]:
-    """Of the second step on gloo."""
+    """Operations of the second step on gloo."""
     config, recording = tiny_config(world, **settings), Recording()
     topology = context.topology_of(config)
     groups = {
@@ -79,7 +79,7 @@ def real_operations(context: RankContext, world: int, settings: dict[str, Any]) 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"tp2-dp2-zero"}))
 def test_operations_are_those_of_a_real_step(layout: str) -> None:
-    """In each group the same ones in the same order, on every rank; of those with unequal parts only the number."""
+    """Each group has the same operations in the same order on every rank; for uneven parts only their number is equal."""
     world, settings = LAYOUTS[layout]
     for rank, real in enumerate(run_ranks(world, real_operations, world, settings)):
         found = rehearsed(layout, rank)
@@ -98,7 +98,7 @@ def test_operations_are_those_of_a_real_step(layout: str) -> None:
 
 
 class CpuMemory(TorchDispatchMode):
-    """`Memory` of real tensors."""
+    """`Memory` for real tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class CpuMemory(TorchDispatchMode):
 
 
 def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """(built, peak) of two real steps on the CPU, without the memory that stands for sockets."""
+    """(built, peak) of two real steps on the CPU, without shared-memory buffers."""
     settings, watched = {**settings, "shared_memory_collectives": False}, CpuMemory()
     with watched:
         runner = Runner(build(context, tiny_config(world, **settings)))
@@ -125,7 +125,7 @@ def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> t
 
 @pytest.mark.parametrize("layout", ["tp2-sp-pp2", "zb-v", "dp2-ep2"])
 def test_memory_is_that_of_a_real_step(layout: str) -> None:
-    """Without ZeRO: its exchange on gloo takes a buffer that NCCL does not need."""
+    """Without ZeRO, of which the exchange on gloo takes a buffer that NCCL does not need."""
     world, settings = LAYOUTS[layout]
     larger = {"hidden_size": 128, "seq_length": 64, "precision": "fp32", "ffn_hidden_size": 512}
     for rank, (built, peak) in enumerate(run_ranks(world, real_memory, world, {**settings, **larger})):
@@ -136,7 +136,7 @@ def test_memory_is_that_of_a_real_step(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
-    """Of a model with tensors that are large compared with the allocator's blocks."""
+    """For a model with tensors much larger than the allocator's blocks."""
     larger = {"hidden_size": 2048, "ffn_hidden_size": 8192, "vocab_size": 32000, "precision": "bf16"}
     world, settings = LAYOUTS[layout]
     config = tiny_config(world, **{**settings, **larger, "ddp_bucket_size": 40_000_000})
@@ -148,7 +148,7 @@ def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
 
 
 def test_a_sharded_model_is_never_whole() -> None:
-    """ZeRO-3 draws, cuts and frees a unit before the next one has memory."""
+    """ZeRO-3 initialises, shards and frees a unit before the next one is allocated."""
     larger = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_layers": 16, "vocab_size": 1024, "precision": "bf16"}
     found = rehearse(tiny_config(64, dp=64, dp_strategy="fully-sharded", global_batch_size=64, **larger), 0)
     weights = 2 * found.parameters
@@ -182,8 +182,8 @@ AGAIN: dict[str, dict[str, Any]] = {
     [*((experts, "kept") for experts in EXPERTS), *itertools.product(("here", "elsewhere"), ("full", "selective"))],
 )
 def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) -> None:
-    """In the forward of each MoE layer and microbatch, and not where that is recomputed. In the backward it reads what has
-    come long before."""
+    """The host waits in the forward of each MoE layer and microbatch, except when recomputed; the backward reads copies
+    that arrived long before."""
     world, settings, waits = EXPERTS[experts]
     found = rehearse(tiny_config(world, **settings, **AGAIN[again]), 0)
     passes = 2 * 8 // settings.get("dp", 1)
@@ -191,7 +191,7 @@ def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) 
         count for (place, _), count in found.synchronisations.items() if place.startswith("models/moe/dispatch.py")
     ]
     assert sum(in_dispatch) == waits * passes
-    if experts == "padded":  # for loss and norm alone
+    if experts == "padded":  # for loss and norm only
         assert list(found.synchronisations.values()) == [1]
     late = list(found.late_reads.values())
     assert [count for count, _ in late] == [] if waits or experts == "padded" else [passes]
@@ -223,7 +223,7 @@ def test_a_save_writes_the_files_of_a_real_one(layout: str, tmp_path: Path) -> N
     written = {path.name: path.stat().st_size for path in tmp_path.glob("step-*/*.safetensors")}
     found = [rehearsed(layout, rank).save for rank in range(world)]
     assert {name: size for save in found for name, size in save.files.items()} == written
-    # Each tensor comes to the host as it is written, and once before it is asked whether all are finite.
+    # Each tensor is copied to the host when it is written, and all are first checked for finite values.
     entries = [sum(save.synchronisations.values()) for save in found]
     assert all(count > 10 for count in entries)
 
@@ -234,7 +234,7 @@ def test_an_asynchronous_save_holds_copies_of_all_that_is_written() -> None:
     found = rehearse(config, 1).save
     assert found.copies_bytes == rehearsed("tp2-dp2-zero", 1).save.copies_bytes
     assert found.copies_bytes == pytest.approx(sum(found.files.values()), rel=0.1)
-    assert sum(found.synchronisations.values()) == 4  # for what is finite, what others say of it, and the copies
+    assert sum(found.synchronisations.values()) == 4  # the finite check, the exchange of its result, and the copies
 
 
 def test_memory_is_rounded_as_the_allocator_does_and_freed_storages_come_back() -> None:

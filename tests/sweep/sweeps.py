@@ -27,7 +27,7 @@ GRID: dict[str, Any] = {"tp": [1, 2], "pp": [1, 2]}
 
 
 def write_sweep(folder: Path, **keys: Any) -> Path:
-    """A sweep.yaml of the tiny model; `keys` go over a grid of four layouts on 2 ranks, None takes a key out."""
+    """Write a sweep.yaml of the tiny model; `keys` override a grid of four layouts on 2 ranks, None removes a key."""
     tree = {"settings": MODEL, "ranks": 2, "grid": GRID, "steps": 3, "warm_up_steps": 1} | keys
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}, sort_keys=False))
@@ -37,13 +37,13 @@ def write_sweep(folder: Path, **keys: Any) -> Path:
 def read_runs(
     path: Path, *, machine: Machine | None = None, memory_limit: float | None = None
 ) -> tuple[SweepSpec, tuple[Run, ...]]:
-    """The sweep in a file and its checked runs."""
+    """The sweep of a file and its validated runs."""
     spec = read_spec(path)
     return spec, check_all(expand(spec), memory_limit=memory_limit, machine=machine)
 
 
 def results_of(folder: Path, runs: tuple[Run, ...], launcher: NodesLauncher, *, timeout: float) -> dict[str, Result]:
-    """Of the sweep of `write_sweep` in the folder, run to its end."""
+    """Results of the sweep of `write_sweep` in the folder, run to its end."""
     store = Store.open(folder / "out", read_runs(folder / "sweep.yaml")[0], "test")
     keys: dict[str, Any] = {"warm_up": 1, "timeout": timeout, "limit": None, "retry": False}
     try:
@@ -54,14 +54,14 @@ def results_of(folder: Path, runs: tuple[Run, ...], launcher: NodesLauncher, *, 
 
 
 def put_programs(folder: Path, programs: Mapping[str, str]) -> None:
-    """Programs of a few lines of shell each, by name."""
+    """Write short shell programs, by name."""
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(stat.S_IRWXU)
 
 
 def measured(run: Run, seconds: float, **changes: Any) -> Result:
-    """A good result of a run with steps of so many seconds."""
+    """A successful result with steps of `seconds`."""
     return Result(
         **{
             "key": run.key,

@@ -1,4 +1,4 @@
-"""From a sweep to configurations: grid, list, plan, conditions, what the sweep decides itself, and checks before it runs."""
+"""From a sweep to configurations: grid, list, plan, conditions, fixed settings, and checks before any run."""
 
 import dataclasses
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_conditions_see_what_the_base_says(tmp_path: Path) -> None:
     assert expand(read_spec(path)).left_out == 1
     path = write_sweep(tmp_path, only=["dp == 1"])  # of the 2 ranks
     assert layouts(path) == [(1, 2), (2, 1)]
-    with pytest.raises(ConfigError, match="exclude and only leave none of 4 configurations"):
+    with pytest.raises(ConfigError, match="exclude and only remove all 4 configurations"):
         expand(read_spec(write_sweep(tmp_path, exclude=["tp > 0"])))
 
 
@@ -89,8 +89,8 @@ def test_a_grid_that_is_a_slip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best: []", "has no plans: a list of settings; it holds 'best'"),
-        ("plans: []", "plans takes a list with something in it"),
+        ("best: []", "has no list of plans, only 'best'"),
+        ("plans: []", "plans takes a list that is not empty"),
         ("plans: [3]", "plan 1 takes `name: value` lines"),
         ("plans: [{tpp: 3}]", "plan 1: unknown section or key tpp"),
     ],
@@ -104,10 +104,10 @@ def test_bad_plans(text: str, message: str, tmp_path: Path) -> None:
 def test_the_plan_that_trains_is_not_the_list_of_plans(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("tp: 2\npp: 4\n")
     path = write_sweep(tmp_path, grid=None, from_plan="plan.yaml")
-    with pytest.raises(ConfigError, match=r"plan.yaml has no plans: a list of settings; it holds 'tp, pp'$"):
+    with pytest.raises(ConfigError, match=r"plan.yaml has no list of plans, only 'tp, pp'$"):
         expand(read_spec(path))
     (tmp_path / "plan-alternatives.yaml").write_text("plans: [{tp: 2}]")
-    with pytest.raises(ConfigError, match=r"use plan-alternatives.yaml, which lies beside it$"):
+    with pytest.raises(ConfigError, match=r"use plan-alternatives.yaml beside it$"):
         expand(read_spec(path))
 
 
@@ -133,7 +133,7 @@ def load_from(text: str, folder: Path) -> RunConfig:
     return files.load(folder / "dumped.yaml")
 
 
-# Checks before anything runs.
+# Checks before any run.
 
 
 def test_refused_ones_say_why_and_the_others_go_on(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_times_are_those_of_predict(tmp_path: Path) -> None:
         if run.refused is None:
             assert run.predicted is not None
             assert run.predicted.step_seconds == predict(run.config, machine.cluster, machine.stack).step_seconds
-    # A precision that the cluster has no figure for is refused, and ends nothing.
+    # A precision that the cluster has no peak for is refused; the sweep continues.
     slow = write_sweep(tmp_path, settings=MODEL | {"precision": "bf16"}, ranks=1, grid={"tp": [1]})
     v100 = read_machine("v100", "fused")
     _, (run,) = read_runs(slow, machine=v100)
@@ -209,7 +209,7 @@ def test_the_same_configuration_is_one_run(tmp_path: Path) -> None:
 def test_what_all_runs_change_alike_is_recorded_too(tmp_path: Path) -> None:
     entries = [{"tp": 2, "micro_batch_size": 4}, {"tp": 1, "micro_batch_size": 4, "seq_length": 16}]
     _, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
-    # seq_length is as in the base; tp sets the runs apart, and makes their names.
+    # seq_length is as in the base; tp distinguishes the runs, so the labels use it.
     assert [run.settings for run in runs] == [{"micro_batch_size": 4, "tp": 2}, {"micro_batch_size": 4, "tp": 1}]
     assert [run.label for run in runs] == ["tp 2", "tp 1"]
     _, (alone,) = read_runs(write_sweep(tmp_path, grid=None, list=entries[:1]))
@@ -239,7 +239,7 @@ def test_the_vocabulary_of_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_predictions_are_those_of_configurations_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte and to the last digit, where all share what they agree in and where none shares anything."""
+    """Cached parts give exactly the same numbers as separate predictions."""
     axes = {"tp": [1, 2], "pp": [1, 2], "micro_batch_size": [1, 2], "recompute_granularity": ["none", "full"]}
     axes |= {"dp_strategy": ["all-reduce", "distributed-optimizer", "fully-sharded"], "vpp": [1, 2]}
     settings = MODEL | {"global_batch_size": 16, "optimizer": "muon", "num_experts": 4}

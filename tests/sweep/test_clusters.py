@@ -1,4 +1,4 @@
-"""Jobs of Kubernetes, with a kubectl that is a few lines of shell, and tasks of Ray, on a cluster of this host."""
+"""Kubernetes jobs with a kubectl of a few shell lines, and Ray tasks on a cluster of this host."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tests.sweep.sweeps import MODEL, put_programs, read_runs, results_of, write
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Run, ...]:
-    """Two, of two ranks each."""
+    """Two runs of two ranks each."""
     return read_runs(write_sweep(tmp_path, grid={"tp": [1, 2]}))[1]
 
 
@@ -35,7 +35,7 @@ Cluster = Callable[[str], Path]
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Puts a kubectl on the path, with the status of all jobs; returns the folder where it notes what it was asked."""
+    """Put a kubectl on the path that reports a status for all jobs; return the folder in which it logs its arguments."""
     pods, programs = tmp_path / "pods", tmp_path / "bin"
     pods.mkdir()
     programs.mkdir()
@@ -89,7 +89,7 @@ def test_a_manifest_is_an_indexed_job_with_words_as_they_are(runs: tuple[Run, ..
 
 
 def as_the_pod_sees(container: dict[str, Any], *, index: str) -> tuple[list[str], dict[str, str]]:
-    """Its words and variables, replaced as Kubernetes does: $$ is a dollar, $(NAME) a variable."""
+    """The container's arguments and variables, expanded as by Kubernetes: $$ is a dollar, $(NAME) a variable."""
 
     def seen(word: str) -> str:
         parts = [part.replace("$(JOB_COMPLETION_INDEX)", index) for part in word.split("$$")]
@@ -110,7 +110,7 @@ def test_jobs_are_created_followed_and_deleted(cluster: Cluster, runs: tuple[Run
     pods = cluster('{"status": {"ready": 2, "conditions": [{"type": "Complete", "status": "True"}]}}')
     results = results_of(tmp_path, runs, KubernetesLauncher(spec_of(tmp_path), environment={}), timeout=240.0)
     assert [results[run.key].status for run in runs] == [FAILED, FAILED]
-    assert results[runs[0].key].error == "ended well but wrote no step after the first 1"
+    assert results[runs[0].key].error == "exited with status 0 but wrote no step after the first 1"
     asked = [line.split()[0] for line in (pods / "asked").read_text().splitlines()]
     assert asked == 2 * ["create", "get", "delete"]
     assert {path.name for path in pods.iterdir()} == {"asked", "status"}, "nothing is left"
@@ -136,13 +136,13 @@ def test_pods_that_wait_for_a_node_do_not_count(cluster: Cluster, runs: tuple[Ru
 
 def test_what_kubernetes_needs(runs: tuple[Run, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="needs kubernetes: image"):
+    with pytest.raises(ConfigError, match="requires kubernetes: image"):
         KubernetesLauncher(KubernetesSpec(), environment={})
     with pytest.raises(ConfigError, match=r"is not below kubernetes: mount /runs"):
         KubernetesLauncher(spec_of(Path("/runs")), environment={}).start(runs[0], tmp_path, timeout=1)
     with pytest.raises(ConfigError, match="cannot start kubectl"):
         KubernetesLauncher(spec_of(tmp_path), environment={}).start(runs[0], tmp_path, timeout=1)
-    with pytest.raises(ConfigError, match=r"resources: GPU is 'all'; give a number"):
+    with pytest.raises(ConfigError, match=r"resources: GPU is 'all'; use a number"):
         read_spec(write_sweep(tmp_path, ray={"resources": {"GPU": "all"}}))
 
 

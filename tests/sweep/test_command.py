@@ -1,4 +1,4 @@
-"""`megalite sweep`: its flags, what it prints, and a sweep that is killed and continues."""
+"""`megalite sweep`: its flags and output, and a killed sweep that continues."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_report_only(tmp_path: Path, capsys: Captured) -> None:
 
 
 def processes_with(words: str) -> list[str]:
-    """Command lines of live processes in which these words occur."""
+    """Command lines of live processes that contain these words."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""docs/sweep.md and examples/sweep say what there is."""
+"""docs/sweep.md and examples/sweep agree with the code."""
 
 import re
 from dataclasses import fields
@@ -31,7 +31,7 @@ def test_every_key_and_status_is_explained() -> None:
     assert names_of("What is run") == {key.name for key in fields(SweepSpec)} - {"path"}
     statuses = {results.OK, results.OOM, results.TIMEOUT, results.REFUSED, results.FAILED}
     written = {results.RESULTS, results.TABLE, results.IDENTITY, "report.html", f"{results.RUNS}/NAME/"}
-    assert names_of("What comes of it") == statuses | written
+    assert names_of("Results") == statuses | written
     for field in (*fields(SbatchSpec), *fields(KubernetesSpec), *fields(RaySpec)):
         assert f"`{field.name}`" in PAGE or f"  {field.name}: " in PAGE
 

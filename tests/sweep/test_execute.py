@@ -1,4 +1,4 @@
-"""The loop over runs, with programs that stand in for training: short ones, hanging ones, ones that fail."""
+"""The loop over runs, with short, hanging and failing programs instead of training."""
 
 import os
 import signal
@@ -30,11 +30,11 @@ done > "$0/metrics.jsonl"
 """
 OUT_OF_MEMORY = 'echo "torch.OutOfMemoryError: CUDA out of memory."; exit 1'
 BROKEN = 'echo "RuntimeError: no such luck"; exit 1'
-HANGING = "setsid sleep 600 & echo $! > $0/child; wait"  # its child is in its own session, as torchrun's ranks are
+HANGING = "setsid sleep 600 & echo $! > $0/child; wait"  # the child has its own session, like torchrun's ranks
 
 
 class StubLauncher:
-    """Runs a line of shell, which gets the run's folder as $0, for each run in turn."""
+    """Runs one line of shell per run, in turn, with the run's folder as $0."""
 
     def __init__(self, *scripts: str, at_once: int = 1) -> None:
         self.at_once = at_once
@@ -44,7 +44,7 @@ class StubLauncher:
         self.most = 0
 
     def fault(self, run: Run) -> str | None:
-        """None."""
+        """No faults."""
         return None
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> LocalRun:
@@ -54,7 +54,7 @@ class StubLauncher:
         return LocalRun(["/bin/sh", "-c", self.scripts.pop(0), str(folder)], folder / "log.txt", environment=os.environ)
 
     def clear(self, folder: Path) -> None:
-        """Note it."""
+        """Record the call."""
         self.cleared.append(folder)
 
 
@@ -87,7 +87,7 @@ class Sweep:
             store.close()
 
     def statuses(self) -> list[str | None]:
-        """Of the runs, in order."""
+        """Statuses of the runs, in order."""
         store = self.store()
         store.close()
         return [store.results[run.key].status if run.key in store.results else None for run in self.runs]
@@ -95,18 +95,18 @@ class Sweep:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
-    """One run of it is refused: 3 does not divide the batch."""
+    """A sweep with one refused run: 3 does not divide the batch."""
     return Sweep(tmp_path)
 
 
 def is_alive(pid: int) -> bool:
-    """The process is there and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     fields = stat_fields(pid)
     return fields is not None and fields[0] != "Z"
 
 
 def wait_for(path: Path) -> str:
-    """The text of a file that is about to be written."""
+    """The content of a file that will be written soon."""
     wait_until(lambda: path.is_file() and path.read_text(), seconds=10)
     return path.read_text()
 
@@ -163,13 +163,13 @@ def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
 
 
 def assert_gone(pid: int) -> None:
-    """The process ends: within seconds, on a machine that is busy too."""
+    """Wait until the process ends: a few seconds, even on a busy machine."""
     wait_until(lambda: not is_alive(pid), seconds=20)
 
 
 @pytest.fixture
 def deaf(tmp_path: Path) -> str:
-    """A command that does not hear SIGTERM and has a child in its own session."""
+    """A command that ignores SIGTERM and has a child in its own session."""
     return f"trap '' TERM; setsid sleep 600 & echo $! > {tmp_path}/child; while :; do sleep 0.1; done"
 
 
@@ -178,7 +178,7 @@ def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: p
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
     assert child in descendants(os.getpid())
-    monkeypatch.setattr(guard, "END_SECONDS", 0.1)  # the guard itself waits for longer
+    monkeypatch.setattr(guard, "END_SECONDS", 0.1)  # the guard's own process uses the longer limit
     run.end()
     assert_gone(child)
 
@@ -215,6 +215,6 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
     assert [run.refused for run in launchable(runs, launcher)] == [
         None,
         None,
-        "9 ranks do not divide over 2 nodes of 8; use e.g. 16",
+        "9 ranks cannot be divided evenly over 2 nodes of 8; use e.g. 16",
         None,
     ]

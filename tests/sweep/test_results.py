@@ -1,4 +1,4 @@
-"""What a run left behind, read; the folder of a sweep: what is written stays, whatever happens, and belongs to one sweep."""
+"""Reading a run's output; the folder of a sweep: written results survive a crash, and a folder belongs to one sweep."""
 
 import csv
 import io
@@ -37,7 +37,7 @@ def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
     store.append(measured(runs[1], 0.25))
     store.close()
     path = folder / "results.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])  # as a machine that dies leaves it
+    path.write_bytes(path.read_bytes()[:-30])  # as after a crash
     again = Store.open(folder, spec, "local")
     assert list(again.results.values()) == [measured(runs[0], 0.5)]
     assert again.is_done(runs[0].key)
@@ -51,7 +51,7 @@ def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
 
 
 def test_records_hold_the_settings_as_they_were(tmp_path: Path) -> None:
-    """Lists, numbers, words and what is not set, of all that some run changes."""
+    """Varying settings that are lists, numbers, text or unset."""
     entries = [{"pp": 2, "pipeline_layers": [1, 3]}, {"hidden_dropout": 0.25, "add_bias_linear": False}, {"tp": 3}]
     spec, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
     store = Store.open(tmp_path / "out", spec, "local")
@@ -95,7 +95,7 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
     spec, _ = read_runs(write_sweep(tmp_path))
     folder = tmp_path / "out"
     store = Store.open(folder, spec, "local")
-    with pytest.raises(ConfigError, match="another sweep is at work in"):
+    with pytest.raises(ConfigError, match="another sweep uses"):
         Store.open(folder, spec, "local")
     store.close()
     longer, _ = read_runs(write_sweep(tmp_path, steps=9))
@@ -107,13 +107,13 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has a sweep with settings"):
         Store.open(folder, wider, "local")
     more, _ = read_runs(write_sweep(tmp_path, grid={"tp": [1, 2, 4]}, timeout=7))
-    Store.open(folder, more, "local").close()  # a sweep may grow
+    Store.open(folder, more, "local").close()  # configurations may be added
     (folder / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sweep.json is damaged"):
         Store.open(folder, spec, "local")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds files and no sweep"):
+    with pytest.raises(ConfigError, match="contains files but no sweep"):
         Store.open(tmp_path / "other", spec, "local")
     with pytest.raises(ConfigError, match=r"cannot write .*thesis.txt"):
         Store.open(tmp_path / "other" / "thesis.txt", spec, "local")
@@ -144,14 +144,14 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Any run of 128 tokens per step."""
+    """A run with 128 tokens per step."""
     _, runs = read_runs(write_sweep(tmp_path))
     assert runs[0].tokens_per_step == 128
     return runs[0]
 
 
 def write_metrics(folder: Path, milliseconds: list[float]) -> None:
-    """As training writes them, a validation record among them."""
+    """Write metrics as training does, with a validation record."""
     sink = JsonLines(folder / "metrics.jsonl", step=0)
     for step, time in enumerate(milliseconds, 1):
         place = {"step": step, "consumed_samples": 8 * step}
@@ -162,7 +162,7 @@ def write_metrics(folder: Path, milliseconds: list[float]) -> None:
 
 
 def end(run: Run, folder: Path, log: str, status: int = 1, timed_out: float | None = None) -> Result:
-    """How a run with this log ended."""
+    """The outcome of a run with this log."""
     (folder / "log.txt").write_text(log)
     return outcome(run, folder, status=status, timed_out=timed_out, seconds=12.3456, warm_up=1)
 
@@ -187,7 +187,7 @@ def test_metrics_that_are_damaged_or_missing(run: Run, tmp_path: Path) -> None:
     write_metrics(tmp_path, [])
     path.unlink()
     result = end(run, tmp_path, "", status=0)
-    assert (result.status, result.error) == (FAILED, "ended well but wrote no step after the first 1")
+    assert (result.status, result.error) == (FAILED, "exited with status 0 but wrote no step after the first 1")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_metrics_that_are_damaged_or_missing(run: Run, tmp_path: Path) -> None:
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory\n", OOM, None),
         ("error: x\nMemoryError\n", OOM, "MemoryError"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n", OOM, None),
-        ("Signal 9 (SIGKILL) received by PID 77\n", OOM, "a rank was ended by SIGKILL"),
+        ("Signal 9 (SIGKILL) received by PID 77\n", OOM, "a rank was killed by SIGKILL"),
         ("slurmstepd: error: *** JOB 7 CANCELLED DUE TO TIME LIMIT ***\n", TIMEOUT, None),
         ("error: tp 3 does not divide 4\n" + TORCHRUN.format(status=2), REFUSED, "tp 3 does not divide 4"),
         ("error: the loss is nan\n" + TORCHRUN.format(status=3), FAILED, "the loss is nan"),
@@ -212,8 +212,8 @@ def test_metrics_that_are_damaged_or_missing(run: Run, tmp_path: Path) -> None:
             "ValueError: first: of two",
         ),
         (TORCHRUN.format(status=-9), OOM, None),
-        (TORCHRUN.format(status=7), FAILED, "exit status 1; log.txt of the run has no error line"),
-        ("no word\n", FAILED, "exit status 1; log.txt of the run has no error line"),
+        (TORCHRUN.format(status=7), FAILED, "exit status 1; log.txt has no error line"),
+        ("no word\n", FAILED, "exit status 1; log.txt has no error line"),
         ("RuntimeError: " + 900 * "x", FAILED, None),
     ],
 )
@@ -230,5 +230,5 @@ def test_why_a_run_failed(log: str, status: str, error: str | None, run: Run, tm
 def test_a_run_that_was_ended_keeps_what_it_measured(run: Run, tmp_path: Path) -> None:
     write_metrics(tmp_path, [900.0, 20.0])
     result = end(run, tmp_path, "Signal 15 (SIGTERM) received", timed_out=7.0)
-    assert (result.status, result.error, result.steps) == (TIMEOUT, "had not ended after 7 s", 1)
+    assert (result.status, result.error, result.steps) == (TIMEOUT, "did not end within 7 s", 1)
     assert result.tokens_per_second is None

@@ -1,4 +1,4 @@
-"""Jobs of Slurm, with an sbatch, a squeue, an scancel and an srun that are a few lines of shell."""
+"""Slurm jobs with sbatch, squeue, scancel and srun of a few shell lines."""
 
 import re
 import shlex
@@ -38,7 +38,7 @@ Slurm = Callable[[str], Path]
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """Puts the commands on the path, srun with what it is to do; returns the folder of the queue."""
+    """Put the commands on the path, with a program for srun; return the queue's folder."""
     queue, programs = tmp_path / "queue", tmp_path / "bin"
     queue.mkdir()
     programs.mkdir()
@@ -56,7 +56,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Run, ...]:
-    """Two."""
+    """Two runs."""
     return read_runs(write_sweep(tmp_path, grid={"tp": [1, 2]}))[1]
 
 
@@ -100,8 +100,8 @@ def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> Non
         ({"sbatch": {"options": {"account": "it's"}}}, "account"),
         ({"sbatch": {"options": {"account=x --wrap": "y"}}}, "no long option"),
         ({"sbatch": {"options": {"--account": "y"}}}, "no long option"),
-        ({"environment": {"A=1; reboot": "y"}}, "is no variable such as"),
-        ({"environment": {"1A": "y"}}, "is no variable such as"),
+        ({"environment": {"A=1; reboot": "y"}}, "is not a variable such as"),
+        ({"environment": {"1A": "y"}}, "is not a variable such as"),
     ],
 )
 def test_what_a_script_cannot_hold_is_refused(keys: dict[str, Any], culprit: str, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...]
     time.sleep(0.06)
     assert job.poll() is None
     assert job.seconds() > 0.0
-    # A sweep that is started again does away with what its forerunner left.
+    # A restarted sweep cancels the jobs of the killed one.
     SbatchLauncher(SPEC, environment={}).clear(folder)
     assert (queue / "cancelled").read_text() == "41\n"
     statuses = []

@@ -1,4 +1,4 @@
-"""sweep.yaml: what it may hold, conditions among it, and which errors it gives where it does not."""
+"""sweep.yaml: legal content, conditions, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,15 @@ def test_reads_every_key(tmp_path: Path) -> None:
         ({"gird": {}}, "unknown key gird: did you mean grid"),
         ({"grid": None}, "is empty; add from_plan, list or grid"),
         ({"grid": {}}, "grid takes `name: value` lines"),
-        ({"grid": {"tp": 2}}, "grid: tp takes a list with something in it, got 2"),
+        ({"grid": {"tp": 2}}, "grid: tp takes a list that is not empty, got 2"),
         ({"grid": {"tp": [1, "two"]}}, "grid: tp takes a whole number such as 4, got 'two'"),
         ({"grid": {"tpp": [1]}}, "unknown section or key tpp"),
         ({"grid": {"tp": [1, 1]}}, "tp has 1 twice"),
-        ({"grid": {"tp": [1], "tensor_model_parallel_size": [2]}}, "both give tp"),
-        ({"grid": {"train_iters": [1, 2]}}, "train_iters cannot be set: the length of a run is steps"),
-        ({"settings": {"save": "here"}}, "save cannot be set: the runs of a sweep neither load nor save"),
+        ({"grid": {"tp": [1], "tensor_model_parallel_size": [2]}}, "both set tp"),
+        ({"grid": {"train_iters": [1, 2]}}, "train_iters cannot be set: steps sets the length of a run"),
+        ({"settings": {"save": "here"}}, "save cannot be set: runs of a sweep neither load nor save"),
         ({"list": [{"lr_warmup_iters": 3}]}, "list, entry 1: lr_warmup_iters cannot be set"),
-        ({"list": [{"num_layers_per_virtual_pipeline_stage": 1}]}, "stands for other settings; use vpp"),
+        ({"list": [{"num_layers_per_virtual_pipeline_stage": 1}]}, "sets other settings; use vpp"),
         ({"ranks": 0}, "ranks is 0; it must be above 0"),
         ({"ranks": "two"}, "ranks takes a whole number such as 8, got 'two'"),
         ({"steps": 3, "warm_up_steps": 3}, "warm_up_steps 3 needs steps: 8"),
@@ -153,5 +153,5 @@ def test_what_is_no_condition(condition: Any, message: str) -> None:
 
 @pytest.mark.parametrize("condition", ["etp > 1", "tp / (pp - 2) > 1"])
 def test_what_cannot_be_worked_out(condition: str) -> None:
-    with pytest.raises(ConfigError, match=r"here: .* cannot be worked out"):
+    with pytest.raises(ConfigError, match=r"here: .* cannot be evaluated"):
         read_condition(condition, "here").holds(SETTINGS)

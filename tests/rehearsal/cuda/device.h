@@ -1,4 +1,4 @@
-/* What runtime.c and nccl.c share: streams that know what they wait for. */
+/* Shared by runtime.c and nccl.c: streams and the marks that they wait for. */
 
 #include <pthread.h>
 #include <stdint.h>
@@ -8,13 +8,13 @@
 
 enum { MARKS = 64, KNOWN = 1 << 20 };
 typedef struct Stream Stream;
-typedef struct { int count; Stream *on[MARKS]; long ticket[MARKS]; } Marks; /* reached once each stream has done so many */
+typedef struct { int count; Stream *on[MARKS]; long ticket[MARKS]; } Marks; /* reached when each stream has finished that many operations */
 struct Stream { long enqueued, done; Marks waits; };
 
 extern pthread_mutex_t progress; /* of all streams */
 extern pthread_cond_t progressed;
 Stream *stream_of(void *handle);
-void marks_of(Stream *stream, Marks *marks); /* what is enqueued now; holds `progress` */
+void marks_of(Stream *stream, Marks *marks); /* what is enqueued now; the caller holds `progress` */
 int reached(const Marks *marks);
-void know(const void *at, size_t size, const void *data); /* until the next kernel; of at most KNOWN bytes */
-int read_device(void *to, const void *from, size_t size); /* 0, and zeros, where contents are not known */
+void know(const void *at, size_t size, const void *data); /* valid until the next kernel; at most KNOWN bytes */
+int read_device(void *to, const void *from, size_t size); /* returns 0, and writes zeros, if contents are not known */

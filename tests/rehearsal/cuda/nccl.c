@@ -1,6 +1,6 @@
 /* NCCL between processes of one host, in shared memory: each communicator is a queue with a thread, as on a GPU.
 
-   Contents arrive where they are known (see runtime.c) and small; of all else the order is kept. Ranks that start different operations are an error that names both. */
+   Small known data (see runtime.c) arrive; all other operations only keep their order. It is an error, which names both, if ranks start different operations. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -19,7 +19,7 @@ enum { SMALL = 1 << 18, PAIR = 1 << 16, IN_PROGRESS = 7 };
 static const int WIDTH[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
 typedef struct { char bytes[128]; } Id;
-typedef struct { volatile long arrived; int kind, type, known; long count; char data[SMALL]; } Part; /* of a rank, in an operation */
+typedef struct { volatile long arrived; int kind, type, known; long count; char data[SMALL]; } Part; /* one rank's part of an operation */
 typedef struct { volatile long sent, taken; long bytes; int known; char data[PAIR]; } Channel;
 
 typedef struct Operation {
@@ -31,7 +31,7 @@ typedef struct Operation {
   Marks after;
   struct Operation *next;
   struct Comm *comm;
-  int last; /* of its group */
+  int last; /* last of its group */
 } Operation;
 
 typedef struct Comm {
@@ -165,7 +165,7 @@ static __thread int depth;
 static __thread Operation *grouped, *group_end;
 
 static void submit(Operation *first) {
-  while (first) { /* those of one communicator stay together */
+  while (first) { /* operations of one communicator stay together */
     Comm *comm = first->comm;
     Operation *rest = NULL, **rest_end = &rest, *mine = NULL, **mine_end = &mine, *last = NULL;
     for (Operation *one = first, *next; one; one = next) {
@@ -253,10 +253,10 @@ API int ncclGetUniqueId(Id *id) {
   return 0;
 }
 static long limited;
-/* Communicators of this process with a limit of thread blocks per kernel. */
+/* Number of this process's communicators with a limit of thread blocks per kernel. */
 API long rehearsal_limited(void) { return limited; }
 API int ncclCommInitRankConfig(Comm **made, int size, Id id, int rank, void *config) {
-  if (config && ((int *)config)[7] != (-2147483647 - 1)) limited++; /* maxCTAs, behind a size and five numbers; unset */
+  if (config && ((int *)config)[7] != (-2147483647 - 1)) limited++; /* maxCTAs is set; it follows a size and five numbers */
   size_t parts = 2 * size * sizeof(Part), channels = (size_t)size * size * sizeof(Channel), header = 4096;
   int file = shm_open(id.bytes, O_RDWR | O_CREAT, 0600);
   if (file < 0 || ftruncate(file, header + parts + channels)) return 2;

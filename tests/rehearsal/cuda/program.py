@@ -1,4 +1,4 @@
-"""What `run.py` starts on each rank: `pretrain_gpt.py` on the played device, with the host's waits and launches per step."""
+"""Started by `run.py` on each rank: runs `pretrain_gpt.py` on the simulated device and counts waits and launches."""
 
 import ctypes
 import json
@@ -18,7 +18,7 @@ from megalite.training.trainer import Trainer
 
 
 def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
-    """Append (launches, host waits) of each step to `steps`, those of its line in the log left out."""
+    """Append (launches, host waits) of each step to `steps`, without those of its log line."""
     for name in ("rehearsal_launches", "rehearsal_waits"):
         getattr(runtime, name).restype = ctypes.c_long
     step, report, compute = Trainer._step, Reporter.step, Stepper.step
@@ -38,14 +38,14 @@ def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
 
     def computed(self: Stepper, *args: Any, **kwargs: Any) -> Any:
         if len(steps) == 2 and os.environ["RANK"] == os.environ.get("REHEARSED_SLEEPER"):
-            time.sleep(600)  # all others have gone to their devices by then
+            time.sleep(600)  # by then all others use their devices
         return compute(self, *args, **kwargs)
 
     Trainer._step, Reporter.step, Stepper.step = counted, reported, computed  # type: ignore[method-assign]
 
 
 def share_rows_evenly() -> None:
-    """No kernel counts rows of experts; each gets as many as the others, once the host has waited for the counts."""
+    """No kernel counts rows of experts: each gets the same number after the host has waited for the counts."""
     count = dispatch._count_rows
 
     def counted(chosen: torch.Tensor, experts: int, *groups: Any) -> dispatch.RowCounts:
@@ -58,7 +58,7 @@ def share_rows_evenly() -> None:
 
 
 if __name__ == "__main__":
-    # cuDNN asks the driver for more than is played here.
+    # cuDNN requires more of the driver than is simulated here.
     torch.backends.cuda.enable_cudnn_sdp(False)
     found: list[tuple[int, int]] = []
     runtime = ctypes.CDLL(os.environ["REHEARSED_RUNTIME"])

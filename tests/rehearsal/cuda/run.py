@@ -1,8 +1,8 @@
-"""Runs the real program on GPUs that are not there: `make rehearse-cuda`, with a CUDA build of torch and no driver.
+"""Run the real program on simulated GPUs: `make rehearse-cuda`, with a CUDA build of torch and no driver.
 
 `torchrun pretrain_gpt.py` starts as on a machine with eight H100s. torch's own CUDA code, its caching allocator and
-ProcessGroupNCCL run, and every Triton kernel is compiled for sm_90 and launched; only the libraries below them are played
-(`runtime.c`, `nccl.c`). It shows what crashes, waits, or would deadlock. No kernel computes, so numbers are zero.
+ProcessGroupNCCL run, and every Triton kernel is compiled for sm_90 and launched; only the libraries below them are simulated
+(`runtime.c`, `nccl.c`). It reveals crashes, waits and deadlocks. No kernel computes, so numbers are zero.
 
     python -m tests.rehearsal.cuda.run [--python PYTHON] [CASE ...]
 """
@@ -26,7 +26,7 @@ ROOT = HERE.parents[2]
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000 --device cuda "
     "--micro-batch-size 2 --train-iters 4 --log-interval 2 --save-interval 2 "
-    # What these look at has not been computed.
+    # Their inputs have not been computed.
     "--no-check-weights-before-save --no-check-for-nan-in-loss-and-grad"
 )
 LLAMA = "--normalization RMSNorm --activation swiglu --position-embedding-type rope --num-query-groups 2 --no-add-bias-linear"
@@ -82,14 +82,14 @@ CASES: dict[str, tuple[int, str]] = {
     "experts, full recompute": (2, "--num-experts 4 --ep 2 --recompute-granularity full"),
     "experts, tp": (4, f"{LLAMA} --num-experts 4 --ep 2 --tp 2 --moe-router-topk 2 --sequence-parallel"),
 }
-"""Name -> ranks and flags. Left out is what computed values decide: powersgd and the 1-bit optimizers look at gradients."""
+"""Name -> (ranks, flags), without powersgd and 1-bit optimizers, which read gradients."""
 
 
 HANG = "one rank hangs"
 
 
 def words_of(name: str, tokens: str = "tokens") -> list[str]:
-    """The flags of a case, defaults filled in; `tokens` are files that it may read."""
+    """The flags of a case with defaults; `tokens` are its data files."""
     words = [*MODEL.split(), *CASES[name][1].format(tokens=tokens).split()]
     if "--data-path" not in words:
         words.append("--mock-data")
@@ -100,7 +100,7 @@ def words_of(name: str, tokens: str = "tokens") -> list[str]:
 
 
 def build(folder: Path) -> Path:
-    """The played libraries, in one that answers to the driver's name."""
+    """Build the simulated libraries as one, with the driver's name."""
     library = folder / "libcuda.so.1"
     flags = ["-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1"]
     sources = [str(HERE / name) for name in ("runtime.c", "nccl.c")]
@@ -109,7 +109,7 @@ def build(folder: Path) -> Path:
 
 
 def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool, str]:
-    """Run one case, and once more from its checkpoint; whether both ended well, and a line about it."""
+    """Run a case, then continue it from its checkpoint; return whether both succeeded, and a line about it."""
     ranks, words = CASES[name][0], [*words_of(name, str(folder / "tokens")), "--run-dir", str(folder / "run")]
     blocks = [(np.arange(length), [length]) for length in range(20, 220)]
     write_documents(folder / "tokens", blocks, token_dtype(1000))
@@ -131,7 +131,7 @@ def rehearse(name: str, library: Path, python: str, folder: Path) -> tuple[bool,
 
 
 def hang(library: Path, python: str, folder: Path) -> tuple[bool, str]:
-    """A rank that never comes, on NCCL: whether the report names it and the operation that waits for it."""
+    """Run NCCL with a missing rank; return whether the report names it and the operation that waits for it."""
     words = [*words_of("fp16"), "--run-dir", str(folder / "run"), "--hang-timeout-minutes", "0.3"]
     done = _torchrun(python, library, 2, words, REHEARSED_SLEEPER="1")
     wanted = "rank 1 stands still", "is queued, which rank 1 has not begun"

@@ -1,9 +1,9 @@
-/* A CUDA runtime without a device: preloaded, it answers the CUDA build of torch in place of libcudart and cuBLAS.
+/* A CUDA runtime without a device: preloaded, it replaces libcudart and cuBLAS for a CUDA build of torch.
 
-   A kernel is counted instead of run, and memory is address space that nothing is written to. What the host copies there
-   can be copied back or sent until the next kernel starts; all else reads as zeros. So everything on the host is what runs
-   on a GPU: dispatch, the caching allocator, autograd's threads, streams, pinned copies, the choice of kernels. Layouts are
-   those of CUDA 12.8 to 13. */
+   A kernel is counted instead of run, and memory is address space without storage. Data that the host copies there can be
+   copied back or sent until the next kernel starts; all other reads return zeros. All code on the host is real: dispatch, the
+   caching allocator, autograd's threads, streams, pinned copies, the choice of kernels. Struct layouts are those of CUDA 12.8
+   to 13. */
 
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -15,7 +15,7 @@
 enum { OUT_OF_MEMORY = 2, NOT_READY = 600, HOST = 1, DEVICE = 2 };
 static const size_t CAPACITY = 80ull << 30, PAGE = 4096;
 
-/* ---- contents that are known */
+/* ---- known contents */
 
 typedef struct { const char *at; size_t size; char *data; } Known;
 static Known contents[256];
@@ -32,7 +32,7 @@ static void forget(void) {
 void know(const void *at, size_t size, const void *data) {
   if (size > KNOWN) return;
   pthread_mutex_lock(&knowing);
-  for (int i = known_count - 1; i >= 0; i--) /* what was there before */
+  for (int i = known_count - 1; i >= 0; i--) /* earlier contents */
     if (contents[i].at < (char *)at + size && (char *)at < contents[i].at + contents[i].size)
       free(contents[i].data), contents[i] = contents[--known_count];
   if (known_count < (int)(sizeof contents / sizeof *contents))
@@ -51,7 +51,7 @@ int read_device(void *to, const void *from, size_t size) {
   return found;
 }
 
-/* ---- what the rehearsal asks */
+/* ---- counters for the rehearsal */
 
 static long launches, waited;
 API long rehearsal_launches(void) { return __atomic_load_n(&launches, __ATOMIC_RELAXED); }
@@ -120,7 +120,7 @@ static int copy(void *to, const void *from, size_t size, void *stream, int pagea
   if (source == DEVICE) finish(stream), read_device(to, from, size);
   else if (target == DEVICE) know(to, size, from);
   else memcpy(to, from, size);
-  if (pageable_waits && source == 0) waits(); /* one to the host is followed by a wait for the stream */
+  if (pageable_waits && source == 0) waits(); /* a copy to the host is followed by a wait for the stream */
   return 0;
 }
 
@@ -173,15 +173,15 @@ API int cudaGetDeviceProperties(Properties *found, int device) {
 }
 API int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   switch (attribute) {
-    case 1: *value = 1024; break;    /* threads of a block */
-    case 8: *value = 49152; break;   /* shared memory of a block */
+    case 1: *value = 1024; break;    /* threads per block */
+    case 8: *value = 49152; break;   /* shared memory per block */
     case 10: *value = 32; break;     /* warp */
     case 16: *value = 132; break;    /* multiprocessors */
-    case 39: *value = 2048; break;   /* threads of a multiprocessor */
+    case 39: *value = 2048; break;   /* threads per multiprocessor */
     case 75: *value = 9; break;      /* compute capability */
     case 76: *value = 0; break;
-    case 81: *value = 233472; break; /* shared memory of a multiprocessor */
-    case 97: *value = 232448; break; /* shared memory that a block can ask for */
+    case 81: *value = 233472; break; /* shared memory per multiprocessor */
+    case 97: *value = 232448; break; /* largest shared memory per block */
     default: *value = 1;
   }
   return 0;
@@ -206,7 +206,7 @@ API int cudaGetDriverEntryPointByVersion(const char *symbol, void **function, un
 DONE(cudaGetLastError) DONE(cudaPeekAtLastError) DONE(cudaDeviceEnablePeerAccess)
 DONE(cudaProfilerStart) DONE(cudaProfilerStop) DONE(cudaHostRegister) DONE(cudaHostUnregister)
 
-/* ---- streams and events: computation is done at once, communication when peers have come (nccl.c) */
+/* ---- streams and events: computation ends at once, communication when all peers have arrived (nccl.c) */
 
 static Stream no_stream;
 pthread_mutex_t progress = PTHREAD_MUTEX_INITIALIZER;
@@ -332,7 +332,7 @@ API int cublasLtMatmulPreferenceCreate(void **made_) { return made(made_); }
 DONE(cublasLtMatmulDescDestroy) DONE(cublasLtMatmulDescSetAttribute) DONE(cublasLtMatrixLayoutDestroy)
 DONE(cublasLtMatrixLayoutSetAttribute) DONE(cublasLtMatmulPreferenceDestroy) DONE(cublasLtMatmulPreferenceSetAttribute)
 
-/* ---- the driver, where torch looks it up by name */
+/* ---- the driver functions that torch looks up by name */
 
 API int cuInit(unsigned flags) { return 0; }
 API int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
