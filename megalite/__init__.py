@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_HOMES = {
+_MODULES = {
     "BLOCKS": "megalite.config.model",
     "Block": "megalite.models.block",
     "Callback": "megalite.training.callbacks",
@@ -23,11 +23,11 @@ _HOMES = {
     "configure": "megalite.config.files",
     "validate": "megalite.config.validate",
 }
-__all__ = [*_HOMES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `import megalite` does not import torch."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'megalite' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""docs/config.md: every setting."""
+"""Generate docs/config.md, which lists every setting."""
 
 from megalite.config.describe import sections, settings
 from megalite.config.files import preset_names
@@ -6,15 +6,15 @@ from megalite.config.flags import RUN_OPTIONS
 
 
 def page() -> str:
-    """The settings of each section, then presets."""
+    """Return the page: the settings of each section, then the presets."""
     lines = [
         "# Settings",
         "",
         "<!-- Written by `make docs` from the config classes; do not edit. -->",
         "",
-        "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, alone or in its section).",
+        "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, at the top level or in its section).",
         "Later ones win: default < `--preset` < `--config` files < flags. `none` unsets a setting that is empty by default;",
-        "`--no-...` turns a switch off. The command line has the same:",
+        "`--no-...` turns a switch off. The command line prints the same list:",
         "",
         "```console",
         "$ megalite train --help-all",
@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def default_of(value: object) -> str:
-    """A default as code; nothing where there is none."""
+    """Format a default as code; an empty one as nothing."""
     if value is None or value == []:
         return ""
     text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
@@ -45,5 +45,5 @@ def default_of(value: object) -> str:
 
 
 def code(text: str) -> str:
-    """As Markdown has it."""
+    """Format text as Markdown code."""
     return f"`{text}`" if text else ""

@@ -1,2 +1,1 @@
-"""Configuration: frozen dataclasses, presets, files, flags and the one validator. Imports no other package of
-megalite."""
+"""Configuration: frozen dataclasses, presets, files, flags and the one validator. Imports only itself."""

@@ -9,7 +9,7 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([KMGT]?i?B)\s*", re.ASCI
 
 
 def parse_byte_size(text: str) -> float | None:
-    """Return the bytes; None if the text is not a number above 0 with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB,
+    """Return the bytes; None unless the text is a number above 0 with a unit of B, KB, MB, GB, TB, KiB, MiB, GiB,
     TiB."""
     match = _FORM.fullmatch(text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:

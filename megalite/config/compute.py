@@ -36,26 +36,22 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
 """Operations that can have more than one kernel -> description."""
 
 
-ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "blocked", "math")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
     """Kernels and computation."""
 
     kernels: list[str] = option([])
-    """Kernel choice, such as apex,adam=torch: prefer a BACKEND for all operations, require one with
-    OPERATION=BACKEND."""
-    attention_backend: str = option("auto", choices=ATTENTION_BACKENDS)
+    """Kernel choice: a BACKEND is preferred for all operations, OPERATION=BACKEND is required: apex,adam=torch."""
+    attention_backend: str = option("auto", choices=("auto", "flash", "cudnn", "efficient", "blocked", "math"))
     """Attention kernel: torch's flash, cudnn, efficient or math, or megalite's blocked for bf16 on a CPU."""
     tp_comm_overlap: bool = option(False)
     """With sequence_parallel: overlap gathers and scatters with matrix products, in tp pieces."""
     tp_comm_overlap_backend: str = option("auto", choices=("auto", "ring", "symmetric"))
-    """How tp_comm_overlap sends its pieces: in a ring, or by symmetric memory over NVLink. auto: symmetric if a trial
-    reproduces the ring's numbers."""
+    """Transport of tp_comm_overlap: a ring, or symmetric memory over NVLink; auto: symmetric if a trial reproduces the
+    ring's numbers."""
     fp8: bool = option(False)
-    """Compute linear layers in fp8, except the first and last layer, experts and the head. Needs bf16 and compute
-    capability 8.9."""
+    """Compute linear layers in fp8, except first and last layer, experts and head. Needs bf16 and compute capability
+    8.9."""
     fp8_recipe: str = option("tensorwise", choices=("tensorwise", "rowwise", "blockwise"))
     """fp8 scaling: one scale per tensor; per row of the first and column of the second factor; or per 128 elements, for
     weights per 128 x 128."""
@@ -64,8 +60,7 @@ class ComputeConfig:
     tf32: bool = option(False)
     """Round factors of fp32 matrix products to TF32 on CUDA: errors near 5e-4. Needs compute capability 8.0."""
     deterministic: bool = option(False, flags=("--deterministic-mode",))
-    """Reproduce a run bit for bit on the same layout, also on CUDA; an operation without a deterministic form ends the
-    run."""
+    """Reproduce a run bit for bit on one layout, also on CUDA; an operation that cannot do this ends the run."""
     compile: bool = option(False)
     """Use torch.compile between matrix products, attention and communication. Adds about a minute at start."""
     keep_cpu_memory: bool = option(True)
@@ -81,9 +76,8 @@ class KernelFacts:
 
 
 KERNELS: Registry[Any] = Registry("kernels", facts=KernelFacts)
-"""Kernels that users add, named OPERATION=BACKEND: a function, or a tuple of them if torch's kernel is one. A kernel is
-used if `kernels` requests it and it reproduces torch's numbers on a few rows. megalite's own kernels are rows in
-`kernels.registry`."""
+"""Kernels that users add, named OPERATION=BACKEND: a function, or a tuple of them if torch's kernel is one. A requested
+kernel is used if it reproduces torch's numbers on a few rows. megalite's kernels are in `kernels.registry`."""
 
 
 ALL_OPERATIONS = ""

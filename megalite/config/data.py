@@ -21,7 +21,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     not one to three numbers, each at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
     try:
-        shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() takes 9_0 for 90
+        shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() reads 9_0 as 90
     except ValueError:
         shares = []
     if not shares:
@@ -209,8 +209,8 @@ class DataConfig:
     merge_file: str | None = option(None)
     """GPT-2 BPE merges.txt."""
     tiktoken_pattern: str | None = option(None)
-    """How tiktoken splits text into words: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a
-    regular expression; default: inferred."""
+    """Word pattern of tiktoken: gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, llama3, v1, v2, or a regular
+    expression; default: inferred."""
     data_order: str = option("megalite", choices=("megalite", "megatron"))
     """Sample order: a function of (seed, sample) alone, or Megatron-LM's, bit for bit."""
     data_cache_path: str | None = option(None)

@@ -11,7 +11,7 @@ from megalite.config.exit_codes import BAD_INPUT
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
 _MOST = 30  # problems that are shown
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "clip_grad": "max_grad_norm gradient_clipping grad_clip",
     "cp": "context_parallel_degree cp_size",
     "data_path": "dataset dataset_name dataset_path train_file",
@@ -56,7 +56,7 @@ def closest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known words that `word` may mean: those that other frameworks call so, else the most similar one and
     others that are almost as similar."""
     known = list(known)
-    if same := [ours for ours in known if _plain(word) in _ELSEWHERE.get(_plain(ours), "").split()]:
+    if same := [ours for ours in known if _plain(word) in _OTHER_NAMES.get(_plain(ours), "").split()]:
         return same
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
@@ -102,8 +102,8 @@ class TakenError(ConfigError):
 
 
 class RankError(ConfigError):
-    """A ConfigError found on some ranks only: each of them reports it, since rank 0 may not have it. `exit_code`: that
-    of the original error."""
+    """A ConfigError found on some ranks only: each reports it, since rank 0 may not have it. `exit_code`: the
+    original's."""
 
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
@@ -153,8 +153,7 @@ class Problems:
 
     @contextmanager
     def collecting(self, wrong: Iterable[str] = ()) -> Iterator[None]:
-        """Record a ConfigError from the block. It, or Reported, makes the settings `wrong` wrong; they are iterated
-        only then."""
+        """Record a ConfigError from the block; it or Reported makes the settings `wrong` wrong, iterated only then."""
         try:
             yield
         except ConfigError as error:
@@ -164,19 +163,19 @@ class Problems:
         except Reported:
             self.wrong.update(wrong)
 
-    def extend(self, findings: Findings, *wrong: str, say: Callable[[str], str] = str) -> None:
-        """Record a rule's findings, worded by `say`; if there are any, the settings `wrong` are wrong."""
+    def extend(self, findings: Findings, *wrong: str, render: Callable[[str], str] = str) -> None:
+        """Record a rule's findings, worded by `render`; if there are any, the settings `wrong` are wrong."""
         before = len(self.found)
         try:  # the same as `collecting`, but faster: there are hundreds of rules
             for found in findings:
                 if isinstance(found, Idle):
                     self.unused.add(found.setting)
                     if found:
-                        self.idle[found.setting] = say(found)
+                        self.idle[found.setting] = render(found)
                 elif isinstance(found, str):
-                    self.add(say(found))
+                    self.add(render(found))
                 else:
-                    self.extend(found, say=say)
+                    self.extend(found, render=render)
         except (ConfigError, Reported) as error:
             for text in getattr(error, "problems", ()):
                 self.add(text)

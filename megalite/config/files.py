@@ -19,8 +19,7 @@ from megalite.config.values import coerce
 
 
 def load(path: str | Path) -> RunConfig:
-    """Load a file over the defaults. Raises ConfigError: the file is missing or not YAML, or a key or value is not
-    legal."""
+    """Load a file over the defaults. Raises ConfigError: it is missing or not YAML, or a key or value is not legal."""
     with gathered(None) as problems:
         return merge([read_level(path, problems=problems)], problems).config
 
@@ -78,15 +77,15 @@ def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = N
         for key, value in tree.items():
             if key in sections() and (isinstance(value, dict) or value is None):
                 for name, inner in (value or {}).items():
-                    with found.collecting(_meant_by(name)):
+                    with found.collecting(_settings_meant(name)):
                         _add(level, name, inner, source, key)
             else:
-                with found.collecting(_meant_by(key)):
+                with found.collecting(_settings_meant(key)):
                     _add(level, key, value, source, None)
         return level
 
 
-def _meant_by(key: Any) -> Iterator[str]:
+def _settings_meant(key: Any) -> Iterator[str]:
     """Yield the settings that a key, or a misspelled key, stands for."""
     if not isinstance(key, str):
         return
@@ -131,7 +130,7 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
     elif flag in STANDS_FOR:
         if section is not None:
             raise ConfigError(f"{where}: {key} is not part of a section; write it at the top level of the file")
-        level.add_stand_in(flag, value, f"{where}: {key}", source)
+        level.add_megatron_flag(flag, value, f"{where}: {key}", source)
     elif flag in known_flags():
         if value is not None and value is not False:
             words = value if isinstance(value, list) else [] if value is True else [value]

@@ -64,8 +64,7 @@ class Invocation(Merged):
 
 
 Shape = Callable[[str, int | None], Mapping[str, Any] | None]
-"""Function of (load, step) that returns the settings of the model, its sequence and its tokenizer; None if nothing is
-there."""
+"""(load, step) -> settings of the model, its sequence and its tokenizer there; None if there are none."""
 _MODEL = frozenset(field.name for field in dataclasses.fields(ModelConfig))
 _SIZES = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
 _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern"})
@@ -110,7 +109,7 @@ def _read(
         elif flag == "--config":
             import_modules(module for word in words for module in imports_of(word))
     for flag, words in occurrences:
-        with problems.collecting(_meant_by(flag)):
+        with problems.collecting(_settings_meant(flag)):
             if flag in RUN_OPTIONS:
                 _add_run_option(options, flag, words)
             else:
@@ -124,12 +123,12 @@ def _read(
                 levels.append(read(name, problems=problems))
     levels.append(level)
     with problems.collecting(() if "--use-checkpoint-args" in options else _MODEL):
-        levels += _of_load(levels, shape, overrides="--use-checkpoint-args" in options)
+        levels += _loaded_model(levels, shape, overrides="--use-checkpoint-args" in options)
     merged = merge(levels, problems)
     dry_run = "--dry-run" in options
     numbers: dict[str, int] = {}
     for flag, least in {"--world-size": 1, "--rank": 0}.items():
-        with problems.collecting(_meant_by(flag)):
+        with problems.collecting(_settings_meant(flag)):
             if flag in options:
                 numbers[flag] = _whole_number(flag, options[flag][0], least)
     for flag in ("--json", "--world-size", "--rank"):
@@ -152,7 +151,7 @@ def _read(
     )
 
 
-def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
+def _loaded_model(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
     """Return the model settings of `load`, to override all others: of a Hugging Face folder always, of a checkpoint if
     no size is set. Other settings that differ are errors, unless `overrides`, as in Megatron-LM."""
     given = {name: value for level in levels for name, value in level.given.items() if value.value is not None}
@@ -192,7 +191,7 @@ def _of_load(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -
     return [level]
 
 
-def _meant_by(flag: str) -> Iterator[str]:
+def _settings_meant(flag: str) -> Iterator[str]:
     """Yield the settings that a flag, or a misspelled flag, sets."""
     known = {**STANDS_FOR, "--world-size": ("dp",), "--rank": ()}
     known |= dict.fromkeys(("--config", "--preset"), tuple(settings()))
@@ -243,7 +242,7 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
         ):
             raise ConfigError(f"{flag} takes one value, got {' '.join(words) or 'none'}")
         value = int(words[0]) if words and words[0].isdecimal() and flag in DERIVED else words[0] if words else True
-        level.add_stand_in(flag, value, flag, f"flag {flag}")
+        level.add_megatron_flag(flag, value, flag, f"flag {flag}")
     elif flag in known_flags():
         level.notes.append(known_flags()[flag].judge(words, flag))
     else:
@@ -289,7 +288,7 @@ def _value_of(setting: Setting, flag: str, words: list[str]) -> Any:
 
 def _no_words(flag: str, words: list[str], opposite: str = "") -> None:
     if words:
-        remedy = f"; to say the opposite write {opposite}" if opposite else ""
+        remedy = f"; for the opposite write {opposite}" if opposite else ""
         raise ConfigError(f"{flag} takes no value, got {' '.join(words)}{remedy}")
 
 

@@ -48,7 +48,7 @@ def full_help(program: str) -> str:
                 lines.append(f"  {', '.join(f'{flag}{_value(setting)}' for flag in (*setting.flags, *negative))}")
                 lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
     lines += ["", "Megatron-LM's flags that set other settings:"]
-    lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in standing_for()]
+    lines += [f"  {flag:<42} {as_settings(values)}" for flag, values in megatron_rows()]
     lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
     lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
     lines += [f"  and {len(known_flags())} that set nothing or are refused; megalite port explains them"]
@@ -103,7 +103,7 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def standing_for() -> list[tuple[str, Mapping[str, Any]]]:
+def megatron_rows() -> list[tuple[str, Mapping[str, Any]]]:
     """Return Megatron-LM's flags that stand for settings, with their word if they take one, and those settings."""
     with_word = [(f"{flag} {word}", sets) for flag, words in WORDS.items() for word, sets in words.items()]
     return [*SHORTHANDS.items(), *with_word]

@@ -92,7 +92,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Setting -> Megatron's name of an unsupported value -> what to use."""
 
-SAID: Mapping[str, str] = MappingProxyType(
+DIFFERENCES: Mapping[str, str] = MappingProxyType(
     {
         "--fp8-format": FP8,
         "--no-load-optim": "learning rate and weight decay continue from the loaded step; Megatron-LM restarts them",
@@ -119,8 +119,8 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
         "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),
     }
 )
-"""Flag that depends on other settings (see merge.py) -> the type of its value, if it takes one, and the settings that
-it sets."""
+"""Flag that depends on other settings (see merge.py) -> the type of its value, if any, and the settings that it
+sets."""
 
 
 def _whole(text: str, where: str) -> int:
@@ -157,8 +157,7 @@ def _padded(text: str, where: str) -> dict[str, Any]:
 
 
 def stretched(text: str, where: str) -> dict[str, Any]:
-    """Parse `--rotary-scaling-factor N`: Megatron's YaRN of multi-latent attention beyond 4096 positions; 1 turns it
-    off."""
+    """Parse `--rotary-scaling-factor N`: Megatron's YaRN of multi-latent attention beyond 4096 positions; 1: off."""
     try:
         factor = float(text)
     except ValueError:
@@ -200,8 +199,7 @@ def layer_list(text: str, where: str) -> list[int]:
 
 
 def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:
-    """Return (moe_first_dense_layers, moe_layer_freq) of a list with 1 for each expert layer; None: it has another
-    form."""
+    """Return (moe_first_dense_layers, moe_layer_freq) of a list with 1 for each expert layer; None: no such form."""
     if 1 not in pattern:
         return None
     first = list(pattern).index(1)

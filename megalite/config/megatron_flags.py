@@ -336,7 +336,7 @@ class Known:
 
     flag: str
     kind: str
-    """Its class."""
+    """Class of the flag."""
     why: str
     values: str | None
     """Values: None: none; `*`: any number; else one, which must match this regular expression."""

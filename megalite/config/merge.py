@@ -9,8 +9,8 @@ from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
 from megalite.config.megatron import (
     DERIVED,
+    DIFFERENCES,
     FROM_VALUE,
-    SAID,
     SHORTHANDS,
     expert_layers,
     layer_list,
@@ -54,7 +54,7 @@ class Level:
             return
         _add(self.given, name, Given(value, source))
 
-    def add_stand_in(self, flag: str, value: Any, where: str, source: str) -> None:
+    def add_megatron_flag(self, flag: str, value: Any, where: str, source: str) -> None:
         """Record a flag of `megatron.STANDS_FOR`: its settings, or the flag itself if `merge` derives them. `value` is
         True for a flag without one. Raises ConfigError: the value is not legal; the message starts with `where`."""
         given: Mapping[str, Any] = {}
@@ -76,8 +76,8 @@ class Level:
             given = FROM_VALUE[flag][0](str(value), where)
         else:
             given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
-        if flag in SAID:
-            self.notes.append(Note(flag, DIFFERS, SAID[flag]))
+        if flag in DIFFERENCES:
+            self.notes.append(Note(flag, DIFFERS, DIFFERENCES[flag]))
         for name, fixed in given.items():
             self.add(name, fixed, source)
 
@@ -111,11 +111,11 @@ def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     Raises ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly."""
     with gathered(problems) as found:
         _resolve_derived(levels, found)
-    top = _overlay(levels)
+    top = _topmost(levels)
     imports = [level.given["imports"] for level in levels if "imports" in level.given]
     if len(imports) > 1:  # a level adds modules to those of other levels
         top["imports"] = Given(_together(*imports), imports[-1].source)
-    _forget_former_folder(levels, top)
+    _drop_derived_folder(levels, top)
     explicit = {
         name
         for level in levels
@@ -128,11 +128,11 @@ def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     return Merged(config, provenance, frozenset(explicit), tuple(note for level in levels for note in level.notes))
 
 
-def _overlay(levels: Sequence[Level]) -> dict[str, Given]:
+def _topmost(levels: Sequence[Level]) -> dict[str, Given]:
     return {name: given for level in levels for name, given in level.given.items()}
 
 
-def _forget_former_folder(levels: Sequence[Level], top: dict[str, Given]) -> None:
+def _drop_derived_folder(levels: Sequence[Level], top: dict[str, Given]) -> None:
     """Drop a checkpoint folder that a file derived from its run_dir, as files of former versions do, if a later level
     sets another run_dir: the folder would belong to another run. It then follows from the new run_dir."""
     values = {name: given.value for name, given in top.items() if name != "save"}
@@ -291,11 +291,10 @@ def _accounted_layers(level: Level, sizes: tuple[int, int, int]) -> list[int]:
 
 
 def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) -> None:
-    """Derive vpp, if it is not set, from the stages of a layout, as Megatron-LM does, or from a V schedule, which has
-    two."""
+    """Derive vpp, if it is not set, from the stages of a layout, as Megatron-LM does, or 2 for a V schedule."""
     if problems.wrong & {"pp", "vpp", "pipeline_layout", "pipeline_schedule"}:
         raise Reported
-    top, pp = _overlay(levels), _value(levels, "pp")
+    top, pp = _topmost(levels), _value(levels, "pp")
     layout, schedule = top.get("pipeline_layout"), top.get("pipeline_schedule")
     if "vpp" in top or pp < 2:
         return
@@ -312,7 +311,7 @@ def _chunks_of_layout_and_schedule(levels: Sequence[Level], problems: Problems) 
 
 
 def _value(levels: Sequence[Level], name: str) -> Any:
-    top = _overlay(levels)
+    top = _topmost(levels)
     return top[name].value if name in top else settings()[name].default
 
 
@@ -339,7 +338,7 @@ def _chunks(per_chunk: Given, sizes: tuple[int, int, int]) -> int:
 
 
 def _uneven_layers(first: Given | None, last: Given | None, sizes: tuple[int, int, int]) -> list[int]:
-    """Return the layers of each virtual stage if the first and last rank have their own number and the others share the
+    """Return the layers of each virtual stage if first and last rank have given numbers and the others share the
     rest."""
     layers, pp, vpp = sizes
     source = " and ".join(f"{given.source} {given.value}" for given in (first, last) if given)

@@ -43,8 +43,8 @@ def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[s
 
 
 def _every(frequency: list[int], index: int, *, listed: int) -> bool:
-    """Return whether layer `index` is an n-th layer (one number n), or has the value `listed` in a list of all
-    layers."""
+    """Return whether layer `index` is an n-th layer (one number n), or has the value `listed` (a list of all
+    layers)."""
     return (index + 1) % max(frequency[0], 1) == 0 if len(frequency) == 1 else frequency[index] == listed
 
 
@@ -53,14 +53,12 @@ class BlockFacts:
     """Facts about one kind of transformer block."""
 
     shapes: "Callable[[ModelConfig, int], list[Any]] | None" = None
-    """Function of a model and a layer index that returns the layer's parameters as `models.shapes.ParameterShape`;
-    None: those of gpt. Memory and FLOPs are computed from them, and a run checks them against the module. Activations
-    are counted as those of gpt."""
+    """(model, layer index) -> the layer's parameters as `models.shapes.ParameterShape`; None: those of gpt. Memory and
+    FLOPs follow from them, and a run compares them with the module. Activations are counted as those of gpt."""
 
 
 BLOCKS: Registry[Any] = Registry("block", {"gpt": "megalite.models.block:Block"}, BlockFacts)
-"""Blocks with the signature of `models.block.Block`. Register your own with `@BLOCKS.register("mine")` above a
-subclass."""
+"""Blocks with the signature of `models.block.Block`. Register a subclass with `@BLOCKS.register("mine")`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +94,8 @@ class ModelConfig:
     rotary_interleaved: bool = option(False)
     """RoPE rotates pairs of neighbouring channels (GPT-J) instead of the two halves of a head (Llama)."""
     rope_scaling: str = option("none", choices=("none", "linear", "llama3", "yarn", "dynamic"))
-    """How RoPE is extended to longer sequences: scale all frequencies (linear), the low ones (llama3, yarn), or raise
-    the base (dynamic)."""
+    """RoPE for longer sequences: scale all frequencies (linear), the low ones (llama3, yarn), or raise the base
+    (dynamic)."""
     rope_scaling_factor: float = option(8.0, above=1)
     """Factor by which rope_scaling extends the context."""
     rope_low_freq_factor: float = option(1.0, above=0)
@@ -184,8 +182,7 @@ class ModelConfig:
     attention_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout on attention probabilities; uses unfused attention."""
     use_mup: bool = option(False)
-    """Maximal update parametrization (arXiv 2203.03466): the learning rate tuned at mup_base_hidden_size transfers to
-    this width."""
+    """Maximal update parametrization (arXiv 2203.03466): the learning rate tuned at mup_base_hidden_size transfers."""
     mup_base_hidden_size: int | None = option(None, at_least=1, below=2**20)
     """use_mup: width at which the learning rate was tuned; default: hidden_size."""
     mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)

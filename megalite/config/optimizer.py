@@ -27,8 +27,7 @@ class OptimizerFacts:
     averaged: bool = False
     """Evaluation and saving use an average of the trained weights, which are saved beside it as `train_param`."""
     host_passes: int = 0
-    """Passes of one update over states in host memory, which are copied to the device for it; 0: offloading is
-    unsupported."""
+    """Passes of one update over states in host memory, which visit the device for it; 0: offloading is unsupported."""
     matrices_apart: bool = False
     """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` marks them."""
     sides: int = 0
@@ -38,14 +37,14 @@ class OptimizerFacts:
     """Values per element of a hidden matrix that are sent to the rank that works on it, and sent back."""
 
 
-def _of_adam(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
+def _adam_states(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     formats: dict[str, Literal["main", "bf16"]] = {}
     for name, dtype in (("exp_avg", c.exp_avg_dtype), ("exp_avg_sq", c.exp_avg_sq_dtype)):
         formats[name] = "bf16" if dtype == "bf16" else "main"
     return formats
 
 
-def _of_muon(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
+def _muon_states(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     """Return Muon's states; other parameters than hidden matrices are updated by AdamW."""
     return {"momentum_buffer": "main"} if hidden_matrix else {"exp_avg": "main", "exp_avg_sq": "main"}
 
@@ -67,7 +66,9 @@ OPTIMIZERS: Registry[Any] = Registry(
         "adam": (
             f"{_HERE}.adam:AdamW",
             OptimizerFacts(
-                states=_of_adam, settings=f"{_ADAM} exp_avg_dtype exp_avg_sq_dtype stochastic_rounding", host_passes=1
+                states=_adam_states,
+                settings=f"{_ADAM} exp_avg_dtype exp_avg_sq_dtype stochastic_rounding",
+                host_passes=1,
             ),
         ),
         "sgd": (
@@ -82,7 +83,7 @@ OPTIMIZERS: Registry[Any] = Registry(
         "muon": (
             f"{_HERE}.muon:Muon",
             OptimizerFacts(
-                states=_of_muon,
+                states=_muon_states,
                 settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
                 host_passes=1,
                 matrices_apart=True,
@@ -123,8 +124,7 @@ OPTIMIZERS: Registry[Any] = Registry(
     },
     OptimizerFacts,
 )
-"""Subclasses of `optimizers.base.Optimizer`. Register your own with `@OPTIMIZERS.register("mine",
-states=("exp_avg",))`."""
+"""Subclasses of `optimizers.base.Optimizer`. Register one with `@OPTIMIZERS.register("mine", states=("exp_avg",))`."""
 LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
     "lr_decay_style",
     {
@@ -137,8 +137,7 @@ LR_SCHEDULES: Registry[Callable[..., float]] = Registry(
 )
 """Functions of an `optimizers.schedules.Decay`, from the end of warm-up to the end of decay."""
 HOST_PIECE, HOST_SLOTS = 1 << 22, 3
-"""Elements of offloaded states that are copied to the device at a time, and the number of such pieces that it has room
-for."""
+"""Elements per piece of offloaded states that visits the device, and the number of pieces with room there."""
 ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 """Optimizers that exchange their own state instead of gradients after the warm-up."""
 
@@ -214,15 +213,14 @@ class OptimizerConfig:
     muon_scale: float = option(0.2, above=0, flags=("--muon-extra-scale-factor",))
     """muon: factor on all updates; with spectral it is the root mean square of a matrix's update."""
     muon_scale_mode: str = option("spectral", choices=MUON_SCALES)
-    """muon: factor on the update of a matrix [r, c]: √max(r, c) (spectral), √max(1, r/c) (shape_scaling) or √(r/c)
+    """muon: factor on the update of [r, c]: √max(r, c) (spectral), √max(1, r/c) (shape_scaling), √(r/c)
     (unit_rms_norm)."""
     muon_split_qkv: bool = option(True)
     """muon: treat queries, keys and values of a layer as three matrices instead of one."""
     soap_frequency: int = option(10, at_least=1)
     """soap, one-sided-soap: updates between recomputations of the eigenbases."""
     qk_clip: bool = option(False)
-    """MuonClip: after each step, scale down query and key weights of heads with an attention logit above
-    qk_clip_threshold."""
+    """MuonClip: after each step, shrink query and key weights of heads with a logit above qk_clip_threshold."""
     qk_clip_threshold: float = option(100.0, above=0)
     """qk_clip: largest attention logit."""
     qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)

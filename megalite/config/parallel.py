@@ -44,7 +44,7 @@ PIPELINE_SCHEDULES: Registry[Callable[..., Any]] = Registry(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel axes. world = tp·cp·dp·pp; ep divides the dp·cp grid of a pipeline stage."""
+    """Sizes of the parallel axes. world = tp·cp·dp·pp; etp·ep divides tp·cp·dp."""
 
     tp: int = option(1, at_least=1, below=2**20, flags=("--tensor-model-parallel-size",), basic=True)
     """Tensor-parallel size: ranks that split each layer's matrices."""
@@ -62,8 +62,8 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
     """a2a+p2p: ranks that exchange heads, and groups in the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
-    """How the sequence is split: each rank gets an early and a late part (headtail), or parts with equally many visible
-    query-key pairs (area)."""
+    """Split of the sequence: an early and a late part per rank (headtail), or parts with equally many visible query-key
+    pairs (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
     """Expert-parallel size."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
@@ -74,7 +74,7 @@ class ParallelConfig:
     """Split norms, dropout and the residual stream along the sequence over the tp ranks."""
     pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
     """Pipeline schedule (docs/schedules.md); default: interleaved if vpp > 1, 1f1b if tp > 1, else the fastest that
-    fits the memory of 1f1b. auto searches for this model's costs."""
+    fits the memory of 1f1b. auto searches one for this model's costs."""
     pipeline_schedule_file: str | None = option(None)
     """CSV file with a custom schedule, as written by megalite schedule --write-csv."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
@@ -84,9 +84,9 @@ class ParallelConfig:
     )
     """interleaved: microbatches that pass one chunk before the next; default: the smallest that fits, at least pp."""
     pipeline_layers: list[int] | None = option(None, at_least=0, below=10_000)
-    """Layers of each virtual stage, in order, e.g. 3,1; default: the split with the fastest slowest stage."""
+    """Layers of each virtual stage, in order, e.g. 3,1; default: the split that minimizes the slowest stage."""
     pipeline_layout: str | None = option(None, flags=("--pipeline-model-parallel-layout",))
-    """pipeline_layers as a string: E embedding, t layer, m MTP layer, L head, | next stage, *n repeats, e.g.
+    """pipeline_layers as a string: E embedding, t layer, m MTP layer, L head, | next stage, *n repeats:
     "Et*3|t*4|t*2L"."""
     pipeline_costs: str | None = option(None)
     """auto: JSON file with the times of each stage, as for megalite schedule --costs; default: FLOPs."""
@@ -104,8 +104,7 @@ class ParallelConfig:
     pipeline_check_memory: bool = option(False)
     """After each action, assert that the live activations match the schedule's proof."""
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
-    """Data-parallel strategy (docs/data_parallel.md). distributed-optimizer is ZeRO-1 (or 2), fully-sharded is
-    ZeRO-3."""
+    """Data-parallel strategy (docs/data_parallel.md); distributed-optimizer: ZeRO-1 (or 2), fully-sharded: ZeRO-3."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
     """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: groups of neighbouring replicas. ZeRO shards
     within each; the others all-reduce within and exchange weights between them."""
@@ -125,16 +124,14 @@ class ParallelConfig:
     nccl_max_ctas: list[str] = option([])
     """Most thread blocks of NCCL's kernels per group (tp, cp, ep, pp, dp), such as pp=2,dp=16; default: NCCL's."""
     shared_memory_collectives: bool = option(True)
-    """With gloo: tensor-parallel ranks on one Linux x86-64 host communicate through shared memory instead of
-    sockets."""
+    """gloo: tensor-parallel ranks on one Linux x86-64 host communicate through shared memory instead of sockets."""
     distributed_timeout_minutes: float = option(10.0, above=0)
     """Minutes after which a waiting collective fails."""
     hang_timeout_minutes: float | None = option(None, at_least=0)
     """Minutes without progress on any rank after which a watchdog names the hanging rank and ends the run; 0: never;
     default: 0.8 of distributed_timeout_minutes."""
     hang_save_timeout_minutes: float | None = option(None, above=0)
-    """hang_timeout_minutes during saves and starts; default: six times that, at most 0.9 of
-    distributed_timeout_minutes."""
+    """hang_timeout_minutes in saves and starts; default: six times that, at most 0.9 of distributed_timeout_minutes."""
     elastic: bool = option(False)
     """Start with any number of ranks, changing the layout if needed (docs/multi_node.md)."""
     elastic_cluster: str | None = option(None)
@@ -169,8 +166,7 @@ class ParallelConfig:
 
     @property
     def own_weights(self) -> int | None:
-        """Number of replicas with different weights, for strategies that allow them: the instances, or else all
-        ranks."""
+        """Number of replicas with different weights, if the strategy has such: the instances, or else all ranks."""
         return self.instances if self.instances > 1 else self.dp
 
     @property
@@ -202,8 +198,8 @@ CTA_GROUPS = ("tp", "cp", "ep", "pp", "dp")
 
 
 def cta_limits(given: list[str]) -> dict[str, int]:
-    """Parse `nccl_max_ctas` into group -> thread blocks. Raises ConfigError: an entry is malformed, or a group has two
-    limits."""
+    """Parse `nccl_max_ctas` into group -> thread blocks. Raises ConfigError: a malformed entry, or two for one
+    group."""
     limits: dict[str, int] = {}
     for text in (part.strip() for entry in given for part in entry.split(",")):
         group, _, number = text.partition("=")
@@ -218,8 +214,8 @@ def cta_limits(given: list[str]) -> dict[str, int]:
 
 
 def parse_pipeline_compression(text: str) -> tuple[str, float]:
-    """Parse `pipeline_compression` into (none, bf16, uint8 or topk; share of elements sent). Raises ConfigError: it is
-    none of these."""
+    """Parse `pipeline_compression` into (none, bf16, uint8 or topk; share of elements sent). Raises ConfigError:
+    neither."""
     kind, _, number = text.partition(":")
     try:
         share = float(number) if kind == "topk" else 1.0
@@ -241,8 +237,6 @@ def message_bytes(compression: str, elements: int, width: int) -> int:
 
 
 COMPRESSIONS = ("none", "onebit", "uint8", "topk", "powersgd")
-GOSSIP_GRAPHS = ("ring", "one-peer")
-GOSSIP_ALGORITHMS = ("d-psgd", "decentlam", "choco-sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,14 +270,13 @@ class DataParallelConfig:
     sync_fragments: int = option(1, at_least=1)
     """diloco: fragments of the model, exchanged at different times (streaming DiLoCo)."""
     sync_delay: int = option(0, at_least=0)
-    """local-sgd, diloco: steps until an exchange's result is used; for local-sgd this is asynchronous model
-    averaging."""
+    """local-sgd, diloco: steps until an exchange's result is used; in local-sgd: asynchronous model averaging."""
     sync_mix: float = option(0.0, at_least=0, below=1)
     """diloco: share of a rank's own weights that is kept when a fragment's result is used."""
-    gossip_graph: str = option("ring", choices=GOSSIP_GRAPHS)
+    gossip_graph: str = option("ring", choices=("ring", "one-peer"))
     """gossip: peers: both ring neighbours, or one changing peer."""
-    gossip_algorithm: str = option("d-psgd", choices=GOSSIP_ALGORITHMS)
-    """gossip: average weights before the update (d-psgd), also correct momentum (decentlam), or send 8-bit changes
+    gossip_algorithm: str = option("d-psgd", choices=("d-psgd", "decentlam", "choco-sgd"))
+    """gossip: average weights before the update (d-psgd), correct momentum too (decentlam), or send 8-bit changes
     (choco-sgd)."""
     grad_compression: str = option("none", choices=COMPRESSIONS)
     """all-reduce: compress gradients, with error feedback: signs, 8-bit integers, largest elements, or low rank."""

@@ -81,8 +81,7 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
 
 
 def read_input(path: str | Path, what: str) -> str:
-    """Read a text file that the user named; `what` names its kind in messages. Raises ConfigError: it cannot be
-    read."""
+    """Read a text file that the user named; `what` is its kind in messages. Raises ConfigError: it cannot be read."""
     path = Path(path)
     try:
         return read_text(path, "utf-8-sig")  # spreadsheets save a BOM

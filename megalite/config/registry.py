@@ -60,12 +60,8 @@ class Registry(Collection[str], Generic[T]):
             path, known = (of, facts()) if isinstance(of, str) else of
             self.entries[name] = _Entry(known, path)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.entries)
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -97,7 +93,7 @@ class Registry(Collection[str], Generic[T]):
 
     def _entry(self, name: str) -> _Entry:
         if name not in self.entries and name not in self:
-            known = ", ".join(self.names) or "none: nothing is registered"
+            known = ", ".join(self) or "none: nothing is registered"
             raise ConfigError(f"{self._setting} is {name!r}; it must be one of {known}")
         return self.entries[name]
 
@@ -114,8 +110,7 @@ class Registry(Collection[str], Generic[T]):
         return self._entry(name).facts
 
     def name_of(self, given: str | T) -> str:
-        """Return the name itself, or the name of a registered implementation. Raises ConfigError: it is not
-        registered."""
+        """Return a name itself, or that of a registered implementation. Raises ConfigError: it is not registered."""
         if isinstance(given, str):
             self._entry(given)
             return given
@@ -125,7 +120,7 @@ class Registry(Collection[str], Generic[T]):
         shown = getattr(given, "__name__", type(given).__name__)
         raise ConfigError(
             f"{self._setting}: {shown} is not registered; decorate it with the registry's register(name, ...), or give one "
-            f"of {', '.join(self.names)}"
+            f"of {', '.join(self)}"
         )
 
 
@@ -143,21 +138,21 @@ def import_modules(modules: Iterable[str]) -> None:
             continue
         if not {"", str(Path.cwd())} & set(sys.path):
             sys.path.append(str(Path.cwd()))
-        _loaded(f"--import {name}", lambda name=name: importlib.import_module(name))  # type: ignore[misc]
+        _run_import(f"--import {name}", lambda name=name: importlib.import_module(name))  # type: ignore[misc]
 
 
 @cache
 def _load_entry_points() -> None:
     for point in imported("importlib.metadata:entry_points")(group=PLUGINS):
         package = "" if point.dist is None else f" of the package {point.dist.name}"
-        _loaded(f"plug-in {point.value}{package}", point.load)
+        _run_import(f"plug-in {point.value}{package}", point.load)
 
 
-def _loaded(what: str, load: Callable[[], object]) -> None:
+def _run_import(what: str, load: Callable[[], object]) -> None:
     try:
         load()
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame.filename)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         missing = isinstance(error, ModuleNotFoundError) and not frames
         hint = "; give a dotted name that Python finds from the working folder, on PYTHONPATH or installed" * missing
@@ -165,5 +160,5 @@ def _loaded(what: str, load: Callable[[], object]) -> None:
         raise ConfigError(f"{what} cannot be imported: {type(error).__name__}: {reason}{where}{hint}") from error
 
 
-def _is_of_user(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     return file != __file__ and "importlib" not in file

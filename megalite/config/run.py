@@ -38,8 +38,7 @@ class RunConfig:
 
 
 def least_ranks(config: RunConfig) -> int:
-    """Return the smallest world size, tp·pp·cp·dp; if dp is open, with the least that experts and dp_instances
-    allow."""
+    """Return the smallest world size, tp·pp·cp·dp; an open dp is the least that experts and dp_instances allow."""
     p, instances = config.parallel, max(config.parallel.dp_instances, 1)
     stage, grid = max(p.tp * p.cp, 1), max(p.expert_tp * p.ep, 1) if config.model.num_experts else 1
     least = grid // math.gcd(stage, grid)

@@ -46,10 +46,10 @@ class StrategyFacts:
     settings: str = ""
     """Settings that this strategy uses, of those that only some strategies use."""
     weights: Literal["equal", "local", "stale"] = "equal"
-    """Weights of the replicas: equal after each step; local to each, at least for some steps; or stale, as of a
-    server's last answer."""
+    """Weights of the replicas: equal after each step; local, at least for some steps; or stale (a server's last
+    answer)."""
     shards: Literal["nothing", "states", "parameters"] = "nothing"
-    """What each replica stores a shard of: the optimizer states (it then updates that shard), or the parameters too."""
+    """Tensors that are sharded over replicas: the optimizer states (each updates its shard), or the parameters too."""
     served: bool = False
     """Whether only the first replica stores main parameters and optimizer states."""
     buckets: Literal["settings", "whole", "messages"] = "settings"

@@ -44,8 +44,7 @@ class TrainingConfig:
     rampup_batch_size: list[int] | None = option(None)
     """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = option(None)
-    """FROM:SIZE ...: use batch size SIZE from token FROM on, e.g. "0:384 200B:768"; global_batch_size is the last
-    SIZE."""
+    """FROM:SIZE ...: batch size SIZE from token FROM on, e.g. "0:384 200B:768"; global_batch_size is the last SIZE."""
     train_iters: int | None = option(None, at_least=1, basic=True)
     """Length of the run in steps."""
     train_samples: int | None = option(None, at_least=1)
@@ -73,8 +72,7 @@ class TrainingConfig:
     recompute_modules: list[str] = option(["core_attn"])
     """selective: modules to recompute, of core_attn, mla_up_proj, mlp_act, layernorm, mlp, shared_experts, moe."""
     recompute_method: str = option("uniform", choices=("uniform", "block"))
-    """full: recompute units of recompute_num_layers layers (uniform), or that many layers of each stage, one by one
-    (block)."""
+    """full: recompute units of recompute_num_layers layers (uniform), or that many single layers per stage (block)."""
     recompute_num_layers: int = option(
         1, flags=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"), at_least=1, below=MOST_LAYERS
     )
@@ -146,8 +144,7 @@ class CheckpointConfig:
     max_failures_at_step: int = option(3, at_least=0)
     """Refuse to start after this many failures in the same step; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder or address to resume from, at the newest checkpoint that verifies. hf:FOLDER loads a Hugging Face
-    model."""
+    """Folder or address to resume from, at the newest checkpoint that verifies; hf:FOLDER: a Hugging Face model."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step instead of the newest."""
     fresh_if_missing: bool = option(False, basic=True)
@@ -174,8 +171,7 @@ WRITERS: Registry[Callable[..., Any]] = Registry(
         "wandb": "megalite.training.writers:Wandb",
     },
 )
-"""Factories of `training.sinks.MetricSink`, called with (config, step=) on rank 0; the run continues after that
-step."""
+"""Factories of `training.sinks.MetricSink`, called with (config, step=) on rank 0; the run continues after step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_
 from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.layout import CUTS, EXPERTS, LAYOUT, resolve_dp
-from megalite.config.rules.rule import Check, Settings, rules, say, see
+from megalite.config.rules.rule import Check, Settings, render, rule_settings, rules
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
 from megalite.config.training import parse_batch_schedule
@@ -26,12 +26,12 @@ from megalite.config.values import check_choice
 
 __all__ = ["microbatch_counts", "require_startable", "validate"]
 
-_OF_WHAT_IS_ASKED: tuple[Check, ...] = (
+_REQUEST_CHECKS: tuple[Check, ...] = (
     *(*LAYOUT, *HANG, *ELASTIC, *STRATEGY, *OPTIMIZER),
     *(*COMPUTE, *NETWORK, *EXPERTS, *CUTS, *RECOMPUTE, *TOKENIZER),
 )
-_OF_WHAT_IS_RESOLVED: tuple[Check, ...] = (*BATCH, *SCHEDULES, *LENGTHS, *DATA, *CHECKPOINT, *STOPS, *VISIBILITY)
-_OF_WHAT_STARTS: tuple[Check, ...] = (
+_RESOLVED_CHECKS: tuple[Check, ...] = (*BATCH, *SCHEDULES, *LENGTHS, *DATA, *CHECKPOINT, *STOPS, *VISIBILITY)
+_START_CHECKS: tuple[Check, ...] = (
     *rules(
         {
             "the length of the run is not set; add --train-iters 1000 (or --train-samples)": (
@@ -81,10 +81,10 @@ def validate(
     with gathered(problems) as found:
 
         def check(*checks: Check, wrong: tuple[str, ...] = ()) -> None:
-            seen = see(config, explicit, found.wrong)
-            word = partial(say, seen)
+            seen = rule_settings(config, explicit, found.wrong)
+            word = partial(render, seen)
             for each in checks:
-                found.extend(each(seen), *wrong, say=word)
+                found.extend(each(seen), *wrong, render=word)
 
         _check_values(config, found)
         check(check_rampup_form, wrong=("rampup_batch_size",))
@@ -93,30 +93,30 @@ def validate(
             found.wrong.add("dp")
         with found.collecting({"dp"}):
             if world_size is not None:
-                config = replace(config, dp=resolve_dp(see(config, explicit, found.wrong), world_size))
-        check(*_OF_WHAT_IS_ASKED)
+                config = replace(config, dp=resolve_dp(rule_settings(config, explicit, found.wrong), world_size))
+        check(*_REQUEST_CHECKS)
         if config.training.eval_iters == 0:
             found.unused |= {"eval_interval", "eval_iters"}
         # When the config is read back from a file, an ignored setting of a preset would be an error.
         config = replace(config, **{name: settings()[name].default for name in found.unused})
         config = _resolve(config, found)
-        check(*_OF_WHAT_IS_RESOLVED)
+        check(*_RESOLVED_CHECKS)
         if startable:
-            check(*_OF_WHAT_STARTS)
+            check(*_START_CHECKS)
     return config
 
 
 def check_rules(config: RunConfig, explicit: frozenset[str], *checks: Check) -> Problems:
     """Run some rules alone and return their problems."""
-    problems, seen = Problems(), see(config, explicit)
+    problems, seen = Problems(), rule_settings(config, explicit)
     for check in checks:
-        problems.extend(check(seen), say=partial(say, seen))
+        problems.extend(check(seen), render=partial(render, seen))
     return problems
 
 
 def require_startable(config: RunConfig) -> None:
     """Raise ConfigError unless a validated config can start training: it needs a length and data."""
-    check_rules(config, frozenset(), *_OF_WHAT_STARTS).raise_all()
+    check_rules(config, frozenset(), *_START_CHECKS).raise_all()
 
 
 def _check_values(config: RunConfig, problems: Problems) -> None:
@@ -159,7 +159,7 @@ _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
 
 def _resolve(config: RunConfig, problems: Problems) -> RunConfig:
     """Fill in derived settings; a setting derived from a wrong one is wrong too."""
-    seen, found = see(config, wrong=problems.wrong), {}
+    seen, found = rule_settings(config, wrong=problems.wrong), {}
     for name, derive in _DERIVED.items():
         with problems.collecting({name}):
             found[name] = derive(seen)

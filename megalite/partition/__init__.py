@@ -1,1 +1,1 @@
-"""What each rank holds of a model, said once for training, dry run and planner. No torch."""
+"""What each rank stores of a model: stages, buckets, activations, memory. No torch."""

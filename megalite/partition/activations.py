@@ -1,9 +1,9 @@
-"""Bytes of activations that one rank keeps for the backward, however much of them is computed again.
+"""Bytes of activations that one rank keeps for the backward, with any activation recomputation.
 
 Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), term by term, so that other
-widths, gates, grouped queries, experts and absent dropout count right: with GPT's shape and dropout the sum is the
-paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Left out is what has no factor of width: a norm's statistics, token numbers. A
-test measures the model's own tensors against this."""
+widths, gates, grouped queries, experts and no dropout are counted correctly. With GPT's shape and dropout the sum is
+the paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)). Tensors without a width, such as norm statistics and token ids, are left
+out. A test compares this with the tensors of the real model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,29 +22,29 @@ _INDEX_BYTES = 8
 
 
 class _Kept(NamedTuple):
-    """One tensor of a layer."""
+    """One tensor that a layer keeps for the backward."""
 
-    bytes: float  # for each token of this rank's part of the sequence, s/cp
-    freed_by: frozenset[str] = frozenset()  # modules of selective recompute any of which makes it again instead
-    # Modules of fine-grained offloading that save it, one or several; it stays if others keep it too, or none of these.
+    bytes: float  # per token of this rank's part of the sequence, s/cp
+    freed_by: frozenset[str] = frozenset()  # selective recompute of any of these modules frees it
+    # Offload modules that save it, separated by spaces; it is offloaded only if all of them are, never if empty.
     saved_by: str = ""
 
 
 def _sizes(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of an element and of a number that is kept exact; parts that sequence parallelism splits a tensor in."""
+    """Return the bytes of an element and of a value kept in fp32 or wider, and the parts of sequence parallelism."""
     e, p = ELEMENT_BYTES[config.training.precision], config.parallel
     return e, max(4, e), p.tp if p.sequence_parallel else 1
 
 
 def _attention_widths(config: RunConfig) -> tuple[int, int]:
-    """Channels of the queries, and of keys and values together, over all tp ranks: a head that ranks share counts for each."""
+    """Return the channels of queries, and of keys and values, over all tp ranks; shared heads count for each rank."""
     model = config.model
     groups = max(model.query_groups, config.parallel.tp)
     return model.num_attention_heads * model.head_size, 2 * groups * model.head_size
 
 
 def kept_share(config: RunConfig, parts: int | None = None) -> float:
-    """Rows that go to experts for each choice of a token: those within the capacity, or with padding all places.
+    """Return the rows sent to experts per choice of a token: those within the capacity, or with padding all slots.
 
     `parts`: ranks that share a sequence, instead of the config's."""
     model, p, s = config.model, config.parallel, config.training.seq_length
@@ -61,54 +61,54 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     exchanged = p.cp_heads > 1
     core, training = frozenset({"core_attn"}), config.training
     up = training.recompute_granularity == "selective" and "mla_up_proj" in training.recompute_modules
-    # The layer's input, kept by the norm.
+    # The layer's input, which the norm keeps.
     yield _Kept(e * model.hidden_size / whole, saved_by="attn_norm" if model.pre_norms else "qkv_linear")
-    if model.pre_norms:  # its output, by the projection, or for queries to be made again
+    if model.pre_norms:  # its output, which the projection keeps, or the recompute of queries
         freed_by = frozenset() if up and model.q_lora_rank is None else frozenset({"layernorm"})
         yield _Kept(e * model.hidden_size / whole, freed_by, "qkv_linear")
-    if exchanged:  # keys are repeated until each cp rank gets one
+    if exchanged:  # keys are repeated until each cp rank has one
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp_heads * model.head_size)
     of_latents = frozenset({"mla_up_proj"}) if model.multi_latent_attention else frozenset[str]()
-    # Those gathered for scores are kept instead, if what this rank has is no part of the queries' memory.
+    # With gathered keys and values, this rank's own are kept only if they are a view of the queries' memory.
     gathered = model.attention_dropout > 0.0 and p.cp > p.cp_heads
     apart = exchanged or model.has_rope(layer_index) or model.qk_norm or keys_and_values < 2 * queries
     again = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
     own = 0 if gathered and not again and (apart or model.multi_latent_attention) else keys_and_values
-    # Values that lie in what norms of queries and keys keep, where queries share no key.
+    # Values inside the tensor that the norms of queries and keys keep, if no queries share a key.
     joint = model.qk_norm and not (exchanged or model.qk_norm_all_heads or model.multi_latent_attention)
     joint_values = own // 2 if joint and keys_and_values == 2 * queries else 0
     yield _Kept(e * (queries + own - joint_values) / p.tp, of_latents, "core_attn")
     padded = model.value_size < model.head_size  # to the width of the keys
     if model.multi_latent_attention:
         yield _Kept(e * _latents(model) / whole, saved_by="qkv_linear")
-        if up and not model.qk_norm:  # the shared key, in what it came with
+        if up and not model.qk_norm:  # the shared key, in the projection's output
             yield _Kept(e * (model.kv_lora_rank + model.qk_pos_emb_head_dim) / whole, saved_by="qkv_linear")
     elif model.qk_norm:
-        # These norms keep their input: the projection's output, in which the values lie as well where queries share none.
+        # These norms keep their input, the projection's output; it contains the values too if no queries share a key.
         projected = _attention_widths(config)[1]
         without = not exchanged or projected < 2 * queries or model.qk_norm_all_heads
         both = "qkv_linear core_attn" if joint_values else "qkv_linear"
         yield _Kept(e * (queries + projected // (1 + without) + joint_values) / p.tp, saved_by=both)
         if not model.qk_norm_all_heads:
-            # The statistics of each head; a number a token or less is not worth a copy.
+            # Statistics of each head; tensors of at most one value per token are not offloaded.
             of_head = exact
-            if model.normalization == "LayerNorm":  # which has two, on a CPU in the type of its input
+            if model.normalization == "LayerNorm":  # two values, on a CPU in the input's format
                 of_head = 2 * (e if training.device == "cpu" else exact)
             for heads in (queries // model.head_size, keys_and_values // (2 * model.head_size)):
                 few = heads * whole <= p.tp
                 yield _Kept(of_head * heads / p.tp, saved_by="" if few else "qkv_linear")
     if model.attention_dropout:
-        # The softmax, its mask and what is left of it; and keys and values of the ranks that do not exchange heads.
-        sinks = exact if model.softmax_type != "vanilla" else 0  # their share
+        # The softmax, its mask and the product; and the gathered keys and values of ranks that do not exchange heads.
+        sinks = exact if model.softmax_type != "vanilla" else 0  # the probability of the sink
         row = (2 * e + 1) * config.training.seq_length + sinks
         yield _Kept(row * model.num_attention_heads / p.tp, core, "core_attn")
         if gathered:
             yield _Kept(e * keys_and_values * (p.cp // p.cp_heads) / p.tp, core, "core_attn")
     else:
-        # The logsumexp of the scores; a number a token or less is not worth a copy.
+        # The log-sum-exp of the scores; tensors of at most one value per token are not offloaded.
         few = model.num_attention_heads * whole <= p.tp
         yield _Kept(exact * model.num_attention_heads / p.tp, core, "" if few else "core_attn")
-        if exchanged or padded:  # the core's own output, before heads go home or padding comes off
+        if exchanged or padded:  # the core's output before the heads are exchanged back or the padding is removed
             yield _Kept(e * queries / p.tp, core, "core_attn")
         if _repeats_keys(config, layer_index):
             yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core, "core_attn")
@@ -122,15 +122,15 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
 
 
 def _latents(model: ModelConfig) -> int:
-    """Channels of the latents of multi-latent attention that norms and the projections behind them keep."""
+    """Return the channels of the latents of multi-latent attention that norms and up-projections keep."""
     queries, keys = model.q_lora_rank or 0, model.kv_lora_rank
-    # A norm of the keys' latent keeps all that comes with it.
+    # The norm of the key latent keeps the whole output of the down-projection.
     return 2 * queries + 2 * keys + model.qk_pos_emb_head_dim if model.qk_norm else queries + keys
 
 
 def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
-    """Grouped keys and values are kept once for each query head: neither the CPU's fused kernel nor CUDA's for 32 bits has
-    a grouped form. Where attention is cut into tiles they are repeated for a tile at a time."""
+    """Return whether grouped keys and values are kept once per query head: the CPU's fused kernel and CUDA's for 32
+    bits have no grouped form. Tiled attention repeats them for one tile at a time."""
     model, training, data, p = config.model, config.training, config.data, config.parallel
     if max(model.query_groups, p.tp * p.cp_heads) == model.num_attention_heads:
         return False
@@ -159,31 +159,32 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
 
 
 def _inner(config: RunConfig, width: float, *modules: str) -> Iterator[_Kept]:
-    """Input and output of a nonlinearity of `width` local elements per token, which recompute of any of `modules` frees."""
+    """Yield input and output of a nonlinearity with `width` elements per token, freed by recompute of any of
+    `modules`."""
     e = ELEMENT_BYTES[config.training.precision]
     yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules), "mlp_act")
     yield _Kept(e * width, frozenset({*modules, "mlp_act"}))
 
 
 def _experts(config: RunConfig) -> Iterator[_Kept]:
-    """What a MoE layer keeps beside its input if every expert gets the same number of tokens."""
+    """Yield the tensors of a MoE layer besides its input, if every expert gets the same number of tokens."""
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     moe = frozenset({"moe"})
     assert model.num_experts is not None
-    choices = model.moe_router_topk / p.tp  # of one token, on each rank that shares it
+    choices = model.moe_router_topk / p.tp  # per token, on each rank that shares it
     rows = choices * kept_share(config)
     yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
     tables = model.score_table + bool(model.moe_z_loss_coeff)
     if model.moe_router_score_function == "sigmoid":
-        tables += bool(model.moe_aux_loss_coeff)  # scores over their sum
-        yield _Kept(choices * exact * (model.moe_router_topk > 1), moe)  # scores of the chosen
+        tables += bool(model.moe_aux_loss_coeff)  # scores divided by their sum
+        yield _Kept(choices * exact * (model.moe_router_topk > 1), moe)  # scores of the chosen experts
     yield _Kept(exact * tables * model.num_experts / p.tp, moe)
-    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe, "expert_fc1")  # the rows that experts work on
+    yield _Kept(e * model.hidden_size * rows * p.expert_tp, moe, "expert_fc1")  # rows that the experts process
     if p.ep * p.expert_tp > 1:
         yield _Kept(_INDEX_BYTES * rows * p.expert_tp, moe)
     yield from _inner(config, model.expert_ffn_size * rows, "moe")
-    yield _Kept(e * model.hidden_size * rows, moe)  # their outputs, for the gradient of the router's weights
+    yield _Kept(e * model.hidden_size * rows, moe)  # expert outputs, for the gradient of the router weights
     if model.moe_shared_expert_intermediate_size is not None:
         yield from _inner(config, model.moe_shared_expert_intermediate_size / p.tp, "moe", "shared_experts")
         if model.moe_shared_expert_gate:
@@ -195,7 +196,7 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _unit_input_bytes(config: RunConfig) -> int:
-    """A stage's input on one rank: the message between stages, and all that full recompute keeps of a unit."""
+    """Return the bytes of a stage's input on one rank: a message, and all that full recompute keeps per unit."""
     e, _, whole = _sizes(config)
     return _tokens(config) * config.model.hidden_size * e // whole
 
@@ -203,9 +204,10 @@ def _unit_input_bytes(config: RunConfig) -> int:
 def layer_activation_bytes(
     config: RunConfig, layer_index: int = 0, *, granularity: str | None = None, saved_by: frozenset[str] | None = None
 ) -> int:
-    """Bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute a unit of one.
+    """Return the bytes that one layer keeps for the backward of one microbatch, on one rank; with full recompute, of a
+    unit of one layer.
 
-    `granularity`: to assume instead of the config's. `saved_by`: what these modules alone save; None: everything."""
+    `granularity`: used instead of the config's. `saved_by`: count only what these modules save; None: everything."""
     granularity = granularity or config.training.recompute_granularity
     if granularity == "full":
         return _unit_input_bytes(config)
@@ -220,7 +222,7 @@ def layer_activation_bytes(
 
 
 def recompute_units(config: RunConfig, plan: StagePlan) -> list[range]:
-    """The layers of a stage that full recompute runs again, by unit; none without full recompute."""
+    """Return the recompute units of a stage: layer ranges; empty without full recompute."""
     training = config.training
     first, last = plan.first_layer, plan.last_layer
     if training.recompute_granularity != "full":
@@ -239,7 +241,7 @@ def _layer_bytes(
 
 
 def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
-    """Of each layer of a stage what it keeps for the backward of one microbatch, and what of it is in host memory."""
+    """Return for each layer of a stage the bytes kept for one microbatch's backward, and the offloaded part of them."""
     training = config.training
     modules = training.offloaded_modules
     again = {index: index == unit.start for unit in recompute_units(config, plan) for index in unit}
@@ -251,17 +253,17 @@ def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
         if index in again:
             kept = _unit_input_bytes(config) if again[index] else 0
             gone = kept if modules is None or "attn_norm" in modules else 0
-            holds_input = gone > 0
+            offloads_input = gone > 0
         else:
-            holds_input = modules is None or ("attn_norm" if config.model.pre_norms else "qkv_linear") in modules
-        if index == plan.first_layer and not plan.has_embedding and holds_input:
-            gone -= _unit_input_bytes(config)  # the stage's input, which waits for its gradient
+            offloads_input = modules is None or ("attn_norm" if config.model.pre_norms else "qkv_linear") in modules
+        if index == plan.first_layer and not plan.has_embedding and offloads_input:
+            gone -= _unit_input_bytes(config)  # the stage's input stays until its gradient is computed
         found.append((kept, gone if offloaded else 0))
     return found
 
 
 def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that a stage keeps on the device for the backward of one microbatch, with embedding and head if it has them."""
+    """Return the device bytes that a stage keeps for the backward of one microbatch, embedding and head included."""
     model = config.model
     total = sum(kept - gone for kept, gone in _layers(config, plan))
     _, _, whole = _sizes(config)
@@ -274,21 +276,22 @@ def stage_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 
 def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """What of one microbatch's is in host memory."""
-    # Most configs offload nothing, and are asked often.
-    return sum(gone for _, gone in _layers(with_graphs(config), plan)) if config.training.offloaded_layers else 0
+    """Return the offloaded activation bytes of one microbatch."""
+    # Most configs offload nothing, and this is called often.
+    return sum(gone for _, gone in _layers(_graph_config(config), plan)) if config.training.offloaded_layers else 0
 
 
 def _head(config: RunConfig) -> float:
-    """For each token inputs of final norm and output projection; logits, or what the loss puts in their place."""
+    """Return the bytes per token of the inputs of final norm and head, and of the logits or what the loss keeps of
+    them."""
     model, (e, _, whole) = config.model, _sizes(config)
     capped = 1 + (model.final_logit_softcapping is not None)
     return 2 * e * model.hidden_size / whole + capped * e * model.padded_vocab_size / config.parallel.tp
 
 
 def _mtp_bytes(config: RunConfig, index: int) -> int:
-    """Of a layer that predicts a further token: itself, its own part of the head, and unless it is recomputed the embedding
-    and both norms' outputs beside each other. The hidden state before it is the head's input already."""
+    """Return the bytes of an MTP layer: the layer, its part of the head, and without recompute the embedding and both
+    norms' outputs concatenated. Its hidden state is counted as the head's input."""
     e, _, whole = _sizes(config)
     full = config.training.recompute_granularity == "full"
     own = e * config.model.hidden_size / whole * (1 if full else 3)
@@ -297,8 +300,8 @@ def _mtp_bytes(config: RunConfig, index: int) -> int:
 
 
 def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """What was offloaded of two layers is back at a time, or of the last one beside the layer behind it: what that takes
-    more than what is kept of the layers behind, and of the head, which is gone by then."""
+    """Return the workspace for restored activations: those of two consecutive layers at a time, minus the kept
+    activations of later layers and the head, which are freed by then."""
     most = here = before = 0
     left = stage_activation_bytes(config, plan)
     for kept, gone in _layers(config, plan):
@@ -309,19 +312,19 @@ def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 @once_per_reading
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that recomputation, or offloading, brings back at most at once, beside what is kept all along.
+    """Return the most bytes that recomputation or offloading brings back at once, beside what is kept throughout.
 
-    With full recompute that is a unit's activations but its input, with selective all that one module frees in a layer.
-    """
+    With full recompute these are a unit's activations without its input, with selective all that one module frees in a
+    layer."""
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
     mtp = config.model.mtp_layers if plan.has_head else range(0)
     if training.recompute_ahead:
-        return recompute_workspace_bytes(with_graphs(config), plan)  # what an R brings back counts as activations
+        return recompute_workspace_bytes(_graph_config(config), plan)  # what an R restores counts as activations
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
     if training.recompute_granularity == "full":
         units = (sum(_layer_bytes(config, unit, "none")) for unit in recompute_units(config, plan))
         again = [unit - _unit_input_bytes(config) for unit in units]
-        # Both norms' outputs come back too, the layer's own input among what it keeps.
+        # An MTP layer also restores both norms' outputs; its own input is among its kept tensors.
         again += [2 * _unit_input_bytes(config) + layer for layer in _layer_bytes(config, mtp, "none")]
         return max(again, default=0) + restored
     if training.recompute_granularity == "none":
@@ -335,8 +338,8 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     return round(_tokens(config) * max(of_layers(config.model, (*layers, *mtp), most), default=0.0)) + restored
 
 
-def with_graphs(config: RunConfig) -> RunConfig:
-    """What is kept of a stage from the forward that has a graph on: with recompute_ahead from R on, all of it."""
+def _graph_config(config: RunConfig) -> RunConfig:
+    """Return the config of the forward that records a graph: with recompute_ahead that of R, which keeps everything."""
     return (
         replace(config, recompute_granularity="none", recompute_ahead=False)
         if config.training.recompute_ahead
@@ -346,9 +349,8 @@ def with_graphs(config: RunConfig) -> RunConfig:
 
 @once_per_reading
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
-    """Activations, what a split backward keeps for W, what recompute-ahead keeps for R, a message between stages, and
-    what a backward computes again; of all stages of the pipeline, in order."""
-    kept = with_graphs(config)
+    """Return the bytes of all stages: activations, tensors deferred for W, inputs kept for R, message, workspace."""
+    kept = _graph_config(config)
     message = float(_unit_input_bytes(config))
 
     def of_stages(size: Callable[[RunConfig, StagePlan], int], of: RunConfig = config) -> tuple[float, ...]:
@@ -364,30 +366,30 @@ def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
 
 
 def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that wait for the W of one microbatch: input and output gradient of each matrix product with a weight.
+    """Return the bytes deferred for the W of one microbatch: input and output gradient of each product with a weight.
 
-    With sequence parallelism an input is kept as this rank's part; W gathers it again."""
+    With sequence parallelism this rank's part of an input is kept, and W gathers it again."""
     layers = range(plan.first_layer, plan.last_layer)
     elements = sum(of_layers(config.model, layers, lambda index: sum(_deferred_of_layer(config, index))))
     if plan.has_head:
         p, model = config.parallel, config.model
         h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
         elements += h / whole + model.padded_vocab_size / p.tp
-        for index in model.mtp_layers:  # lookup, projection, layer, head
+        for index in model.mtp_layers:  # embedding, projection, layer, head
             elements += sum(_deferred_of_layer(config, index))
             elements += h + 3 * h / whole + h / whole + model.padded_vocab_size / p.tp
     return round(_tokens(config) * elements * ELEMENT_BYTES[config.training.precision])
 
 
 def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
-    """Elements a token, product by product."""
+    """Yield the elements per token of each product."""
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
     h = model.hidden_size
     queries, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
     if model.multi_latent_attention:
         latent, q = model.kv_lora_rank, model.q_lora_rank
-        # The input is kept once for both products down.
+        # Both down-projections share one input.
         yield (h + latent + model.qk_pos_emb_head_dim + latent + (0 if q is None else q + q)) / whole
         yield (queries + model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)) / p.tp
     else:
@@ -398,7 +400,7 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
         return
     assert model.num_experts is not None
     shared = model.moe_shared_expert_intermediate_size
-    # Shared experts keep the same input. The router works in fp32 (fp64) on this rank's tokens.
+    # Shared experts keep the same input. The router computes in fp32 (fp64) on this rank's tokens.
     yield (0.0 if shared else h / p.tp) + exact / e * model.num_experts / p.tp
     rows = model.moe_router_topk / p.tp * kept_share(config)
     yield rows * (h * p.expert_tp + (2 if model.is_gated else 1) * model.expert_ffn_size)
@@ -408,7 +410,7 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
 
 
 def _deferred_of_mlp(config: RunConfig, width: float) -> Iterator[float]:
-    """The two products of an MLP of `width` local channels."""
+    """Yield the elements of an MLP's two products, with `width` local channels."""
     h, p = config.model.hidden_size, config.parallel
     yield h / (p.tp if p.sequence_parallel else 1) + (2 if config.model.is_gated else 1) * width
     yield width + h

@@ -1,4 +1,4 @@
-"""The buckets of a stage as the strategies cut its parameters, and the bytes that each element takes."""
+"""The buckets that strategies make of a stage's parameters, and the bytes per element."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shar
 
 
 def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
-    """Of a parameter on one rank."""
+    """Return the shape of a parameter on one rank."""
     p, sizes = config.parallel, list(shape.shape)
     if shape.expert:
         sizes[0] //= p.ep
@@ -35,34 +35,34 @@ def local_shape(shape: ParameterShape, config: RunConfig) -> tuple[int, ...]:
 
 
 def local_size(shape: ParameterShape, config: RunConfig) -> int:
-    """Elements of a parameter on one rank."""
+    """Return the elements of a parameter on one rank."""
     return math.prod(local_shape(shape, config))
 
 
 class ElementBytes(NamedTuple):
-    """Of one element, on the data-parallel rank that holds most."""
+    """Bytes of one element on the data-parallel rank that stores most."""
 
     parameter: float
     gradient: float
-    optimizer: float  # main parameters apart from the model's, states of the optimizer and of the strategy
-    offloadable: float  # the part of that which may be in host memory
+    optimizer: float  # separate main parameters, states of the optimizer and of the strategy
+    offloadable: float  # the part of `optimizer` that can be in host memory
 
 
 def all_replicas(config: RunConfig) -> tuple[int, int]:
-    """Ranks with the same part of a dense parameter, and of an expert's; of several instances those of all."""
+    """Return the ranks with the same part of a dense parameter, and of an expert's, over all instances."""
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
     return p.dp * p.cp, p.tp * p.cp * p.dp // (p.expert_tp * p.ep)
 
 
 def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> ElementBytes:
-    """What one element of a tensor takes on a rank that holds it, if `replicas` ranks hold the same part (of one instance)."""
+    """Return the bytes per element of a tensor, if `replicas` ranks of one instance store the same part."""
     return bytes_of_class(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay), replicas)
 
 
 @once_per_object()
 def bytes_of_class(config: RunConfig, matrix: bool, replicas: int) -> ElementBytes:
-    """The same of a hidden matrix, or of any other tensor."""
+    """Return `element_bytes` of a hidden matrix, or of any other tensor."""
     element = ELEMENT_BYTES[config.training.precision]
     main = max(4, element)
     strategy = config.parallel.strategy
@@ -80,7 +80,7 @@ def bytes_of_class(config: RunConfig, matrix: bool, replicas: int) -> ElementByt
 
 
 def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
-    """Bytes of an element of each of the optimizer's states, nothing sharded."""
+    """Return the unsharded bytes per element of each optimizer state."""
     return _moment_widths(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay))
 
 
@@ -92,12 +92,12 @@ def _moment_widths(config: RunConfig, matrix: bool) -> tuple[int, ...]:
 
 
 def strategy_bytes(config: RunConfig, replicas: int) -> float:
-    """Of what the strategy keeps: errors of compression, anchors, an outer momentum."""
+    """Return the bytes per element of the strategy's states: compression errors, anchors, an outer momentum."""
     if replicas == 1:
         return 0.0
     main = max(4, ELEMENT_BYTES[config.training.precision])
     if config.parallel.strategy.weights == "stale":
-        # The server's parameters are not its own worker's; and it holds a push of each worker at a time.
+        # The server's parameters are separate from its own worker's, and it holds one push of each worker.
         copied = main if ELEMENT_BYTES[config.training.precision] == main else 0
         return copied + replicas * wire_width(config)
     return main * state_elements(strategy_states(config), replicas)
@@ -107,32 +107,31 @@ def strategy_bytes(config: RunConfig, replicas: int) -> float:
 class PlannedBucket:
     """A bucket of one stage."""
 
-    # Of the ranks that hold it too: dp-cp or expert-dp; of several instances those of one, intra-dp-cp or intra-expert-dp.
-    group: str
-    replicas: int  # how many these are
-    partial: bool  # each tp rank has a part of the gradient
+    group: str  # group of its replicas: dp-cp or expert-dp; within an instance intra-dp-cp or intra-expert-dp
+    replicas: int  # size of the group
+    partial: bool  # each tp rank has a partial sum of the gradient
     tied: bool
     elements: int
     shapes: tuple[ParameterShape, ...]
-    unit: str = ""  # where parameters are sharded: which module's it is
-    fp8: bool = False  # it is gathered in fp8
+    unit: str = ""  # with sharded parameters: the module that it belongs to
+    fp8: bool = False  # gathered in fp8
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parameters."""
+        """Names of its parameters."""
         return tuple(shape.name for shape in self.shapes)
 
 
 @once_per_reading
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> tuple[PlannedBucket, ...]:
-    """As `data_parallel.buckets.make_buckets` cuts the parameters of a stage for the run's strategy."""
+    """Return the buckets that `data_parallel.buckets.make_buckets` makes of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
     shapes = list(shapes_of(config, plan))
     tied_apart = needs_copy(config.model) and len(stages) > 1
     if tied_apart and plan.has_head and shares_embedding(stages):
-        # It is the first stage's.
+        # The first stage owns it.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
-    # A module lists its own parameters first: the output matrix comes before the norms and layers in the head.
+    # A module lists its own parameters first: in the head the output matrix comes before norms and layers.
     first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
     shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
     if not config.parallel.strategy.shards_parameters:
@@ -148,7 +147,7 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
 
 
 def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
-    """The module that a parameter is gathered with: further tokens' layers and a copy of the embedding are the head's."""
+    """Return the module that a parameter is gathered with; MTP layers and an embedding copy belong to the head."""
     first, second, *_ = name.split(".")
     if first == "layers" and int(second) < config.model.num_layers:
         return f"layers.{second}"
@@ -162,7 +161,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
     known: dict[tuple[object, ...], tuple[BucketKind, int]] = {}
 
     def facts(shape: ParameterShape) -> tuple[BucketKind, int]:
-        # Layers differ in nothing but their number, which two settings alone look at.
+        # Layers differ only in their number, which only two settings use.
         name = shape.name if by_number or not shape.name.startswith("layers.") else shape.name.split(".", 2)[2]
         key = (name, shape.shape, shape.shard_dim, shape.decay, shape.expert)
         if key not in known:
@@ -208,7 +207,7 @@ def _bucket_kind(config: RunConfig, shape: ParameterShape, tied_apart: bool) -> 
 
 @once_per_object()
 def held_elements(config: RunConfig, stages: tuple[StagePlan, ...]) -> Mapping[tuple[bool, bool], int]:
-    """Elements on a pipeline rank with these stages by whether they are an expert's, and a hidden matrix's."""
+    """Return (is an expert's, is a hidden matrix) -> elements on a pipeline rank with these stages."""
     found: Counter[tuple[bool, bool]] = Counter()
     for shape in shapes_of_rank(config, list(stages)):
         matrix = is_hidden_matrix(shape.name, shape.shape, decay=shape.decay)
@@ -217,14 +216,14 @@ def held_elements(config: RunConfig, stages: tuple[StagePlan, ...]) -> Mapping[t
 
 
 def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[PlannedBucket]:
-    """Those of all of a rank's, in their order, of which main parameters and states are in host memory."""
+    """Return the buckets of a rank with main parameters and states in host memory, in order."""
     sharded = config.parallel.strategy.shards_states
     sizes = [bucket.elements // (bucket.replicas if sharded else 1) for bucket in buckets]
     return list(compress(buckets, in_host_memory(sizes, config.optimizer.host_fraction)))
 
 
 class HeldBytes(NamedTuple):
-    """Of one rank, from step to step."""
+    """Persistent memory of one rank."""
 
     parameters: int  # elements, not bytes
     parameter: float
@@ -234,7 +233,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence[PlannedBucket]) -> HeldBytes:
-    """Weights, gradients and optimizer states per rank with these stages, cut into these buckets."""
+    """Return weights, gradients and optimizer states of a rank with these stages and buckets."""
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
     squares = max(matrix_bytes(config, stages))
@@ -247,17 +246,17 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
     for bucket in offloaded(config, buckets):
         each = element_bytes(config, bucket.shapes[0], bucket.replicas)
         host += each.offloadable * sum(local_size(shape, config) for shape in bucket.shapes)
-    there = squares if config.optimizer.optimizer_cpu_offload else 0
-    return HeldBytes(parameters, parameter, gradient, optimizer - host + squares - there, host + there)
+    on_host = squares if config.optimizer.optimizer_cpu_offload else 0
+    return HeldBytes(parameters, parameter, gradient, optimizer - host + squares - on_host, host + on_host)
 
 
 def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
-    """Bytes of whole matrices' states on each of the ranks that share the work on those of these stages (`matrix_ranks`)."""
+    """Return the bytes of matrix states on each rank of the group `matrix_ranks`."""
     return [sum(square_bytes(config, *shape.shape[-2:]) for shape in own) for own in matrices_of_ranks(config, stages)]
 
 
 def matrices_of_ranks(config: RunConfig, stages: Sequence[StagePlan]) -> list[list[ParameterShape]]:
-    """Of each rank that shares the work on hidden matrices (`matrix_ranks`) those that it works on, by their tensors."""
+    """Return the tensors of the matrices that each rank of the group `matrix_ranks` works on."""
     p, apart = config.parallel, OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
     found: list[list[ParameterShape]] = [[]] * (
         p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0]
@@ -275,18 +274,18 @@ def matrices_of_ranks(config: RunConfig, stages: Sequence[StagePlan]) -> list[li
 
 
 def matrix_ranks(config: RunConfig) -> str:
-    """The group that shares the work on whole matrices: where replicas have different weights each does its own."""
+    """Return the group that shares the work on whole matrices; replicas with different weights each do all of it."""
     return "tp-dp-cp" if config.parallel.strategy.weights == "equal" else "tp"
 
 
 def square_bytes(config: RunConfig, rows: int, columns: int) -> int:
-    """Of the states of one whole matrix."""
+    """Return the bytes of the states of one matrix."""
     main = max(4, ELEMENT_BYTES[config.training.precision])
     return main * len(SQUARES) * sum(n**2 for n in sides_of(config.optimizer, rows, columns).values())
 
 
 def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
-    """What the pieces of offloaded buckets that visit the device have room in."""
+    """Return the device bytes of the slots for pieces of offloaded states."""
     largest = 0.0
     for bucket in offloaded(config, buckets):
         each = element_bytes(config, bucket.shapes[0], bucket.replicas).offloadable
@@ -296,7 +295,7 @@ def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
 
 
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
-    """Each tp rank has a part of the parameter's gradient although it holds the whole parameter."""
+    """Return whether each tp rank has a partial sum of the gradient of a parameter that it stores whole."""
     always = ("router.weight", "router.linear_bias", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
     if shape.shard_dim is not None or shape.expert:
         return False

@@ -1,4 +1,4 @@
-"""Sharded parameters and gradients: what is whole for a while, and how often parameters are gathered."""
+"""Memory and gather counts of sharded parameters and gradients."""
 
 import itertools
 from collections import Counter, deque
@@ -15,18 +15,18 @@ from megalite.pipeline.ir.actions import COMPUTE, Kind
 
 WORD = "embedding.word.weight"
 
-Unit = tuple[PlannedBucket, ...]  # what one module needs
+Unit = tuple[PlannedBucket, ...]  # the buckets that one module needs
 
 
 class Pass(NamedTuple):
-    """A computation that reads the weights of a stage, in the order of the forward or against it."""
+    """A computation that reads the weights of a stage, in forward or backward order."""
 
     stage: int
     backward: bool
 
 
 class RankUnits:
-    """fully-sharded: the buckets of a rank's stages, and the units that they are gathered by."""
+    """fully-sharded: the buckets of a rank's stages, and the units in which they are gathered."""
 
     def __init__(self, config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> None:
         self.buckets = {plan.stage: planned_buckets(config, plan, stages) for plan in plans}
@@ -43,15 +43,15 @@ class RankUnits:
             self.units[plan.stage] = list(found)
 
     def path(self, of: Pass) -> list[Unit]:
-        """The units of a computation, in its order."""
+        """Return the units of a computation, in its order."""
         return self.units[of.stage][:: -1 if of.backward else 1]
 
 
 def gather_counts(
     config: RunConfig, rank: int, stages: tuple[StagePlan, ...], num_microbatches: int
 ) -> Mapping[int, Sequence[int]]:
-    """Stage of a pipeline rank -> how often each of its planned buckets is gathered in a step: what is whole still from
-    the unit before is not gathered again."""
+    """Return stage -> gathers per step of each of its buckets, on a pipeline rank. Buckets still whole from the
+    previous unit are not gathered again."""
     held = RankUnits(config, [plan for plan in stages if plan.rank == rank], stages)
     overlap = config.parallel.overlap_param_gather
     actions = schedule_of(config, num_microbatches).actions[rank]
@@ -74,8 +74,8 @@ def gather_counts(
 
 
 def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
-    """At the most, of the gathered parameters of a rank with these stages: two units that follow one another, or one
-    where none is gathered ahead. In a pipeline any of its passes may follow any other."""
+    """Return the most bytes of gathered parameters on a rank with these stages: of two consecutive units, or of one
+    without overlap_param_gather. In a pipeline any pass may follow any other."""
     if not config.parallel.strategy.shards_parameters:
         return 0
     held = RankUnits(config, plans, stages)
@@ -91,15 +91,14 @@ def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages:
 
 
 def fp8_weight_bytes(config: RunConfig, plans: Sequence[StagePlan]) -> int:
-    """Of the weights that a step keeps in fp8 as well: those of all layers but the first and the last."""
+    """Return the bytes of the additional fp8 weights: those of all layers but the first and the last."""
     inner = range(1, config.model.num_layers - 1)
     indices = (index for plan in plans for index in range(plan.first_layer, plan.last_layer))
     return sum(fp8_layer_bytes(config, index) for index in indices if index in inner)
 
 
 def fp8_layer_bytes(config: RunConfig, index: int) -> int:
-    """Of an inner layer, once for the forward and once turned for the backward; and where they are gathered in fp8 the rank's
-    part in bf16."""
+    """Return the fp8 bytes of an inner layer: weights and transpose; with fp8_param_gather also the bf16 shard."""
     if not config.compute.fp8 or config.parallel.strategy.shards_parameters:
         return 0
     shapes = layer_shapes(config.model, index)
@@ -110,8 +109,8 @@ def fp8_layer_bytes(config: RunConfig, index: int) -> int:
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
-    """Of gradients that come in or are sent on a rank with these stages, beside the parts that it keeps. In a pipeline
-    one backward may follow another at once, of whatever stage, while gradients of the first are still sent."""
+    """Return the most bytes of gradients being computed or reduced on a rank with these stages, beside the shards that
+    it keeps. In a pipeline a backward of any stage may follow while gradients of the first are still being reduced."""
     if not (config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients):
         return 0
     backwards: list[list[PlannedBucket]] = []
@@ -130,21 +129,21 @@ def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: 
 
 
 def _most_gradients(backwards: Sequence[Sequence[PlannedBucket]], room: int, *, sent_later: bool) -> int:
-    """Elements, if each bucket of these backwards (one for each of its gradients) is sent until others need the room."""
+    """Return the most elements, if each bucket (listed once per gradient) is in flight until others need the room."""
     sending: deque[PlannedBucket] = deque()
     peak = sent = 0
     for backward in backwards:
         missing, open_now = Counter(backward), set[PlannedBucket]()
         opened = 0
         for bucket in backward:
-            if bucket in sending:  # of the last backward: its memory is used again
+            if bucket in sending:  # from the previous backward: its memory is reused
                 while (first := sending.popleft()) is not bucket:
                     sent -= first.elements
                 sent -= bucket.elements
             if bucket not in open_now:
                 open_now.add(bucket)
                 opened += bucket.elements
-            # It gets its memory before any that is on its way gives up its own.
+            # It is allocated before any bucket in flight is freed.
             peak = max(peak, opened + sent)
             missing[bucket] -= 1
             if not missing[bucket]:
@@ -159,5 +158,5 @@ def _most_gradients(backwards: Sequence[Sequence[PlannedBucket]], room: int, *, 
 
 
 def _in_pipeline(config: RunConfig, stages: tuple[StagePlan, ...]) -> bool:
-    """A pass may follow any other; else a forward and its backward take turns."""
+    """Return whether any pass may follow any other; otherwise forwards and backwards alternate."""
     return len(stages) > 1 or config.parallel.schedule_name != "1f1b"

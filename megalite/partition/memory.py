@@ -1,6 +1,6 @@
-"""Bytes of one rank: parameters, gradients, optimizer state, activations, and what is unsharded for a while.
+"""Memory of one rank: parameters, gradients, optimizer states, activations, temporarily unsharded tensors.
 
-What fragments, kernels' workspaces and communication buffers take comes on top and is not estimated."""
+Fragmentation, kernel workspaces and communication buffers come on top and are not estimated."""
 
 import dataclasses
 import math
@@ -41,17 +41,16 @@ from megalite.topology.layout import ParallelLayout, ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank, by what holds them."""
+    """Bytes on one rank, by kind."""
 
-    parameters: int  # elements, not bytes: what this rank holds after tensor, pipeline and expert parallelism
+    parameters: int  # elements, not bytes: after tensor, pipeline and expert parallelism
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int  # moments and, below fp32, the fp32 main parameters
     activation_bytes: int  # of all microbatches in flight at the peak
-    # What recomputation brings back at once in the backward, what is whole for a while of sharded parameters and gradients,
-    # weights in fp8, and room for states that visit the device.
+    # Restored activations, temporarily unsharded parameters and gradients, fp8 weights, and slots for offloaded states.
     workspace_bytes: int
-    # Offloaded main parameters, optimizer states and activations; not in the total, which is the device's.
+    # Offloaded main parameters, optimizer states and activations; not in the total, which counts the device.
     host_bytes: int = 0
 
     @property
@@ -62,19 +61,19 @@ class RankMemory:
 
 
 def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
-    """Per pipeline rank, the most bytes that activations (and what a W waits for) take; messages and workspace not counted."""
+    """Return the peak activation bytes per pipeline rank, with what W needs but without messages and workspace."""
     sizes = dataclasses.replace(stage_sizes(config, stages), message=0.0, workspace=None)
     return [round(size) for size in _peaks(schedule, sizes)]
 
 
 @once_per_object(maxsize=32)
 def _peaks(schedule: Schedule, sizes: Sizes) -> list[float]:
-    # Without messages the computations alone decide, and they need no lowering.
+    # Without messages only the computations count, so no lowering is needed.
     return [peak.size for peak in memory_peaks(Program(schedule, schedule.actions), sizes)]
 
 
 def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> list[int]:
-    """Per pipeline rank, the most bytes of offloaded activations in host memory."""
+    """Return the peak bytes of offloaded activations in host memory, per pipeline rank."""
     none = (0.0,) * len(stages)
     offloaded = tuple(float(offloaded_activation_bytes(config, plan)) for plan in stages)
     if not any(offloaded):
@@ -91,13 +90,17 @@ def rank_memory(
     *,
     everywhere: tuple[StagePlan, ...] | None = None,
 ) -> RankMemory:
-    """Memory of a rank that holds `stages`.
+    """Return the memory of a rank with `stages`.
 
-    With the distributed optimizer its state is divided by dp·cp (for experts by their own data-parallel size; with
-    several instances by the ranks of one), which gives the usual 6 + 12/dp bytes per parameter in bf16. With a
-    parameter server it is the server's. `activation_bytes`: at the peak of the schedule (`activation_peaks`), and those
-    in host memory (`host_peaks`). `everywhere`: the stages of all ranks; default: as the schedule places them."""
-    held, whole = _held_and_whole(config, tuple(stages), everywhere or plan_stages(config))
+    The distributed optimizer divides its states by dp·cp (for experts by their data-parallel size, with several
+    instances by the ranks of one): the usual 6 + 12/dp bytes per parameter in bf16. With a parameter server this is the
+    server's memory.
+
+    Args:
+        activation_bytes: at the schedule's peak (`activation_peaks`).
+        host_activation_bytes: offloaded ones (`host_peaks`).
+        everywhere: the stages of all ranks; default: as the schedule places them."""
+    held, whole = _persistent_and_temporary(config, tuple(stages), everywhere or plan_stages(config))
     return RankMemory(
         parameters=held.parameters,
         parameter_bytes=math.ceil(held.parameter),
@@ -110,10 +113,10 @@ def rank_memory(
 
 
 @once_per_reading
-def _held_and_whole(
+def _persistent_and_temporary(
     config: RunConfig, stages: tuple[StagePlan, ...], everywhere: tuple[StagePlan, ...]
 ) -> tuple[HeldBytes, int]:
-    """What one rank has from step to step, and what is whole for a while, in fp8 or a visitor."""
+    """Return one rank's persistent memory, and its temporarily unsharded, fp8 and staging bytes."""
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
     whole = whole_parameter_bytes(config, stages, everywhere) + whole_gradient_bytes(config, stages, everywhere)
     whole += fp8_weight_bytes(config, stages) + visiting_bytes(config, buckets)
@@ -121,18 +124,18 @@ def _held_and_whole(
 
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
-    """Per pipeline rank; by the schedule of the largest batch where none is given."""
+    """Return the memory of each pipeline rank; default: with the schedule of the largest batch."""
     stages = plan_stages(config)
     schedule = schedule or schedule_of(config, microbatch_counts(config)[-1])
     of_rank = [[plan for plan in stages if plan.rank == rank] for rank in range(config.parallel.pp)]
 
-    def kind(mine: list[StagePlan]) -> Hashable:
-        return tuple(kind_of_stage(config, plan) for plan in mine)
+    def kind(own: list[StagePlan]) -> Hashable:
+        return tuple(kind_of_stage(config, plan) for plan in own)
 
     return [
         dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host)
         for held, peak, host in zip(
-            once_per_kind(of_rank, kind, lambda mine: rank_memory(config, mine, 0)),
+            once_per_kind(of_rank, kind, lambda own: rank_memory(config, own, 0)),
             activation_peaks(config, stages, schedule),
             host_peaks(config, stages, schedule),
             strict=True,
@@ -140,25 +143,25 @@ def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[
     ]
 
 
-USUAL_MEMORY = 0.9  # of the device's: allocator, kernels and communication need some that is not in the formulas
+USUAL_MEMORY = 0.9  # of the device memory: allocator, kernels and communication need the rest
 
 
 def is_built_without_limit(config: RunConfig) -> bool:
-    """`auto` is asked for, and no limit is."""
+    """Return whether the schedule is `auto` without a memory limit."""
     return config.parallel.pipeline_schedule == "auto" and config.parallel.pipeline_memory_limit is None
 
 
 def within_memory(config: RunConfig, limit: float) -> RunConfig:
-    """A validated config, in which a schedule that is built without a limit gets one where it needs more than `limit` bytes of
-    a device: what they leave to activations on the rank that holds most without them. A ConfigError if that is nothing."""
+    """Give a validated config with `auto` and no limit a memory limit, if it needs more than `limit` bytes of a device:
+    the bytes left for activations on the fullest rank. Raises ConfigError: nothing is left."""
     if not is_built_without_limit(config) or max(rank.total_bytes for rank in planned_memory(config)) <= limit:
         return config
     p, most = config.parallel, 0
     for placement in (loop_placement(p.pp, p.vpp), *([v_placement(p.pp)] if p.vpp == 2 else [])):
         stages = cut_stages(config, placement)
         for rank in range(p.pp):
-            mine = [plan for plan in stages if plan.rank == rank]
-            most = max(most, rank_memory(config, mine, 0, everywhere=stages).total_bytes)
+            own = [plan for plan in stages if plan.rank == rank]
+            most = max(most, rank_memory(config, own, 0, everywhere=stages).total_bytes)
     if most >= limit:
         raise ConfigError(
             f"needs {format_bytes(most)} per rank without activations, over {format_bytes(limit)}: no schedule that auto "
@@ -173,44 +176,44 @@ class HeldParameter:
 
     stage: int
     spec: ShardSpec  # name, global shape and this rank's slice
-    bytes: int  # of the slice in the model's precision, whole; with fully-sharded each replica keeps a part of it
+    bytes: int  # of the slice in the model's precision; with fully-sharded each replica stores a shard of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBucket:
-    """One bucket of a rank: what it keeps of it from step to step, padding included."""
+    """One bucket of a rank and its persistent bytes, padding included."""
 
     stage: int
     bucket: PlannedBucket
-    place: int  # this rank's among the replicas
+    place: int  # index of this rank among the replicas
     parameter_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int  # main parameters apart from the model's, states of the optimizer and of the strategy
-    host_bytes: int  # those of them that are offloaded
+    optimizer_bytes: int  # separate main parameters, states of the optimizer and of the strategy
+    host_bytes: int  # the offloaded part of them
 
 
 def stages_of_rank(config: RunConfig, rank: int) -> list[StagePlan]:
-    """The virtual stages of a global rank, in order: its chunks 0, 1, ..."""
+    """Return the virtual stages of a global rank, in order: its chunks 0, 1, ..."""
     place = layout_of(config).coordinate(rank).pp
     return [plan for plan in plan_stages(config) if plan.rank == place]
 
 
 def held_parameters(config: RunConfig, rank: int) -> list[HeldParameter]:
-    """Every parameter of a global rank, by stage and in the order of the forward."""
+    """Return every parameter of a global rank, by stage and in forward order."""
     layout, stages = layout_of(config), plan_stages(config)
     element = ELEMENT_BYTES[config.training.precision]
     found = []
     for plan in stages_of_rank(config, rank):
         again = plan.has_head and not plan.has_embedding and shares_embedding(stages)
         for shape in shapes_of(config, plan):
-            if not (again and shape.name == WORD):  # else it is the first stage's, on this same rank
+            if not (again and shape.name == WORD):  # otherwise the first stage, on this rank, owns it
                 spec = local_spec(layout, rank, shape)
                 found.append(HeldParameter(stage=plan.stage, spec=spec, bytes=element * math.prod(spec.shape)))
     return found
 
 
 def local_spec(layout: ParallelLayout, rank: int, shape: ParameterShape) -> ShardSpec:
-    """The slice of a parameter that a rank holds: of experts those of its ep rank, of the rest what tp leaves it."""
+    """Return a rank's slice of a parameter: an expert's by ep (and expert tp), others by tp."""
     spec = ShardSpec.whole(shape.name, shape.shape)
     if shape.shard_dim is not None:
         place, parts = _place(layout, "expert-tp" if shape.expert else "tp", rank)
@@ -223,10 +226,10 @@ def local_spec(layout: ParallelLayout, rank: int, shape: ParameterShape) -> Shar
 
 
 def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
-    """Every bucket of a global rank, by stage and in the order in which gradients come.
+    """Return every bucket of a global rank, by stage and in the order of their gradients.
 
-    A parameter server's main parameters and optimizer states are on the first replica alone; what it has of pushes that
-    wait is counted as in `element_bytes`."""
+    A parameter server's main parameters and optimizer states are on the first replica only; its pending pushes are
+    counted as in `element_bytes`."""
     layout, stages = layout_of(config), plan_stages(config)
     served = config.parallel.strategy.served
     found = []
@@ -253,13 +256,13 @@ def held_buckets(config: RunConfig, rank: int) -> list[HeldBucket]:
 
 
 def held_matrix_bytes(config: RunConfig, rank: int) -> int:
-    """Of the states of whole matrices that a global rank works on."""
+    """Return the bytes of the matrix states that a global rank works on."""
     place, _ = _place(layout_of(config), matrix_ranks(config), rank)
     return matrix_bytes(config, stages_of_rank(config, rank))[place]
 
 
 def _place(layout: ParallelLayout, kind: str, rank: int) -> tuple[int, int]:
-    """(index, size) of a rank in its group of this kind."""
+    """Return (index, size) of a rank in its group of this kind."""
     ranks = layout.group_of(kind, rank)
     assert ranks is not None, kind
     return ranks.index(rank), len(ranks)

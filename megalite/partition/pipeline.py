@@ -1,4 +1,4 @@
-"""Which pipeline a config runs: placement, stages, schedule, program, costs."""
+"""The pipeline of a config: placement, stages, schedule, program, costs."""
 
 from collections.abc import Hashable
 from functools import lru_cache
@@ -35,10 +35,10 @@ from megalite.topology.layout import ParallelLayout
 
 
 def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool = False) -> Costs:
-    """FLOPs of one token's worth of work on each stage.
+    """Return the FLOPs per token of each stage's forward, backward, weight gradient and recompute.
 
-    A backward counts as two forwards, of which the weight gradients are as much as the forward's matrix products with
-    weights; products of activations (the attention core) have both their gradients in the input half."""
+    A backward counts as two forwards. Its weight gradients cost as much as the forward's matrix products with weights;
+    the attention core multiplies activations only, so both its gradients belong to the input half."""
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
     model, s = config.model, config.training.seq_length
     each = of_layers(model, range(model.mtp_layers.stop), lambda i: attention_core_flops(model, i, s))
@@ -47,20 +47,20 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
         forward=forward,
         backward=tuple(2.0 * cost for cost in forward),
         weight_grad=tuple(cost - core for cost, core in zip(forward, cores, strict=True)),
-        # An R runs the stage as a whole, head and loss too.
+        # an R runs the whole stage, including head and loss
         recompute=forward if ahead else tuple(float(_recompute_flops(config, plan)) for plan in stages),
     )
 
 
 def flops_per_token_with_recompute(config: RunConfig) -> int:
-    """Model FLOPs (PaLM convention) and those of forwards that run again. With full recompute of GPT's shape that is
-    96·L·h²·(1 + s/6h + V/16Lh), the F of Narayanan et al. 2021."""
+    """Return model FLOPs per token (PaLM convention) plus those of recomputed forwards. With full recompute of GPT's
+    shape this is 96·L·h²·(1 + s/6h + V/16Lh), the F of Narayanan et al. 2021."""
     again = flop_costs(config, plan_stages(config), ahead=has_recompute_actions(config)).recompute
     return flops_per_token(config.model, config.training.seq_length) + round(sum(again or ()))
 
 
 def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
-    """FLOPs of one token's forward that a stage runs again in the backward; norms and activations count as nothing."""
+    """Return the FLOPs per token that a stage's backward recomputes; norms and activations count as 0."""
     model, training = config.model, config.training
     if training.recompute_granularity == "full":
         again = (index for unit in recompute_units(config, plan) for index in unit)
@@ -73,7 +73,7 @@ def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
 
 
 def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
-    """FLOPs of one token's forward through those modules of a layer that have matrix products."""
+    """Return the FLOPs per token of those modules of a layer that have matrix products."""
     model, seq_length = config.model, config.training.seq_length
     core = attention_core_flops(model, layer_index, seq_length)
     projections = sum(
@@ -88,7 +88,7 @@ def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int
 
 
 def placement_of(config: RunConfig) -> tuple[int, ...]:
-    """Per virtual stage its pipeline rank; the same for every number of microbatches of the run."""
+    """Return the pipeline rank of each virtual stage; it is the same for all microbatch counts of the run."""
     p = config.parallel
     if p.pipeline_schedule_file is not None:
         return _read(config).placement
@@ -99,12 +99,12 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
 
 @once_per_object()
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """The stages of a validated config with a known vocabulary, in order."""
+    """Return the stages of a validated config with a known vocabulary, in order."""
     return cut_stages(config, placement_of(config))
 
 
 def layout_of(config: RunConfig) -> ParallelLayout:
-    """Ranks and groups of a validated config."""
+    """Return the ranks and groups of a validated config."""
     p = config.parallel
     assert p.dp is not None, "validate() resolves dp"
     placement = placement_of(config)
@@ -123,9 +123,9 @@ def layout_of(config: RunConfig) -> ParallelLayout:
 
 
 def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
-    """The training schedule of a validated config for a step of that many microbatches.
+    """Return the training schedule of a validated config for a step with `num_microbatches`.
 
-    A ConfigError says what would work where the schedule does not take these sizes or nothing fits the memory limit."""
+    Raises ConfigError, with a value that works: the schedule does not support these sizes, or none fits the memory."""
     p = config.parallel
     if p.pipeline_schedule_file is not None:
         schedule = _read(config)
@@ -138,7 +138,7 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
         return schedule
     if p.schedule_name == "auto":
         return _auto(config, placement_of(config), num_microbatches)
-    # A notebook may define one again under its name.
+    # A notebook may redefine a registered schedule under its name, so only built-in ones are cached.
     build = _named if p.schedule_name in PIPELINE_SCHEDULES.builtin else build_schedule
     return build(
         p.schedule_name,
@@ -151,12 +151,12 @@ def schedule_of(config: RunConfig, num_microbatches: int) -> Schedule:
     )
 
 
-# Everything that asks about a step makes its schedule again; a big one is a million actions, so few are kept.
+# Every function of a step needs its schedule; a large one has a million actions, so few are kept.
 _named = lru_cache(maxsize=4)(build_schedule)
 
 
 def lowered(config: RunConfig, schedule: Schedule) -> Program:
-    """The schedule with its communication, as the config's knobs want it."""
+    """Return the schedule with its communication, by the config's settings."""
     p = config.parallel
     return _lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
 
@@ -165,7 +165,7 @@ _lower = once_per_object(maxsize=4)(lower)
 
 
 def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
-    """Validate a training program of the config, its memory limit included; a ConfigError shows the cell and the grid."""
+    """Validate a training program, including its memory limit. Raises ConfigError, with the cell and the grid."""
     try:
         return validate(program, sizes=stage_sizes(config, stages), limit=_limit(config))
     except ScheduleError as error:
@@ -173,13 +173,13 @@ def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -
 
 
 def has_recompute_actions(config: RunConfig) -> bool:
-    """Forwards run again as actions of the schedule (R), not inside the backward."""
+    """Return whether recomputed forwards are actions of the schedule (R) instead of a part of the backward."""
     from_file = config.parallel.pipeline_schedule_file is not None and bool(_read(config).recomputed)
     return from_file or config.training.recompute_ahead
 
 
 def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
-    """The costs of the file if one is given, else FLOPs, with those of an R where the schedule has any."""
+    """Return the costs of the file if one is set, else FLOPs; with those of an R if the schedule has any."""
     ahead = has_recompute_actions(config)
     if config.parallel.pipeline_costs is not None:
         return read_costs(Path(config.parallel.pipeline_costs)).costs(tuple(plan.rank for plan in stages), ahead=ahead)
@@ -187,14 +187,14 @@ def costs_of(config: RunConfig, stages: tuple[StagePlan, ...]) -> Costs:
 
 
 def _limit(config: RunConfig) -> float | None:
-    """Bytes of activations that a rank may have."""
+    """Return the limit of activation bytes per rank, if set."""
     text = config.parallel.pipeline_memory_limit
     return None if text is None else parse_byte_size(text)
 
 
 @once_per_object()
 def _read(config: RunConfig) -> Schedule:
-    """The schedule of pipeline_schedule_file, with the sizes of the config."""
+    """Read pipeline_schedule_file and check that its sizes match the config."""
     p = config.parallel
     path = Path(p.pipeline_schedule_file or "")
     try:
@@ -215,11 +215,11 @@ def _read(config: RunConfig) -> Schedule:
     granularity = config.training.recompute_granularity
     if schedule.recomputed and granularity != "none":
         raise ConfigError(
-            f"pipeline_schedule_file {path} recomputes by R actions, and recompute_granularity {granularity} would do so "
-            f"again inside them; use --recompute-granularity none, or a file without R"
+            f"pipeline_schedule_file {path} recomputes with R actions, but recompute_granularity {granularity} would "
+            f"recompute again inside them; use --recompute-granularity none, or a file without R"
         )
     if schedule.forward_only:
-        raise ConfigError(f"pipeline_schedule_file {path} has forwards alone; training needs a B, or I and W, of each")
+        raise ConfigError(f"pipeline_schedule_file {path} has only forwards; training needs a B, or I and W, for each")
     return schedule
 
 
@@ -241,13 +241,13 @@ def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) 
 
 @lru_cache(maxsize=32)
 def _built(*given: Hashable, **named: Hashable) -> Schedule:
-    # Configs that differ in nothing which the search sees have the same one.
+    # Configs with equal arguments share the result of the search.
     schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(*given, effort="quick", **named)
     return schedule
 
 
 def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, ...]:
-    """Per rank, what its activations may take for no rank to hold more than the fullest one does with 1f1b."""
+    """Return the activation limit of each rank at which no rank needs more memory than the fullest rank with 1f1b."""
     plain = _named(
         "1f1b",
         num_ranks=len(stages),
@@ -256,15 +256,15 @@ def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbat
         recompute_ahead=config.training.recompute_ahead,
     )
     peaks = memory_peaks(lowered(config, plain), stage_sizes(config, stages))
-    held = [held_bytes(config, [plan], planned_buckets(config, plan, stages)) for plan in stages]
-    always = [each.parameter + each.gradient + each.optimizer for each in held]
+    states = [held_bytes(config, [plan], planned_buckets(config, plan, stages)) for plan in stages]
+    always = [each.parameter + each.gradient + each.optimizer for each in states]
     most = max(map(add, always, (peak.size for peak in peaks)))
     return tuple(most - each for each in always)
 
 
 @once_per_reading
 def _auto_placement(config: RunConfig) -> tuple[int, ...]:
-    """Of two chunks: round and round, or a V where that gives the shorter step at the largest batch."""
+    """Return the placement for vpp 2, a loop or a V: the one with the shorter step at the largest batch."""
     p = config.parallel
     loop = loop_placement(p.pp, p.vpp)
     count = microbatch_counts(config)[-1]

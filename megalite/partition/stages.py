@@ -1,6 +1,6 @@
-"""How the model is cut into virtual stages, and what a microbatch costs on each by FLOPs. No torch.
+"""Split the model into virtual stages and count their FLOPs. No torch.
 
-Training, dry run and planner cut the model by `cut_stages` alone."""
+Training, dry run and planner all split it with `cut_stages`."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class StagePlan:
 
 
 def message_parts(config: RunConfig) -> int:
-    """Parts that a message between stages is cut in, one per tensor-parallel rank; 1: each sends whole what it has."""
+    """Return the parts of a message between stages, one per tensor-parallel rank; 1: each sends the whole message."""
     p = config.parallel
     return int(
         parts_of_message(p.scatter_gather_tensors_in_pipeline, p.sequence_parallel, config.model.hidden_size, p.tp)
@@ -39,21 +39,21 @@ def message_parts(config: RunConfig) -> int:
 
 
 def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, tp: Any) -> Any:
-    """`message_parts` by the settings, which may be arrays."""
+    """Return `message_parts` for settings that may be arrays."""
     return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
 @once_per_reading
 def shapes_of(config: RunConfig, plan: StagePlan) -> tuple[ParameterShape, ...]:
-    """Full shapes of the parameters of a stage, in the order of the forward."""
+    """Return the full shapes of a stage's parameters, in forward order."""
     return tuple(stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head))
 
 
 def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, ...]:
-    """The cut of a validated config with a known vocabulary into stages on these ranks, in stage order.
+    """Split a validated config with a known vocabulary into stages on these ranks, in stage order.
 
-    pipeline_layers or pipeline_layout if they are set; else the cut with the fastest slowest pipeline rank, the head
-    counting by its FLOPs and the embedding, a lookup, as nothing."""
+    The split is pipeline_layers or pipeline_layout if they are set. Otherwise it minimizes the FLOPs of the slowest
+    pipeline rank, including the head; the embedding is a lookup and counts as 0."""
     placement = tuple(placement)
     layers = stage_layers(config)
     if layers:
@@ -66,7 +66,7 @@ def cut_stages(config: RunConfig, placement: Sequence[int]) -> tuple[StagePlan, 
 
 @lru_cache(maxsize=256)
 def _partition(layer_cost: tuple[int, ...], placement: tuple[int, ...], last_cost: int) -> tuple[int, ...]:
-    # Everything that asks about a config cuts it again.
+    # Every function that needs the stages splits the config again.
     return partition_layers(len(layer_cost), placement, layer_cost=layer_cost, last_cost=last_cost)
 
 
@@ -87,24 +87,25 @@ def _plans(layers: tuple[int, ...], placement: tuple[int, ...]) -> tuple[StagePl
 
 
 def shapes_of_rank(config: RunConfig, stages: list[StagePlan]) -> list[ParameterShape]:
-    """Full shapes of the parameters that a pipeline rank with these stages holds, a tied embedding once."""
+    """Return the full shapes of the parameters on a pipeline rank with these stages, a tied embedding once."""
     return list({shape.name: shape for plan in stages for shape in shapes_of(config, plan)}.values())
 
 
 def shares_embedding(stages: Sequence[StagePlan]) -> bool:
-    """The first and the last stage are on one rank, so that a tied embedding needs no second copy."""
+    """Return whether the first and last stage share a rank, so that a tied embedding needs no second copy."""
     return stages[0].rank == stages[-1].rank
 
 
 def stage_forward_flops(config: RunConfig, plan: StagePlan) -> int:
-    """FLOPs of one token's forward through the stage."""
+    """Return the FLOPs of one token's forward through the stage."""
     layers = range(plan.first_layer, plan.last_layer)
     total = sum(layers_forward_flops(config.model, layers, config.training.seq_length))
     return total + (end_forward_flops(config.model, config.training.seq_length) if plan.has_head else 0)
 
 
 def kind_of_stage(config: RunConfig, plan: StagePlan) -> Hashable:
-    """Stages of one kind differ in nothing but their place, and the names of their layers; two settings look at these."""
+    """Return a key that is equal for stages that differ only in their position and layer names; fp8 and lr_multipliers
+    depend on these."""
     layers, last = range(plan.first_layer, plan.last_layer), config.model.num_layers - 1
     ends = [index for index in (0, last) if index in layers] if config.compute.fp8 else []
     places = [*ends, plan.first_layer] if config.optimizer.lr_multipliers else ends

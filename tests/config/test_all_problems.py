@@ -7,7 +7,7 @@ import pytest
 from megalite.config.describe import replace, settings
 from megalite.config.errors import ConfigError, Problems, Reported
 from megalite.config.flags import parse_arguments
-from megalite.config.rules.rule import see
+from megalite.config.rules.rule import rule_settings
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 
@@ -89,7 +89,7 @@ def test_no_rule_breaks_on_a_wrong_setting() -> None:
 
 
 def test_a_hidden_setting_cannot_be_read_and_the_others_can() -> None:
-    seen = see(RunConfig(), wrong={"num_attention_heads", "tp"})
+    seen = rule_settings(RunConfig(), wrong={"num_attention_heads", "tp"})
     assert seen.num_layers == seen.run.model.num_layers == 2
     for name in ("num_attention_heads", "head_size", "query_groups", "tp"):
         with pytest.raises(Reported):

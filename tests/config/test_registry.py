@@ -28,7 +28,7 @@ def test_a_user_adds_one() -> None:
 
     assert registry.get("mine") is Mine
     assert registry.get("a").__name__ == "Fraction"
-    assert registry.names == ("a", "mine") and registry.builtin == ("a",)
+    assert tuple(registry) == ("a", "mine") and registry.builtin == ("a",)
     assert registry.name_of(Mine) == registry.name_of("mine") == "mine"
     with pytest.raises(ConfigError, match="thing mine exists already"):
         registry.register("mine")(dict)

@@ -1,1 +1,1 @@
-"""What a config must keep, one topic a module; `validate` runs all of it."""
+"""Rules that a config must satisfy, one topic per module; `validate` runs all of them."""

@@ -1,5 +1,4 @@
-"""Rules about batch sizes, the length of the run, and its schedules. Those of `BATCH` and `LENGTHS` need dp and
-global_batch_size resolved."""
+"""Rules about batch sizes, the run's length and its schedules. `BATCH` and `LENGTHS` need dp and global_batch_size."""
 
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings

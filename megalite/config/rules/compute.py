@@ -149,7 +149,7 @@ def _kernels(c: Settings) -> Findings:
 
 
 def _has_fp32_products(c: Settings) -> bool:
-    """Return whether any matrix product is in fp32: routing, Muon, SOAP and PowerSGD use fp32 in bf16 and fp16 runs
+    """Return whether any matrix product is in fp32; routing, Muon, SOAP and PowerSGD use fp32 with bf16 and fp16
     too."""
     matrices = OPTIMIZERS.facts(c.optimizer).matrices_apart or c.grad_compression == "powersgd"
     of_half = c.num_experts is not None or matrices

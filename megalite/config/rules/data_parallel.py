@@ -10,7 +10,7 @@ from megalite.config.rules.rule import Check, Settings, divisors, owned, rules, 
 from megalite.config.strategies import STRATEGIES
 
 
-def _of_others(chooser: str, registry: Registry[Any]) -> Check:
+def _unused_settings(chooser: str, registry: Registry[Any]) -> Check:
     """Build a rule for settings that only other strategies, or optimizers, use."""
 
     def check(c: Settings) -> Findings:
@@ -71,7 +71,7 @@ def _averages(c: Settings) -> bool:
 
 
 STRATEGY: tuple[Check, ...] = (
-    _of_others("dp_strategy", STRATEGIES),
+    _unused_settings("dp_strategy", STRATEGIES),
     *owned("grad_compression", {"topk_density": ("topk",), "powersgd_rank": ("powersgd",)}),
     *without({"!compression_warmup_steps": "--grad-compression onebit"}),
     *rules(
@@ -140,7 +140,7 @@ STRATEGY: tuple[Check, ...] = (
 )
 
 OPTIMIZER: tuple[Check, ...] = (
-    _of_others("optimizer", OPTIMIZERS),
+    _unused_settings("optimizer", OPTIMIZERS),
     *without(
         {
             "!qk_clip_threshold|qk_clip_alpha": "--qk-clip",

@@ -22,8 +22,7 @@ from megalite.config.run import stage_layers
 
 
 def resolve_dp(c: Settings, world_size: int) -> int:
-    """Return the data-parallel size, world / (tp·pp·cp). Raises ConfigError: the world does not divide, or dp has
-    another value."""
+    """Return dp = world / (tp·pp·cp). Raises ConfigError: the world does not divide, or dp has another value."""
     if world_size < 1:
         raise ConfigError(f"world size is {world_size}; it must be at least 1")
     model_ranks = c.tp * c.pp * c.cp

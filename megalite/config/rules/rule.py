@@ -26,7 +26,7 @@ class _Numerics(OptimizerConfig, DataConfig, TrainingConfig, ComputeConfig):
 
 
 class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, CheckpointConfig, LoggingConfig):
-    """Every setting by its name, with the properties of all sections; built by `see`."""
+    """Every setting by its name, with the properties of all sections; built by `rule_settings`."""
 
     run: RunConfig
     """The same settings, for functions that take a RunConfig."""
@@ -43,17 +43,17 @@ class Settings(ModelConfig, ParallelConfig, DataParallelConfig, _Numerics, Check
         return name in self.explicit and self.uses(name)
 
 
-def see(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
+def rule_settings(config: RunConfig, explicit: frozenset[str] = frozenset(), wrong: Collection[str] = ()) -> Settings:
     """Build the settings for rules; reading one of `wrong` raises Reported."""
 
-    seen: Settings = object.__new__(_seen_without(frozenset(wrong)))
+    seen: Settings = object.__new__(_refusing(frozenset(wrong)))
     vars(seen).update(values_of(config), explicit=explicit)
     vars(seen)["run"] = RunConfig(**dict.fromkeys(sections(), seen))
     return seen
 
 
 @cache
-def _seen_without(wrong: frozenset[str]) -> type[Settings]:
+def _refusing(wrong: frozenset[str]) -> type[Settings]:
     def refuse(_: object) -> None:
         raise Reported
 
@@ -92,7 +92,7 @@ def _value(c: Settings, name: str) -> str:
     return str(value)
 
 
-def say(c: Settings, text: str) -> str:
+def render(c: Settings, text: str) -> str:
     """Fill in the settings of a text: `recompute_modules mlp moe`, `ep 2`, and for a switch only its name."""
     if isinstance(text, Plain):
         return text
