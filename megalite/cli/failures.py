@@ -107,8 +107,8 @@ def guarded(program: str, argv: Sequence[str] | None = None, *, long_running: bo
     Args:
         program: name of the command for messages, such as `megalite plan`.
         argv: words of the command; default: those of the process.
-        long_running: the command cannot simply be run again. A full disk under stdout does not stop it. Errors that the
-            user cannot fix, such as a bug or a failing disk, keep their traceback, which torchrun records."""
+        long_running: the command cannot simply be run again. An unwritable stdout is no error. Errors that the user
+            cannot fix, such as a bug or a failing disk, keep their traceback, which torchrun records."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = End([word for word in words if word != DEBUG_FLAG])
     with _debugging(DEBUG_FLAG in words):
@@ -219,10 +219,10 @@ def _debugging(wanted: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if wanted:
-            os.environ.pop(DEBUG_VARIABLE)
-            if before is not None:
-                os.environ[DEBUG_VARIABLE] = before
+        if before is not None:
+            os.environ[DEBUG_VARIABLE] = before
+        else:
+            os.environ.pop(DEBUG_VARIABLE, None)
 
 
 def is_first_rank() -> bool:

@@ -32,7 +32,7 @@ _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", r
 
 @dataclass
 class Shell:
-    """Interprets a script and calls `command` with the expanded words of each command that is no builtin.
+    """Interprets a script and calls `command` with the expanded words of each command except builtins and functions.
 
     `given`: values of variables that come from the environment or the command line of the script."""
 

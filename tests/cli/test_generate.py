@@ -69,7 +69,7 @@ def test_files_in_and_out(models: Path, tmp_path: Path, capsys: Captured) -> Non
     for number, record in enumerate(records, start=1):
         assert f"--- {number} of 4\n{record['prompt']}{record['text']}\n" in shown
     assert generate(*words, "--output", output) == 2
-    assert "texts.jsonl is there already; remove it" in capsys.readouterr().err
+    assert "texts.jsonl exists; remove it" in capsys.readouterr().err
 
 
 def test_chats_go_through_the_template(models: Path, tmp_path: Path, capsys: Captured) -> None:
