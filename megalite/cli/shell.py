@@ -27,7 +27,7 @@ WORD = re.compile(rf"(?:{OUTPUT}|\$\{{[^}}]*\}}|\S)+")  # a command substitution
 _UNKNOWN = re.compile(r"\$(\{[^}]*\}|\w+|\()|`")
 _CAT = re.compile(r"\$\(\s*cat\s*<<-?\s*(['\"\\]?)(\w+)['\"]?[ \t]*\n(.*)\n\s*\2\s*\)", re.DOTALL)
 _ECHO = re.compile(r"(?:`|\$\()(?!\().*\becho\b", re.DOTALL)
-_MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(.*)", re.DOTALL)
+_MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?])?(.*)", re.DOTALL)
 
 
 @dataclass
@@ -306,43 +306,38 @@ class Shell:
         match = _MODIFIED.fullmatch(inner)
         if match is None:
             return None
-        length, name, index, rest = match.groups()
+        length, name, index, operator, rest = match.groups(default="")
         values = self.value(name)
         known = values is not None and not (len(values) == 1 and is_unknown(values[0]))
+        is_list = name in ("@", "*") or index in ("[@]", "[*]")
         if length:
-            several = index in ("[@]", "[*]")
-            return [str(len(values) if several else len("".join(values[:1])))] if known and values is not None else None
+            return [str(len(values) if is_list else len("".join(values[:1])))] if known and values is not None else None
         if values is None and index == "[@]" and not self.skipped.get(name):
             return []  # bash cannot import an array from the environment
-        if index and values is not None:
-            place = "".join(self.expand(index[1:-1], split=False))
-            at = self.variables.get(
-                f"{name}[{place}]", values[int(place) : int(place) + 1] if place.isdecimal() else None
-            )
-            values = values if place in ("@", "*") else at
-        elif values and name not in ("@", "*"):
+        if values is not None and index and not is_list:
+            subscript = self._text(index[1:-1])
+            element = values[int(subscript) :][:1] if subscript.isdecimal() else None
+            values = self.variables.get(f"{name}[{subscript}]", element)
+        elif values and not is_list:
             values = values[:1]
-        how, word = next(
-            ((op, rest[len(op) :]) for op in (":-", ":=", ":+", ":?", "-", "=", "+", "?") if rest.startswith(op)),
-            ("", ""),
-        )
-        if how in (":-", ":=", "-", "="):
-            if not known or not any(values or ()):
-                values = [" ".join(self.expand(word, split=False))]
-                if "=" in how and not index:
-                    self.variables[name] = values
-            return values
-        if values is None and how in (":?", "?"):
-            return [f"${{{name}}}"]
-        if how in (":+", "+"):
-            return [" ".join(self.expand(word, split=False))] if known and any(values or ()) else []
-        if values is None or not rest or how:
+        is_set = known and any(values or ())
+        match operator[-1:]:
+            case "-" | "=":
+                if not is_set:
+                    values = [self._text(rest)]
+                    if operator[-1] == "=" and not index:
+                        self.variables[name] = values
+                return values
+            case "+":
+                return [self._text(rest)] if is_set else []
+            case "?" if values is None:
+                return [f"${{{name}}}"]
+        if values is None or not rest or operator:
             return [] if index and name not in self.given and name in self.variables and values is None else values
-        if known and (cut := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest)):
-            start = int(cut[1]) - (name in ("@", "*"))  # arguments are numbered from 1
-            part = slice(start, None if cut[2] is None else start + int(cut[2]))
-            whole = name not in ("@", "*") and index not in ("[@]", "[*]")
-            return [value[part] for value in values] if whole else values[part]
+        if known and (substring := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest)):
+            start = int(substring[1]) - (name in ("@", "*"))  # arguments are numbered from 1
+            part = slice(start, None if substring[2] is None else start + int(substring[2]))
+            return values[part] if is_list else [value[part] for value in values]
         return [_cut(value, rest) for value in values] if known else None
 
     def arithmetic(self, text: str) -> int | None:
