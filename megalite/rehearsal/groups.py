@@ -12,7 +12,7 @@ from megalite.topology.group import CPU, DONE, Group, Work
 from megalite.topology.host_memory import HostCopy
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.sanitizer import calling_line
-from megalite.topology.topology import GATHERED, Topology, communicator_of
+from megalite.topology.topology import Topology, group_sources
 from megalite.watchdog.heartbeat import Heartbeat
 
 # Parts may differ between ranks: a rank with a key/value head that several ranks use sends it to all of them.
@@ -217,10 +217,8 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, g
             queue=queue,
         )
 
-    groups = {kind: group(kind, layout.group_of(kind, rank), communicator_of(kind)) for kind in layout.kinds}
-    groups["dp-cp-scalars"] = group("dp-cp", layout.group_of("dp-cp", rank), "shared")
-    for kind in GATHERED if gathers_apart else ():
-        groups[f"{kind}-gathers"] = group(kind, layout.group_of(layout.inside(kind), rank), "gathers")
+    sources = group_sources(layout, gathers_apart=gathers_apart)
+    groups = {name: group(kind, layout.group_of(kind, rank), queue) for name, (kind, queue) in sources.items()}
     groups["host"] = group("host", layout.group_of("world", rank), "host")
     pipeline = layout.group_of("pp", rank)
     assert pipeline is not None
@@ -235,5 +233,5 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, g
         coordinate=layout.coordinate(rank),
         device=DEVICE,
         edges=edges,  # type: ignore[arg-type]
-        **{kind.replace("-", "_"): value for kind, value in groups.items()},  # type: ignore[arg-type]
+        **groups,  # type: ignore[arg-type]
     )

@@ -113,8 +113,8 @@ fixed order relative to the collectives of layers (expert-dp can have the ranks 
 GATHERED = ("dp-cp", "expert-dp")
 """Kinds over which parameters are sharded. A gather must not wait for the reductions started before it."""
 
-_SHARED_MEMORY_KINDS = ("tp", "expert-tp")
-"""Kinds that layers wait for, all from one thread; groups with the same ranks share a process group too."""
+_SHARED_MEMORY_GROUPS = ("tp", "expert_tp")
+"""Groups that layers wait for, all from one thread; groups with the same ranks share a process group too."""
 
 
 def communicator_of(kind: str) -> str:
@@ -122,6 +122,14 @@ def communicator_of(kind: str) -> str:
     if kind in CONTEXT_KINDS:
         return "cp"
     return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
+
+
+def group_sources(layout: ParallelLayout, *, gathers_apart: bool) -> dict[str, tuple[str, str]]:
+    """Return group of a `Topology` -> (kind of its rank lists, communicator), for all but `host` and the edges."""
+    found = {kind: (kind, communicator_of(kind)) for kind in layout.kinds} | {"dp-cp-scalars": ("dp-cp", "shared")}
+    if gathers_apart:
+        found |= {f"{kind}-gathers": (layout.inside(kind), "gathers") for kind in GATHERED}
+    return {name.replace("-", "_"): source for name, source in found.items()}
 
 
 _RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -298,33 +306,31 @@ class Topology:
                 # Another communicator of all ranks would be the most expensive one to create.
                 made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        common: dict[str, Any] = {"timeout": timeout, "backend": backend}
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
             own = None
             for ranks in rank_lists:
                 key = (communicator, ranks)
                 if len(ranks) > 1 and key not in made:
-                    chosen = {"pg_options": _options(backend, communicator, kind, max_ctas or {}), **common}
-                    # The flight recorder reports this description.
-                    made[key] = dist.new_group(list(ranks), group_desc=lane_name(communicator, ranks), **chosen)
+                    options = _options(backend, communicator, kind, max_ctas or {})
+                    text = lane_name(communicator, ranks)  # the flight recorder reports it
+                    made[key] = dist.new_group(list(ranks), timeout, backend, options, group_desc=text)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     own = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
             return own
 
-        groups = {kind: group(kind, layout.groups(kind), communicator_of(kind)) for kind in layout.kinds}
-        groups["dp-cp-scalars"] = group("dp-cp", layout.groups("dp-cp"), "shared")
-        for kind in GATHERED if gathers_apart and backend == "nccl" else ():
-            groups[f"{kind}-gathers"] = group(kind, layout.groups(layout.inside(kind)), "gathers")
-        pipeline = groups["pp"].ranks if groups["pp"] else ()
+        sources = group_sources(layout, gathers_apart=gathers_apart and backend == "nccl")
+        groups = {
+            name: group(kind, layout.groups(kind), communicator) for name, (kind, communicator) in sources.items()
+        }
+        world, pipeline = groups["world"], groups["pp"]
+        assert world is not None and pipeline is not None
         edges = {}
         for pair in layout.pipeline_edges():
             edge = group(kind := f"pp edge {pair[0]}->{pair[1]}", (pair,), kind)
             if edge is not None:
-                edges[pipeline.index(pair[0]), pipeline.index(pair[1])] = edge
-        world = groups["world"]
-        assert world is not None
+                edges[pipeline.ranks.index(pair[0]), pipeline.ranks.index(pair[1])] = edge
         if shared_memory and backend == "gloo":
             _share_memory(groups, made, timeout)
         if backend == "nccl":
@@ -336,7 +342,7 @@ class Topology:
             device=device,
             host=host_group(world, "host", timeout=timeout, made=made) if backend == "nccl" else world,
             edges=edges,
-            **{kind.replace("-", "_"): value for kind, value in groups.items()},  # type: ignore[arg-type]
+            **groups,  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -451,13 +457,13 @@ def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, 
 
 
 def _share_memory(groups: dict[str, Group | None], made: ProcessGroups, timeout: datetime.timedelta) -> None:
-    """Make the groups of `_SHARED_MEMORY_KINDS` use shared memory, one segment per list of ranks."""
-    for kind in _SHARED_MEMORY_KINDS:
-        if (group := groups[kind]) is not None and group.size > 1:
+    """Make the groups of `_SHARED_MEMORY_GROUPS` use shared memory, one segment per list of ranks."""
+    for name in _SHARED_MEMORY_GROUPS:
+        if (group := groups[name]) is not None and group.size > 1:
             if (key := ("memory", group.ranks)) not in made:
                 memory = imported("megalite.topology.shared_memory:SharedMemory")
                 made[key] = memory.open(group, timeout=timeout.total_seconds())
-            groups[kind] = dataclasses.replace(group, memory=made[key])
+            groups[name] = dataclasses.replace(group, memory=made[key])
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:

@@ -12,11 +12,12 @@ from megalite.cli.main import main
 from megalite.config.errors import ConfigError
 from megalite.partition.pipeline import layout_of
 from megalite.preprocess import workers
-from megalite.rehearsal import groups, run
+from megalite.rehearsal import run
 from megalite.rehearsal.device import Device
 from megalite.rehearsal.groups import Journal, Operation, RehearsedGroup
 from megalite.rehearsal.proof import asymmetries, covered, deadlock, mismatches
 from megalite.rehearsal.run import check, corners, rehearse, rehearse_world
+from megalite.topology import topology
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.training import step
@@ -148,7 +149,7 @@ def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> N
     config = tiny_config(4, tp=2, dp=2, **Z1)
     found = rehearse(config, 0)
     assert covered(found.journal, found.second_step) == []
-    monkeypatch.setattr(groups, "communicator_of", lambda kind: "shared")
+    monkeypatch.setattr(topology, "communicator_of", lambda kind: "shared")
     found = rehearse(config, 0)
     lost = [
         each for each in covered(found.journal, found.second_step) if each.covered.startswith("all_gather over dp-cp")
@@ -164,7 +165,7 @@ def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest
     assert covered(found.journal, found.second_step) == []
     gathers = [one for one in found.journal.operations if one.queue == "gathers"]
     assert gathers and {one.name for one in gathers} == {"all_gather"}
-    monkeypatch.setattr(groups, "GATHERED", ())
+    monkeypatch.setattr(topology, "GATHERED", ())
     found = rehearse(config, 0)
     lost = covered(found.journal, found.second_step)
     assert [(each.waited.split()[0], each.covered.split()[0]) for each in lost] == [("reduce_scatter", "all_gather")]
