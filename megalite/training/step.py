@@ -164,7 +164,7 @@ class _Forward:
             row_counts=None if training.recompute_granularity == "none" else counts,
         )
 
-    def _ahead(self, module: GPTStage, index: int) -> MTPInputs | None:
+    def _mtp_inputs(self, module: GPTStage, index: int) -> MTPInputs | None:
         """Return the inputs of multi-token prediction, on ranks with a head that has it."""
         if self._denominators is None or self._auxiliary is None or module.head is None or module.head.mtp is None:
             return None
