@@ -1,9 +1,9 @@
-"""How a checkpoint comes to be, all of it or nothing: written aside, made durable, then renamed. No torch.
+"""Commit a checkpoint atomically: write to a staging folder, fsync, then rename. Imports no torch.
 
-Order of the steps, so that a crash between any two leaves only checkpoints that verify:
-the ranks write and fsync their files and a list of them each -> rank 0 merges the lists into the manifest and fsyncs
-it -> the lists are removed and the folder is fsynced -> it gets its name and the parent is fsynced -> `latest` names it.
-A former checkpoint of the same step is renamed aside first and removed last; loading knows that name too.
+The order of the steps ensures that a crash between any two of them leaves only checkpoints that verify:
+each rank writes and fsyncs its files and a list of them -> rank 0 merges the lists into the manifest and fsyncs it ->
+the lists are removed and the folder is fsynced -> the folder is renamed and its parent is fsynced -> `latest` is updated.
+An older checkpoint of the same step is first renamed to `step-N.replaced`, which loading also accepts, and removed last.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ part_name = "part-{}.json".format
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank wrote: its files, and the tensors with the slices that lie in them."""
+    """Files that one rank wrote, and the tensor slices in them."""
 
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
 
 
 def prepare_staging(folder: Path, step: int) -> Path:
-    """Tidy up what earlier crashes left in `folder` and make the empty folder that a save writes into (rank 0)."""
+    """Clean up after earlier crashes in `folder` and create the empty staging folder of a save (rank 0)."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
@@ -58,7 +58,7 @@ def prepare_staging(folder: Path, step: int) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Give back the room that saves and removals cut short have taken (rank 0); what cannot be removed stays."""
+    """Remove the remains of interrupted saves and removals (rank 0). Ignore entries that cannot be removed."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith(STAGING_PREFIX):
             with contextlib.suppress(OSError):
@@ -66,9 +66,9 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _finish_replacing(aside: Path) -> None:
-    """A crash came between moving a checkpoint aside and removing it: finish, or undo if its place is empty.
+    """Finish a replacement that a crash interrupted: remove the old checkpoint `aside` if the new one verifies.
 
-    Undo it also if what took its place is damaged: this one may be the only sound one.
+    Otherwise rename `aside` back, because it may be the only sound checkpoint.
     """
     proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
     if proper.exists():
@@ -90,7 +90,7 @@ def _verifies(checkpoint: Path) -> bool:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, under a name that loading does not know: half removed it would look damaged."""
+    """Rename a checkpoint to a name that loading ignores, then remove it. Half removed, it would look damaged."""
     if not checkpoint.is_symlink() and not os.access(checkpoint, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
     checkpoint.rename(_hidden(checkpoint))
@@ -102,20 +102,20 @@ def _hidden(checkpoint: Path) -> Path:
 
 
 def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
-    """Leave the list of what `rank` wrote for rank 0 to merge."""
+    """Write the list of the files and tensors of `rank`, which rank 0 merges."""
     write_durably(staging / part_name(rank), json.dumps(plain_parts(part.files, part.tensors)).encode())
     sync_folder(staging)
 
 
 def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], None]) -> Path:
-    """Merge the parts of all ranks into the manifest, and give the finished folder its name (rank 0).
+    """Merge the parts of all ranks into the manifest and rename the staging folder to its final name (rank 0).
 
     Args:
-        log: gets what goes wrong once the checkpoint is there: then the save has not failed.
+        log: receives a warning about errors after the rename, which do not make the save fail.
     """
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
-    # Read before it counts: what could not be loaded must not get its name.
+    # Parse it before the rename: a manifest that cannot be loaded must not be committed.
     Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
     write_durably(staging / MANIFEST_NAME, text.encode())
     for rank in range(ranks):
@@ -128,7 +128,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
         final.rename(aside)
     staging.rename(final)
     sync_folder(folder)
-    # From here on the checkpoint is there: what fails now is only said.
+    # The checkpoint is committed: later failures are only logged.
     try:
         replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
         if replacing:
@@ -139,9 +139,9 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
 
 
 def correct_latest(folder: Path, step: int) -> None:
-    """Let `latest` name the checkpoint of `step`, which has just been found to be the newest sound one (rank 0).
+    """Write the checkpoint of `step`, the newest sound one, into `latest` (rank 0).
 
-    A crash between the commit and its announcement leaves the name of the one before.
+    After a crash between the rename and the update, `latest` still names the previous checkpoint.
     """
     path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
     with contextlib.suppress(FileNotFoundError):
@@ -151,7 +151,7 @@ def correct_latest(folder: Path, step: int) -> None:
 
 
 def abandon(staging: Path) -> None:
-    """Remove what a failed save wrote, so that it does not take the room that the next one needs (rank 0)."""
+    """Remove the files of a failed save, to free the disk space for the next one (rank 0)."""
     with contextlib.suppress(OSError):
         remove_tree(staging)
 
@@ -183,7 +183,7 @@ def _read_part(staging: Path, rank: int) -> RankPart:
     except CheckpointError as error:
         raise CheckpointError(
             f"{path}: rank {rank} wrote its files but rank 0 does not find them ({error}): "
-            f"all ranks must see one folder, on a shared file system if they run on several machines"
+            f"all ranks must write to one folder, on a shared file system if they run on several machines"
         ) from None
     tensors = {}
     for key, entry in body["tensors"].items():

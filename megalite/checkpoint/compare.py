@@ -1,6 +1,5 @@
-"""Statistics of stored tensors, and differences between two checkpoints; a block in memory at a time."""
+"""Compute statistics of stored tensors and differences between two checkpoints, with one block in memory at a time."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +8,19 @@ import torch
 
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import TensorEntry
-from megalite.checkpoint.tiling import Slice
+from megalite.checkpoint.tiling import Slice, flat_boxes
 
 BLOCK = 1 << 22
-"""Elements read at once: 32 MiB in float64, of each of at most two tensors."""
+"""Elements read at once from each of at most two tensors: 32 MiB in float64."""
 
 _CPU = torch.device("cpu")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of the width of an element in bytes: equal as these means bit-equal, of NaNs and zeros too."""
+"""Integer dtype by element size in bytes. Comparing as integers is bitwise, also for NaN and -0."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite elements of a tensor; None where there are none. `std` is the population's."""
+    """Statistics of the finite elements of a tensor; None if it has none. `std` is the population standard deviation."""
 
     elements: int
     nan: int
@@ -37,11 +36,11 @@ class Difference:
     """How the elements of a tensor differ between two checkpoints.
 
     Args:
-        elements: in all.
-        differing: with other bits, or, where the dtypes differ, another value.
-        non_finite: those of them with a NaN or an infinity on either side; the others give the next two.
-        max_abs: largest |a - b|.
-        rms: square root of the mean of (a - b)^2 over all elements that are finite on both sides.
+        elements: number of elements.
+        differing: number of elements with different bits or, if the dtypes differ, different values.
+        non_finite: number of differing elements with a NaN or an infinity on either side.
+        max_abs: largest |a - b| over the elements that are finite on both sides.
+        rms: square root of the mean of (a - b)^2 over the elements that are finite on both sides.
     """
 
     elements: int
@@ -52,7 +51,7 @@ class Difference:
 
     @property
     def size(self) -> tuple[bool, float, int]:
-        """To sort by: a NaN is worse than any number."""
+        """Sort key: a difference with NaN or infinity is larger than any finite difference."""
         return (self.non_finite > 0, self.max_abs, self.differing)
 
 
@@ -61,11 +60,11 @@ class Comparison:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     declared: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
-    """Key -> both entries, where dtype or global shape differ."""
+    """Key -> both entries, if dtype or global shape differ."""
     differing: dict[str, Difference] = field(default_factory=dict)
-    """Key -> how its elements differ, the largest difference first. Not of those of different shapes."""
+    """Key -> difference of the elements, largest first. Contains only tensors of equal shape."""
     compared: int = 0
-    """Tensors of the same shape in both."""
+    """Number of tensors that have the same shape in both checkpoints."""
 
     @property
     def same(self) -> bool:
@@ -73,24 +72,14 @@ class Comparison:
 
 
 def blocks(shape: Sequence[int], limit: int = BLOCK) -> Iterator[Slice]:
-    """Slices of at most `limit` elements that tile `shape`, in the order in which the elements lie."""
-    inner, dim = 1, len(shape)
-    while dim and inner * shape[dim - 1] <= limit:
-        dim -= 1
-        inner *= shape[dim]
-    rest = tuple((0, size) for size in shape[dim:])
-    if not dim:
-        yield rest
-        return
-    rows, size = limit // inner, shape[dim - 1]
-    for index in itertools.product(*map(range, shape[: dim - 1])):
-        outer = tuple((at, at + 1) for at in index)
-        for start in range(0, size, rows):
-            yield (*outer, (start, min(start + rows, size)), *rest)
+    """Yield slices of at most `limit` elements that tile `shape`, in row-major order."""
+    size = math.prod(shape)
+    for start in range(0, size, limit):
+        yield from flat_boxes(shape, start, min(start + limit, size))
 
 
 def statistics(checkpoint: Checkpoint, key: str) -> Statistics:
-    """Statistics of one tensor, in float64; mean and std are merged block by block (Chan, Golub, LeVeque 1979)."""
+    """Return statistics of one tensor in float64. Mean and std are merged block by block (Chan, Golub, LeVeque 1979)."""
     entry = checkpoint.entry(key)
     nan = inf = count = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
@@ -114,12 +103,12 @@ def statistics(checkpoint: Checkpoint, key: str) -> Statistics:
 
 
 def compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str], *, trust_hashes: bool) -> Comparison:
-    """Compare the tensors of two checkpoints, of whatever layouts.
+    """Compare the tensors of two checkpoints, which may have different layouts.
 
     Args:
-        keys: of the tensors to compare; each is in one of them at least.
-        trust_hashes: tensors that lie alike in files of equal sha256 are the same and are not read; only for
-            checkpoints that have been verified.
+        keys: keys of the tensors to compare; each is in at least one of the checkpoints.
+        trust_hashes: treat tensors with the same slices in files of equal sha256 as equal without reading them. Only
+            valid for verified checkpoints.
     """
     declared, found = {}, {}
     compared = 0
@@ -148,7 +137,7 @@ def compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str], *, trust
 
 
 def _same_files(first: Checkpoint, one: TensorEntry, second: Checkpoint, other: TensorEntry) -> bool:
-    """The tensor's parts lie in files of the same content, each slice in the same one."""
+    """Return whether both tensors consist of the same slices in files with the same sha256."""
 
     def places(checkpoint: Checkpoint, entry: TensorEntry) -> list[tuple[str, Slice]]:
         return [(checkpoint.manifest.files[part.file].sha256, part.slice) for part in entry.parts]
@@ -178,7 +167,7 @@ def _difference(first: Checkpoint, second: Checkpoint, key: str) -> Difference:
 
 
 def _unequal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements differ: in their bits, or, between dtypes, in their value (a NaN is as good as another)."""
+    """Return a mask of the elements with different bits or, between dtypes, different values (NaN equals NaN)."""
     if one.dtype == other.dtype:
         bits = _BITS[one.element_size()]
         return one.view(bits) != other.view(bits)

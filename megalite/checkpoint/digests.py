@@ -1,4 +1,4 @@
-"""The hashes of a checkpoint's files, made and compared on several threads (hashlib works without the interpreter's lock)."""
+"""Compute and compare the hashes of a checkpoint's files on several threads (hashlib releases the GIL)."""
 
 import hashlib
 import os
@@ -10,16 +10,16 @@ from megalite.checkpoint.manifest import FileEntry
 from megalite.config.errors import CheckpointError
 
 BLOCK = 8 << 20
-"""Bytes of a file that are hashed by themselves, several blocks at a time."""
+"""Bytes of a file block; blocks are hashed separately and in parallel."""
 _PIECE = 256 << 10
-"""Bytes that are read and hashed at once, while they are in the processor's cache."""
+"""Bytes read and hashed at once; small enough to stay in the CPU cache."""
 
 
 def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str | None:
-    """How a file differs from its entry in the manifest (reads all of it), or None.
+    """Read a file and return how it differs from its manifest entry, or None if it does not.
 
     Args:
-        from_disk: read the disk even if the system still has the file in memory.
+        from_disk: drop the file, which must be synced, from the page cache first, so that the read comes from the disk.
     """
     try:
         length = file_length(path)
@@ -27,7 +27,6 @@ def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str
             return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
         with os.fdopen(open_plain(path), "rb", buffering=0) as file:
             if from_disk:
-                # Forget what the system keeps of it in memory (all of it is on the disk by now): read what is there.
                 advise(file.fileno(), 0, length, "POSIX_FADV_DONTNEED")
             if entry.block:
                 digest = _hash_of_blocks(file.fileno(), length, entry.block)
@@ -43,7 +42,7 @@ def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str
 
 
 class RunningDigest:
-    """The hash, as in a `FileEntry`, of everything given to `update`, in that order; on further threads."""
+    """Compute the hash of a `FileEntry` incrementally from the bytes passed to `update`, on background threads."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._behind = BackgroundWork[bytes](THREADS, THREADS)
@@ -51,7 +50,7 @@ class RunningDigest:
         self._left = self._block = block
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Add bytes, which must not change before `hexdigest` has returned. A few blocks wait in memory."""
+        """Add bytes. They must not change before `hexdigest` returns, because a few blocks are queued for hashing."""
         view = memoryview(chunk)
         while view:
             self._open.append(view[: self._left])
@@ -61,7 +60,7 @@ class RunningDigest:
                 self._hash()
 
     def hexdigest(self) -> str:
-        """The hash in hexadecimal; ends the threads."""
+        """Return the hash in hexadecimal and stop the threads."""
         if self._open:
             self._hash()
         digests = self._behind.results()
@@ -69,7 +68,7 @@ class RunningDigest:
         return _joined(digests)
 
     def close(self) -> None:
-        """End the threads; again is harmless."""
+        """Stop the threads. May be called several times."""
         self._behind.close()
 
     def _hash(self) -> None:
@@ -81,12 +80,12 @@ def _sha256_of(parts: list[memoryview]) -> bytes:
     sha256 = hashlib.sha256()
     for part in parts:
         sha256.update(part)
-    parts.clear()  # or their tensors would stay alive
+    parts.clear()  # release the tensors that own the memory
     return sha256.digest()
 
 
 def _joined(digests: list[bytes]) -> str:
-    """The hash of a file from those of its blocks."""
+    """Return a file's hash, computed from the digests of its blocks."""
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -94,7 +93,7 @@ def _hash_of_blocks(descriptor: int, length: int, block: int) -> str:
     def of_block(start: int) -> bytes:
         sha256, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
         place, stop = start, min(start + block, length)
-        ahead = start + THREADS * block  # the disk reads it while those before it are hashed
+        ahead = start + THREADS * block  # prefetched while the blocks before it are hashed
         advise(descriptor, ahead, min(block, length - ahead), "POSIX_FADV_WILLNEED")
         while place < stop and (count := os.preadv(descriptor, [buffer[: stop - place]], place)):
             sha256.update(buffer[:count])

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a function returns, and reads that refuse anything but a plain file."""
+"""Write files durably (synced to the disk before the function returns) and read only regular files."""
 
 import contextlib
 import errno
@@ -17,69 +17,70 @@ from megalite.config.errors import CheckpointError
 T = TypeVar("T")
 
 CHUNK = 8 << 20
-"""Bytes a write or a hash takes at once: small enough that hashing finds them in the processor's cache."""
+"""Bytes written at once."""
 
-THREADS = min(4, os.cpu_count() or 1)  # that read, hash or copy at once
+THREADS = min(4, os.cpu_count() or 1)
+"""Number of threads that read, hash or copy in parallel."""
 
 MAX_TEXT = 1 << 30
-"""Bytes of a manifest: a sparse file could say that it has any number."""
+"""Maximum bytes of a manifest. A sparse file can claim any size."""
 
 
 class BackgroundWork(Generic[T]):
-    """Work on data that is done on `threads` further threads, while the caller makes the next; of it `most` wait."""
+    """Run work on `threads` background threads, with at most `most` pending items."""
 
     def __init__(self, threads: int, most: int) -> None:
         self._pool, self._most = ThreadPoolExecutor(threads), most
         self._waiting: deque[Future[T]] = deque()
         self._results: list[T] = []
 
-    def run(self, work: Callable[..., T], *given: object) -> None:
-        """Begin it, once fewer than `most` wait. Raises what earlier work raised."""
+    def run(self, work: Callable[..., T], *arguments: object) -> None:
+        """Submit `work`, after waiting until fewer than `most` items are pending. Re-raise errors of earlier work."""
         if len(self._waiting) == self._most:
             self._results.append(self._waiting.popleft().result())
-        self._waiting.append(self._pool.submit(work, *given))
+        self._waiting.append(self._pool.submit(work, *arguments))
 
     def results(self) -> list[T]:
-        """Wait for all of it; what it returned, in the order in which it was begun."""
+        """Wait for all work and return its results in the order of submission."""
         while self._waiting:
             self._results.append(self._waiting.popleft().result())
         return self._results
 
     def close(self) -> None:
-        """End the threads; what waits is not begun. Again is harmless."""
+        """Cancel pending work and stop the threads. May be called several times."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def create(path: Path) -> int:
-    """Open a new file for writing; one that is there already, a link among them, is an error."""
+    """Create a file and open it for writing. Raise FileExistsError if the path exists, also as a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """Write every byte; the system may take fewer than it is offered."""
+    """Write all bytes; a single `os.write` may write fewer."""
     while data:
         data = data[os.write(descriptor, data[:CHUNK]) :]
 
 
 def write_at(path: Path, descriptor: int, data: memoryview, start: int) -> None:
-    """`write_all` at a place of a file. The disk begins at once with every whole `CHUNK`: `fsync` has less to wait for."""
+    """Write all bytes at offset `start`. Start writeback of each whole `CHUNK`, which shortens the later `fsync`."""
     try:
         os.lseek(descriptor, start, os.SEEK_SET)
         write_all(descriptor, data)
     except OSError as error:
         raise named(error, path) from None
     first, last = start // CHUNK * CHUNK, (start + len(data)) // CHUNK * CHUNK
-    advise(descriptor, first, last - first, "POSIX_FADV_DONTNEED")  # what is not on the disk yet stays in memory
+    advise(descriptor, first, last - first, "POSIX_FADV_DONTNEED")  # dirty pages stay in memory
 
 
 def advise(descriptor: int, start: int, length: int, advice: str) -> None:
-    """Tell the system what will be needed of a file, where it takes advice (macOS does not)."""
+    """Call `os.posix_fadvise` if the system has it (macOS does not)."""
     if length > 0 and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, length, getattr(os, advice))
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Create a file, with its content on the disk."""
+    """Create a file and sync its content to the disk."""
     descriptor = create(path)
     try:
         write_at(path, descriptor, memoryview(data), 0)
@@ -89,7 +90,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path, descriptor: int) -> None:
-    """Put the content of an open file on the disk."""
+    """Sync the content of an open file to the disk."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -97,12 +98,12 @@ def sync_file(path: Path, descriptor: int) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The error with the file's name: the system gives none for an open file."""
+    """Return the error with the file's name, which errors on open descriptors lack."""
     return OSError(error.errno, error.strerror, str(path))
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Give a file new content so that at every instant, even across a crash, it has the old one or the new one."""
+    """Replace a file's content atomically: after a crash it has either the old or the new content."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     try:
@@ -115,7 +116,7 @@ def replace_durably(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder (what was created, renamed or removed there) on the disk."""
+    """Sync a folder's entries (files created, renamed or removed) to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -124,7 +125,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all in it, or a link (never what it points to)."""
+    """Remove a folder and its content, a file or a link (never the target of a link)."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -134,7 +135,7 @@ def remove_tree(path: Path) -> None:
 def open_plain(path: Path) -> int:
     file_length(path)
     try:
-        # Should it have become something else meanwhile: no link is followed, no pipe waited for.
+        # If the path has been replaced in the meantime, do not follow a link or block on a pipe.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None
@@ -164,13 +165,13 @@ def read_text(path: Path) -> str:
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Keep a folder for this process until the descriptor is closed, or the process ends in whatever way.
+    """Lock a folder until the returned descriptor is closed or the process ends.
 
     Returns:
-        The descriptor; None on a file system that cannot do it.
+        The descriptor, or None on a file system without locks.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process holds the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -185,19 +186,19 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def not_writable(folder: Path) -> tuple[Path, str] | None:
-    """What keeps a file from being made in a folder that may not exist yet, and why; None: nothing that can be seen."""
-    there = Path(os.path.abspath(folder))  # noqa: PTH100 resolve() would fail where there is a loop of links
-    while not os.path.lexists(there):
-        there = there.parent
-    if not there.is_dir():
-        return there, os.strerror(errno.ENOTDIR)
-    if os.access(there, os.W_OK | os.X_OK):
+    """Return the path that prevents creating files in `folder`, which may not exist yet, and the reason; else None."""
+    nearest = Path(os.path.abspath(folder))  # noqa: PTH100 resolve() fails on a loop of links
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return nearest, os.strerror(errno.ENOTDIR)
+    if os.access(nearest, os.W_OK | os.X_OK):
         return None
-    return there, os.strerror(errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES)
+    return nearest, os.strerror(errno.EROFS if os.statvfs(nearest).f_flag & os.ST_RDONLY else errno.EACCES)
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that holds `folder` (or, before it exists, its nearest parent that answers)."""
+    """Return the free bytes on the disk of `folder` or, if it does not exist, of its nearest existing parent."""
     for place in (folder, *folder.absolute().parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free

@@ -1,8 +1,8 @@
-"""How checkpoints are named in their folder, and what is to be found there. No torch.
+"""Name the checkpoints in a folder and list them. Imports no torch.
 
 step-0000100            a committed checkpoint
-step-0000100.replaced   the same step's former checkpoint, while a new one takes its place
-.tmp-step-100           a save under way, or what a crash left of one
+step-0000100.replaced   the previous checkpoint of the same step, while a new one replaces it
+.tmp-step-100           an unfinished save, in progress or left by a crash
 latest                  text: the name of the last committed checkpoint, for people and scripts
 """
 
@@ -21,7 +21,7 @@ _STEP_NAME = re.compile(r"step-([0-9]{7,19})(\.replaced)?")
 
 
 def step_name(step: int) -> str:
-    """Folder name of a step's checkpoint; names sort as steps do."""
+    """Return the folder name of a step's checkpoint. Names of up to 7 digits sort like their steps."""
     return f"step-{step:07d}"
 
 
@@ -30,7 +30,7 @@ def staging_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name stands for, or None if it is not a checkpoint's name."""
+    """Return the step in a checkpoint's folder name, or None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     if match is None:
         return None
@@ -40,20 +40,20 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is named like a checkpoint; whether it is a sound one remains to be seen."""
+    """A folder with a checkpoint's name. Its content is not verified."""
 
     step: int
     name: str
 
 
 def candidates(folder: Path, step: int | None = None) -> list[Candidate]:
-    """What in `folder` is named like a checkpoint (of `step`, if given), newest first.
+    """List the entries of `folder` with a checkpoint's name (of `step`, if given), newest first.
 
-    `step-N.replaced` comes after `step-N`: a crash while step N is saved again can leave it as the only one.
+    `step-N.replaced` follows `step-N`: a crash while step N is saved again may leave only the former.
 
     Raises:
-        CheckpointMissing: there is nothing of the kind; the message says what there is.
-        CheckpointError: the folder is itself a checkpoint, or has checkpoints one level below: surely a slip.
+        CheckpointMissing: there are none; the message lists what the folder contains.
+        CheckpointError: the folder is itself a checkpoint, has checkpoints one level below, or has other steps only.
     """
     names = _names(folder)
     found = [Candidate(number, name) for name in names if (number := step_of(name)) is not None]
@@ -75,7 +75,7 @@ def _names(folder: Path) -> list[str]:
         hint = f"; there is {parent / near[0]}" if near else ""
         raise CheckpointMissing(f"no checkpoint: {folder} does not exist{hint}") from None
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file; give the folder that has the checkpoints in it") from None
+        raise CheckpointError(f"{folder} is a file; give the folder that contains the checkpoints") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot look for checkpoints: {error.strerror}") from None
 
@@ -85,7 +85,7 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
         here = folder.resolve()
         step = step_of(here.name)
         which = "" if step is None else f" --ckpt-step {step}"
-        return CheckpointError(f"{folder} is itself a checkpoint; it is meant by --load {here.parent}{which}")
+        return CheckpointError(f"{folder} is itself a checkpoint; load it with --load {here.parent}{which}")
     foreign = ""
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         foreign = "a Hugging Face folder"
@@ -106,7 +106,7 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
         shown = sorted(names)[:5]
         what = f"{len(names)} other entries ({', '.join(shown)}{', ...' if len(names) > len(shown) else ''})"
     else:
-        what = "nothing at all"
+        what = "the folder is empty"
     return CheckpointMissing(f"no checkpoint in {folder}: no step-* folder, {what}")
 
 

@@ -1,4 +1,4 @@
-"""Finding a checkpoint that verifies, and reading any slice of any tensor in it."""
+"""Find a checkpoint that verifies, and read any slice of any tensor in it."""
 
 import difflib
 import os
@@ -29,11 +29,11 @@ from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 
 MAX_OPEN = 64
-"""Files held open: a checkpoint may have more of them than a process may open."""
+"""Maximum number of open files. A checkpoint may have more files than a process may open."""
 
 
 class Checkpoint:
-    """A verified checkpoint, open for reading, by several threads too. Files are opened when first touched."""
+    """A verified checkpoint, open for reading from several threads. Files are opened on first use."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -58,13 +58,13 @@ class Checkpoint:
     def read(
         self, key: str, slice: Slice | None = None, *, device: torch.device, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A new tensor with a slice of the stored one, put together from the parts that overlap it.
+        """Return a slice of a stored tensor as a new tensor, assembled from the parts that overlap it.
 
-        Only the bytes of the slice are read (of rows cut into pieces below a page, whole rows), and beside the result
-        no more than a few megabytes are in memory.
+        Reads only the bytes of the slice (whole rows, if the wanted part of a row is smaller than a page) and uses
+        only a few megabytes of memory beside the result.
 
         Args:
-            slice: per dimension [start, stop) in the global shape; None for all of it.
+            slice: per dimension [start, stop) in the global shape; None for the whole tensor.
         """
         entry = self.entry(key)
         wanted = tuple((0, size) for size in entry.global_shape) if slice is None else tuple(slice)
@@ -75,24 +75,23 @@ class Checkpoint:
         return result
 
     def read_into(self, output: torch.Tensor, key: str, slice: Slice) -> None:
-        """`read` into a tensor that is there, of the slice's shape and any strides, type and device.
+        """Read a slice into `output`, which has the slice's shape and any strides, dtype and device.
 
-        Into contiguous memory on the CPU and of the stored type the bytes come directly from the disk.
+        If `output` is contiguous, on the CPU and of the stored dtype, the bytes are read into it without a copy.
         """
         entry = self._check(key, slice)
         names = part_keys(key, [part.file for part in entry.parts])
         for part, name in zip(entry.parts, names, strict=True):
             common = overlap(part.slice, slice)
             if common is not None:
-                held = tuple(stop - start for start, stop in part.slice)
-                record = Record(name, entry.dtype, held)
+                record = Record(name, entry.dtype, tuple(stop - start for start, stop in part.slice))
                 target = output[relative(common, slice)]
                 self._reader(part.file).read_into(target, record, relative(common, part.slice))
 
     def _check(self, key: str, slice: Slice) -> TensorEntry:
         entry = self.entry(key)
         if not within(slice, entry.global_shape, may_be_empty=True):
-            raise CheckpointError(f"{self.path}: {key} has shape {list(entry.global_shape)}, asked for {list(slice)}")
+            raise CheckpointError(f"{self.path}: {key} has shape {list(entry.global_shape)}, requested {list(slice)}")
         return entry
 
     def _reader(self, name: str) -> SafetensorsReader:
@@ -101,25 +100,25 @@ class Checkpoint:
             self._readers[name] = reader
             reader.open()
             self._open.pop(name, None)
-            self._open[name] = None  # the last one is the one used last
+            self._open[name] = None  # the last key is the most recently used file
             if len(self._open) > MAX_OPEN:
-                longest_unused = next(iter(self._open))
-                self._readers[longest_unused].close()
-                del self._open[longest_unused]
+                least_recent = next(iter(self._open))
+                self._readers[least_recent].close()
+                del self._open[least_recent]
             return reader
 
 
 def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: Callable[[str], None]) -> Checkpoint:
-    """The newest checkpoint in `folder` that verifies, or that of `step`.
+    """Open the newest checkpoint in `folder` that verifies, or the one of `step`.
 
-    A checkpoint verifies if its manifest is sound and every file has the length and sha256 that the manifest says.
-    The ranks share out the hashing and agree on the outcome: all open the same checkpoint or raise the same error,
-    CheckpointMissing where nothing is named like a checkpoint.
+    A checkpoint verifies if its manifest is sound and every file has the length and sha256 in the manifest.
+    The ranks divide the hashing and agree on the outcome: all open the same checkpoint or raise the same error,
+    CheckpointMissing if no folder has a checkpoint's name.
 
     Args:
-        step: only this one, with no fallback; None for the newest.
-        log: gets a line for each damaged checkpoint passed over: which file, and what is wrong. Every rank calls it
-            with the same lines, so give it one that prints on one rank.
+        step: the only step to try, without fallback; None for the newest.
+        log: receives a line for each damaged checkpoint that is skipped, with the file and the fault. Every rank calls
+            it with the same lines, so pass a function that prints on one rank.
 
     Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined.
     """
@@ -137,7 +136,7 @@ def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: 
 
 
 def _agreed_candidates(folder: Path, step: int | None, world: Group) -> list[Candidate]:
-    """Rank 0's view of the folder, which may change while the ranks look, on every rank."""
+    """Return rank 0's candidates on every rank: the folder may change while the ranks list it."""
     view: dict[str, object] = {}
     if world.rank == 0:
         try:
@@ -151,9 +150,9 @@ def _agreed_candidates(folder: Path, step: int | None, world: Group) -> list[Can
 
 
 def verify_checkpoint(path: Path, step: int, *, world: Group) -> tuple[Manifest | None, str]:
-    """The manifest if the checkpoint verifies, else None and what is wrong with it; the same on every rank.
-
-    Rank 0 reads and checks it; the others get a copy and parse what they ask for: thousands of ranks write 10^5 parts.
+    """Return the manifest if the checkpoint verifies, else None and the fault; the same on every rank. Rank 0 reads and
+    checks the manifest. The other ranks receive a copy and parse tensor entries on demand, because thousands of ranks
+    write 10^5 parts.
 
     Collectives: a broadcast and two `gather_json` over `world`.
     """
@@ -162,7 +161,7 @@ def verify_checkpoint(path: Path, step: int, *, world: Group) -> tuple[Manifest 
         try:
             text = read_text(path / MANIFEST_NAME)
             manifest = Manifest.from_json(text)
-            at = text.rindex('"sha256":')  # of the whole: no tensor has such a field
+            at = text.rindex('"sha256":')  # the manifest's own: no tensor entry has this field
             fault = "" if manifest.step == step else f"{MANIFEST_NAME}: is of step {manifest.step}"
             sent = [fault, at, text[at : at + 75], *(in_pieces(manifest) if world.size > 1 else ())]
         except CheckpointError as error:
@@ -172,15 +171,15 @@ def verify_checkpoint(path: Path, step: int, *, world: Group) -> tuple[Manifest 
         return None, fault
     if manifest is None:
         manifest = from_pieces(*pieces)
-    faults = world.gather_json(_unlike(path / MANIFEST_NAME, at, seal.encode()))
+    faults = world.gather_json(_seal_fault(path / MANIFEST_NAME, at, seal.encode()))
     if any(faults):
         return None, next(filter(None, faults))
     files_fault = verify_files(path, manifest.files, world=world)
     return (None, files_fault) if files_fault else (manifest, "")
 
 
-def _unlike(manifest: Path, at: int, seal: bytes) -> str:
-    """Why this rank does not see the manifest that rank 0 has read, from its seal alone; empty if it does."""
+def _seal_fault(manifest: Path, at: int, seal: bytes) -> str:
+    """Return why this rank's file is not the manifest that rank 0 read, comparing only its sha256; empty if it is."""
     try:
         with os.fdopen(open_plain(manifest), "rb", buffering=0) as file:
             file.seek(at)
@@ -193,14 +192,15 @@ def _unlike(manifest: Path, at: int, seal: bytes) -> str:
 
 
 def verify_files(path: Path, files: Mapping[str, FileEntry], *, world: Group, from_disk: bool = False) -> str:
-    """What is wrong with a checkpoint's files, on every rank; empty if nothing is. The ranks share out the reading.
+    """Return what is wrong with a checkpoint's files, the same on every rank; empty if nothing is. The ranks divide the
+    reading.
 
     Args:
-        from_disk: read what the disk has, not what the system still has in memory.
+        from_disk: read from the disk, not from the page cache.
 
     Collectives: one `gather_json` over `world`.
     """
-    # Largest first and in turn, so that the ranks' shares are about equal.
+    # Assign files in turn, largest first, to balance the ranks' shares.
     names = sorted(files, key=lambda name: (-files[name].length, name))
     found = []
     for name in names[world.rank :: world.size]:

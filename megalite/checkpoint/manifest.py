@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which tensors it has, which slice of each lies in which file, every file's sha256.
+"""Read and write a checkpoint's manifest: its tensors, the slices of each in each file, and every file's sha256.
 
-No torch here: inspecting, planning and converting need it without. The text is canonical JSON that carries its own
-sha256, so an edited or damaged manifest is found as surely as a damaged file is.
+Imports no torch, because inspecting, planning and converting use it without. The text is canonical JSON with its own
+sha256, which detects an edited or damaged manifest.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from megalite.config.errors import CheckpointError
 from megalite.config.reading import gc_paused
 
 FORMAT_VERSION = 3
-"""What is written; earlier ones are read too: 2 has files without blocks, 1 no `code` and one part of a tensor in a file at
-most."""
+"""The version that is written. Older versions are read: version 2 has no hash blocks; version 1 also has no `code`, and
+at most one part of a tensor per file."""
 LEAST_BLOCK = 1 << 20
-"""Bytes: of a file in smaller blocks the hashes would take long by their number."""
+"""Minimum bytes of a hash block. Very many small blocks would be slow to hash."""
 MANIFEST_NAME = "manifest.json"
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
-"""Bytes an element, by safetensors' name of the dtype."""
+"""Bytes per element, by safetensors' name of the dtype."""
 MAX_DIMS = 8
 MAX_FAULT = 1000
-"""Characters of what an error says is wrong."""
+"""Maximum characters of a fault in an error message."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.safetensors")
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,511}")
@@ -35,21 +35,21 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointMissing(CheckpointError):
-    """There is no checkpoint where one was looked for (as opposed to one that is damaged)."""
+    """No checkpoint exists at the given place (as opposed to a damaged one)."""
 
 
 def weight_key(name: str) -> str:
-    """Key of a model weight in the manifest; its key inside the safetensors file is `name`."""
+    """Return the manifest key of a model weight. Its key in the safetensors file is `name`."""
     return f"weight:{name}"
 
 
 def optimizer_key(state: str, name: str) -> str:
-    """Key of an optimizer state (`main_param`, `exp_avg`, ...) of the parameter `name`; in the file `state/name`."""
+    """Return the manifest key of an optimizer state (`main_param`, `exp_avg`, ...). Its key in the file is `state/name`."""
     return f"optimizer.{state}:{name}"
 
 
 def file_key(key: str) -> str:
-    """What a tensor is called inside its safetensors file."""
+    """Return the key of a tensor inside its safetensors file."""
     group, colon, name = key.partition(":")
     if colon and _TENSOR_NAME.fullmatch(name) and name != "__metadata__":  # reserved in safetensors
         if group == "weight":
@@ -61,9 +61,8 @@ def file_key(key: str) -> str:
 
 
 def part_keys(key: str, files: Sequence[str]) -> list[str]:
-    """What each part of a tensor is called inside its file: the k-th one in the same file, counted from 0, has `#k`
-    behind its `file_key` if k > 0.
-    """
+    """Return the key of each part of a tensor inside its file: its `file_key`, and the suffix `#k` for the k-th part in
+    the same file, counted from 0, if k > 0."""
     before: Counter[str] = Counter()
     keys = []
     for file in files:
@@ -75,8 +74,8 @@ def part_keys(key: str, files: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's length in bytes and its hash in hexadecimal: the sha256 of the sha256 of its blocks, one after the other, of
-    `block` bytes each; where one block or 0, which is no blocks, holds the whole file, its own sha256."""
+    """Length in bytes and hash of a file, in hexadecimal. The hash is the sha256 of the concatenated sha256 digests of
+    the file's blocks of `block` bytes. If `block` is 0 or the file has only one block, it is the sha256 of the file."""
 
     length: int
     sha256: str
@@ -93,7 +92,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its parameter's name, dtype (a key of `ITEM_SIZES`), global shape, and the parts that tile it."""
+    """A tensor: parameter name, dtype (a key of `ITEM_SIZES`), global shape, and the parts that tile it."""
 
     name: str
     dtype: str
@@ -103,15 +102,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint says about itself.
+    """The content of a checkpoint's manifest.
 
     Args:
-        tensors: by `weight_key` or `optimizer_key`.
-        counters: plain JSON: consumed samples, loss scaler, and what else a resumed run continues from.
+        tensors: entries by `weight_key` or `optimizer_key`.
+        counters: plain JSON: consumed samples, loss scaler and the other state of a resumed run.
         config: the resolved run config.
-        layout: the parallel layout that wrote it; information only, any layout can read it.
-        code: plain JSON: versions of what wrote it, and the kernels that the run used.
-        tokenizer: sha256 of the tokenizer's files, if there is one.
+        layout: the parallel layout of the writing run; for information only, any layout can read the checkpoint.
+        code: plain JSON: software versions of the writing run, and its kernels.
+        tokenizer: sha256 of the tokenizer's files, if the run has one.
     """
 
     step: int
@@ -128,14 +127,14 @@ class Manifest:
     def to_json(self) -> str:
         try:
             with gc_paused():
-                # Not asdict: it copies everything, and takes longer than the writing of a small checkpoint.
+                # asdict copies everything and takes longer than writing a small checkpoint.
                 return seal({**vars(self), **plain_parts(self.files, self.tensors)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{MANIFEST_NAME}: counters, config and layout must be plain JSON: {error}") from None
 
     @classmethod
     def from_json(cls, text: str, *, source: str = MANIFEST_NAME) -> "Manifest":
-        """Parse and check everything that can be checked without the other files."""
+        """Parse a manifest and run all checks that need no other file."""
         try:
             with gc_paused():
                 return _parse_manifest(_unseal(text))
@@ -144,7 +143,7 @@ class Manifest:
 
 
 def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Both as plain JSON, under `files` and `tensors`."""
+    """Return both as plain JSON, under `files` and `tensors`."""
     return {
         "files": {name: vars(entry) for name, entry in files.items()},
         "tensors": {
@@ -154,7 +153,7 @@ def plain_parts(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntr
 
 
 class _Entries(UserDict[str, Any]):
-    """Tensors, each as its canonical JSON until it is asked for."""
+    """Tensor entries by key, parsed from their JSON text on first access."""
 
     def __getitem__(self, key: str) -> TensorEntry:
         if isinstance(self.data[key], str):
@@ -163,7 +162,7 @@ class _Entries(UserDict[str, Any]):
 
 
 def in_pieces(manifest: Manifest) -> list[Any]:
-    """Plain JSON of a sound manifest, each tensor as a separate text."""
+    """Return a sound manifest as plain JSON, with each tensor entry as a separate text."""
     with gc_paused():
         plain = plain_parts(manifest.files, manifest.tensors)
         return [
@@ -173,12 +172,12 @@ def in_pieces(manifest: Manifest) -> list[Any]:
 
 
 def from_pieces(body: dict[str, Any], texts: dict[str, str]) -> Manifest:
-    """The manifest that `in_pieces` has taken apart."""
+    """Build the manifest from the result of `in_pieces`."""
     return replace(_parse_manifest(body), tensors=_Entries(texts))
 
 
 def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:
-    """The files that a manifest lists: its seal is checked, and of its fields this one alone."""
+    """Return the files that a manifest lists. Checks the manifest's own sha256 and this field only."""
     try:
         with gc_paused():
             files = _typed(_unseal(text).get("files"), dict, "files")
@@ -188,7 +187,7 @@ def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEnt
 
 
 def seal(body: dict[str, Any]) -> str:
-    """Canonical JSON of `body` with the sha256 of that JSON as one more field."""
+    """Return the canonical JSON of `body` with an additional field, the sha256 of that JSON."""
     return _canonical({**body, "sha256": hashlib.sha256(_canonical(body).encode()).hexdigest()})
 
 
@@ -197,13 +196,13 @@ def _canonical(body: Any) -> str:
 
 
 def _presentable(text: str) -> str:
-    """Of moderate length, and without what a terminal would obey: a manifest may come from anywhere."""
+    """Shorten a text and escape control characters: a manifest may come from an untrusted source."""
     text = text if len(text) <= MAX_FAULT else f"{text[:MAX_FAULT]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class _Fault(Exception):
-    """What is wrong; the caller adds the file's name."""
+    """A fault in a manifest; the caller adds the file's name."""
 
 
 def _unseal(text: str) -> dict[str, Any]:
@@ -221,7 +220,7 @@ def _unseal(text: str) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads(..., object_pairs_hook=unique_keys)`, which keeps the last of several values of one key."""
+    """Reject duplicate keys, of which `json.loads` keeps the last. Pass it as `object_pairs_hook`."""
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -306,12 +305,12 @@ def _parse_part(key: str, value: Any) -> Part:
 
 
 def _check_room(tensors: dict[str, TensorEntry], files: dict[str, FileEntry]) -> None:
-    """Declared sizes must fit the files that are said to hold them: nothing is allocated for a shape that cannot be."""
+    """Check that each file is large enough for its tensors, before memory is allocated for a declared shape."""
     needed: Counter[str] = Counter()
     for key, entry in tensors.items():
         for part in entry.parts:
             if part.file not in files:
-                raise _Fault(f"{key}: a part is in {part.file[:120]!r}, which files does not list")
+                raise _Fault(f"{key}: a part is in {part.file[:120]!r}, which is not listed under files")
             needed[part.file] += volume(part.slice) * ITEM_SIZES[entry.dtype]
     for name, size in needed.items():
         if size > files[name].length:
@@ -336,7 +335,7 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 
 def _integer(value: Any, where: str) -> int:
-    # bool is an int to isinstance, and true is no size.
+    # isinstance would accept bool.
     if type(value) is not int or not 0 <= value < 2**63:
         raise _Fault(f"{where}: {str(value)[:80]!r} is not an integer from 0 to 2**63 - 1")
     return value

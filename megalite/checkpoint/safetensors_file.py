@@ -1,7 +1,7 @@
-"""Safetensors files: a writer that takes one tensor at a time, a reader that touches only the bytes asked for.
+"""Write safetensors files one tensor at a time, and read only the requested bytes of them.
 
-Not the safetensors library: it writes from tensors that are all in memory and hashes nothing, and it maps whole files,
-following links. Sizes are known before the data, so the header goes first and the tensors follow; the hash runs along.
+The safetensors library needs all tensors in memory to write, computes no hashes, maps whole files and follows links.
+This writer writes the header first, because all sizes are known, then streams the tensors and hashes them on the way.
 """
 
 import math
@@ -24,23 +24,22 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
 }
-"""What can be read and written."""
-_ALSO_READ = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # of which the reader knows the scales
+"""Dtypes that can be read and written, by safetensors' names."""
+_READABLE = {**TORCH_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # the caller applies the scales
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _PAGE = 4096
 _SYNC_BYTES = 1 << 30
-"""After so many bytes what has been written is put on the disk."""
+"""Number of written bytes after which the file is synced."""
 
 
 class SafetensorsWriter:
-    """Writes one file, its tensors in the order of `records`; holds a few of them in memory at a time.
+    """Write one file, with its tensors in the order of `records`. Only a few tensors are in memory at a time.
 
     Args:
-        metadata: text by text, kept in the header.
-        digest: hash what is written, on separate threads.
-        progress: called after each chunk, on the thread that writes: a large file takes long, and a watchdog must see
-            that it grows.
+        metadata: string map for the header.
+        digest: compute the file's hash, on separate threads.
+        progress: called after each chunk on the writing thread, to report to a watchdog while a large file is written.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class SafetensorsWriter:
             raise
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Append the next tensor, of any device and strides; it must not change before `finish` has returned."""
+        """Append the next tensor, on any device and of any strides. It must not change before `finish` returns."""
         require_planned(self._pending.pop(), tensor)
         self._append(bytes_of(tensor.detach().to("cpu").contiguous()))
 
     def write_blocks(self, blocks: Iterable[torch.Tensor]) -> None:
-        """Append the next tensor from blocks of its type, contiguous and on the CPU, in the order of its elements."""
+        """Append the next tensor as contiguous CPU blocks of its dtype, in the order of its elements."""
         record, before = self._pending.pop(), self._length
         for block in blocks:
             assert DTYPE_NAMES[block.dtype] == record.dtype, (record, block.dtype)
@@ -78,7 +77,7 @@ class SafetensorsWriter:
         assert self._length - before == record.nbytes, (record, self._length - before)
 
     def finish(self) -> FileEntry:
-        """Put the file on the disk and return its length and hash (empty without `digest`)."""
+        """Sync the file to the disk and return its length and hash (empty without `digest`)."""
         assert not self._pending and self._descriptor is not None, (self._path, len(self._pending))
         self._behind.results()
         sync_file(self._path, self._descriptor)
@@ -105,14 +104,14 @@ class SafetensorsWriter:
 
     def _write(self, descriptor: int, chunk: memoryview, start: int) -> None:
         write_at(self._path, descriptor, chunk, start)
-        # All of it at the end could take longer than anybody who watches waits for.
+        # A single sync at the end could exceed the watchdog's timeout.
         if (start + len(chunk)) // _SYNC_BYTES > start // _SYNC_BYTES:
             sync_file(self._path, descriptor)
         self._progress()
 
 
 def require_planned(record: Record, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError unless the tensor is what the file's header says."""
+    """Raise CheckpointError unless the tensor has the dtype and shape of the record."""
     if tuple(tensor.shape) != record.shape or DTYPE_NAMES.get(tensor.dtype) != record.dtype:
         raise CheckpointError(
             f"{record.key}: the plan says {record.dtype} {list(record.shape)}, "
@@ -121,20 +120,19 @@ def require_planned(record: Record, tensor: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class _Descriptor(int):
-    """Of an open file, which is closed when no thread reads from it any more."""
+    """Descriptor of an open file, closed when the last reference to it is dropped, so that no reading thread loses it."""
 
     def __del__(self) -> None:
         os.close(self)
 
 
 class SafetensorsReader:
-    """An open file, its header checked. Reads are positioned: memory does not grow with what has been read, and several
-    threads may read."""
+    """An open file with a checked header. Reads are positioned (`pread`), so several threads may read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,18 +146,18 @@ class SafetensorsReader:
         self.records, self.metadata, self._offsets = header.records, header.metadata, header.offsets
 
     def open(self) -> None:
-        """Open the file again, if it was closed."""
+        """Reopen the file if it is closed."""
         if self._descriptor is None:
             self._descriptor = _Descriptor(open_plain(self._path))
 
     def close(self) -> None:
-        """Give the open file back."""
+        """Drop the descriptor; it is closed after the running reads of other threads."""
         self._descriptor = None
 
     def read_elements(self, key: str, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, in the order of the file, of one dimension: in `room` (as
-        many, contiguous) if it is of their type, else a new one."""
-        dtype = _ALSO_READ[self.records[key].dtype]
+        """Return elements [start, start + count) of a tensor as a flat tensor, in the order of the file. They are read
+        into `room` (contiguous, `count` elements) if it has their dtype, else into a new tensor."""
+        dtype = _READABLE[self.records[key].dtype]
         output = room if room is not None and room.dtype == dtype else torch.empty(count, dtype=dtype)
         try:
             self._read_exactly(bytes_of(output), self._offsets[key] + start * dtype.itemsize)
@@ -168,7 +166,7 @@ class SafetensorsReader:
         return output
 
     def read_into(self, output: torch.Tensor, record: Record, index: tuple[slice, ...]) -> None:
-        """Copy `record`'s elements at `index` into `output`, which converts them to its dtype and device."""
+        """Copy `record`'s elements at `index` into `output`, converted to its dtype and device."""
         found = self.records.get(record.key)
         if found is None:
             raise CheckpointError(f"{self._path}: {record.key}: there is no such tensor")
@@ -195,7 +193,7 @@ class SafetensorsReader:
         part: tuple[slice, ...] | None,
         dtype: torch.dtype,
     ) -> None:
-        """Read contiguous bytes from `offset`: of a tensor of `shape`, of which `place` gets the `part`."""
+        """Read a contiguous tensor of `shape` at `offset`, and copy its `part` (None: all) into `place`."""
         if part is None and place.is_cpu and place.dtype == dtype and place.is_contiguous():
             self._read_exactly(bytes_of(place), offset)
             return
@@ -222,10 +220,10 @@ _Run = tuple[torch.Tensor, int, tuple[int, ...], tuple[slice, ...] | None]
 def _runs(
     output: torch.Tensor, offset: int, shape: tuple[int, ...], index: tuple[slice, ...], dtype: torch.dtype
 ) -> Iterator[_Run]:
-    """Cut a read of `index` of a stored tensor into reads of contiguous bytes, none much larger than `CHUNK`.
+    """Split a read of `index` of a stored tensor into reads of contiguous bytes, none much larger than `CHUNK`.
 
-    Each is (where it goes, byte offset, shape of what is read, the part of that to be kept; None: all of it). Parts of
-    rows shorter than a page are picked out of whole rows: the disk gives no less than a page anyway.
+    Each is (destination, byte offset, shape of the bytes read, part of them to keep; None for all). If the wanted part
+    of a row is shorter than a page, whole rows are read, because the disk reads whole pages anyway.
     """
     if not shape:
         yield output, offset, (1,), None
@@ -236,7 +234,7 @@ def _runs(
     whole = all(part.start == 0 and part.stop == size for part, size in zip(rest, shape[1:], strict=True))
     kept = dtype.itemsize * math.prod(part.stop - part.start for part in rest)
     if whole or kept < _PAGE:
-        # Into memory of the stored type the bytes go directly, however many; else through a buffer.
+        # A contiguous CPU tensor of the stored dtype is read into directly, in one piece; others through a buffer.
         direct = whole and output.is_cpu and output.dtype == dtype and output.is_contiguous()
         step = last - first if direct else max(1, CHUNK // row)
         for start in range(first, last, step):

@@ -1,6 +1,7 @@
-"""The header of a safetensors file: which tensors it has, of what type and shape, and where. No torch.
+"""Read and write the header of a safetensors file: the tensors' dtypes, shapes and offsets. Imports no torch.
 
-8 bytes with the header's length, the header (JSON: key -> dtype, shape, offsets; padded with blanks), then the data.
+A file has 8 bytes for the header's length, the header (JSON: key -> dtype, shape, offsets; padded with blanks), then
+the data.
 """
 
 import json
@@ -15,10 +16,10 @@ from typing import Any
 from megalite.checkpoint.manifest import unique_keys
 
 MAX_HEADER = 100 << 20
-"""Bytes; the limit of the format's own library."""
+"""Maximum bytes of a header, as in the safetensors library."""
 
 FORMAT_PT: Mapping[str, str] = MappingProxyType({"format": "pt"})
-"""The metadata that torch's files carry."""
+"""Metadata of files written from torch."""
 
 _NAMES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"}
 _ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
@@ -26,7 +27,7 @@ _ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.sp
 
 @dataclass(frozen=True)
 class Record:
-    """A tensor in a file: its key there, dtype (safetensors' name of it) and shape."""
+    """A tensor in a file: key, dtype (safetensors' name) and shape."""
 
     key: str
     dtype: str
@@ -42,7 +43,7 @@ def file_bytes(records: Sequence[Record], metadata: Mapping[str, str] = FORMAT_P
 
 
 def header_bytes(records: Sequence[Record], metadata: Mapping[str, str]) -> bytes:
-    """What comes before the data: the header's length and the header."""
+    """Return the bytes before the data: the header's length and the header."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for record in records:
@@ -58,16 +59,16 @@ def header_bytes(records: Sequence[Record], metadata: Mapping[str, str]) -> byte
 
 
 class HeaderFault(Exception):
-    """What is wrong; the caller adds the file's name."""
+    """A fault in a header; the caller adds the file's name."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A header that is sound.
+    """A checked header.
 
     Args:
         records: by key, in the order of their data.
-        offsets: where the data of each begins in the file.
+        offsets: byte offset of each tensor's data in the file, by key.
     """
 
     records: dict[str, Record]
@@ -79,13 +80,13 @@ def read_header(descriptor: int, length: int) -> Header:
     """Read and check the header of an open file of `length` bytes.
 
     Raises:
-        HeaderFault: it is not sound, or sizes do not add up.
+        HeaderFault: the header is malformed, or its sizes do not match the file.
         OSError: the file cannot be read.
     """
     header, start = _read_json(descriptor, length)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise HeaderFault("its __metadata__ is not text by text")
+        raise HeaderFault("its __metadata__ does not map strings to strings")
     ordered = _parse_records(header, length - start)
     return Header(
         records={record.key: record for _, record in ordered},
@@ -100,7 +101,7 @@ def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
         raise HeaderFault(f"{length} bytes are too few for a safetensors file")
     (size,) = struct.unpack("<Q", prefix)
     if size > min(MAX_HEADER, length - 8):
-        raise HeaderFault(f"says that its header has {size} bytes; the file has {length}, the limit is {MAX_HEADER}")
+        raise HeaderFault(f"declares a header of {size} bytes; the file has {length}, the limit is {MAX_HEADER}")
     text = os.pread(descriptor, size, 8)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
@@ -112,7 +113,7 @@ def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:
 
 
 def _parse_records(header: dict[str, Any], data: int) -> list[tuple[int, Record]]:
-    """Offsets and records, in the order of the data; they must fill it without gap or overlap."""
+    """Return (offset, record) pairs in the order of the data, which they must fill without gap or overlap."""
     found: list[tuple[int, int, Record]] = []
     for key, value in header.items():
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:

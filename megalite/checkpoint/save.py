@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank streams its tensors into its own files, rank 0 commits them as one; and removing old ones."""
+"""Save a checkpoint: every rank streams its tensors into its own files, and rank 0 commits them. Also remove old ones."""
 
 import errno
 import os
@@ -43,9 +43,9 @@ from megalite.topology.layout import ShardSpec
 
 @contextmanager
 def errors_as_one(world: Group) -> Iterator[None]:
-    """Inside, ranks work each for themselves; if any raises a CheckpointError, all raise one with the same message.
-
-    `Group.errors_on_all_ranks` raises each failing rank's own error; here a disk that is full for ten ranks is one error.
+    """Raise the same CheckpointError on all ranks if the block raises one on any rank. `Group.errors_on_all_ranks`
+    raises every failing rank's error; this reports only the first, with the number of failed ranks, because a full disk
+    fails on many ranks at once.
 
     Collectives: one `gather_json`.
     """
@@ -66,7 +66,7 @@ def errors_as_one(world: Group) -> Iterator[None]:
 
 
 def code_version() -> dict[str, Any]:
-    """Versions of megalite, Python and torch, and the git revision where megalite runs from a working copy."""
+    """Return the versions of megalite, Python and torch, and the git revision if megalite runs from a working copy."""
     return {
         "megalite": megalite.__version__,
         "revision": git_revision(Path(megalite.__file__).parents[1]),
@@ -76,7 +76,7 @@ def code_version() -> dict[str, Any]:
 
 
 def git_revision(root: Path) -> str | None:
-    """The commit checked out in `root`, read from git's own files; None if there is none."""
+    """Return the commit checked out in `root`, read from the files in `.git`; None if there is none."""
     git = root / ".git"
     try:
         head = (git / "HEAD").read_text().strip()
@@ -93,9 +93,9 @@ def git_revision(root: Path) -> str | None:
 
 
 class BackgroundSave:
-    """A save under way: `work` returns the checkpoint's folder or address, or raises.
+    """A save that runs on a thread: `work` returns the checkpoint's folder or address, or raises.
 
-    The thread does not keep the process alive (an executor's would): what it leaves behind the next save removes.
+    The thread is a daemon (an executor's is not), so the process can exit. The next save removes unfinished files.
     """
 
     def __init__(self, work: Callable[[], Path | str]) -> None:
@@ -105,11 +105,11 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """`result` would not wait."""
+        """Whether the save has ended, so that `result` returns immediately."""
         return self._future.done()
 
     def result(self) -> Path | str:
-        """Wait; what the work returned, or raised."""
+        """Wait for the save; return or raise its outcome."""
         return self._future.result()
 
     def _run(self, work: Callable[[], Path | str]) -> None:
@@ -124,14 +124,14 @@ FILE_KINDS = {"weight": "weights", "optimizer": "optimizer"}
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor that this rank writes: all that is known of it before its data.
+    """The metadata of a tensor that this rank writes.
 
     Args:
         key_group: model weight or optimizer state.
-        state: which optimizer state (`main_param`, `exp_avg`, ...); empty for a weight.
-        spec: the parameter's name and global shape, and the slice of it that this rank writes. An empty slice is
-            allowed: its tensor is taken from the stream and not stored.
-        dtype: as it is stored; the tensor must come in it.
+        state: name of the optimizer state (`main_param`, `exp_avg`, ...); empty for a weight.
+        spec: the parameter's name and global shape, and the slice of it that this rank writes. If the slice is empty,
+            its tensor is taken from the stream and not stored.
+        dtype: the stored dtype, which the tensor must have.
     """
 
     key_group: Literal["weight", "optimizer"]
@@ -148,7 +148,7 @@ class SavedTensor:
 
     @property
     def is_stored(self) -> bool:
-        """The slice has elements."""
+        """Whether the slice has elements."""
         return 0 not in self.spec.shape
 
 
@@ -161,7 +161,7 @@ def preamble(
     tokenizer: str | None,
     kernels: Mapping[str, str],
 ) -> Manifest:
-    """The manifest of a checkpoint before it has files."""
+    """Build the manifest of a checkpoint without files and tensors."""
     return Manifest(
         step=step,
         files={},
@@ -186,37 +186,37 @@ def save_checkpoint(
     host: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write a checkpoint into `folder`; when it returns, on any rank, the whole of it is on the disk.
+    """Write a checkpoint into `folder`. When it returns on any rank, the whole checkpoint is on the disk.
 
-    The plan comes first and the data after, because a safetensors file begins with its header: so each tensor goes
-    to the disk as soon as it is there, and no rank holds more of them than the few being written and hashed.
-    If any rank fails, all raise the same CheckpointError, and earlier checkpoints are as they were.
+    The plan is known before the data, because a safetensors file begins with its header. So each tensor is written as
+    soon as it is available, and a rank holds only the few tensors that are being written and hashed.
+    If any rank fails, all raise the same CheckpointError, and earlier checkpoints stay unchanged.
 
     Args:
-        folder: holds the checkpoints of a run, one subfolder a step. All ranks must see the same.
-        about: its `preamble`; that of rank 0 is written.
-        plan: what this rank writes, several slices of a tensor if need be. Over all ranks the slices must cover every
-            tensor exactly once.
-        tensors: the data, in the plan's order, on any device. Iterating may perform collectives: every rank iterates
-            its own to the end exactly once, also after it could not write (unless the save fails on all ranks before
-            the first tensor, and then none of them iterates). What the iterable itself raises is not caught.
-        world: a separate group if this runs on a thread: no other may use it meanwhile.
-        make_folder: if it is missing; else that is an error, for then earlier checkpoints are gone too, or the disk
-            that they are on.
-        host: the name of this rank's machine, where machines do not share the folder: in each then are the files of its ranks
-            and the whole manifest.
-        log: called on rank 0 with what goes wrong once the checkpoint is there.
+        folder: contains the checkpoints of a run, one subfolder per step. All ranks must access the same folder.
+        about: the `preamble`; rank 0's is written.
+        plan: the tensors that this rank writes; may contain several slices of a tensor. Over all ranks the slices must
+            cover every tensor exactly once.
+        tensors: the data, in the plan's order, on any device. The iterable may perform collectives: every rank iterates
+            it to the end exactly once, also after a write error (unless the save fails on all ranks before the first
+            tensor; then no rank iterates it). Errors of the iterable itself are not caught.
+        world: must not be used by other threads during the save; pass a separate group when saving on a thread.
+        make_folder: create a missing folder. Otherwise a missing folder is an error, because earlier checkpoints, or
+            the disk with them, are gone.
+        host: this rank's machine name, if machines do not share the folder. Each machine's folder then receives the
+            files of its ranks and the whole manifest.
+        log: called on rank 0 with warnings about errors after the commit.
 
-    Collectives: a few `gather_json` over `world`, and what `tensors` does.
+    Collectives: a few `gather_json` over `world`, and those of `tensors`.
     """
     staging = folder / staging_name(about.step)
 
     def begin(needed: int) -> None:
         Manifest.from_json(about.to_json())
         if not make_folder and not folder.is_dir():
-            raise CheckpointError("the folder is not there any more; it was when the run started")
+            raise CheckpointError("the folder does not exist any more; it existed when the run started")
         prepare_staging(folder, about.step)
-        if free_bytes(folder) < needed:  # rather than fill the disk for minutes and fail then
+        if free_bytes(folder) < needed:  # fail now instead of after filling the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     save_together(
@@ -224,7 +224,7 @@ def save_checkpoint(
         plan,
         host=host,
         begin=begin,
-        # Where a store may hold the step already, its files stay what they are until the new manifest is there.
+        # An object store may already contain this step. Unique names keep its files until the new manifest is uploaded.
         write=lambda: _write_shards(staging, world, plan, tensors, "" if host is None else f"-{secrets.token_hex(4)}"),
         publish=lambda: publish(staging, about, world.size, log),
         world=world,
@@ -242,14 +242,14 @@ def save_together(
     publish: Callable[[], object],
     world: Group,
 ) -> None:
-    """The steps of a save, each of which all ranks take or none: the first rank of a folder begins, given the bytes of its
-    ranks, every rank writes, the first publishes. Where one fails on any rank, `staging` is removed and all raise the same
-    CheckpointError. `host`: as for `save_checkpoint`.
+    """Run the steps of a save, with agreement of all ranks after each. The first rank of each folder calls `begin` with
+    the bytes of the folder's ranks, every rank calls `write`, and the first rank calls `publish`. If a step fails on
+    any rank, `staging` is removed and all ranks raise the same CheckpointError. `host`: see `save_checkpoint`.
 
-    Collectives: four `gather_json`, one more with `host`, and what `write` does.
+    Collectives: four `gather_json`, one more with `host`, and those of `write`.
     """
     failure: Exception | None = _check_plan(plan)
-    # Ranks with a bad plan take part too: the others would wait for them.
+    # Ranks with an invalid plan join the collectives too; otherwise the others would hang.
     places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)]), strict=True)
     needed = sum(size for place, size in zip(places, sizes, strict=True) if place == host)
     leads = places.index(host) == world.rank
@@ -262,9 +262,9 @@ def save_together(
 
 
 def _share_parts(staging: Path, leads: bool, world: Group) -> Exception | None:
-    """Bring the lists of what ranks of other machines wrote into this machine's folder. Collectives: a `gather_json`."""
-    mine = staging / part_name(world.rank)
-    texts = world.gather_json(mine.read_text() if mine.is_file() else "")
+    """Copy the part lists of other machines' ranks into this machine's folder. Collectives: one `gather_json`."""
+    own = staging / part_name(world.rank)
+    texts = world.gather_json(own.read_text() if own.is_file() else "")
 
     def write() -> None:
         for rank, text in enumerate(texts):
@@ -287,7 +287,7 @@ def planned_bytes(plan: Sequence[SavedTensor]) -> int:
 
 
 def planned_files(plan: Sequence[SavedTensor], rank: int) -> dict[str, int]:
-    """The files that one rank writes, and their bytes."""
+    """Return the names and bytes of the files that one rank writes."""
     return {_file_name(group, rank): file_bytes(records) for group, records in _records_by_kind(plan).items()}
 
 
@@ -317,8 +317,8 @@ def _records_by_kind(plan: Sequence[SavedTensor]) -> dict[str, list[Record]]:
 def _write_shards(
     staging: Path, world: Group, plan: Sequence[SavedTensor], tensors: Iterable[torch.Tensor], tag: str
 ) -> Exception | None:
-    """Write this rank's files, `tag` in their names, and their list. No collectives but those of `tensors`, which is iterated to its end
-    whatever happens: other ranks' collectives wait for this one's."""
+    """Write this rank's files, with `tag` in their names, and their list. Return the first error. Iterates `tensors` to
+    the end even after an error, because its collectives involve the other ranks."""
     failure: Exception | None = None
     writers: dict[str, SafetensorsWriter] = {}
     taken, rank = 0, world.rank
@@ -334,7 +334,7 @@ def _write_shards(
             taken += 1
             if failure is None and taken <= len(plan) and plan[taken - 1].is_stored:
                 failure = _failure_of(partial(writers[plan[taken - 1].key_group].write, tensor))
-            del tensor  # or it would stay alive while the next one is gathered
+            del tensor  # free it before the next one is gathered
         if failure is not None:
             return failure
         if taken != len(plan):
@@ -370,14 +370,14 @@ def _raise_on_all_or_abandon(
             if failure is not None:
                 raise _as_checkpoint_error(failure, staging.parent, needed)
     except CheckpointError:
-        # Only now: every rank has stopped writing.
+        # At this point every rank has stopped writing.
         if leads:
             abandon(staging)
         raise
 
 
 def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> CheckpointError:
-    """The error for the user; disk space is reported while the failed files still take theirs."""
+    """Convert an error for the user. Must run before the staging files are removed, to report the free disk space."""
     what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename and error.filename != str(folder) else ""
@@ -390,14 +390,13 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
 def superfluous(
     steps: Iterable[int], newest: int, *, keep_latest: int, keep_every: int | None, held: Collection[int] = ()
 ) -> list[int]:
-    """The steps to be removed once `newest` is there and known to be sound, oldest first: not the `keep_latest` newest, none
-    of the multiples of `keep_every`, and none that is `held`, since it is being read.
+    """Return the steps to remove after `newest` was saved and verified, oldest first.
 
-    Steps beyond `newest` are damaged leftovers of the run before it was resumed, or another run's: they do not
-    count, and stay.
+    Keeps the `keep_latest` newest steps, multiples of `keep_every`, and `held` steps, which are being read. Steps beyond
+    `newest` are damaged leftovers from before a resume, or another run's; they are kept and not counted.
     """
-    passing = sorted(step for step in set(steps) if step <= newest)
-    old = [step for step in passing[:-keep_latest] if step not in held]
+    countable = sorted(step for step in set(steps) if step <= newest)
+    old = [step for step in countable[:-keep_latest] if step not in held]
     return [step for step in old if keep_every is None or step % keep_every]
 
 
@@ -411,11 +410,10 @@ def prune(
     world: Group,
     log: Callable[[str], None],
 ) -> None:
-    """Remove what is `superfluous`, after the newest checkpoint has been read back from the disk and verifies: the last sound
-    one is never removed. Rank 0's `held` counts.
+    """Remove the `superfluous` checkpoints after reading back and verifying the newest one from the disk.
 
-    A checkpoint first gets a name that loading does not know: a kill half-way leaves no damaged one. What cannot be
-    removed is reported to `log` and stays: nothing is lost by it.
+    So the last sound checkpoint is never removed. Rank 0's `held` is used. A checkpoint is first renamed to a name that
+    loading ignores, so a kill leaves no damaged one. Checkpoints that cannot be removed are reported to `log`.
 
     Collectives: if anything is removed, a few `gather_json` and broadcasts over `world`.
     """
@@ -429,11 +427,11 @@ def prune(
                 listed = listed_files(read_text(path / MANIFEST_NAME)) if old else {}
                 plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
         except CheckpointError as error:
-            raise CheckpointError(f"{path} was written but then not found to be there: {error}") from None
+            raise CheckpointError(f"{path} was written but cannot be found again: {error}") from None
     plan = world.broadcast_json(plan)
     if not plan["steps"]:
         return
-    # Each rank gets the list of files alone: a manifest of many ranks takes long to read.
+    # Broadcast only the list of files: parsing the manifest of a run with many ranks takes long.
     files = {name: FileEntry(**entry) for name, entry in plan["files"].items()}
     fault = verify_files(path, files, world=world, from_disk=True)
     if fault:

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, and whether it is sound; for people and scripts that only look. No torch."""
+"""List the checkpoints in a folder and check them, for inspection. Imports no torch."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_hea
 from megalite.config.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
-"""Called with the files hashed so far and their bytes."""
+"""Called with the number of files hashed so far and their bytes."""
 
 
 class CheckpointRemoved(CheckpointMissing):
-    """A checkpoint was there and was removed while it was looked at, as a run with --keep-latest does."""
+    """A checkpoint was removed during the inspection, for example by a run with --keep-latest."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} was removed meanwhile, perhaps by a run with --keep-latest")
@@ -27,36 +27,36 @@ class CheckpointRemoved(CheckpointMissing):
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder and what is known of it."""
+    """A checkpoint's folder and the result of its checks."""
 
     path: Path
     manifest: Manifest | None
-    """None if it cannot be read or is damaged; `faults` then says how."""
+    """None if it cannot be read or is damaged; then `faults` has the reason."""
     faults: tuple[str, ...]
-    """What is wrong, each naming the file."""
+    """Faults, each with the file's name."""
     verified: bool = False
-    """Every file was hashed and found right, not only of its length."""
+    """Whether every file was hashed and has the right sha256, not only the right length."""
     gone: bool = False
-    """It was removed while it was looked at; nothing is known to be wrong with it."""
+    """Whether it was removed during the inspection; then `faults` is empty."""
 
     @property
     def step(self) -> int | None:
-        """By the manifest, else by the folder's name."""
+        """The manifest's step or, without a manifest, the folder name's."""
         return step_of(self.path.name) if self.manifest is None else self.manifest.step
 
     @property
     def bytes(self) -> int | None:
-        """Of all files that the manifest lists."""
+        """Total bytes of the files that the manifest lists."""
         return None if self.manifest is None else sum(entry.length for entry in self.manifest.files.values())
 
     @property
     def sound(self) -> bool:
-        """It is there, and nothing is known to be wrong with it."""
+        """Whether it exists and has no known faults."""
         return self.manifest is not None and not self.faults and not self.gone
 
     @property
     def state(self) -> str:
-        """`verified`, `complete` (sizes right, not hashed), `removed meanwhile` or `damaged: ...`."""
+        """One of `verified`, `complete` (right sizes, not hashed), `removed meanwhile` and `damaged: ...`."""
         if self.gone:
             return "removed meanwhile"
         if self.faults:
@@ -66,11 +66,12 @@ class FoundCheckpoint:
 
 
 def survey(path: Path, step: int | None = None) -> list[FoundCheckpoint]:
-    """What is at `path`, a folder of checkpoints or one of them, newest first; manifests and file lengths are checked.
+    """List the checkpoints at `path`, a folder of checkpoints or one of them, newest first. Checks manifests and file
+    lengths.
 
     Raises:
-        CheckpointMissing: there is nothing of the kind.
-        CheckpointError: a file, a folder one level off, a save under way, or there is no such step.
+        CheckpointMissing: there is no checkpoint.
+        CheckpointError: `path` is a file, a folder one level too high or an unfinished save, or `step` does not exist.
     """
     if not _is_checkpoint(path):
         return [_examine(path / item.name, item.step) for item in candidates(path, step)]
@@ -81,14 +82,14 @@ def survey(path: Path, step: int | None = None) -> list[FoundCheckpoint]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """A checkpoint itself, sound or damaged, rather than a folder of them."""
+    """Return whether `path` is a checkpoint, sound or damaged, rather than a folder of checkpoints."""
     name = path.absolute().name
     if path.is_file():
         sibling = (path.parent / MANIFEST_NAME).is_file()
         remedy = f"give its folder, {path.parent}" if sibling else "give a folder of checkpoints, or one of them"
         raise CheckpointError(f"{path} is a file; {remedy}")
     if path.is_dir() and name.startswith(STAGING_PREFIX):
-        raise CheckpointError(f"{path} is a save under way, or what a crash left of one; it cannot be loaded")
+        raise CheckpointError(f"{path} is an unfinished save, in progress or left by a crash; it cannot be loaded")
     return path.is_dir() and (step_of(name) is not None or os.path.lexists(path / MANIFEST_NAME))
 
 
@@ -105,22 +106,19 @@ def _examine(path: Path, step: int | None) -> FoundCheckpoint:
 
 
 def _unless_removed(found: FoundCheckpoint) -> FoundCheckpoint:
-    """`found`; files of a folder that is gone are no damage."""
-    return replace(found, faults=(), verified=False, gone=True) if found.faults and _gone(found.path) else found
-
-
-def _gone(path: Path) -> bool:
-    return not os.path.lexists(path)
+    """Return `found`, marked as gone instead of damaged if its folder has been removed."""
+    removed = found.faults and not os.path.lexists(found.path)
+    return replace(found, faults=(), verified=False, gone=True) if removed else found
 
 
 @contextlib.contextmanager
 def noticing_removal(*found: FoundCheckpoint) -> Iterator[None]:
-    """Where checkpoints are read: what fails since one of them was removed meanwhile is a CheckpointRemoved."""
+    """Raise CheckpointRemoved for errors inside the block if one of the checkpoints has been removed."""
     try:
         yield
     except (CheckpointError, OSError):
         for one in found:
-            if _gone(one.path):
+            if not os.path.lexists(one.path):
                 raise CheckpointRemoved(one.path) from None
         raise
 
@@ -137,7 +135,7 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def verify(surveyed: FoundCheckpoint, progress: Progress = lambda files, size: None) -> FoundCheckpoint:
-    """Hash every file, and compare its header with what the manifest says of its tensors."""
+    """Hash every file, and compare its header with the manifest's tensors."""
     manifest = surveyed.manifest
     if manifest is None or not surveyed.sound:
         return surveyed
@@ -153,7 +151,7 @@ def verify(surveyed: FoundCheckpoint, progress: Progress = lambda files, size: N
 
 
 def _records(manifest: Manifest) -> dict[str, list[Record]]:
-    """By file, the tensors that it must have."""
+    """Return the tensors that each file must contain, by file name."""
     expected: dict[str, list[Record]] = {name: [] for name in manifest.files}
     for key, entry in manifest.tensors.items():
         stored = part_keys(key, [part.file for part in entry.parts])
@@ -173,14 +171,16 @@ def _file_fault(path: Path, manifest: Manifest, expected: list[Record]) -> str |
         except HeaderFault as error:
             return f"{path.name}: {error}"
     for record in expected:
-        if found.get(record.key) != record:
-            there = found.get(record.key)
-            what = "does not have it" if there is None else f"has {there.dtype} {list(there.shape)}"
-            return f"{path.name}: {record.key} is {record.dtype} {list(record.shape)} by the manifest, the file {what}"
+        stored = found.get(record.key)
+        if stored != record:
+            what = "does not have it" if stored is None else f"has {stored.dtype} {list(stored.shape)}"
+            return (
+                f"{path.name}: the manifest says {record.key} is {record.dtype} {list(record.shape)}, the file {what}"
+            )
     return None
 
 
 def unlisted(surveyed: FoundCheckpoint) -> list[str]:
-    """Names in the folder that the manifest does not list: they are not read."""
+    """Return the names in the folder that the manifest does not list. Such files are never read."""
     listed = {MANIFEST_NAME, *(surveyed.manifest.files if surveyed.manifest else ())}
     return sorted(path.name for path in surveyed.path.iterdir() if path.name not in listed)

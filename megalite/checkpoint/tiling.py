@@ -1,11 +1,11 @@
-"""Slices of a tensor, and whether a set of them covers it exactly. No torch."""
+"""Compute with slices of a tensor, and check that a set of them covers it exactly. Imports no torch."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 
-# As topology.layout.Slice, named here too because packages of one row do not import each other.
+# Equal to topology.layout.Slice. Defined here too, because packages of one row do not import each other.
 Slice = tuple[tuple[int, int], ...]
 """Per dimension, the half-open range [start, stop)."""
 
@@ -15,13 +15,13 @@ def volume(bounds: Slice) -> int:
 
 
 def overlap(one: Slice, other: Slice) -> Slice | None:
-    """The slice that two slices of one tensor share, or None."""
+    """Return the intersection of two slices of one tensor, or None if it is empty."""
     bounds = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return bounds if all(start < stop for start, stop in bounds) else None
 
 
 def within(bounds: Slice, shape: Sequence[int], *, may_be_empty: bool = False) -> bool:
-    """The slice lies inside a tensor of this shape and, unless it may be, is not empty."""
+    """Return whether a slice lies inside a tensor of this shape and, unless `may_be_empty`, is not empty."""
     return len(bounds) == len(shape) and all(
         0 <= start <= stop <= size and (start < stop or may_be_empty)
         for (start, stop), size in zip(bounds, shape, strict=True)
@@ -29,13 +29,13 @@ def within(bounds: Slice, shape: Sequence[int], *, may_be_empty: bool = False) -
 
 
 def relative(bounds: Slice, origin: Slice) -> tuple[slice, ...]:
-    """Index of `bounds` in a tensor that holds the slice `origin`, which contains it."""
+    """Return the index of `bounds` in a tensor that contains the slice `origin`, a superset of `bounds`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(bounds, origin, strict=True))
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
-    """Elements [start, stop) of a flattened tensor as boxes, in their order: the end of a row, whole rows, the start of
-    one; with more dimensions the ends are cut likewise."""
+    """Return boxes that cover elements [start, stop) of a flattened tensor, in order. They are the end of a row, whole
+    rows and the start of a row; incomplete rows are split recursively."""
     if start >= stop:
         return []
     if not shape:
@@ -55,11 +55,11 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Sli
 
 
 def tiling_fault(shape: Sequence[int], slices: Sequence[Slice]) -> str | None:
-    """Say how `slices` fail to cover every element of `shape` exactly once, or None if they do.
+    """Return how `slices` fail to cover every element of `shape` exactly once, or None if they do.
 
-    Writing each box as the sum of its corners with alternating signs is the mixed difference of its indicator
-    function; the boxes tile the whole if and only if their corners add up to those of the whole. That takes time
-    linear in the number of boxes, whatever their arrangement, where comparing pairs would take the square of it.
+    The sum of a box's corners with alternating signs is the mixed difference of its indicator function, so the boxes
+    tile the tensor if and only if their corners add up to the corners of the whole. This takes time linear in the
+    number of boxes; comparing pairs would be quadratic.
     """
     for bounds in slices:
         if not within(bounds, shape):

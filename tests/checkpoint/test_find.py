@@ -72,7 +72,7 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     assert "does not exist" in missing(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    assert "nothing at all" in missing(tmp_path / "run")
+    assert "the folder is empty" in missing(tmp_path / "run")
     assert f"there is {tmp_path / 'run'}" in missing(tmp_path / "runs")
     (tmp_path / "run" / ".tmp-step-10").mkdir()
     assert "only unfinished saves (.tmp-step-10)" in missing(tmp_path / "run", 10)
@@ -87,7 +87,7 @@ def test_one_level_off(tmp_path: Path) -> None:
     inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
     assert "is itself a checkpoint" in inside and f"--load {tmp_path / 'run' / 'checkpoints'} --ckpt-step 5" in inside
     (tmp_path / "file").write_text("x")
-    assert "file is a file; give the folder that has" in slip(tmp_path / "file")
+    assert "file is a file; give the folder that contains" in slip(tmp_path / "file")
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -114,7 +114,7 @@ def test_hashes_right_and_manifest_wrong(folder: Path, capsys: Captured) -> None
     norm = "weight:final_norm.weight"
     edit_manifest(folder / "step-0000002", lambda body: body["tensors"][norm].update(dtype="F16"))
     assert inspect(folder / "step-0000002") == DAMAGED
-    assert f"{WEIGHTS}: final_norm.weight is F16 [32] by the manifest, the file has BF16 [32]" in said(capsys)
+    assert f"{WEIGHTS}: the manifest says final_norm.weight is F16 [32], the file has BF16 [32]" in said(capsys)
 
 
 def test_json(real: Path, capsys: Captured) -> None:
@@ -208,7 +208,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
         ([newest / WEIGHTS], f"is a file; give its folder, {newest}"),
         ([newest / "manifest.json"], f"is a file; give its folder, {newest}"),
         ([folder / "latest"], "is a file; give a folder of checkpoints, or one of them"),
-        ([folder / ".tmp-step-3"], "is a save under way, or what a crash left of one"),
+        ([folder / ".tmp-step-3"], "is an unfinished save"),
         ([folder, "--step", "7"], "has no checkpoint of step 7; it has steps 1, 2"),
         ([newest, "--step", "1"], "is the checkpoint of step 2, not of step 1"),
         ([folder, "--tensors", "qkv"], "; try '*qkv*'"),

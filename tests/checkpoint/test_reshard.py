@@ -99,7 +99,7 @@ def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no weight:norm.weigth; the nearest is weight:norm.weight"):
         checkpoint.read("weight:norm.weigth", device=CPU)
     for bounds in (((0, 8),), ((-1, 3),), ((3, 2),), ((0, 7), (0, 1)), (), ((0, 2**50),)):
-        with pytest.raises(CheckpointError, match=r"norm\.weight has shape \[7\], asked for"):
+        with pytest.raises(CheckpointError, match=r"norm\.weight has shape \[7\], requested"):
             checkpoint.read("weight:norm.weight", bounds, device=CPU)
 
 

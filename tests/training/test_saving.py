@@ -164,7 +164,7 @@ def broken_folder(context: RankContext, folder: str, how: str) -> str:
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("removed", "the folder is not there any more; it was when the run started"),
+        ("removed", "the folder does not exist any more"),
         ("read-only", "Read-only file system"),
         ("full", "No space left on device; the checkpoint needs "),
     ],
@@ -293,7 +293,7 @@ def blind(context: RankContext, folder: str, **settings: Any) -> tuple[str, list
 
 def test_every_rank_hears_of_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
     for error, _ in run_ranks(2, blind, str(tmp_path / "a")):
-        assert "was written but then not found to be there: cannot look" in error
+        assert "was written but cannot be found again: cannot look" in error
     for error, lines in run_ranks(2, blind, str(tmp_path / "b"), async_save=True, on_save_error="continue"):
         assert not error and lines[0].startswith("warning: ") and lines[1].startswith("saved ")
 
