@@ -1,4 +1,4 @@
-"""Several datasets mixed by weight, deterministically and evenly."""
+"""Mix several datasets by weight, deterministically and evenly."""
 
 import heapq
 import math
@@ -14,53 +14,53 @@ from megalite.config.errors import ConfigError
 from megalite.data.dataset import PackedSource, Packing, SampleSource, require_sample
 from megalite.data.index_cache import Kept
 
-MAX_PERIOD = 1 << 20  # largest common denominator of the shares at which a block is one whole period
-BLOCK = 1 << 16  # about the samples in a block of other blends
+MAX_PERIOD = 1 << 20  # largest common denominator of the shares with blocks of one period
+BLOCK = 1 << 16  # approximate samples in a block of other blends
 
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A dataset with indices that may be made ahead of their use."""
+    """A dataset with indices that can be built before their use."""
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Make what samples [first, stop) need, for the first `epochs` epochs among them (None: for all)."""
+        """Build the indices of samples [first, stop), for the first `epochs` of their epochs (None: all)."""
         ...
 
 
 @dataclass(frozen=True)
 class _Block:
-    """The choices of consecutive samples."""
+    """The datasets of consecutive samples."""
 
-    start: int  # samples before it
-    before: list[int]  # for each dataset, its samples before the block
+    start: int  # number of the first sample
+    before: list[int]  # samples of each dataset before the block
     choice: NDArray[np.int32]  # dataset of each sample
-    ordinal: NDArray[np.int32]  # how often that dataset was chosen in the block before
+    ordinal: NDArray[np.int32]  # number of earlier samples of that dataset in the block
 
 
 class BlendedDataset:
-    """Sample k comes from dataset i in the proportions of the weights, a pure function of (weights, k).
+    """Mix of datasets in proportion to weights; the dataset of sample k is a pure function of (weights, k).
 
-    The weights become exact fractions (a float is the decimal that it prints as), so that no error builds up in a run of
-    any length. If the shares w_i have a common denominator D <= 2^20, the choice repeats after D samples, of which
-    D·w_i are dataset i's. Else the samples are cut into blocks: after block b, floor(2^16·w_i·(b+1)) samples in all
-    were dataset i's. Either way the block of any k is found at once, at the start of a run or at sample 10^12.
+    The weights are converted to exact fractions (a float to its printed decimal), so no error accumulates in a run of
+    any length. If the shares w_i have a common denominator D <= 2^20, the choice repeats after D samples, D·w_i of them
+    from dataset i. Otherwise samples are grouped in blocks: after block b, dataset i has provided floor(2^16·w_i·(b+1))
+    samples in total. Either way the block of any k is found directly, even for sample 10^12.
 
-    Within a block of P samples of which q_i are dataset i's, its j-th (from 0) must fall in the slots
-    [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample due soonest comes first. Earliest-deadline-first meets all
-    deadlines because the q_i sum to P (Baruah et al., "Proportionate progress", 1996), so that at no k is a count 1 or
-    more from its share of a period, or more than the number of datasets from it in blocks of 2^16.
+    In a block of P samples, q_i of them from dataset i, its j-th sample (from 0) must be in the slots
+    [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample with the earliest deadline comes first. This meets all deadlines
+    because the q_i sum to P (Baruah et al., "Proportionate progress", 1996). So at any k a count differs from its share
+    by less than 1 within a period, and by at most the number of datasets in blocks of 2^16.
 
-    Megatron's greedy rule (the largest w_i·k - count_i comes next) mixes as evenly, but its state at sample k takes k
-    steps to find; see `MegatronBlend`.
+    Megatron's greedy rule (the largest w_i·k - count_i comes next) mixes as evenly, but takes k steps to find its state
+    at sample k; see `MegatronBlend`.
 
-    Raises ConfigError: a weight is not a number above 0."""
+    Raises ConfigError if a weight is not a number above 0."""
 
     def __init__(self, datasets: Sequence[SampleSource], weights: Sequence[float | Fraction]) -> None:
         assert len(datasets) == len(weights) and datasets, (len(datasets), len(weights))
         self.datasets = list(datasets)
-        self.shares = exact_shares(weights)  # of each dataset in the samples; they sum to 1
+        self.shares = exact_shares(weights)  # fraction of samples from each dataset; the sum is 1
         self.period = math.lcm(*(share.denominator for share in self.shares))
-        """After so many samples every count is exact."""
+        """Number of samples after which every count is exact."""
         self._block_size = self.period if self.period <= MAX_PERIOD else BLOCK
         self._blocks: tuple[_Block, ...] = ()
 
@@ -69,12 +69,12 @@ class BlendedDataset:
         return self.datasets[dataset].sample(index)
 
     def packing(self, k: int) -> Packing:
-        """Of a blend of packed samples."""
+        """Return the packing of sample k; only for a blend of packed datasets."""
         dataset, index = self.locate(k)
         return cast(PackedSource, self.datasets[dataset]).packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the large indices that samples [first, stop) need: of each dataset the first `epochs`."""
+        """Store the large indices that samples [first, stop) need, the first `epochs` of each dataset."""
         kept: list[Kept | None] = []
         if first < stop:
             for dataset, start, end in zip(self.datasets, self.counts(first), self.counts(stop), strict=True):
@@ -83,54 +83,54 @@ class BlendedDataset:
         return kept
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(dataset, number of the sample in it) of sample k."""
+        """Return (dataset, number of the sample in it) of sample k."""
         require_sample(k)
         block = self._block_of(k)
         dataset = block.choice.item(k - block.start)
         return dataset, block.before[dataset] + block.ordinal.item(k - block.start)
 
     def counts(self, k: int) -> list[int]:
-        """Of each dataset, its samples before sample k."""
+        """Return the number of samples of each dataset before sample k."""
         block = self._block_of(k)
         inside = np.bincount(block.choice[: k - block.start], minlength=len(self.shares)).tolist()
         return [before + more for before, more in zip(block.before, inside, strict=True)]
 
     def _block_of(self, k: int) -> _Block:
-        """Two are kept: batches cross from one to the next, and prefetch runs ahead."""
+        """Return the block of sample k. Two blocks are cached, because batches cross blocks and prefetch runs ahead."""
         for block in self._blocks:
             if block.start <= k < block.start + len(block.choice):
                 return block
-        # Floors may start a block up to one sample a dataset before number·size.
+        # By the floors, a block may start up to one sample per dataset before number·size.
         number = k // self._block_size
         before, after = self._counts_before(number), self._counts_before(number + 1)
         while sum(after) <= k:
             number, before, after = number + 1, after, self._counts_before(number + 2)
         if self._blocks and self._block_size == self.period:
-            # A period looks like the one before.
+            # All periods are equal.
             choice, ordinal = self._blocks[0].choice, self._blocks[0].ordinal
         else:
             choice = _interleave([end - start for start, end in zip(before, after, strict=True)])
             ordinal = _ordinals(choice, len(self.shares))
         block = _Block(sum(before), before, choice, ordinal)
-        # One assignment of a new tuple: the prefetch thread may be reading the old one.
+        # Assign a new tuple, because the prefetch thread may be reading the old one.
         self._blocks = (*self._blocks[-1:], block)
         return block
 
     def _counts_before(self, blocks: int) -> list[int]:
-        """Samples of each dataset in the first `blocks` blocks."""
+        """Return the number of samples of each dataset in the first `blocks` blocks."""
         slots = blocks * self._block_size
         return [share.numerator * slots // share.denominator for share in self.shares]
 
 
 def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
-    """Weights over their sum, without rounding; a float stands for the decimal that it prints as. Raises ConfigError: a
+    """Divide weights by their sum without rounding; a float is taken as its printed decimal. Raises ConfigError if a
     weight is not a number above 0."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(
-            f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out what should not be read"
+            f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out datasets without weight"
         )
     fractions = [Fraction(str(weight)) for weight in weights]
-    # As whole numbers first: sums of fractions with unlike denominators are slow for thousands of datasets.
+    # As integers, because sums of fractions with different denominators are slow for thousands of datasets.
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     numbers = [fraction.numerator * (scale // fraction.denominator) for fraction in fractions]
     total = sum(numbers)
@@ -138,13 +138,13 @@ def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
 
 
 def _interleave(quotas: list[int]) -> NDArray[np.int32]:
-    """Dataset of each slot of one block, `[P]`: of the samples in their windows, the one with the earliest deadline."""
+    """Return the dataset of each slot of a block, `[P]`: earliest deadline first among samples with an open window."""
     period = sum(quotas)
     choice = np.empty(period, dtype=np.int32)
     taken = [0] * len(quotas)
-    due = [(-(-period // quota), i) for i, quota in enumerate(quotas) if quota]
+    due = [(-(-period // quota), i) for i, quota in enumerate(quotas) if quota]  # (deadline, dataset), window open
     heapq.heapify(due)
-    closed: list[tuple[int, int]] = []
+    closed: list[tuple[int, int]] = []  # (first slot of the window, dataset)
     for slot in range(period):
         while closed and closed[0][0] <= slot:
             i = heapq.heappop(closed)[1]

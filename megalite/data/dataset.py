@@ -1,8 +1,8 @@
-"""What every dataset offers and what those over a token file share; the random numbers that the data order rests on.
+"""Dataset interfaces, the base class of datasets over a token file, and the random numbers of the data order.
 
-Those are pure functions of (seed, index). They use only the raw output of Philox4x64-10 (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC'11), a counter-based generator with a published definition, and none of numpy's
-distributions or shuffles: their algorithms may change from one numpy to the next.
+Random numbers are pure functions of (seed, index). They use only the raw output of Philox4x64-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC'11), a counter-based generator with a published definition, and none
+of numpy's distributions or shuffles: their algorithms may change between versions of numpy.
 """
 
 import threading
@@ -27,18 +27,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Packing:
-    """Where whole documents lie in a sample of seq_length inputs; they see only themselves.
+    """Positions of the documents in a packed sample of seq_length inputs. Documents do not attend to each other.
 
     A document of L tokens that starts at position a has inputs a .. a+L-2, each with a label, the next token of the
-    document. Its last token predicts nothing: the token after it is another document's.
+    document. Its last token predicts nothing: the next token belongs to another document.
     """
 
     starts: tuple[int, ...]  # positions at which a document starts, ascending, 0 first
     used: int
-    """No prediction from this position on counts: it holds the last document's last token (or is seq_length, where
-    that token is the last label), and after it is padding."""
+    """Position of the last document's last token (seq_length if that token is only a label). Predictions from this
+    position on do not count; after it comes padding."""
     counts: NDArray[np.bool_] | None = None
-    """Of each position whether its prediction counts, where that is not so of all, `[seq_length]`."""
+    """Whether the prediction of each position counts, `[seq_length]`; None if all do."""
 
 
 class SampleSource(Protocol):
@@ -48,48 +48,48 @@ class SampleSource(Protocol):
 
 
 class PackedSource(SampleSource, Protocol):
-    """One of packed samples."""
+    """An endless sequence of packed samples."""
 
     def packing(self, k: int) -> Packing: ...
 
 
 def require_sample(k: int) -> None:
-    """Raise an IndexError for a negative number."""
+    """Raise IndexError for a negative number."""
     if k < 0:
         raise IndexError(f"sample {k}: samples are numbered from 0")
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
-    """Consecutive ranges of documents for train, valid and test, cut at round(share · documents) as Megatron does.
-    Raises ConfigError: as `parse_split`."""
+    """Return ranges of documents for train, valid and test, split at round(share · documents) as in Megatron. Raises
+    ConfigError if `split` is malformed (`parse_split`)."""
     train, valid, test = parse_split(split)
     ends = [round(end * documents) for end in (train, train + valid, train + valid + test)]
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
 def keeping(function: Callable[[int], _T]) -> Callable[[int], _T]:
-    """The function with its last two results kept, each made once whatever number of threads reads: batches cross from one
-    epoch to the next."""
-    kept, lock = lru_cache(maxsize=2)(function), threading.Lock()
+    """Cache the last two results of a function, because batches cross from one epoch to the next. Unlike with a plain
+    `lru_cache`, several threads never compute the same result twice."""
+    cached, lock = lru_cache(maxsize=2)(function), threading.Lock()
 
     def result(k: int) -> _T:
         with lock:
-            return kept(k)
+            return cached(k)
 
     return result
 
 
 @dataclass(eq=False)
 class DocumentDataset:
-    """The documents of one split and how they are read; subclasses define which of their tokens sample k holds."""
+    """Base class of datasets over the documents of one split; subclasses define the tokens of sample k."""
 
     indexed: IndexedDataset  # the token file
     _: KW_ONLY
-    documents: range  # sequence numbers that belong to this split
+    documents: range  # sequence numbers of this split
     seq_length: int  # inputs of a sample; a sample has one token more
     seed: int  # of the order
     name: str  # of the split, for messages
-    vocab_size: int | None = None  # ids must be below it; not checked if None
+    vocab_size: int | None = None  # ids must be below it; None: not checked
 
     def __post_init__(self) -> None:
         documents = self.documents
@@ -105,13 +105,13 @@ class DocumentDataset:
         )
 
     def _read(self, documents: NDArray[np.integer], position: int, offset: int, length: int) -> NDArray[np.int64]:
-        """`length` tokens, int64, from token `offset` of the document that is `position`-th in the order `documents`.
-        Raises ConfigError: a token id is not in the vocabulary; names file, document and id."""
+        """Read `length` tokens (int64) of `documents`, end to end, from token `offset` of `documents[position]` on.
+        Raises ConfigError, with file, document and id, if a token id is outside the vocabulary."""
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
         tokens, sizes, pointers = indexed.tokens, indexed.sizes, indexed.pointers
         sample = np.empty(length, dtype=np.int64)
         at, filled = position, 0
-        # item() gives Python numbers at once: numpy's scalars would cost more than the copying.
+        # item() returns Python numbers: arithmetic on numpy's scalars would cost more than the copying.
         while True:
             sequence = documents.item(at)
             first = pointers.item(sequence) // itemsize + offset
@@ -123,7 +123,7 @@ class DocumentDataset:
             filled += take
             at += 1
             offset = 0
-        # Negative ids are huge as unsigned ones: one pass finds both kinds.
+        # Negative ids are huge as unsigned numbers, so one pass finds both kinds of bad ids.
         if np.maximum.reduce(sample.view(np.uint64)) >= self._stop_id:
             bad = int(sample[(sample < 0) | (sample >= self._stop_id)][0])
             while bad not in indexed[documents.item(position)]:
@@ -137,11 +137,11 @@ class DocumentDataset:
 
 @dataclass(eq=False, kw_only=True)
 class MockDataset:
-    """Samples from a noisy recurrence: token i+1 is (token i + stride) mod vocab_size, except for one in eight
-    positions, where it starts again at a random id, small ids being likelier. For timing, and tests without files.
+    """Samples of a noisy recurrence, for timing and for tests without files.
 
-    So a model can learn it: the loss falls from ln(vocab_size) towards that of the restarts alone, about
-    (1/8)·ln(vocab_size) + 0.4. Sample k is a pure function of (vocab_size, seq_length, seed, split, k).
+    Token i+1 is (token i + stride) mod vocab_size, except at one in eight positions, which restart at a random id
+    (small ids are more likely). A model can learn this: the loss falls from ln(vocab_size) towards the loss of the
+    restarts, about (1/8)·ln(vocab_size) + 0.4. Sample k is a pure function of (vocab_size, seq_length, seed, split, k).
     """
 
     vocab_size: int
@@ -166,18 +166,18 @@ class MockDataset:
 
 
 def raw_draws(count: int, *, seed: int, index: int, stream: int = 0) -> NDArray[np.uint64]:
-    """`count` uniform 64-bit words, a pure function of (seed, index, stream, position). Shape `[count]`."""
+    """Return `count` uniform 64-bit words `[count]`, a pure function of (seed, index, stream, position)."""
     key = np.array([seed & _WORD, index & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, 0, stream & _WORD], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """A permutation of range(count): the order that sorts `count` random words. Shape `[count]`.
+    """Return a permutation of range(count), shape `[count]`: the order that sorts `count` random words.
 
-    The low bits of each word, as many as a position needs, give way to the position: then to sort the words in place
-    is to sort the positions, with no second array. 37 random bits are left for a hundred million, and positions with
-    equal random bits (one in four thousand of those) stand in rising order. Needs 8·count bytes beside the result.
+    The low bits of each word, as many as a position needs, are replaced by the position, so that sorting the words in
+    place also sorts the positions. 37 random bits are left for a hundred million; positions with equal random bits (one
+    in four thousand of those) are in ascending order. Needs 8·count bytes beside the result.
     """
     words = raw_draws(count, seed=seed, index=index, stream=stream)
     low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
@@ -191,15 +191,16 @@ def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DT
 
 
 class KeyedPermutation:
-    """A permutation of range(count) of which any element is computed alone: no table, whatever the count.
+    """A permutation of range(count) that computes any single element without a table.
 
-    A number x is written as (x // a, x mod a) with a = ceil(sqrt(count)), and each of the two halves in turn is shifted,
-    modulo its range, by a random function of the other: an alternating Feistel network over a domain of a·ceil(count/a)
-    numbers, of which fewer than a are not below count; from those one walks on to the next (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", CT-RSA 2002). The random function of a round is splitmix64's finalizer (Steele, Lea
-    and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the half and the round's 64-bit key.
+    A number x is written as (x // a, x mod a) with a = ceil(sqrt(count)), and the two halves are alternately shifted,
+    modulo their range, by a random function of the other half: an alternating Feistel network over a domain of
+    a·ceil(count/a) numbers. Fewer than a of these are not below count; from such a number the network is applied again
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). The random function of a round is
+    splitmix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the
+    half and the round's 64-bit key.
 
-    `count`: numbers to permute, at least 1 and below 2^64. `seed, index, stream`: of the keys, as of `raw_draws`."""
+    `count`: at least 1 and below 2^64. `seed`, `index`, `stream`: arguments of `raw_draws` for the keys."""
 
     def __init__(self, count: int, *, seed: int, index: int, stream: int = 0) -> None:
         assert 0 < count <= _WORD, count
@@ -210,11 +211,11 @@ class KeyedPermutation:
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def __call__(self, x: int) -> int:
-        """Where x stands; 0 <= x < count."""
+        """Return the image of x, 0 <= x < count."""
         columns, rows = self._columns, self._rows
         while True:
             row, column = divmod(x, columns)
-            # Written out twice: a call costs as much as the arithmetic.
+            # Inlined twice, because a call would cost as much as the arithmetic.
             for row_key, column_key in self._keys:
                 z = row ^ row_key
                 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _WORD

@@ -1,4 +1,4 @@
-"""Training samples cut from documents: sample k is a pure function of (documents, seq_length, seed, k)."""
+"""Cut training samples from documents; sample k is a pure function of (documents, seq_length, seed, k)."""
 
 import hashlib
 import threading
@@ -21,44 +21,44 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Where one epoch's samples are."""
+    """The order of one epoch, a stream of tokens."""
 
     documents: NDArray[np.int32] | NDArray[np.int64]  # sequence numbers in this epoch's order
-    ends: NDArray[np.int64]  # tokens up to and with each of them: the epoch is one stream of tokens
-    samples: KeyedPermutation  # which cut of the stream the epoch's i-th sample is
+    ends: NDArray[np.int64]  # position in the stream after the last token of each document
+    samples: KeyedPermutation  # i -> position of the epoch's i-th sample, in samples
 
 
 @dataclass(eq=False, kw_only=True)
 class GPTDataset(DocumentDataset):
     """An endless sequence of samples over some documents of a token file.
 
-    An epoch lays the documents end to end in a random order and cuts this stream into samples of seq_length tokens
-    plus the one that follows (neighbours share a token: it is the label of one and the input of the other); the last
-    partial sample is dropped. The samples come in a random order too. Each epoch draws both orders from (seed, epoch),
-    so that neither a longer run nor a resumed one changes what sample k is.
+    An epoch concatenates the documents in a random order and cuts this stream into samples of seq_length tokens plus
+    the next one (neighbours share a token: the last label of one is the first input of the next); the last partial
+    sample is dropped. The samples come in a random order too. Both orders of an epoch are drawn from (seed, epoch), so
+    sample k is the same in a longer run and after a resume.
 
-    An epoch needs an index of 12 bytes a document (16 from 2^31 documents on), for any number of samples: their
-    order is computed (`KeyedPermutation`).
+    An epoch needs an index of 12 bytes per document (16 from 2^31 documents on), for any number of samples, because
+    their order is computed (`KeyedPermutation`).
 
-    Raises ConfigError: the split holds fewer than seq_length + 1 tokens."""
+    Raises ConfigError if the split has fewer than seq_length + 1 tokens."""
 
-    cache: IndexCache | None = None  # where large indices are kept; None: all are made in memory
+    cache: IndexCache | None = None  # stores large indices; None: all are built in memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.samples_per_epoch = (self.num_tokens - 1) // self.seq_length  # samples before a document is seen again
+        self.samples_per_epoch = (self.num_tokens - 1) // self.seq_length
         if self.samples_per_epoch < 1:
             shorter = f" (or seq_length at most {self.num_tokens - 1})" if self.num_tokens > 1 else ""
             raise self._too_small(
                 f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
         self._epoch = keeping(self._make_epoch)
-        self._stop_epoch = 0  # the first epoch that will not be read, where `prepare` was called
-        self.background: threading.Thread | None = None  # what makes, or has made, the index of the next epoch
+        self._stop_epoch = 0  # the first epoch that will not be read, from `prepare`
+        self.background: threading.Thread | None = None  # builds the index of the next epoch
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k >= 0: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first. Raises
-        ConfigError: a token id is not in the vocabulary; names file, document and id."""
+        """Return sample k >= 0, int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the first.
+        Raises ConfigError, with file, document and id, if a token id is outside the vocabulary."""
         require_sample(k)
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
@@ -68,11 +68,10 @@ class GPTDataset(DocumentDataset):
         return self._read(epoch.documents, position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the indices that samples [first, stop) need, where they are large. `epochs`: make only the first so many
-        now. This process makes each other one in the background, when it reads the first sample of the epoch before;
-        that there is room for all is checked now. Returns for each epoch that is made now its index, or None where that
-        is small or cannot be kept. Raises ConfigError: the folder that the user has chosen for them cannot be written,
-        or has no room."""
+        """Store the large indices that samples [first, stop) need. `epochs`: build only this many now. Each other index
+        is built in the background, when the first sample of the previous epoch is read; the disk space for all is
+        checked now. Returns the entry of each epoch built now, or None if its index is small or cannot be stored.
+        Raises ConfigError if the user's cache folder is full or not writable."""
         if self.cache is None or first >= stop:
             return []
         numbers = range(first // self.samples_per_epoch, (stop - 1) // self.samples_per_epoch + 1)
@@ -82,13 +81,13 @@ class GPTDataset(DocumentDataset):
         return [self.cache.prepare(recipe) for recipe in recipes[:epochs]]
 
     def _prepare_in_background(self, number: int) -> None:
-        """Make the index of an epoch that will be read, in a thread that does not keep the process alive."""
+        """Build the index of an epoch that will be read, in a daemon thread."""
         if self.cache is None or number >= self._stop_epoch or self.index_bytes < self.cache.small_bytes:
             return
         cache, recipe = self.cache, self._recipe(number)
 
         def prepare() -> None:
-            # A fault of the folder comes up again, in the reader's thread, when the epoch is reached.
+            # An error of the folder is raised again in the reader's thread when the epoch is reached.
             with suppress(ConfigError):
                 cache.prepare(recipe)
 
@@ -115,14 +114,14 @@ class GPTDataset(DocumentDataset):
         dtype = np.dtype(np.int32 if self.documents.stop <= 1 << 31 else np.int64)
 
         def identity() -> Mapping[str, Any]:
-            # Not seq_length: it has no part in the order of documents.
+            # Without seq_length, which does not affect the order of documents.
             first = self.documents.start
             return {"kind": "epoch", "sizes": self._digest, "first": first, "seed": self.seed, "epoch": number}
 
         def fill(arrays: Arrays) -> None:
             documents, ends, total = arrays["documents"], arrays["ends"], 0
             order = permutation(count, seed=self.seed, index=number, stream=_DOCUMENT_STREAM, dtype=dtype)
-            # A copy, since those of the file may lie at odd addresses, which numpy would copy block by block.
+            # A copy, since the file's array may be unaligned, and numpy would copy it again for each block.
             sizes = np.array(self._sizes)
             for first in range(0, count, _BLOCK):
                 block = slice(first, min(first + _BLOCK, count))
@@ -140,7 +139,7 @@ class GPTDataset(DocumentDataset):
 
 
 def sizes_digest(sizes: NDArray[np.int32]) -> str:
-    """Sha256 of the lengths of documents, in little endian: what an index depends on of a token file."""
+    """Return the sha256 of the document lengths (little endian), the part of a token file that an index depends on."""
     sha256 = hashlib.sha256()
     for first in range(0, len(sizes), _BLOCK):
         sha256.update(sizes[first : first + _BLOCK].astype("<i4").tobytes())

@@ -1,4 +1,4 @@
-"""Indices that are made once and kept on disk: arrays in a folder named by the hash of everything they depend on."""
+"""Cache dataset indices on disk: each is a folder of arrays, named by the hash of everything that it depends on."""
 
 import errno
 import hashlib
@@ -25,19 +25,19 @@ Arrays = dict[str, NDArray[Any]]
 
 FORMAT = 1  # of an entry; part of its key
 SMALL_BYTES = 32 << 20
-"""Indices below this are made in memory by each rank, in less time than it takes to agree on a file."""
+"""Smaller indices are built in memory by each rank, in less time than agreeing on a file would take."""
 _ENTRY = "entry.json"
 _LEFTOVER_SECONDS = 86400.0  # a build that has not ended after a day was killed
-_ATTEMPTS = 4  # to give an entry its name, where several processes replace a damaged one
+_ATTEMPTS = 4  # to rename an entry, if several processes replace a damaged one
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an index is made, and what it depends on."""
+    """How to build an index, and everything that it depends on."""
 
     name: str  # for messages
     identity: Callable[[], Mapping[str, Any]]
-    """Everything that the content depends on, as JSON has it; asked for only where the index is large."""
+    """Returns everything that the content depends on, as JSON; called only for large indices."""
     arrays: Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # type and shape of each array
     fill: Callable[[Arrays], None]  # fills new arrays of those types and shapes
 
@@ -52,79 +52,81 @@ class Recipe:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What the key is the hash of."""
+        """The content of the key."""
         arrays = {name: [dtype.str, list(shape)] for name, (dtype, shape) in self.arrays.items()}
         return {"format": FORMAT, "arrays": arrays, **self.identity()}
 
     @cached_property
     def key(self) -> str:
-        """Sha256 of `about`: an index of changed data can never be taken for this one."""
+        """Sha256 of `about`, so that an index of changed data is never used."""
         return hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Kept:
+    """An index on disk."""
+
     name: str
     folder: Path
     nbytes: int
-    built: bool  # now; else it was there
+    built: bool  # whether this process built it now
 
 
 @dataclass
 class IndexCache:
-    """A folder of indices, shared by all runs and ranks that see it; there are no locks.
+    """A folder of indices, shared by all runs and ranks without locks.
 
-    A build is written to a temporary folder, put on the disk, and gets its name by one rename. Who comes second finds
-    the name taken, and uses what is there. An entry with other lengths or checksums than its entry.json says is built
-    again. The returned arrays are memory maps, which outlive a removed file.
+    A build is written to a temporary folder, synced, and published by one rename. If another process was faster, its
+    entry is used. An entry with other lengths or checksums than in its entry.json is built again. The returned arrays
+    are memory maps, which stay valid if the file is removed.
 
-    Where the folder cannot be written, indices are made in memory, and that is logged once; but if the user has
-    chosen the folder, it is an error.
+    If the folder cannot be written, indices are built in memory and this is logged once; if the user has chosen the
+    folder, it is an error.
     """
 
     folder: Path
     chosen: bool  # by the user, with data_cache_path
     log: Callable[[str], None]
     small_bytes: int = SMALL_BYTES
-    kept: list[Kept] = field(default_factory=list)  # what `prepare` found or built, each once
+    kept: list[Kept] = field(default_factory=list)  # indices found or built by `prepare`, without duplicates
     _complained: bool = False
     _checked: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    """Of entries with right checksums or written here: key -> what identifies their files."""
+    """Verified entries: key -> inode, size and modification time of each file."""
 
     def get(self, recipe: Recipe) -> Arrays:
-        """The arrays of an index: in memory if it is small, else mapped from its entry, which is built if need be.
-        Raises ConfigError: the folder was chosen by the user and cannot be written."""
+        """Return the arrays of an index: in memory if it is small, else mapped from its entry, which is built if
+        missing. Raises ConfigError if the user's folder cannot be written."""
         if recipe.nbytes < self.small_bytes:
             return recipe.make()
         return self._open(recipe) or self._build(recipe)[0] or recipe.make()
 
     def prepare(self, recipe: Recipe) -> Kept | None:
-        """Make sure that a large index is on the disk; None for a small one, and where it cannot be kept. Raises
-        ConfigError: the folder was chosen by the user and cannot be written."""
+        """Make sure that a large index is on disk. Return None if it is small or cannot be stored. Raises ConfigError
+        if the user's folder cannot be written."""
         if recipe.nbytes < self.small_bytes:
             return None
         for one in self.kept:
             if one.folder.name == recipe.key:
                 return replace(one, built=False)
-        is_there = self._open(recipe) is not None
-        if not is_there and not self._build(recipe)[1]:
+        exists = self._open(recipe) is not None
+        if not exists and not self._build(recipe)[1]:
             return None
-        self.kept.append(Kept(recipe.name, self.folder / recipe.key, recipe.nbytes, not is_there))
+        self.kept.append(Kept(recipe.name, self.folder / recipe.key, recipe.nbytes, not exists))
         return self.kept[-1]
 
     def need_room(self, recipes: Sequence[Recipe]) -> None:
-        """Complain now if the disk has no room for all large indices among these that do not exist yet. Raises
-        ConfigError: there is none, and the folder was chosen by the user."""
+        """Log now if the disk has no room for all large indices that do not exist yet; raise ConfigError if the user
+        has chosen the folder."""
         large = [recipe for recipe in recipes if recipe.nbytes >= self.small_bytes]
         missing = [recipe for recipe in large if not (self.folder / recipe.key).exists()]
         nbytes = sum(recipe.nbytes for recipe in missing)
-        there = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), None)
-        if there is not None and missing and shutil.disk_usage(there).free < nbytes:
+        existing = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), None)
+        if existing is not None and missing and shutil.disk_usage(existing).free < nbytes:
             text = f"no room for {nbytes / 1e6:.0f} MB in {len(missing)} indices"
             self._complain(OSError(errno.ENOSPC, text), missing[0])
 
     def _open(self, recipe: Recipe) -> Arrays | None:
-        """The arrays of a whole entry; None where there is none. Checksums are computed once per process."""
+        """Return the arrays of an intact entry, else None. Checksums are computed once per process."""
         folder = self.folder / recipe.key
         paths = {name: folder / f"{name}.npy" for name in recipe.arrays}
         try:
@@ -141,11 +143,11 @@ class IndexCache:
         if any((arrays[name].dtype, arrays[name].shape) != recipe.arrays[name] for name in arrays):
             return None
         self._checked[recipe.key] = stamps
-        # Plain ndarrays over the maps: slicing np.memmap itself costs ten times as much.
+        # As plain ndarrays, because slicing an np.memmap is ten times as slow.
         return {name: np.asarray(array).view(np.ndarray) for name, array in arrays.items()}
 
     def _build(self, recipe: Recipe) -> tuple[Arrays, bool]:
-        """The arrays of an index that is not on the disk yet, if they were made, and whether it is there now."""
+        """Build and store an index. Return its arrays, if they were built, and whether it is on disk now."""
         made: Arrays = {}
         for left in reversed(range(_ATTEMPTS)):
             temporary = self.folder / f".tmp-{recipe.key[:16]}-{secrets.token_hex(6)}"
@@ -163,11 +165,11 @@ class IndexCache:
                 self._put(temporary, recipe)
                 sync_folder(self.folder)
             except OSError as error:
-                is_emptied = isinstance(error, FileNotFoundError)  # by a user or another process meanwhile
+                is_emptied = isinstance(error, FileNotFoundError)  # by a user or another process
                 if self._open(recipe) is None and not (is_emptied and left):
                     self._complain(error, recipe)
                     break
-            finally:  # also after a signal that ends the run
+            finally:
                 for rest in self.folder.glob(f"{temporary.name}*"):
                     shutil.rmtree(rest, ignore_errors=True)
             if (found := self._open(recipe)) is not None:
@@ -175,8 +177,8 @@ class IndexCache:
         return made, False
 
     def _put(self, temporary: Path, recipe: Recipe) -> None:
-        """Give a new entry its name, unless a whole one has it. Raises OSError: it cannot be had; or other processes
-        put damaged ones there each time."""
+        """Rename a new entry, unless an intact one exists. Raises OSError if that fails, or if other processes put
+        damaged entries there each time."""
         target = self.folder / recipe.key
         for attempt in range(_ATTEMPTS):
             try:
@@ -187,8 +189,8 @@ class IndexCache:
                     return  # another process was first
                 if attempt == _ATTEMPTS - 1:
                     raise
-            # What has the name is damaged. Moved away first, as its removal may take a while; another process may do the
-            # same, and then it is gone.
+            # The existing entry is damaged. It is moved away first, because removing it may take a while; it is missing
+            # if another process has moved it.
             with suppress(FileNotFoundError):
                 target.rename(temporary.with_name(f"{temporary.name}-damaged{attempt}"))
                 self.log(f"{target} is damaged: the index of {recipe.name} has been built again")
@@ -203,19 +205,19 @@ class IndexCache:
         what = f"the index of {recipe.name} ({recipe.nbytes / 1e6:.0f} MB)"
         if self.chosen:
             raise ConfigError(
-                f"data_cache_path {self.folder}: {error.strerror}: cannot keep {what} there; give a folder that can be "
-                "written and has room, or leave data_cache_path out"
+                f"data_cache_path {self.folder}: {error.strerror}: cannot store {what} there; use a writable folder with "
+                "enough room, or leave data_cache_path out"
             ) from None
         if not self._complained:
             self._complained = True
             self.log(
-                f"cannot write to {self.folder} ({error.strerror}): {what} and the like are not kept, but made in the "
-                "memory of each rank of a run; --data-cache-path FOLDER keeps them"
+                f"cannot write to {self.folder} ({error.strerror}): {what} and other indices are built in the memory of "
+                "each rank of a run; --data-cache-path FOLDER stores them on disk"
             )
 
 
 class OneIndex:
-    """A dataset with one index for all of its samples, which is kept where it is large."""
+    """Base class of datasets with one index for all samples, stored on disk if it is large."""
 
     cache: IndexCache | None
 
@@ -236,7 +238,7 @@ class OneIndex:
 
 
 def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
-    """Write a .npy file to the disk; its length and checksum."""
+    """Write and sync a .npy file. Return its length and checksum."""
     with path.open("xb") as file:
         np.save(file, array, allow_pickle=False)
         file.flush()
@@ -245,7 +247,6 @@ def _write(path: Path, array: NDArray[Any]) -> dict[str, int]:
 
 
 def _file_facts(path: Path) -> dict[str, int]:
-    """Length and checksum of a file as it is now."""
     checksum, length = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -1,6 +1,6 @@
-"""Read token files in Megatron-LM's format: `<prefix>.bin` holds tokens, `<prefix>.idx` says where sequences are.
+"""Read token files in Megatron-LM's format: tokens in `<prefix>.bin`, positions of sequences in `<prefix>.idx`.
 
-`.bin` is the tokens of all sequences, one after another, with no header. `.idx` is little-endian:
+`.bin` contains the tokens of all sequences, one after another, without a header. `.idx` is little-endian:
 
     9 bytes   b"MMIDIDX\\0\\0"
     u64       version, 1
@@ -9,9 +9,9 @@
     u64       D, number of document indices (documents + 1)
     i32[S]    tokens in each sequence
     i64[S]    byte offset of each sequence in .bin
-    i64[D]    document i holds the sequences [d[i], d[i+1]); d[0] = 0, d[-1] = S
+    i64[D]    document i consists of the sequences [d[i], d[i+1]); d[0] = 0, d[-1] = S
 
-A document may hold no sequence, and a sequence no token: Megatron-LM and datatrove write the latter for empty text.
+A document may have no sequence, and a sequence no token: Megatron-LM and datatrove write the latter for empty text.
 """
 
 import mmap
@@ -41,21 +41,21 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
 """Token types by their code in the header."""
 _FLOATS = {6: "float64", 7: "float32"}
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-_VERSIONS = 100  # a higher version than this is taken for damage
+_VERSIONS = 100  # a higher version number is treated as damage
 
 _REMEDY = "write the dataset again with megalite preprocess, or copy it again from an undamaged one"
 _VERSION_AT, _CODE_AT, _SEQUENCES_AT = 9, 17, 18
-_CHECKED_BYTES = 1 << 17  # of the index are checked at once: few enough to stay in the processor's cache
+_CHECKED_BYTES = 1 << 17  # block size of the index checks: fits into the processor's cache
 _BLOCK_BYTES = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Type that token ids below `vocab_size` are stored in: uint16 below 65500, else int32 (Megatron's rule)."""
+    """Return the type that stores token ids below `vocab_size`: uint16 below 65500, else int32 (Megatron's rule)."""
     return TOKEN_DTYPES[8] if vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
 class DatasetFault(ConfigError):
-    """A token file that is not as the format wants it; says which file, and from which byte on if one byte is it."""
+    """Raised for a token file that violates the format, with the file and, if known, the first wrong byte."""
 
     def __init__(self, message: str, path: str = "", offset: int | None = None) -> None:
         super().__init__(message)
@@ -64,19 +64,19 @@ class DatasetFault(ConfigError):
 
 
 class UnsupportedDataset(DatasetFault):
-    """An index that is not one of a text dataset in the layout read here, though it may be sound."""
+    """Raised for an index of another layout or of a multimodal dataset, which may be valid."""
 
 
 class IndexedDataset:
     """Memory-mapped sequences of tokens; `dataset[i]` is sequence i as an array of `dataset.dtype`.
 
     Opening checks the header, the counts against the size of `.idx`, every offset, length and document index, and the
-    size of `.bin`, so that a truncated or mismatched pair is found here and not as wrong tokens in the middle of a
-    run. It reads `.idx` once, in small blocks, and no token.
+    size of `.bin`, so that a truncated or mismatched pair is an error here instead of wrong tokens during a run. It
+    reads `.idx` once, in small blocks, and no tokens.
 
-    Raises DatasetFault: the pair is not whole; names the file, the byte, what is there and what should be.
-    UnsupportedDataset: it is of another version, of Megatron-LM's format before this one, holds floats or images.
-    ConfigError: a file is missing, cannot be read or is no plain file."""
+    Raises DatasetFault if the pair is damaged, with the file, the byte, the value found and the value expected;
+    UnsupportedDataset for other versions, Megatron-LM's previous format, floats and images; ConfigError if a file is
+    missing, not readable or not a regular file."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
@@ -89,7 +89,7 @@ class IndexedDataset:
             self.dtype, sequences, indices = self._read_header(file)
             self.num_tokens = self._check_pointers(file, sequences)
             self._check_documents(file, sequences, indices)
-            # One map, and so one file that stays open, for all three arrays: a blend may have a thousand datasets.
+            # One map, and so one open file, for all three arrays, because a blend may have a thousand datasets.
             index = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         offset = HEADER.size
         self.sizes = np.frombuffer(index, "<i4", sequences, offset)  # tokens in each sequence, int32 `[S]`
@@ -97,7 +97,7 @@ class IndexedDataset:
         """Byte offset of each sequence in .bin, int64 `[S]`."""
         self.document_indices = np.frombuffer(index, "<i8", indices, offset + 12 * sequences)
         """First sequence of each document, then S, int64 `[D]`."""
-        self.tokens = self._map_tokens()  # every token of .bin, `[num_tokens]`, on disk until touched
+        self.tokens = self._map_tokens()  # all tokens of .bin, `[num_tokens]`, read from disk on access
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -110,7 +110,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents, those without tokens included."""
+        """Number of documents, including those without tokens."""
         return len(self.document_indices) - 1
 
     def _fault(self, offset: int | None, found: str, expected: str) -> DatasetFault:
@@ -126,7 +126,7 @@ class IndexedDataset:
         return UnsupportedDataset(message, str(self.idx_path), offset)
 
     def _read_header(self, file: BinaryIO) -> tuple[np.dtype, int, int]:
-        """(token type, S, D); checks that the file is as long as they say."""
+        """Return (token type, S, D). Checks that the file has the length that follows from them."""
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), HEADER.size, 0)
         if header.startswith(_OLD_MAGIC):
@@ -136,7 +136,7 @@ class IndexedDataset:
             with _open(self.bin_path) as bin_file:
                 is_index = os.pread(bin_file.fileno(), len(MAGIC), 0) == MAGIC
             if is_index:
-                found += f" and {self.bin_path} like an index (have the two changed names?)"
+                found += f" and {self.bin_path} like an index (are the two names swapped?)"
             raise self._fault(0, found, f"{MAGIC!r} of a token index")
         if len(header) < HEADER.size:
             raise self._fault(None, f"{size} bytes", f"at least the header's {HEADER.size}")
@@ -162,7 +162,8 @@ class IndexedDataset:
         return TOKEN_DTYPES[code], sequences, indices
 
     def _check_pointers(self, file: BinaryIO, sequences: int) -> int:
-        """Total tokens; sequences must lie one after another, as every writer of the format lays them."""
+        """Return the number of tokens. Checks that sequences are contiguous, as all writers of the format store
+        them."""
         itemsize = self.dtype.itemsize
         sizes_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences
         end = 0
@@ -175,7 +176,7 @@ class IndexedDataset:
                 found = f"sequence {first + bad} has length {sizes[bad]}"
                 raise self._fault(sizes_at + 4 * (first + bad), found, "a length of at least 0")
             steps = np.multiply(sizes, itemsize, dtype=np.int64)
-            # A difference that wraps around at 2^64 is no length: those are below 2^34 bytes.
+            # A difference that wraps around at 2^64 cannot equal a length, since lengths are below 2^34 bytes.
             wrong = pointers[1:] - pointers[:-1] != steps[:-1]
             if pointers[0] != end or wrong.any():
                 bad = 0 if pointers[0] != end else int(np.argmax(wrong)) + 1
@@ -196,7 +197,7 @@ class IndexedDataset:
                 bad = 0 if documents[0] < before else int(np.argmax(falls)) + 1
                 previous = int(documents[bad - 1]) if bad else before
                 found = f"document {first + bad - 1} holds sequences {previous} to {documents[bad]}"
-                raise self._fault(start + 8 * (first + bad), found, "rising indices")
+                raise self._fault(start + 8 * (first + bad), found, "ascending indices")
             before = int(documents[-1])
         if indices == 0 or before != sequences:
             found = f"document indices end with {before}" if indices else "no document indices"
@@ -208,7 +209,7 @@ class IndexedDataset:
             found = os.fstat(file.fileno()).st_size
             expected = self.num_tokens * self.dtype.itemsize
             if found != expected:
-                fault = "truncated" if found < expected else "longer than its index says"
+                fault = "truncated" if found < expected else "longer than in its index"
                 raise DatasetFault(
                     f"{self.bin_path}: {fault}: {found} bytes, expected {expected} for the {self.num_tokens} "
                     f"{self.dtype.name} tokens of {self.idx_path}; {_REMEDY}",
@@ -216,31 +217,30 @@ class IndexedDataset:
                     min(found, expected),
                 )
             if not expected:
-                # An empty file cannot be mapped.
-                return np.empty(0, dtype=self.dtype)
+                return np.empty(0, dtype=self.dtype)  # an empty file cannot be mapped
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.dtype)
 
 
-BLOCK = 1 << 17  # documents that are looked at together: a file may have a billion of them
+BLOCK = 1 << 17  # documents processed at once, because a file may have a billion
 
 
 def token_ends(dataset: IndexedDataset, documents: range) -> NDArray[np.int64]:
-    """The token after the last one of each document, counted from the start of .bin."""
+    """Return the position in .bin, in tokens, after the last token of each document."""
     following = np.array(dataset.document_indices[documents.start + 1 : documents.stop + 1])
     ends = np.full(len(following), dataset.num_tokens, dtype=np.int64)
-    # Indices rise: those of the last documents, behind which no sequence starts, are at the end.
+    # Indices are ascending, so documents that no sequence follows are at the end.
     within = int(np.searchsorted(following, len(dataset)))
     ends[:within] = dataset.pointers[following[:within]] // dataset.dtype.itemsize
     return ends
 
 
 def first_token(dataset: IndexedDataset, document: int) -> int:
-    """First token of a document; of the one after the last, the number of tokens."""
+    """Return the position of a document's first token; for the number of documents, the number of tokens."""
     return 0 if not document else int(token_ends(dataset, range(document - 1, document))[0])
 
 
 def lengths_in_blocks(dataset: IndexedDataset, documents: range) -> Iterator[NDArray[np.int64]]:
-    """Tokens of each of `documents`, block after block."""
+    """Yield the token counts of `documents` in blocks."""
     before = first_token(dataset, documents.start)
     for first in range(documents.start, documents.stop, BLOCK):
         ends = token_ends(dataset, range(first, min(first + BLOCK, documents.stop)))
@@ -249,7 +249,7 @@ def lengths_in_blocks(dataset: IndexedDataset, documents: range) -> Iterator[NDA
 
 
 def token_blocks(dataset: IndexedDataset, tokens: range) -> Iterator[tuple[int, NDArray]]:
-    """(number of the first token, tokens) of consecutive blocks of .bin; each is overwritten by the next."""
+    """Yield (position of the first token, tokens) of consecutive blocks of .bin; each overwrites the previous one."""
     with _open(dataset.bin_path) as file:
         yield from _blocks(dataset.bin_path, file, dataset.dtype, 0, tokens, _BLOCK_BYTES)
 
@@ -259,16 +259,16 @@ def _open(path: Path) -> BinaryIO:
         return open_regular(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; give the prefix of a .bin and an .idx file"
+            f"{path} cannot be read: {error.strerror}; use the prefix of a .bin and an .idx file"
         ) from None
 
 
 def _blocks(
     path: Path, file: BinaryIO, dtype: np.dtype | str, offset: int, items: range, block_bytes: int
 ) -> Iterator[tuple[int, NDArray]]:
-    """(number of the first item, items) of consecutive blocks of an array at byte `offset`; each is gone with the next.
+    """Yield (index of the first item, items) of consecutive blocks of an array at byte `offset`, in one reused buffer.
 
-    Faster than a memory map where each byte is wanted once: no page tables to set up, and numpy gets aligned items.
+    Faster than a memory map if each byte is read once: no page tables to set up, and numpy gets aligned items.
     """
     dtype = np.dtype(dtype)
     count = max(block_bytes // dtype.itemsize, 1)

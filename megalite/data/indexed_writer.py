@@ -1,4 +1,4 @@
-"""Write token files in Megatron-LM's format (layout in `indexed_dataset`), all or nothing, in little memory."""
+"""Write token files in Megatron-LM's format (see `indexed_dataset`) atomically and with little memory."""
 
 import contextlib
 import hashlib
@@ -15,17 +15,17 @@ from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import HEADER, MAGIC, TOKEN_DTYPES, VERSION
 from megalite.data.token_files import SUFFIXES
 
-LENGTH = np.dtype("<i4")  # type of a document's length on disk, in the index and before there is one
+LENGTH = np.dtype("<i4")  # type of a document's length on disk, in .idx and .lengths
 _BUFFER = 1 << 20
 _BLOCK = 1 << 20
 
-Blocks = Callable[[], Iterator[NDArray]]  # an array, block after block, as often as it is called
+Blocks = Callable[[], Iterator[NDArray]]  # each call yields the blocks of an array from the start
 
 
 def move_into_place(folder: Path, prefixes: Sequence[str]) -> None:
-    """Give complete output, `folder/NUMBER.bin` and so on, its names; files that have theirs are left, so a second call
-    continues after a kill. An .idx or .json of an earlier output goes before its .bin does: neither ever stands beside a
-    .bin that it does not describe."""
+    """Rename the complete output `folder/NUMBER.bin`, .idx and .json to its prefixes. A second call continues after a
+    kill. The .idx and .json of an earlier output are removed before its .bin is replaced, so neither ever exists beside
+    a .bin that it does not describe."""
     for number, prefix in enumerate(prefixes):
         for suffix in SUFFIXES:
             made = folder / f"{number}{suffix}"
@@ -41,8 +41,8 @@ def move_into_place(folder: Path, prefixes: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def new_files(prefixes: Sequence[str]) -> Iterator[Path]:
-    """A temporary folder beside the outputs, for `NUMBER.bin` and so on of each prefix. At the end of the block all of
-    them get their names; if anything raises before that is done, none has."""
+    """Create a temporary folder beside the outputs for the files `NUMBER.bin`, .idx and .json of each prefix. At the
+    end of the context all files are renamed to their prefixes; if anything raises before, none is."""
     named = {f"{number}{suffix}": f"{prefix}{suffix}" for number, prefix in enumerate(prefixes) for suffix in SUFFIXES}
     home = Path(f"{prefixes[0]}.bin").parent
     with tempfile.TemporaryDirectory(prefix=".new-", dir=home) as place:
@@ -58,12 +58,12 @@ def new_files(prefixes: Sequence[str]) -> Iterator[Path]:
 
 
 class TokenCounts:
-    """What the bytes written so far amount to: counts and running digests."""
+    """Counts and running digests of the bytes written so far."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
         self.tokens = self.documents = 0
-        self.sequences = 0  # the documents that hold tokens
+        self.sequences = 0  # documents with tokens
         self.bin_sha256, self.lengths_sha256 = hashlib.sha256(), hashlib.sha256()
 
     def add_tokens(self, data: memoryview) -> None:
@@ -71,16 +71,16 @@ class TokenCounts:
         self.tokens += len(data) // self.dtype.itemsize
 
     def add_lengths(self, lengths: NDArray) -> None:
-        """Count documents; lengths are of type LENGTH."""
+        """Count documents with these lengths, of type LENGTH."""
         self.lengths_sha256.update(lengths.data)
         self.documents += len(lengths)
         self.sequences += int(np.count_nonzero(lengths))
 
 
 class TokenStream:
-    """Two files that grow together: the tokens of documents, `stem.bin`, and the length of each, `stem.lengths`. So no
-    length is kept in memory; `write_index` makes the .idx of them in the end. `counts`: what the files hold already.
-    `name`: what errors call it."""
+    """Appends documents to two files, tokens to `stem.bin` and lengths to `stem.lengths`. No length stays in memory;
+    `write_index` converts the lengths to an .idx at the end. `counts`: current contents of the files. `name`: name of
+    the output in errors."""
 
     def __init__(self, stem: Path, counts: TokenCounts, *, name: str) -> None:
         self.stem, self.counts, self.name = stem, counts, name
@@ -93,17 +93,17 @@ class TokenStream:
         return self.stem.with_suffix(suffix)
 
     def append(self, tokens: NDArray, lengths: Sequence[int] | NDArray) -> None:
-        """Append documents, their tokens one after another in `tokens` `[sum(lengths)]`. Raises ConfigError: an id does
-        not fit the type of the file, or a document is too long for the format."""
+        """Append documents, with their tokens concatenated in `tokens` `[sum(lengths)]`. Raises ConfigError if an id
+        does not fit the type of the file, or a document is too long for the format."""
         dtype = self.counts.dtype
         sizes = np.asarray(lengths, dtype=np.int64)
         assert int(sizes.sum()) == len(tokens), (int(sizes.sum()), len(tokens))
         if tokens.dtype != dtype:
-            require_fit(self.name, tokens, dtype, "give the writer token_dtype(vocab_size)")
+            require_fit(self.name, tokens, dtype, "write it with token_dtype(vocab_size)")
         longest = np.iinfo(LENGTH).max
         if len(sizes) and int(sizes.max()) > longest:
             raise ConfigError(
-                f"{self.name}: a document of {int(sizes.max())} tokens; the format holds at most {longest}: split it"
+                f"{self.name}: a document has {int(sizes.max())} tokens; the format allows at most {longest}: split it"
             )
         data = np.ascontiguousarray(tokens, dtype=dtype).view(np.uint8).data
         stored = sizes.astype(LENGTH)
@@ -117,18 +117,18 @@ class TokenStream:
         self._lengths.flush()
 
     def sync(self) -> None:
-        """Put what was flushed on the disk."""
+        """Sync flushed data to disk."""
         os.fsync(self._lengths.fileno())
         os.fsync(self._bin.fileno())
 
     def close(self) -> None:
-        """Close the files; what a full disk has no room for is dropped."""
+        """Close the files, ignoring write errors of a full disk."""
         for file in (self._bin, self._lengths):
             with contextlib.suppress(OSError):
                 file.close()
 
     def write_index(self) -> tuple[int, str]:
-        """Write `stem.idx`, in which each document with tokens is one sequence; its bytes and sha256."""
+        """Write `stem.idx`, with each non-empty document as one sequence. Return its size in bytes and its sha256."""
 
         def blocks() -> Iterator[NDArray]:
             with self.path(".lengths").open("rb") as file:
@@ -155,7 +155,7 @@ class TokenStream:
 
 
 def require_fit(name: str, tokens: NDArray, dtype: np.dtype, remedy: str) -> None:
-    """Raise a ConfigError if a token id does not fit `dtype`."""
+    """Raise ConfigError if a token id does not fit `dtype`."""
     if not len(tokens):
         return
     low, high, limits = int(tokens.min()), int(tokens.max()), np.iinfo(dtype)
@@ -169,9 +169,9 @@ def require_fit(name: str, tokens: NDArray, dtype: np.dtype, remedy: str) -> Non
 def write_index(
     path: Path, dtype: np.dtype, *, sequences: int, documents: int, tokens: int, sizes: Blocks, ends: Blocks
 ) -> tuple[int, str]:
-    """Write a new .idx, a block at a time, and put it on the disk; returns its bytes and sha256. `sizes`: tokens of each
-    sequence `[sequences]`. `ends`: for each document, the sequences up to and with its last one `[documents]`. Raises
-    ConfigError: the blocks are not as many and as long as stated."""
+    """Write and sync a new .idx block by block. Return its size in bytes and its sha256. `sizes`: tokens of each
+    sequence `[sequences]`. `ends`: index after the last sequence of each document `[documents]`. Raises ConfigError if
+    the blocks do not match the counts."""
     code = next(code for code, known in TOKEN_DTYPES.items() if known == dtype)
     digest = hashlib.sha256()
     with path.open("xb", buffering=_BUFFER) as file:
@@ -193,7 +193,7 @@ def write_index(
             put(block.astype("<i8").data)
         if (total, file.tell()) != (tokens, HEADER.size + 12 * sequences + 8 * (documents + 1)):
             raise ConfigError(
-                f"{path}: {tokens} tokens in {documents} documents were written, and their lengths sum to {total}; "
+                f"{path}: {tokens} tokens in {documents} documents were written, but their lengths sum to {total}; "
                 "another program has changed the files: start again"
             )
         file.flush()
@@ -204,9 +204,9 @@ def write_index(
 def write_documents(
     prefix: str | Path, blocks: Iterable[tuple[NDArray, Sequence[int] | NDArray]], dtype: np.dtype | type
 ) -> None:
-    """Write `<prefix>.bin` and `<prefix>.idx`, both or none; files of these names are replaced. `blocks`: documents as
-    (tokens end to end, tokens of each); an empty one is a document without a sequence, as in Megatron's files. `dtype`:
-    type of the stored ids, as `token_dtype(vocab_size)` gives it. Raises ConfigError: an id does not fit it."""
+    """Write or replace `<prefix>.bin` and `<prefix>.idx` atomically. `blocks`: documents as (concatenated tokens,
+    length of each); an empty document has no sequence, as in Megatron's files. `dtype`: type of the stored ids, from
+    `token_dtype(vocab_size)`. Raises ConfigError if an id does not fit."""
     stored = np.dtype(dtype).newbyteorder("<")
     if stored not in TOKEN_DTYPES.values():
         names = ", ".join(known.name for known in TOKEN_DTYPES.values())

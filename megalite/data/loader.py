@@ -1,4 +1,4 @@
-"""From samples to the microbatches of one data-parallel rank, loaded one step ahead."""
+"""Load the microbatches of one data-parallel rank, one step ahead."""
 
 import threading
 import time
@@ -18,33 +18,34 @@ from megalite.data.dataset import PackedSource, Packing, SampleSource
 from megalite.topology.layout import Spans, sequence_spans
 
 Balance = Callable[[int, tuple[tuple[int, ...], ...]], tuple[Spans, ...]]
-"""From the length of sequences and the documents' starts of a microbatch to what each context-parallel rank holds."""
+"""(sequence length, document starts of each sample) -> the spans of each context-parallel rank."""
 
 _PATIENCE = 10.0  # seconds that close() waits for reads in progress
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass of one rank reads; `b` = micro_batch_size, `s` = the positions that it holds."""
+    """Input of one forward pass on one rank; `b` = micro_batch_size, `s` = sequence positions of this rank."""
 
     tokens: torch.Tensor  # inputs, int64 `[b, s]`
     labels: torch.Tensor  # the token after each input, int64 `[b, s]`
-    loss_mask: torch.Tensor  # 1 where the prediction counts, else 0, float32 `[b, s]`
+    loss_mask: torch.Tensor  # 1 if the prediction counts in the loss, else 0, float32 `[b, s]`
     sample_ids: tuple[int, ...]
-    """Global number of each sample: the same in every layout, so dropout streams are keyed by it."""
+    """Global number of each sample, equal in every layout: the key of dropout streams."""
     document_starts: tuple[tuple[int, ...], ...] | None = None
-    """Of each sample the positions in the whole sequence at which a document starts, 0 first; None: not looked for."""
+    """Per sample, the positions in the full sequence at which a document starts, 0 first; None if not requested."""
     mtp_labels: torch.Tensor | None = None
-    """The label k positions on, for each number k of further tokens that are predicted, int64 `[k, b, s]`; 0 behind the end."""
-    mtp_mask: torch.Tensor | None = None  # 1 where those count, float32 `[k, b, s]`
+    """Labels of multi-token prediction: the label k positions later for k = 1, 2, ..., int64 `[k, b, s]`; 0 past the
+    end."""
+    mtp_mask: torch.Tensor | None = None  # 1 if those count in the loss, float32 `[k, b, s]`
     spans: tuple[Spans, ...] | None = None
-    """What each context-parallel rank holds of the sequences, where that depends on their documents."""
+    """Sequence positions of each context-parallel rank, if they depend on the documents."""
 
 
 def sample_ids(
     first_sample: int, microbatch: int, *, dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> tuple[int, ...]:
-    """Global numbers of the samples in one microbatch of one data-parallel rank (Megatron's cut of a batch)."""
+    """Return the global numbers of the samples in one microbatch of one data-parallel rank (Megatron's order)."""
     first = first_sample + (microbatch * dp_size + dp_rank) * micro_batch_size
     return tuple(range(first, first + micro_batch_size))
 
@@ -53,7 +54,7 @@ _Task = tuple["Future[Microbatch]", Callable[[], Microbatch]]
 
 
 class _Ahead(NamedTuple):
-    """A step that is being read: its first sample, batch size and length, and its microbatches in order."""
+    """A step that is being prefetched: (first sample, batch size, length), and its microbatches in order."""
 
     key: tuple[int, int, int]
     microbatches: list["Future[Microbatch]"]
@@ -61,55 +62,53 @@ class _Ahead(NamedTuple):
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Cuts a global batch as Megatron does: microbatch m of data-parallel rank d holds the samples
+    """Splits a global batch like Megatron: microbatch m of data-parallel rank d contains the samples
     first + (m·dp_size + d)·micro_batch_size + [0, micro_batch_size).
 
-    There is no state to save: a run resumes by asking for the sample it stopped at.
+    The loader has no state to save: a run resumes by loading the sample at which it stopped.
 
-    Packed samples themselves have the places of their documents. The last token of each predicts nothing, and the
-    padding after them is one more document, none of its predictions counting.
+    Packed samples provide the positions of their documents. The last token of a document predicts nothing, and the
+    padding at the end is one more document without predictions that count.
     """
 
     dataset: SampleSource
     _: KW_ONLY
     seq_length: int  # inputs of a sample
     eod_token: int | None
-    """End-of-document id; needed for eod_mask_loss, and to find the documents of samples not packed."""
+    """End-of-document id; required by eod_mask_loss, and by find_documents unless samples are packed."""
     eod_mask_loss: bool
-    """Leave positions with eod_token as input out of the loss: what follows is another document. Packed samples ignore
-    it."""
+    """Exclude positions with input eod_token from the loss, because the next token belongs to another document. Ignored
+    for packed samples."""
     dp_rank: int
     dp_size: int
     micro_batch_size: int
-    cp_rank: int = 0  # this rank among those that share sequences
+    cp_rank: int = 0  # context-parallel rank
     cp_size: int = 1
-    """How many those are."""
     balance: Balance | None = None
-    """What each of those holds; None: `sequence_spans`, whatever the documents are."""
-    find_documents: bool = False  # find where documents start; a document ends with eod_token
-    packed: bool = False  # the dataset's samples are packed
-    mtp_num_layers: int = 0  # further tokens that each position predicts
+    """Computes the positions of each context-parallel rank; None: `sequence_spans`, independent of the documents."""
+    find_documents: bool = False  # find document starts; a document ends with eod_token
+    packed: bool = False  # whether `dataset` is a PackedSource
+    mtp_num_layers: int = 0  # number of additional tokens that each position predicts (MTP)
     pin: bool = False  # pin the tensors' memory, for asynchronous copies to a GPU
-    num_workers: int = 1  # threads that read ahead, each a microbatch; 0: the caller of `load` reads
+    num_workers: int = 1  # threads that prefetch, one microbatch each; 0: no prefetching
 
     def __post_init__(self) -> None:
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
         if (self.eod_mask_loss or self.find_documents) and self.eod_token is None and not self.packed:
             name = "eod_mask_loss" if self.eod_mask_loss else "reset_attention_mask or reset_position_ids"
             raise ConfigError(
-                f"{name} is set but the end-of-document token is unknown; give the tokenizer that made the data "
-                "(--tokenizer-model), or leave it out"
+                f"{name} is set but the end-of-document token is unknown; set --tokenizer-model to the tokenizer of the data, "
+                f"or leave {name} out"
             )
-        self.waited = 0.0  # seconds that the last load() took: next to nothing where the batch was ready
+        self.waited = 0.0  # seconds that the last load() took; almost 0 if the batch was prefetched
         self._ahead: _Ahead | None = None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._readers: list[threading.Thread] = []
 
     def load(self, first_sample: int, global_batch_size: int, length: int | None = None) -> list[Microbatch]:
-        """This rank's microbatches of the step that consumes samples [first_sample, first_sample + global_batch_size), of each
-        the first `length` inputs; None: all.
+        """Return this rank's microbatches of the samples [first_sample, first_sample + global_batch_size).
 
-        Raises ConfigError: the data is bad."""
+        `length`: truncate samples to this number of inputs. Raises ConfigError if the data is invalid."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.key == (first_sample, global_batch_size, length or self.seq_length):
@@ -117,20 +116,20 @@ class BatchLoader:
         else:
             for each in () if ahead is None else ahead.microbatches:
                 if not each.cancel():
-                    each.exception()  # in progress: with one reader, datasets are read by one thread at a time
+                    each.exception()  # wait: with one reader, no two threads may read a dataset at the same time
             batches = [self.microbatch(ids, length) for ids in self.sample_ids(first_sample, global_batch_size)]
         self.waited = time.perf_counter() - started
         return batches
 
     def prefetch(self, first_sample: int, global_batch_size: int, length: int | None = None) -> None:
-        """Have a step read in the background; the next load() takes it if it asks for the same samples. Of another one that
-        is not wanted any more, microbatches in progress are still read."""
+        """Read a step in the background, for a later load() with the same arguments. Cancels another prefetched step,
+        except for microbatches in progress."""
         key = (first_sample, global_batch_size, length or self.seq_length)
         if self.num_workers == 0 or (self._ahead is not None and self._ahead.key == key):
             return
         self._drop()
         while len(self._readers) < self.num_workers:
-            # Daemons: a disk that never answers must not delay the end of the process.
+            # Daemon threads, so that a disk that never answers cannot delay the end of the process.
             reader = threading.Thread(target=_work, args=(self._tasks,), name="megalite-loader", daemon=True)
             reader.start()
             self._readers.append(reader)
@@ -146,7 +145,7 @@ class BatchLoader:
         self._ahead = None
 
     def close(self) -> None:
-        """End the readers, but for those that wait for a disk that does not answer; the loader may still be used."""
+        """End the reader threads, except those blocked by a disk. The loader may still be used afterwards."""
         self._drop()
         for _ in self._readers:
             self._tasks.put(None)
@@ -155,7 +154,7 @@ class BatchLoader:
         self._tasks, self._readers = SimpleQueue(), []
 
     def sample_ids(self, first_sample: int, global_batch_size: int) -> list[tuple[int, ...]]:
-        """Global numbers of the samples in each of this rank's microbatches."""
+        """Return the global numbers of the samples in each of this rank's microbatches."""
         size, dp_size = self.micro_batch_size, self.dp_size
         count, rest = divmod(global_batch_size, size * dp_size)
         assert count and not rest, (global_batch_size, size, dp_size)
@@ -167,7 +166,7 @@ class BatchLoader:
     def microbatch(self, ids: tuple[int, ...], length: int | None = None) -> Microbatch:
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         packings: list[Packing | None] = []
-        source = cast(PackedSource, self.dataset)  # where `packed`
+        source = cast(PackedSource, self.dataset)  # true if `packed`
         for row, k in zip(samples, ids, strict=True):
             row[:] = source.sample(k)
             packings.append(source.packing(k) if self.packed else None)
@@ -190,52 +189,52 @@ class BatchLoader:
             inputs, labels, mask = inputs[:, :length], labels[:, :length], mask[:, :length]
             starts = starts and tuple(tuple(start for start in each if start < length) for each in starts)
         arrays: list[NDArray] = [inputs, labels, mask, *self._mtp_targets(labels, mask, starts)]
-        held = None
+        all_spans = None
         if self.balance is None:
             spans = sequence_spans(length, cp_rank=self.cp_rank, cp_size=self.cp_size)
         else:
             assert starts is not None
-            held = self.balance(length, starts)
-            spans = held[self.cp_rank]
+            all_spans = self.balance(length, starts)
+            spans = all_spans[self.cp_rank]
         parts = [_local(array, spans) for array in arrays]
         tokens, local_labels, loss_mask, *mtp = (part.pin_memory() if self.pin else part for part in parts)
         mtp_labels, mtp_mask = mtp or (None, None)
-        return Microbatch(tokens, local_labels, loss_mask, ids, starts, mtp_labels, mtp_mask, held)
+        return Microbatch(tokens, local_labels, loss_mask, ids, starts, mtp_labels, mtp_mask, all_spans)
 
     def _mtp_targets(
         self, labels: NDArray[np.int64], mask: NDArray[np.float32], starts: tuple[tuple[int, ...], ...] | None
     ) -> tuple[NDArray, ...]:
-        """Labels and mask [k, b, s] of further tokens: what counts k positions on, within one document where these are looked
-        for."""
+        """Return labels and mask [k, b, s] of multi-token prediction: both shifted by k positions, within a document if
+        `starts` is known."""
         if not self.mtp_num_layers:
             return ()
-        moved, counts = (np.zeros((self.mtp_num_layers, *array.shape), dtype=array.dtype) for array in (labels, mask))
+        shifted, counts = (np.zeros((self.mtp_num_layers, *array.shape), dtype=array.dtype) for array in (labels, mask))
         for k in range(1, self.mtp_num_layers + 1):
-            moved[k - 1, :, :-k], counts[k - 1, :, :-k] = labels[:, k:], mask[:, k:]
-            for row, places in zip(counts[k - 1], starts or (), strict=False):
-                for start in places[1:]:
+            shifted[k - 1, :, :-k], counts[k - 1, :, :-k] = labels[:, k:], mask[:, k:]
+            for row, positions in zip(counts[k - 1], starts or (), strict=False):
+                for start in positions[1:]:
                     row[max(start - k, 0) : start] = 0.0
-        return moved, counts
+        return shifted, counts
 
     def _document_starts(self, tokens: NDArray[np.int64], packing: Packing | None) -> tuple[int, ...]:
-        """Positions at which a document, or the padding after the last, starts; an end of document belongs to its own."""
+        """Return the positions at which a document, or the final padding, starts. An EOD token ends its document."""
         if packing is not None:
             return (*packing.starts, packing.used) if packing.used < len(tokens) else packing.starts
         return (0, *(np.flatnonzero(tokens[:-1] == self.eod_token) + 1).tolist())
 
 
 def _local(array: NDArray, spans: Spans) -> torch.Tensor:
-    """These positions of an array `[..., seq_length]`."""
+    """Select the positions of `spans` from an array `[..., seq_length]`."""
     return torch.from_numpy(np.concatenate([array[..., start:stop] for start, stop in spans], axis=-1))
 
 
 def _work(tasks: "SimpleQueue[_Task | None]") -> None:
-    """A reader's life: one task after the other until there is None."""
+    """Run tasks in a reader thread until a None arrives."""
     while (task := tasks.get()) is not None:
         future, read = task
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(read())
-            except BaseException as fault:  # `load` would wait forever
+            except BaseException as fault:  # otherwise `load` would wait forever
                 future.set_exception(fault)
-        del task, future, read  # the batch is the step's alone
+        del task, future, read  # keep no reference to the batch

@@ -1,8 +1,8 @@
-"""Samples in Megatron-LM's order, value for value, for runs that began there or are compared with one there.
+"""Read samples in Megatron-LM's exact order, for runs that started there or are compared with it.
 
-The arrays are those that its GPTDataset and BlendedDataset make (megatron-core 0.5 to 0.16: gpt_dataset.py,
-helpers.cpp): one `numpy.random.RandomState(seed)`, a stream that numpy has frozen, shuffles the document index, then the
-shuffle index.
+The index arrays equal those of its GPTDataset and BlendedDataset (megatron-core 0.5 to 0.16: gpt_dataset.py,
+helpers.cpp): one `numpy.random.RandomState(seed)`, a stream that numpy has frozen, shuffles the document index, then
+the shuffle index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,24 +23,24 @@ MAX_BLENDED = 32766  # datasets in one blend: Megatron numbers them with int16
 _SURPLUS = 0.005
 _BLOCK = 1 << 20
 _INT32_MAX = (1 << 31) - 1
-_LAST_EPOCH = 0.80  # a last epoch that gives fewer of its samples than this is shuffled separately
-_LANES = 1024
-_STEPS = 1024  # a wave is so many lanes of so many samples
-_WIDE_PASSES, _NARROW = 4, 64  # passes over all wrong lanes of a wave, before they are over that many of them at a time
+_LAST_EPOCH = 0.80  # a last epoch that provides less than this fraction of its samples is shuffled separately
+_LANES = 1024  # of a wave
+_STEPS = 1024  # samples per lane
+_WIDE_PASSES, _NARROW = 4, 64  # passes over all wrong lanes of a wave; later passes are limited to this many lanes
 
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """What follows from the numbers alone."""
+    """Sizes of the index arrays."""
 
-    epochs: int  # as few as hold the samples asked for
-    num_samples: int  # all that fit into the tokens of these epochs: at least as many as asked for
+    epochs: int  # the minimum for the requested samples
+    num_samples: int  # all samples in the tokens of these epochs, at least as many as requested
     separate: int | None
     """Samples before the last epoch, if its documents and samples are shuffled separately; else None."""
 
     @classmethod
     def of(cls, *, num_tokens: int, num_samples: int | None, seq_length: int) -> "MegatronPlan":
-        """The plan for an epoch of `num_tokens` > 0 tokens; num_samples None asks for one epoch."""
+        """Build the plan for an epoch of `num_tokens` > 0 tokens; num_samples None means one epoch."""
         assert num_tokens > 0, num_tokens
         epochs, separate = 1, None
         if num_samples is not None:
@@ -53,14 +53,14 @@ class MegatronPlan:
         return cls(epochs, (epochs * num_tokens - 1) // seq_length, separate)
 
     def arrays(self, documents: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Types and shapes for so many documents an epoch: `document_index` [epochs·documents], the sequence numbers of all
-        epochs; `sample_index` [samples + 1, 2], where in it each sample starts (place, token); `shuffle_index` [samples],
-        which of those sample k is."""
-        places, samples = documents * self.epochs, self.num_samples
-        sample_type = np.dtype(np.int32 if places <= _INT32_MAX else np.int64)
+        """Return the types and shapes for this many documents per epoch: `document_index` [epochs·documents] contains
+        sequence numbers; `sample_index` [samples + 1, 2] the start of each sample (position in document_index, token);
+        `shuffle_index` [samples] maps k to a row of sample_index."""
+        positions, samples = documents * self.epochs, self.num_samples
+        sample_type = np.dtype(np.int32 if positions <= _INT32_MAX else np.int64)
         shuffle_type = np.dtype(np.uint32 if samples < (1 << 32) - 2 else np.int64)
         return {
-            "document_index": (np.dtype(np.int32), (places,)),
+            "document_index": (np.dtype(np.int32), (positions,)),
             "sample_index": (sample_type, (samples + 1, 2)),
             "shuffle_index": (shuffle_type, (samples,)),
         }
@@ -70,13 +70,13 @@ class MegatronPlan:
 class MegatronDataset(OneIndex, DocumentDataset):
     """Samples over some documents of a token file, in the order of Megatron-LM's GPTDataset with the same arguments.
 
-    Documents and samples of all epochs are shuffled together, so sample k depends on num_samples: a longer run, unless it
-    needs no more epochs, has another order from its first sample on. (The default order has not.)
+    Documents and samples of all epochs are shuffled together, so sample k depends on num_samples: a longer run with
+    more epochs has another order from its first sample on. (The default order does not.)
 
-    Raises ConfigError: the split holds no token, or, where one epoch is asked for, fewer than seq_length + 1."""
+    Raises ConfigError if the split has no token or, for one epoch, fewer than seq_length + 1."""
 
-    num_samples: int | None  # that the run will ask for; None: as many as one epoch has
-    cache: IndexCache | None = None  # where large indices are kept; None: all are made in memory
+    num_samples: int | None  # samples of the run; None: those of one epoch
+    cache: IndexCache | None = None  # stores large indices; None: all are built in memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class MegatronDataset(OneIndex, DocumentDataset):
             raise self._too_small(f"fewer than the {needed} needed")
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(
-                f"seed {self.seed} is outside the range of Megatron-LM's order; give one from 0 to {(1 << 32) - 1}"
+                f"seed {self.seed} is outside the range of Megatron-LM's order; use one from 0 to {(1 << 32) - 1}"
             )
         self.plan = MegatronPlan.of(
             num_tokens=self.num_tokens, num_samples=self.num_samples, seq_length=self.seq_length
@@ -96,21 +96,21 @@ class MegatronDataset(OneIndex, DocumentDataset):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that the tokens of one epoch make."""
+        """Number of samples in the tokens of one epoch."""
         return (self.num_tokens - 1) // self.seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k, 0 <= k < len: int64 `[seq_length + 1]`; inputs are all but the last token, labels all but the
-        first. Raises ConfigError: k is beyond the last sample, or a token id is not in the vocabulary."""
+        """Return sample k, 0 <= k < len, int64 `[seq_length + 1]`; inputs are all but the last token, labels all but
+        the first. Raises ConfigError if k is too large or a token id is outside the vocabulary."""
         _require_below(self.name, k, len(self))
         row = self.arrays["shuffle_index"].item(k)
         position, offset = self.arrays["sample_index"][row].tolist()
         return self._read(self.arrays["document_index"], position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the index, if it is large; it is one for all epochs, so `epochs` changes nothing. Returns it, or None
-        where it is small or cannot be kept. Raises ConfigError: there are fewer than `stop` samples, or the folder that
-        the user has chosen cannot be written."""
+        """Store the index of all epochs if it is large; `epochs` has no effect. Returns its entry, or None if it is
+        small or cannot be stored. Raises ConfigError if there are fewer than `stop` samples, or the user's cache folder
+        cannot be written."""
         _require_below(self.name, max(stop - 1, 0), len(self))
         return self._keep()
 
@@ -151,41 +151,41 @@ class MegatronDataset(OneIndex, DocumentDataset):
                 random.shuffle(part)
 
     def _fill_sample_index(self, sample_index: NDArray[np.signedinteger], document_index: NDArray[np.int32]) -> None:
-        """Sample i starts at token i·seq_length of the documents laid end to end; row i says where that is.
+        """Fill row i with the position of token i·seq_length in the concatenated documents, where sample i starts.
 
-        In blocks of documents, and of samples within them, so that the temporaries have a fixed size.
+        Works in blocks of documents, and of samples within them, so that temporaries have a fixed size.
         """
-        # A copy, since those of the file may lie at odd addresses, which numpy would copy block by block.
+        # A copy, since the file's array may be unaligned, and numpy would copy it again for each block.
         sizes = np.array(self._sizes)
-        sample_index[0] = 0  # also where the first documents hold nothing
+        sample_index[0] = 0  # even if the first documents are empty
         total, samples = 0, len(sample_index)
         next_sample = 1
         for first in range(0, len(document_index), _BLOCK):
             lengths = sizes[document_index[first : first + _BLOCK] - self.documents.start]
             ends = total + np.cumsum(lengths, dtype=np.int64)
             total = ends.item(len(ends) - 1)
-            here = min(samples, -(-total // self.seq_length))  # samples that start before `total`
-            while next_sample < here:
-                stop = min(here, next_sample + _BLOCK)
+            last_sample = min(samples, -(-total // self.seq_length))  # samples that start before `total`
+            while next_sample < last_sample:
+                stop = min(last_sample, next_sample + _BLOCK)
                 starts = np.arange(next_sample, stop, dtype=np.int64) * self.seq_length
-                places = ends.searchsorted(starts, "right")
-                sample_index[next_sample:stop, 0] = places + first
-                sample_index[next_sample:stop, 1] = starts - (ends[places] - lengths[places])
+                positions = ends.searchsorted(starts, "right")
+                sample_index[next_sample:stop, 0] = positions + first
+                sample_index[next_sample:stop, 1] = starts - (ends[positions] - lengths[positions])
                 next_sample = stop
         assert next_sample == samples, (next_sample, samples)
 
 
 @dataclass(eq=False)
 class MegatronBlend(OneIndex):
-    """Several datasets mixed as Megatron-LM's BlendedDataset does: the one furthest behind its share comes next. Raises
-    ConfigError: there are more than 32,766 datasets."""
+    """Mix of datasets like Megatron-LM's BlendedDataset: the dataset furthest behind its share comes next. Raises
+    ConfigError if there are more than 32,766 datasets."""
 
     datasets: Sequence[MegatronDataset]
-    weights: Sequence[float]  # of any sum; then, over it
+    weights: Sequence[float]  # normalised at construction
     size: int = field(kw_only=True)  # samples of the blend
     name: str = field(kw_only=True)  # of the split, for messages
     cache: IndexCache | None = field(kw_only=True, default=None)
-    """Where a large index is kept; None: it is made in memory."""
+    """Stores a large index; None: it is built in memory."""
 
     def __post_init__(self) -> None:
         assert len(self.datasets) == len(self.weights) and self.datasets
@@ -200,16 +200,15 @@ class MegatronBlend(OneIndex):
         return self.size
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k, 0 <= k < len: int64 `[seq_length + 1]`."""
+        """Return sample k, 0 <= k < len, int64 `[seq_length + 1]`."""
         _require_below(self.name, k, self.size)
         dataset = self.datasets[self.arrays["dataset_index"].item(k)]
         return dataset.sample(self.arrays["dataset_sample_index"].item(k))
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Keep the indices of the blend and of its datasets, where they are large; they are for all epochs. Returns the
-        blend's and then its datasets', None for what is small or cannot be kept. Raises ConfigError: there are fewer
-        than `stop` samples, or fewer in a dataset than the blend asks of it, or the folder that the user has chosen
-        cannot be written."""
+        """Store the large indices of the blend and its datasets, for all epochs. Returns the entry of the blend, then
+        those of the datasets, None for one that is small or cannot be stored. Raises ConfigError if there are fewer
+        than `stop` samples, a dataset has fewer than the blend needs, or the user's cache folder cannot be written."""
         _require_below(self.name, max(stop - 1, 0), self.size)
         kept = self._keep()
         counts = np.zeros(len(self.datasets), dtype=np.int64)
@@ -240,9 +239,9 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """(samples of the blend, samples to ask of each dataset) for a run of `num_samples`.
+    """Return (samples of the blend, samples of each dataset) for a run of `num_samples`.
 
-    The second are half a percent more than the first's parts: the greedy rule does not keep to them exactly.
+    Each dataset gets half a percent more than its share, because the greedy rule does not meet shares exactly.
     """
     parts = [ceil(num_samples * weight) for weight in normalized(weights)]
     return sum(parts), [ceil(part * (1 + _SURPLUS)) for part in parts]
@@ -252,22 +251,23 @@ def _require_below(name: str, k: int, length: int) -> None:
     require_sample(k)
     if k >= length:
         raise ConfigError(
-            f"data_order megatron: the order of the {name} samples was made for {length} of them, and sample {k} is asked "
-            "for; make the run shorter, give its whole length in train_iters or train_samples, or give a blend weights "
-            "(one without them is read once), or use data_order megalite"
+            f"data_order megatron: the order of the {name} split has {length} samples, but the run needs sample {k}; make "
+            "the run shorter, set train_iters or train_samples to its whole length, add weights to a blend (one without "
+            "them is read once), or use data_order megalite"
         )
 
 
 def fill_greedy(arrays: Arrays, weights: NDArray[np.float64]) -> None:
-    """Fill dataset_index and dataset_sample_index `[size]`: at step k the dataset with the largest
-    weights_i·max(k, 1) - count_i comes next, the first of equals, in float64 as helpers.cpp has it; the second is its
-    count before.
+    """Fill dataset_index and dataset_sample_index `[size]` by Megatron's greedy rule.
 
-    A step needs the counts that the steps before have left. Here a wave of lanes is computed side by side, each from
-    counts that are guessed (its share, rounded); greedy choice forgets a wrong guess within some steps, so most lanes
-    end with the right counts. Then each lane that did not begin with the counts that the one before it ended with is
-    computed again from those, until all of them fit. The first begins with what is known, so that when all fit, all are
-    right, even if no guess was.
+    At step k the dataset with the largest weights_i·max(k, 1) - count_i comes next (the first of several), in float64
+    as in helpers.cpp; dataset_sample_index is its previous count.
+
+    Each step depends on the counts after the previous step. To vectorise this, the lanes of a wave are computed in
+    parallel, each from guessed counts (its rounded share). The greedy choice forgets a wrong guess within some steps,
+    so most lanes end with the right counts. Then each lane that did not start with the final counts of the lane before
+    is computed again from those, until all lanes match. The first lane starts with exact counts, so then all are exact,
+    even if every guess was wrong.
     """
     choice, ordinal = arrays["dataset_index"], arrays["dataset_sample_index"]
     size, done = len(choice), 0
@@ -289,7 +289,7 @@ def _wave(
     *,
     first: int,
 ) -> NDArray[np.int64]:
-    """Fill `[lanes, steps]` samples from sample `first` and `counts` on; the counts after them."""
+    """Fill `[lanes, steps]` samples, starting at sample `first` with `counts`. Return the counts after them."""
     lanes, steps = choice.shape
     starts = _guess(first + steps * np.arange(lanes), weights)
     starts[0] = counts
@@ -300,14 +300,14 @@ def _wave(
         ends[wrong] = _run(choice, ordinal, weights, starts, wrong, first)
         passes += 1
         wrong = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
-        # Where a pass corrects one lane, which makes the next one wrong, it should not be a wide one.
+        # If each pass corrects one lane and makes the next one wrong, wide passes would waste work.
         wrong = wrong if passes < _WIDE_PASSES else wrong[:_NARROW]
         starts[wrong] = ends[wrong - 1]
     return ends[-1]
 
 
 def _guess(samples: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Counts with the sums `samples` in the proportions of the weights, `[len(samples), datasets]`."""
+    """Return integer counts `[len(samples), datasets]` in proportion to the weights, with row sums `samples`."""
     ideal = np.multiply.outer(samples, weights)
     guess = np.floor(ideal).astype(np.int64)
     missing = samples - guess.sum(axis=1)
@@ -324,16 +324,16 @@ def _run(
     lanes: NDArray[np.int64],
     first: int,
 ) -> NDArray[np.int64]:
-    """Greedy steps of the lanes, side by side; their counts at the end, `[len(lanes), datasets]`."""
+    """Run the greedy steps of the lanes in parallel. Return their final counts, `[len(lanes), datasets]`."""
     steps = choice.shape[1]
-    # Whole numbers below 2^53, as doubles: Megatron converts them before it subtracts.
+    # Integers below 2^53 as doubles, because Megatron converts them before it subtracts.
     counts = starts[lanes].astype(np.float64)
     chosen = np.empty((steps, len(lanes)), dtype=np.int16)
     before = np.empty((steps, len(lanes)), dtype=np.int64)
-    here = (first + steps * lanes).astype(np.float64)[:, None]
+    positions = (first + steps * lanes).astype(np.float64)[:, None]
     errors, rows = np.empty_like(counts), np.arange(len(lanes))
     for step in range(steps):
-        np.multiply(np.maximum(here + step, 1.0), weights, out=errors)
+        np.multiply(np.maximum(positions + step, 1.0), weights, out=errors)
         errors -= counts
         best = errors.argmax(axis=1)
         chosen[step] = best
@@ -345,17 +345,17 @@ def _run(
 
 
 def megatron_split(
-    name: str, given: Sequence[float | None], settings: Sequence[Mapping[str, Any]], num_samples: int, is_divided: bool
+    name: str, shares: Sequence[float | None], settings: Sequence[Mapping[str, Any]], num_samples: int, is_divided: bool
 ) -> MegatronDataset | MegatronBlend:
-    """As Megatron builds a split: a blend even of one dataset, if it has a weight and data_path is divided. `given`:
-    the weight of each dataset; all of them or none. `settings`: of each dataset."""
-    weights = [weight for weight in given if weight is not None]
+    """Build a split like Megatron: a blend even of one dataset, if it has a weight and data_path is divided by `split`.
+    `shares`: weight of each dataset, either all set or all None. `settings`: constructor arguments of each dataset."""
+    weights = [share for share in shares if share is not None]
     if len(settings) == 1 and (not weights or not is_divided):
         return MegatronDataset(**settings[0], num_samples=num_samples)
     wanted: Sequence[int | None] = [None] * len(settings)
     if weights:
         size, wanted = blend_sizes(weights, num_samples)
-        # Twice, here and in the blend, as Megatron does: the second time may change a last bit.
+        # Normalised twice, here and in the blend, as in Megatron, because the second time may change the last bit.
         weights = normalized(weights)
     datasets = [MegatronDataset(**each, num_samples=count) for each, count in zip(settings, wanted, strict=True)]
     if not weights:

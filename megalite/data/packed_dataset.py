@@ -1,4 +1,4 @@
-"""Samples of whole documents, packed by best fit: sample k is a pure function of (documents, seq_length, seed, k)."""
+"""Pack whole documents into samples by best fit; sample k is a pure function of (documents, seq_length, seed, k)."""
 
 import bisect
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
 
 
 class _Piece(NamedTuple):
-    """A part of a document that lies in one sample; each token but the first is the label of the one before."""
+    """The part of a document in one sample; each token but the first is the label of the previous one."""
 
     sequence: int
     start: int
@@ -24,73 +24,70 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Which documents are packed together in one epoch."""
-
     documents: NDArray[np.int64] | NDArray[np.int32]
-    """Documents of the split that have a last piece, in the order of their bins."""
-    samples: KeyedPermutation  # what the epoch's i-th sample is: a full piece, or, counted after those, a bin
+    """Documents with a partial piece, in the order of their bins."""
+    samples: KeyedPermutation  # i -> number of the epoch's i-th sample; full pieces come before bins
 
 
 @dataclass(eq=False, kw_only=True)
 class PackedDataset(DocumentDataset):
-    """An endless sequence of samples, each of whole documents that see only themselves.
+    """An endless sequence of samples of whole documents that do not attend to each other.
 
-    A document of L tokens has L - 1 predictions, and all of them are made once an epoch. One with at most seq_length
-    of them is never cut. A longer one is cut after each seq_length predictions: such a piece fills a sample, and its
-    last label is the first token of the next piece. The rest of it, and the documents that are short, are packed
-    into as few samples as best fit needs; the lengths that are packed together are the same in each epoch, but which
-    documents of those lengths, and the order of the samples, are drawn from (seed, epoch). So neither a longer run
-    nor a resumed one changes what sample k is. A document of fewer than two tokens predicts nothing and is left out.
+    A document of L tokens has L - 1 predictions, each used once per epoch. A document with at most seq_length
+    predictions is never cut. A longer one is cut after each seq_length predictions: such a full piece is a sample, and
+    its last label is the first token of the next piece. Its remainder and the short documents are packed by best fit.
+    The lengths that are packed together are the same in each epoch, but the documents of those lengths and the order of
+    the samples are drawn from (seed, epoch). So sample k is the same in a longer run and after a resume. A document of
+    fewer than two tokens predicts nothing and is left out.
 
-    A sample holds seq_length inputs and one token more; a document that ends on that token is the only one with a last
-    token that is not an input (see `Packing`). After the last document comes `pad_token`. A document is a sequence of
-    the file: end-of-document tokens within one have no part in this.
+    A sample has seq_length inputs and one more token; only a document that ends with that token has a last token that
+    is not an input (see `Packing`). `pad_token` fills the rest. A document is a sequence of the file; end-of-document
+    tokens within one are ignored.
 
-    With `responses` documents are examples to fine-tune on: of one that is too long the rest is left out, since it would
-    stand without its prompt.
+    With `responses`, documents are fine-tuning examples: the remainder of a long one is left out, because it would have
+    no prompt.
 
-    Raises ConfigError: no document of the split has two tokens."""
+    Raises ConfigError if no document of the split has two tokens."""
 
     pad_token: int = 0
     responses: IndexedDataset | None = None
-    """Of each token 1 if its prediction counts, else 0, document by document; None: all count."""
+    """1 for each token with a prediction that counts, else 0, per document; None: all count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         predictions = self._predictions()
         self.num_predictions = int(predictions.sum())
-        """Labels that count in an epoch: every token of the split that is not the first of its document."""
-        # Up to and with each document: where a full piece is found by its number.
+        """Labels per epoch: all tokens of the split except the first of each document."""
+        # Full pieces up to and including each document, to find a full piece by its number.
         self._full_ends = np.cumsum(predictions // self.seq_length)
         self._full = int(self._full_ends[-1]) if len(predictions) else 0
         rest = predictions % self.seq_length
         counts = np.bincount(rest[rest > 0] + 1, minlength=self.seq_length + 2)
         self._bins = best_fit(counts, self.seq_length + 1)
-        self._bin_ends = np.cumsum(self._bins.items())  # documents in a bin and in those before it
-        self.samples_per_epoch = self._full + self._bins.count  # samples before a document is seen again
+        self._bin_ends = np.cumsum(self._bins.items())  # documents in the bins up to and including each
+        self.samples_per_epoch = self._full + self._bins.count
         if self.samples_per_epoch < 1:
-            raise self._too_small("none of which has the two that a prediction needs")
+            raise self._too_small("but no document has the two that a prediction needs")
         self._epoch = keeping(self._make_epoch)
         self._pieces = lru_cache(maxsize=1)(self._find_pieces)  # `sample` and `packing` alternate
 
     @property
     def idle_share(self) -> float:
-        """Share of the positions of an epoch that predict nothing: padding and last tokens of documents."""
+        """Share of an epoch's positions that predict nothing: padding and last tokens of documents."""
         return 1.0 - self.num_predictions / (self.samples_per_epoch * self.seq_length)
 
     @property
     def summary(self) -> str:
-        """For the log."""
-        many, what = len(self.documents), "documents" if self.responses is None else "examples"
-        text = f"{self.indexed.prefix}: {many} {what} are packed into {self.samples_per_epoch} samples an epoch; "
+        count, what = len(self.documents), "documents" if self.responses is None else "examples"
+        text = f"{self.indexed.prefix}: {count} {what} are packed into {self.samples_per_epoch} samples per epoch; "
         if self.responses is None:
             return text + f"{100.0 * self.idle_share:.2f} % of their positions predict nothing"
         cut = int((self._sizes > self.seq_length + 1).sum())
         return text + f"{cut} are longer than seq_length {self.seq_length} and cut there; the loss is on responses"
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k >= 0: int64 `[seq_length + 1]`, documents end to end and then padding. Raises ConfigError: a token
-        id is not in the vocabulary; names file, document and id."""
+        """Return sample k >= 0, int64 `[seq_length + 1]`: concatenated documents, then padding. Raises ConfigError,
+        with file, document and id, if a token id is outside the vocabulary."""
         sample = np.full(self.seq_length + 1, self.pad_token, dtype=np.int64)
         position = 0
         for sequence, start, length in self._pieces(k):
@@ -99,19 +96,18 @@ class PackedDataset(DocumentDataset):
         return sample
 
     def packing(self, k: int) -> Packing:
-        """Where the documents of sample k are."""
+        """Return the positions of the documents in sample k."""
         starts, position = [], 0
         counts = None if self.responses is None else np.zeros(self.seq_length, dtype=np.bool_)
         for piece in self._pieces(k):
             starts.append(position)
             if self.responses is not None and counts is not None:
-                said = self.responses[piece.sequence][piece.start + 1 : piece.start + piece.length]
-                counts[position : position + piece.length - 1] = said != 0
+                is_response = self.responses[piece.sequence][piece.start + 1 : piece.start + piece.length]
+                counts[position : position + piece.length - 1] = is_response != 0
             position += piece.length
         return Packing(starts=tuple(starts), used=position - 1, counts=counts)
 
     def _find_pieces(self, k: int) -> list[_Piece]:
-        """What sample k holds, in order."""
         require_sample(k)
         number, within = divmod(k, self.samples_per_epoch)
         epoch = self._epoch(number)
@@ -134,16 +130,15 @@ class PackedDataset(DocumentDataset):
         return predictions if self.responses is None else np.minimum(predictions, self.seq_length)
 
     def _make_epoch(self, number: int) -> _Epoch:
-        """The packing of one epoch."""
         rest = self._predictions() % self.seq_length
         documents = np.flatnonzero(rest)
         if len(self.documents) < 1 << 31:
             documents = documents.astype(np.int32)
         if self.seq_length < 1 << 16:
-            rest = rest.astype(np.uint16)  # numpy sorts these by radix
+            rest = rest.astype(np.uint16)  # numpy uses radix sort for 16 bits
         order = permutation(len(documents), seed=self.seed, index=number, stream=_DOCUMENT_STREAM)
         documents = documents[order]
-        # Bins take any document of a length: by length in ascending order, at random within one, as `of_items` counts.
+        # A bin takes any documents of its lengths: sort by length, random within equal lengths, as `of_items` expects.
         documents = documents[np.argsort(rest[documents], kind="stable")]
         documents = documents[np.argsort(self._bins.of_items(), kind="stable")]
         samples = KeyedPermutation(self.samples_per_epoch, seed=self.seed, index=number, stream=_SAMPLE_STREAM)
@@ -152,10 +147,10 @@ class PackedDataset(DocumentDataset):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bins:
-    """A packing of items into bins; which item of a length is in which bin is left open.
+    """A packing of item lengths into bins; it does not assign individual items of equal length.
 
-    Part p says that each of `bins[p]` bins, from number `first[p]` on, takes `each[p]` items of length `lengths[p]`.
-    Parts come in ascending order of their lengths.
+    Part p: each of `bins[p]` bins, from number `first[p]` on, gets `each[p]` items of length `lengths[p]`. Parts are in
+    ascending order of length.
     """
 
     lengths: NDArray[np.int64]
@@ -165,14 +160,14 @@ class Bins:
     count: int  # number of bins
 
     def items(self) -> NDArray[np.int64]:
-        """Items in each bin. Shape `[count]`."""
+        """Return the number of items in each bin, shape `[count]`."""
         changes = np.zeros(self.count + 1, dtype=np.int64)
         np.add.at(changes, self.first, self.each)
         np.add.at(changes, self.first + self.bins, -self.each)
         return np.cumsum(changes)[:-1]
 
     def of_items(self) -> NDArray[np.int64]:
-        """The bin of each item, the items in ascending order of their lengths. Shape `[items]`."""
+        """Return the bin of each item, shape `[items]`, for items in ascending order of length."""
         sizes = self.bins * self.each
         before = np.cumsum(sizes) - sizes
         within = np.arange(int(sizes.sum())) - np.repeat(before, sizes)
@@ -180,7 +175,7 @@ class Bins:
 
 
 class _Filled(NamedTuple):
-    """What a group of equal bins holds: `each` items of one length, and what was there before."""
+    """Contents of a group of equal bins: `each` items of one length, added to the contents `before`."""
 
     length: int
     each: int
@@ -188,13 +183,13 @@ class _Filled(NamedTuple):
 
 
 def best_fit(counts: NDArray[np.int64], capacity: int) -> Bins:
-    """Pack counts[n] items of each length n, the longest first, each into the bin with the least room that takes it.
+    """Pack counts[n] items of each length n, the longest first, each into the fullest bin with enough room.
 
-    Best-fit decreasing needs at most 11/9 of the fewest bins, plus 4 (Johnson, "Near-optimal bin packing algorithms",
-    1973). Items of one length are placed together, and equal bins are kept as one group with a count (Krell et al.,
-    "Efficient sequence packing without cross-contamination", 2021), so that the work depends on the number of
-    different lengths alone. Packing whole documents so is Ding et al., "Fewer truncations improve language modeling",
-    2024.
+    Best-fit decreasing needs at most 11/9 of the minimum number of bins, plus 4 (Johnson, "Near-optimal bin packing
+    algorithms", 1973). Items of one length are placed together, and equal bins are stored as one group with a count
+    (Krell et al., "Efficient sequence packing without cross-contamination", 2021), so the work depends only on the
+    number of different lengths. Source of packing whole documents this way: Ding et al., "Fewer truncations improve
+    language modeling", 2024.
 
     `counts`: items of each length 0 .. capacity, `[capacity + 1]`; none of length 0. `capacity`: of a bin, in the unit
     of the lengths."""
@@ -214,19 +209,19 @@ def best_fit(counts: NDArray[np.int64], capacity: int) -> Bins:
             place = bisect.bisect_left(rooms, length)
             before: _Filled | None = None
             if place == len(rooms):
-                room, there = capacity, left  # as many new bins as it takes
+                room, available = capacity, left  # new bins
             else:
                 room = rooms[place]
-                before, there = groups[room].pop()
+                before, available = groups[room].pop()
                 if not groups[room]:
                     del groups[room], rooms[place]
-            # Once an item lies in a bin, that bin is the fullest one that takes the next of the same length.
+            # A bin that got an item is the fullest one for the next item of the same length, until it has no room.
             each = min(room // length, left)
-            bins = min(there, left // each)
+            bins = min(available, left // each)
             left -= bins * each
             add(room - each * length, _Filled(length, each, before), bins)
-            if before is not None and bins < there:
-                add(room, before, there - bins)
+            if before is not None and bins < available:
+                add(room, before, available - bins)
     # The bins of each group get consecutive numbers.
     parts: list[tuple[int, int, int, int]] = []
     first = 0

@@ -1,6 +1,6 @@
-"""Files at addresses (s3://, gs://, https://...) as files here: fetched once into a cache, and checked.
+"""Fetch files from addresses (s3://, gs://, https://...) into a local cache, once, and verify them.
 
-Whole datasets of Hugging Face come through its package datasets.
+Whole Hugging Face datasets are loaded with the package `datasets`.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from megalite.data.token_files import mask_prefix, read_side_file, side_digests
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 _SETTINGS = ("tokenizer_model", "vocab_file", "merge_file", "load", *PATH_SETTINGS)
-"""A checkpoint is judged with the tokenizer, which is small; data are many."""
+"""Settings with addresses, in fetch order: `Accept` needs the tokenizer, and data comes last because it is large."""
 _ATTEMPTS = 4
 _NAME_CHARACTERS = 16
 
 
 class _Unusable(ConfigError):
-    """A file is not there, or not what its checksum says."""
+    """Raised for a file that is missing or does not match its checksum."""
 
 
 Accept = Callable[[str, Manifest, RunConfig], None]
-"""Raises ConfigError where a run cannot continue from the checkpoint of this name and manifest; in the config its tokenizer is
-a path here."""
+"""Raises ConfigError if a run cannot continue from the checkpoint with this name and manifest. The tokenizer in the
+config is already a local path."""
 
 
 def fetch_all(
@@ -48,9 +48,9 @@ def fetch_all(
     stopped: Callable[[], bool],
     accept: Accept = lambda name, manifest, config: None,
 ) -> dict[str, str]:
-    """Address -> path here, of all that the settings name, fetched where it is not here yet; tokenizers come first, then a checkpoint.
+    """Fetch all addresses in the settings that are not in the cache yet. Return address -> local path.
 
-    Raises ConfigError: it cannot be read, or is not what its checksum says."""
+    Raises ConfigError if an address cannot be read or does not match its checksum."""
     cache = _Cache(_cache_folder(config), say, stopped)
     found: dict[str, str] = {}
     for name in _SETTINGS:
@@ -76,7 +76,7 @@ def fetch_all(
 
 
 def with_places(config: RunConfig, places: dict[str, str]) -> RunConfig:
-    """The config with paths in the place of addresses."""
+    """Return the config with addresses replaced by paths."""
     changes: dict[str, Any] = {}
     for name in _SETTINGS:
         value = value_of(config, name)
@@ -88,18 +88,18 @@ def with_places(config: RunConfig, places: dict[str, str]) -> RunConfig:
 
 
 def fetch_checkpoint(address: str, step: int | None, *, say: Callable[[str], None]) -> Path:
-    """A folder here with the checkpoint of a step, or the newest, of those at an address."""
+    """Fetch the checkpoint of a step, or the newest one, from an address. Return its local folder."""
     config = replace(RunConfig(), load=address, ckpt_step=step)
     return Path(fetch_all(config, say=say, stopped=lambda: False)[address])
 
 
 def waiting_folder(config: RunConfig) -> Path:
-    """Where checkpoints wait on this machine for their upload to the address that `save` is."""
+    """Return the local folder of checkpoints that wait for their upload to the address in `save`."""
     return _place_in(_cache_folder(config), str(config.checkpoint.save).rstrip("/")) / platform.node()
 
 
 def is_fetched(load: str, config: RunConfig) -> bool:
-    """The path is where `fetch_all` puts checkpoints from the address that `save` is."""
+    """Return whether the path is where `fetch_all` stores checkpoints from the address in `save`."""
     return waiting_folder(config).parent == Path(load).parent
 
 
@@ -108,7 +108,7 @@ def _cache_folder(config: RunConfig) -> Path:
 
 
 def _place_in(folder: Path, address: str) -> Path:
-    """A folder for each address, so that files keep their names."""
+    """Return a local path with the address's file name, in a folder of its address."""
     key = hashlib.sha256(shown(address).encode()).hexdigest()[:_NAME_CHARACTERS]
     return folder / key / PurePosixPath(urlsplit(address).path).name
 
@@ -133,8 +133,8 @@ class _Cache:
         sha256: str | None = None,
         block: int = 0,
     ) -> Path | None:
-        """The file of an address; None if it is optional and there is none. `sha256`: what its content must have; with
-        `block`, as in a `FileEntry`."""
+        """Fetch a file; return None if it is optional and missing. `sha256`: expected digest, computed as in a
+        `FileEntry` if `block` is set."""
         place = place or self._place(address)
         note = place.with_name(f"{place.name}.origin")
         try:
@@ -147,7 +147,7 @@ class _Cache:
         origin = [state.size, state.tag, sha256]
         if place.exists() and place.stat().st_size == state.size and _read_note(note) == origin:
             return place
-        with self._kept(shown(address), place) as part:
+        with self._stored(shown(address), place) as part:
             digest = self._download(address, state, part, RunningDigest(block) if block else hashlib.sha256())
             if sha256 is not None and digest != sha256:
                 raise _Unusable(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
@@ -157,8 +157,8 @@ class _Cache:
         return place
 
     @contextlib.contextmanager
-    def _kept(self, name: str, place: Path) -> Iterator[Path]:
-        """Where a file is written that is in its place at the end of the block."""
+    def _stored(self, name: str, place: Path) -> Iterator[Path]:
+        """Provide a temporary path for writing a file; it is renamed to `place` at the end of the context."""
         part = place.with_name(f".{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -169,11 +169,11 @@ class _Cache:
                 part.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{name} cannot be kept in {place.parent}: {error.strerror}; name another folder with --data-cache-path"
+                f"{name} cannot be stored in {place.parent}: {error.strerror}; use another folder with --data-cache-path"
             ) from None
 
     def _download(self, address: str, state: State, part: Path, digest: Any) -> str:
-        """Its hash. A connection that breaks is made again from there."""
+        """Download a file and return its digest. A broken connection is resumed."""
         store, fault = open_store(address), "it ends early"
         with part.open("wb") as file:
             for _ in range(_ATTEMPTS):
@@ -191,33 +191,35 @@ class _Cache:
             if file.tell() != state.size:
                 raise ConfigError(
                     f"{shown(address)} cannot be read: {fault}, after {file.tell():,} of {state.size:,} bytes; start again "
-                    "once the server answers"
+                    "when the server responds"
                 )
         return str(digest.hexdigest())
 
     def dataset(self, address: str) -> Path:
-        """The rows of a dataset of Hugging Face, as .jsonl: `hf://ORGANISATION/NAME?split=train&name=CONFIG&revision=R`, or
-        `hf:///FOLDER` of one on disk. `split`, as the package datasets has it, is train unless it is given."""
+        """Store the rows of a Hugging Face dataset as .jsonl:
+        `hf://ORGANISATION/NAME?split=train&name=CONFIG&revision=R`, or `hf:///FOLDER` for a local one. `split` (syntax
+        of the package `datasets`) defaults to train."""
         parts = urlsplit(address)
-        name, asked = parts.netloc + parts.path, {"split": "train", **dict(parse_qsl(parts.query))}
-        unknown = asked.keys() - {"split", "name", "revision"}
+        name, options = parts.netloc + parts.path, {"split": "train", **dict(parse_qsl(parts.query))}
+        unknown = options.keys() - {"split", "name", "revision"}
         if unknown:
-            raise ConfigError(f"{address}: there is no {min(unknown)}; split, name and revision can be given")
+            raise ConfigError(f"{address}: {min(unknown)} is unknown; use split, name and revision")
         datasets = optional("datasets", f"{address} needs the package datasets: pip install datasets")
         try:
-            rows = datasets.load_dataset(name, **asked)
-        except Exception as error:  # of many kinds: the hub's, the file system's, the data's
+            rows = datasets.load_dataset(name, **options)
+        except Exception as error:  # of the hub, the file system or the data, each with its own types
             raise ConfigError(f"{address} cannot be read: {redact_text(' '.join(str(error).split()))[:300]}") from None
         key = hashlib.sha256(f"{address} {rows._fingerprint}".encode()).hexdigest()[:_NAME_CHARACTERS]
         place = self._folder / key / f"{PurePosixPath(name).name}.jsonl"
         if not place.exists():
-            with self._kept(address, place) as part:
+            with self._stored(address, place) as part:
                 rows.to_json(part)
             self._say(f"fetched {address} ({len(rows):,} rows) to {place}")
         return place
 
     def token_files(self, prefix: str, *, sft: bool) -> str:
-        """The prefix here. Raises ConfigError: as `file`; or the .bin or .idx is not what the .json says."""
+        """Fetch token files and return their local prefix. Raises ConfigError if .bin or .idx does not match its
+        .json."""
         parts = urlsplit(prefix)
         prefixes = [prefix, urlunsplit(parts._replace(path=mask_prefix(parts.path)))] if sft else [prefix]
         here = self._place(prefix)
@@ -230,13 +232,14 @@ class _Cache:
         return str(here)
 
     def checkpoint(self, folder: str, config: RunConfig, *, own: bool, accept: Accept) -> str:
-        """A folder here with the checkpoint of `ckpt_step`, or the newest complete one that is what its manifest says.
+        """Fetch the checkpoint of `ckpt_step`, or the newest complete one that matches its manifest. Return its local
+        folder.
 
-        `own`: of the run itself, which needs no former one again."""
+        `own`: the checkpoint is of this run, so earlier fetched steps are removed."""
         folder = folder.rstrip("/")
-        here, unusable = self._place(folder), list[ConfigError]()
-        for name in _asked_for(folder, config.checkpoint.ckpt_step):
-            base, place, manifest = with_suffix(folder, f"/{name}"), here / f"of-{name}" / name, None
+        local, unusable = self._place(folder), list[ConfigError]()
+        for name in _candidates(folder, config.checkpoint.ckpt_step):
+            base, place, manifest = with_suffix(folder, f"/{name}"), local / f"of-{name}" / name, None
             try:
                 text = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
                 assert text is not None
@@ -246,11 +249,11 @@ class _Cache:
                     self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
             except (_Unusable, CheckpointError) as error:
                 if manifest is not None and not isinstance(error, _Unusable):
-                    raise  # it is whole, and not accepted
+                    raise  # it is complete, but was not accepted
                 unusable.append(error)
                 self._say(f"checkpoint {shown(base)} is passed over: {error}")
                 continue
-            for former in here.glob("of-*") if own else ():
+            for former in local.glob("of-*") if own else ():
                 if former != place.parent:
                     shutil.rmtree(former, ignore_errors=True)
             return str(place.parent)
@@ -258,29 +261,29 @@ class _Cache:
             raise unusable[0]
         if not config.checkpoint.fresh_if_missing:
             raise CheckpointMissing(
-                f"no complete checkpoint at {shown(folder)}; give the address of the folder of steps, or for a run that begins "
-                "at step 0 --fresh-if-missing"
+                f"no complete checkpoint at {shown(folder)}; use the address of the folder of steps, or --fresh-if-missing to "
+                "start at step 0"
             )
         self._say(f"no complete checkpoint at {shown(folder)}")
-        return str(here / "none")
+        return str(local / "none")
 
 
 def manifests_at(folder: str, step: int | None) -> Iterator[tuple[str, str]]:
-    """Name and text of the manifest of a step, or of each complete checkpoint in a folder at an address, newest first."""
+    """Yield (name, text) of the manifest of a step, or of each complete checkpoint at an address, newest first."""
     folder = folder.rstrip("/")
-    for name in _asked_for(folder, step):
+    for name in _candidates(folder, step):
         address = with_suffix(folder, f"/{name}/{MANIFEST_NAME}")
         if (content := open_store(address).content()) is not None:
             yield shown(address), content.decode(errors="replace")
 
 
-def _asked_for(folder: str, step: int | None) -> Iterable[str]:
-    """Names of checkpoints, the one of the step or the complete ones, newest first; where a store lists nothing, as the web,
-    the one that `latest` names."""
+def _candidates(folder: str, step: int | None) -> Iterable[str]:
+    """Return the checkpoint of the step, or the complete ones, newest first; if the store cannot list (such as a web
+    server), the one in `latest`."""
     if step is not None:
         return [step_name(step)]
     store, listed = open_store(folder), dict[str, int]()
-    with contextlib.suppress(ConfigError):  # who may read objects need not be allowed to list them
+    with contextlib.suppress(ConfigError):  # permission to read objects does not imply permission to list them
         listed = store.entries() if isinstance(store, StoreObject) else {}
     if isinstance(store, StoreObject) and listed:
         return map(step_name, store.steps())

@@ -1,4 +1,4 @@
-"""From the settings to the datasets of a run, also those that users bring, and which of their samples it reads."""
+"""Build the datasets of a run from its settings, including users' own datasets, and the range of samples it reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from megalite.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits of a run; None where a split was not asked for or has no documents."""
+    """The splits of a run; None if a split was not requested or has no documents."""
 
     train: SampleSource | None
     valid: SampleSource | None
@@ -33,14 +33,14 @@ class Datasets:
 def open_run_datasets(
     config: RunConfig, *, tokenizer: Tokenizer | None, log: Callable[[str], None]
 ) -> tuple[Datasets, list[str]]:
-    """The splits that the run reads, and what to log about them.
+    """Return the splits that the run reads, and notes for the log.
 
-    The test split is read once, at the end of a run that also validates. 969,30,1 has one by default, so that a short
-    one is no reason to stop.
+    The test split is read once, at the end of a run that also validates. The default split 969,30,1 has one, so a test
+    split that is too short is not an error.
 
-    `config`: validated, with a length and a vocab_size. `tokenizer`: of the run; its end of document fills up samples
-    of packed documents. `log`: called, also later, where indices could not be kept. Raises ConfigError: as
-    `build_datasets`; or a split that the run needs has no documents."""
+    `config`: validated, with a length and a vocab_size. `tokenizer`: its EOD token pads samples of packed documents.
+    `log`: called, also later, if indices could not be stored. Raises ConfigError as `build_datasets`, and if a split
+    that the run needs has no documents."""
     if config.data.dataset is None:
         datasets, notes = _build_for_run(config, tokenizer, log)
     else:
@@ -48,14 +48,14 @@ def open_run_datasets(
         open_split = partial(open_plugged, config, tokenizer=tokenizer)
         datasets, notes = Datasets(**{split: open_split(split) if split in wanted else None for split in SPLITS}), []
         if datasets.train is None:
-            raise ConfigError(f"dataset {config.data.dataset} gives nothing for the split train")
+            raise ConfigError(f"dataset {config.data.dataset} has no split train")
     split = config.data.split or DEFAULT_SPLIT
     if datasets.train is None:
         raise ConfigError(f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1")
     if config.training.eval_interval is not None and datasets.valid is None:
         cause, remedy = "", "add --valid-data-path PREFIX"
         if config.data.dataset is not None:
-            cause, remedy = "", f"let dataset {config.data.dataset} give a split valid"
+            cause, remedy = "", f"add a split valid to dataset {config.data.dataset}"
         if config.data.data_path:
             cause, remedy = f" (split {split})", "give it a larger share of --split or more documents"
         raise ConfigError(
@@ -90,26 +90,26 @@ def _build_for_run(
     except ConfigError as fault:
         if data.test_data_path or data.split is not None:
             raise
-        # A fault of the other splits, or of the files, comes up again here.
+        # An error of the other splits, or of the files, is raised again here.
         return build(splits=("train", "valid")), [f"no test loss at the end of the run: {fault}"]
 
 
 def samples_to_read(config: RunConfig, *, step: int = 0, samples: int = 0) -> dict[str, tuple[int, int]]:
-    """[first, stop) of each split for a run that continues after `step` steps and `samples` samples."""
+    """Return the samples [first, stop) of each split that a run reads after `step` steps and `samples` samples."""
     left = steps_left(config, step=step, samples=samples)
     found = {"train": (samples, samples_after(config, left, consumed=samples))}
     if config.training.eval_interval is not None:
-        # The same samples at each evaluation.
+        # Each evaluation reads the same samples.
         evaluation = config.training.eval_iters * batch_sizes(config)[-1]
         found |= {"valid": (0, evaluation), "test": (0, evaluation)}
     return found
 
 
 def megatron_lengths(config: RunConfig) -> dict[str, int]:
-    """Samples that Megatron-LM asks of each split: its order depends on them.
+    """Return the samples that Megatron-LM requests from each split; its order depends on them.
 
-    Train: train_samples, or train_iters·global_batch_size. Validation: (train_iters // eval_interval + 1)·eval_iters global
-    batches, of which this run reads the first eval_iters again and again. Test: eval_iters global batches.
+    Train: train_samples, or train_iters·global_batch_size. Validation: (train_iters // eval_interval + 1)·eval_iters
+    global batches; this run reads only the first eval_iters, repeatedly. Test: eval_iters global batches.
     """
     training, size = config.training, batch_sizes(config)[-1]
     steps = total_steps(config)
@@ -135,17 +135,16 @@ def build_datasets(
     log: Callable[[str], None] = lambda line: None,
     small_bytes: int = SMALL_BYTES,
 ) -> Datasets:
-    """Open the token files and make the datasets of `splits`.
+    """Open the token files and build the datasets of `splits`.
 
-    data_path is divided by `split`; train_, valid_ and test_data_path are each one split; mock_data needs no files.
-    Datasets without weights are mixed in proportion to their tokens. A split that is not named in `splits` is not made,
-    so that a test split that is too short and never read does no harm.
+    data_path is divided by `split`; train_, valid_ and test_data_path are one split each; mock_data needs no files.
+    Datasets without weights are mixed in proportion to their tokens. A split that is not in `splits` is not built, so a
+    test split that is too short and never read is not an error.
 
-    `pad_token`: what fills up samples of packed documents. `tokenizer`: of the run, if it has one: token files that
-    record another are refused. `num_samples`: samples that the run asks of each split; Megatron's order depends on
-    them, ours does not. `log`: called where indices could not be kept. `small_bytes`: indices below this are made in
-    memory. Raises ConfigError: no data, a path that does not exist, a damaged file, a token id not below vocab_size, a
-    split with fewer than seq_length + 1 tokens."""
+    `pad_token`: pads samples of packed documents. `tokenizer`: token files that record another one are an error.
+    `num_samples`: requested samples of each split, for Megatron's order only. `log`: called if indices could not be
+    stored. `small_bytes`: smaller indices are built in memory. Raises ConfigError for a missing path, a damaged file, a
+    token id outside the vocabulary, or a split with fewer than seq_length + 1 tokens."""
     assert set(splits) <= set(SPLITS), splits
     per_split = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
     assert data.mock_data or any((data.data_path, *per_split.values())), "validate refuses a run without data"
@@ -159,7 +158,7 @@ def build_datasets(
             built[name] = MockDataset(vocab_size=vocab_size, seq_length=seq_length, seed=seed, split=number)
             continue
         weights: list[float | None] = []
-        settings: list[dict[str, Any]] = []  # of the dataset of each token file
+        settings: list[dict[str, Any]] = []  # constructor arguments per token file
         for weight, prefix in weighted_prefixes(data.data_path or per_split[name]):
             indexed = files.open(prefix)
             share = range(len(indexed))
@@ -187,7 +186,6 @@ def _blend(
     num_samples: int | None,
     pad_token: int,
 ) -> SampleSource:
-    """One split over all token files."""
     if data.data_order == "megatron":
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
         megatron_split = imported("megalite.data.megatron_dataset:megatron_split")
@@ -208,14 +206,14 @@ def _blend(
 
 
 def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
-    """`parse_data_path`, unless there is a token file that a weight may be the name of. Raises ConfigError: as
-    `parse_data_path`; `2023 2024` where 2023 is a token file; words of one path with spaces."""
+    """Parse a data path with `parse_data_path`, and raise ConfigError if it is ambiguous: a weight that is also the
+    name of a token file (`2023 2024`), or one path with spaces."""
     parsed = parse_data_path(entries)
     joined = " ".join(entries)
     if len(entries) > 1 and _is_dataset(joined) and not any(_is_dataset(prefix) for _, prefix in parsed):
         raise ConfigError(
-            f"data_path: {joined!r} is one token file, but text is cut at spaces; write ['{joined}'] in YAML, or put it "
-            "in quotes on the command line"
+            f"data_path: {joined!r} is one token file, but text is split at spaces; write ['{joined}'] in YAML, or quote it "
+            "on the command line"
         )
     for weight, name in zip((weight for weight, _ in parsed), entries[::2], strict=False):
         if weight is not None and _is_dataset(name):
@@ -233,66 +231,66 @@ def _is_dataset(prefix: str) -> bool:
         return False
 
 
-_STREAM = 16  # of the first split's order; those of token files have other numbers
+_STREAM = 16  # random stream of the first split's order; token files use other streams
 
 
 def open_plugged(config: RunConfig, split: str, tokenizer: Any) -> SampleSource | None:
-    """A split of the run's dataset; None where it has none.
+    """Open a split of the run's registered dataset; return None if it has no such split.
 
-    What is registered is a function of (split, config, tokenizer), a mapping from train, valid (or validation) and test to
-    datasets, or one for training alone. See `as_source` for what a dataset may be.
+    The registered object is a function of (split, config, tokenizer), a mapping from train, valid (or validation) and
+    test to datasets, or a dataset for training alone. `as_source` defines a dataset.
     """
     name = config.data.dataset
     assert name is not None
-    given = DATASETS.get(name)
-    if isinstance(given, Mapping):
-        given = given.get(split, given.get("validation") if split == "valid" else None)
-    elif callable(given) and not _gives_samples(given):
-        given = given(split, config, tokenizer)
+    dataset = DATASETS.get(name)
+    if isinstance(dataset, Mapping):
+        dataset = dataset.get(split, dataset.get("validation") if split == "valid" else None)
+    elif callable(dataset) and not _has_samples(dataset):
+        dataset = dataset(split, config, tokenizer)
     elif split != "train":
-        given = None
-    return None if given is None else as_source(given, config, split)
+        dataset = None
+    return None if dataset is None else as_source(dataset, config, split)
 
 
-def _gives_samples(given: Any) -> bool:
-    return not isinstance(given, type) and (hasattr(given, "sample") or hasattr(given, "__getitem__"))
+def _has_samples(dataset: Any) -> bool:
+    return not isinstance(dataset, type) and (hasattr(dataset, "sample") or hasattr(dataset, "__getitem__"))
 
 
-def as_source(given: Any, config: RunConfig, split: str) -> SampleSource:
-    """What users call a dataset, as the loader reads it.
+def as_source(dataset: Any, config: RunConfig, split: str) -> SampleSource:
+    """Adapt a user's dataset to the loader.
 
-    Either it has `sample(k)`, the k-th sample of an endless sequence, or a length and `[i]`: then each epoch is in an
+    It has either `sample(k)`, the k-th sample of an endless sequence, or a length and `[i]`: then each epoch is in an
     order drawn from (seed, epoch). A sample is seq_length + 1 token ids: a list, an array, a tensor, or a mapping with
-    `input_ids`. It must be a function of its number alone: all ranks, and a run that resumes, read it for themselves, and
-    in a thread, of `num_workers` at once.
+    `input_ids`. It must depend on its number alone, because all ranks and resumed runs read it independently, in
+    `num_workers` threads at once.
 
-    Raises ConfigError: it is neither, is empty, or gives other tokens when a sample is read again."""
+    Raises ConfigError if the object is neither, is empty, or returns other tokens when a sample is read again."""
     name, number = f"dataset {config.data.dataset}", SPLITS.index(split)
     read: Callable[[int], Any]
-    if hasattr(given, "sample"):
-        read = given.sample
-    elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        if not len(given):
-            raise ConfigError(f"{name}: the {split} split is empty; give it samples, or None to go without")
-        read = _Shuffled(given, seed=config.training.seed, stream=_STREAM + number).sample
+    if hasattr(dataset, "sample"):
+        read = dataset.sample
+    elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not len(dataset):
+            raise ConfigError(f"{name}: the {split} split is empty; add samples, or return None to omit it")
+        read = _Shuffled(dataset, seed=config.training.seed, stream=_STREAM + number).sample
     else:
         raise ConfigError(
-            f"{name} is of the type {type(given).__name__}, which has neither sample(k) nor a length and [i]; what can only be "
-            "iterated cannot resume: give it numbered samples"
+            f"{name} is of the type {type(dataset).__name__}, which has neither sample(k) nor a length and [i]; an iterable "
+            "cannot resume: use numbered samples"
         )
     assert config.model.vocab_size is not None
     source = _Plugged(name, read, config.training.seq_length + 1, config.model.vocab_size)
     if not np.array_equal(source.sample(0), source.sample(0)):
         raise ConfigError(
-            f"{name}: sample 0 has other tokens when it is read again; a sample must be a function of its number alone, with "
-            "random numbers from a generator that is seeded by that"
+            f"{name}: sample 0 has other tokens when it is read again; a sample must depend on its number alone: seed random "
+            "generators with it"
         )
     return source
 
 
 @dataclass(eq=False)
 class _Shuffled:
-    """A finite dataset again and again, each epoch in another order."""
+    """Repeats a finite dataset, each epoch in another order."""
 
     items: Any
     seed: int
@@ -304,13 +302,13 @@ class _Shuffled:
         )
 
     def sample(self, k: int) -> Any:
-        epoch, place = divmod(k, len(self.items))
-        return self.items[self._order(epoch)(place)]
+        epoch, position = divmod(k, len(self.items))
+        return self.items[self._order(epoch)(position)]
 
 
 @dataclass(eq=False, frozen=True)
 class _Plugged:
-    """Samples of a user's dataset, each looked at before it is used."""
+    """Reads and checks samples of a user's dataset."""
 
     name: str
     read: Callable[[int], Any]
@@ -329,8 +327,8 @@ class _Plugged:
         tokens = np.asarray(found)
         if tokens.shape != (self.length,) or tokens.dtype.kind not in "iu":
             raise ConfigError(
-                f"{self.name}: sample {k} is {tokens.dtype} of shape {list(tokens.shape)}, but must be {self.length} whole "
-                f"numbers: seq_length {self.length - 1} inputs and the token after the last"
+                f"{self.name}: sample {k} is {tokens.dtype} of shape {list(tokens.shape)}, but must be {self.length} "
+                f"integers: seq_length {self.length - 1} inputs and the token after the last"
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]

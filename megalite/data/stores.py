@@ -1,6 +1,6 @@
-"""What is at an address: an object of a web server or of a store (s3://, gs://), read in blocks; in a store also written.
+"""Read objects of web servers, and read and write objects of stores (s3://, gs://), by address.
 
-http and https need nothing; other addresses go through fsspec and the package of their store (s3fs for s3://).
+http and https need no package; other addresses use fsspec and the package of their store (s3fs for s3://).
 """
 
 import contextlib
@@ -24,46 +24,42 @@ from megalite.config.errors import ConfigError
 _BLOCK = 1 << 20
 _ATTEMPTS, _TIMEOUT = 4, 30.0
 _PAUSES = (1.0, 4.0, 15.0)
-"""Seconds before a store that has failed is asked again."""
+"""Seconds between attempts after a store has failed."""
 _T = TypeVar("_T")
 
 
 class Missing(Exception):
-    """There is nothing at the address."""
+    """Raised if nothing exists at the address."""
 
 
 class Broken(Exception):
-    """The connection is gone; another may work."""
+    """Raised for a lost connection; a new one may work."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is at an address now."""
-
     size: int
-    tag: str  # another one once the content is another
+    tag: str  # changes with the content
 
 
 def shown(address: str) -> str:
-    """An address for messages: without credentials and without its query, which may be a signature."""
+    """Format an address for messages: without credentials and without the query, which may be a signature."""
     parts = urlsplit(address)
     return redact_text(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
 
 
 def with_suffix(address: str, suffix: str) -> str:
-    """An address with something behind its path."""
+    """Append a suffix to the path of an address."""
     parts = urlsplit(address)
     return urlunsplit(parts._replace(path=parts.path + suffix))
 
 
 def open_store(address: str) -> "WebObject | StoreObject":
-    """By the kind of address. Raises ConfigError: the package of its store is missing."""
+    """Open an address. Raises ConfigError if the package of its store is missing."""
     return WebObject(address) if urlsplit(address).scheme in ("http", "https") else StoreObject(address)
 
 
 class WebObject:
-    """An object of a web server."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -71,7 +67,7 @@ class WebObject:
         with self._open("HEAD") as answer:
             headers = answer.headers
         if not (headers.get("Content-Length") or "").isdecimal():
-            raise ConfigError(f"{shown(self._address)}: the server does not say how long it is; copy the file here")
+            raise ConfigError(f"{shown(self._address)}: the server sends no Content-Length; copy the file here")
         return State(int(headers["Content-Length"]), headers.get("ETag") or headers.get("Last-Modified") or "")
 
     def read(self, start: int, state: State) -> Generator[bytes, None, None]:
@@ -88,7 +84,7 @@ class WebObject:
                 raise Broken(str(error) or type(error).__name__) from None
 
     def content(self) -> bytes | None:
-        """All of it; None where there is nothing."""
+        """Return the whole content, or None if nothing exists."""
         try:
             with self._open("GET") as answer:
                 return bytes(answer.read())
@@ -121,12 +117,13 @@ class WebObject:
 
     def _refused(self, reason: object) -> ConfigError:
         return ConfigError(
-            f"{shown(self._address)} cannot be read: {reason}; see that the server runs and that you may read there"
+            f"{shown(self._address)} cannot be read: {reason}; check that the server runs and that you have access"
         )
 
 
 class StoreObject:
-    """An object of a store that fsspec knows, or a folder of objects. Raises ConfigError: the store cannot do what is asked."""
+    """An object, or a folder of objects, of a store that fsspec supports. Methods raise ConfigError if the store
+    fails."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -141,16 +138,15 @@ class StoreObject:
         self._progress = fsspec.callbacks.Callback
 
     def below(self, name: str) -> "StoreObject":
-        """What has this name in it."""
         return StoreObject(with_suffix(self._address, f"/{name}"))
 
     def state(self) -> State:
         try:
-            self._files.invalidate_cache()  # what was listed before may have changed
+            self._files.invalidate_cache()  # cached listings may be out of date
             facts = self._files.info(self._path)
         except FileNotFoundError:
             raise Missing from None
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store has its own exceptions
             raise self._fault(error) from None
         tags = [str(facts[name]) for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified") if facts.get(name)]
         return State(int(facts.get("size") or 0), tags[0] if tags else "")
@@ -165,7 +161,7 @@ class StoreObject:
             raise Broken(redact_text(str(error))[:200] or type(error).__name__) from None
 
     def content(self) -> bytes | None:
-        """All of it; None where there is nothing."""
+        """Return the whole content, or None if nothing exists."""
 
         def read() -> bytes | None:
             self._files.invalidate_cache()
@@ -177,7 +173,7 @@ class StoreObject:
         return self._patiently(read, "read", _PAUSES)
 
     def entries(self) -> dict[str, int]:
-        """Names directly in it, as in a folder, and the bytes of each; none where there is no such folder."""
+        """Return the names directly in the folder and the bytes of each; empty if the folder does not exist."""
 
         def listed() -> dict[str, int]:
             self._files.invalidate_cache()
@@ -190,7 +186,7 @@ class StoreObject:
         return self._patiently(listed, "listed", _PAUSES)
 
     def steps(self) -> Iterator[int]:
-        """Of the folder of a run, the steps of its complete checkpoints, newest first: their manifest comes last."""
+        """Yield the steps of the complete checkpoints in the folder of a run, newest first: those with a manifest."""
         steps = {step for name in self.entries() if (step := step_of(name)) is not None}
         for step in sorted(steps, reverse=True):
             try:
@@ -200,10 +196,11 @@ class StoreObject:
             yield step
 
     def write(self, content: bytes | Path, *, beat: Callable[[], None] = lambda: None, patient: bool = True) -> None:
-        """Make or replace the object, all at once where it is given as bytes. `beat` is called as a file goes out; `patient`: ask again where the store fails."""
+        """Create or replace the object, atomically if `content` is bytes. `beat` is called during the upload of a file;
+        `patient`: retry if the store fails."""
 
         def sent() -> None:
-            if self._path.startswith("/"):  # no bucket, which is never made: its name may be a slip
+            if self._path.startswith("/"):  # never create a bucket: its name may be a typing error
                 self._files.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
             if isinstance(content, bytes) and getattr(self._files, "local_file", False):
                 replace_durably(Path(self._path), content)
@@ -216,7 +213,7 @@ class StoreObject:
         self._patiently(sent, "written", _PAUSES if patient else ())
 
     def remove(self) -> None:
-        """Remove the object, or all that is in the folder; nothing may be there."""
+        """Remove the object, or the folder with its contents, if it exists."""
 
         def gone() -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -228,7 +225,7 @@ class StoreObject:
         for pause in (*pauses, None):
             try:
                 return work()
-            except Exception as error:  # each store has its own
+            except Exception as error:  # each store has its own exceptions
                 if pause is None or isinstance(error, (FileNotFoundError, PermissionError)):
                     raise self._fault(error, done) from None
                 time.sleep(pause)

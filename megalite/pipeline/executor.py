@@ -56,7 +56,6 @@ class Channels:
         return self._edges[source, self._rank].receive_async(tensor, source=0)
 
     def drain(self) -> None:
-        """Wait for all pending sends."""
         for pending in self._pending.values():
             while pending:
                 self._finish(pending)

@@ -1,4 +1,4 @@
-"""The documents of a piece, and what is wrong with those that are bad."""
+"""Parse the documents of a piece, and report the bad ones."""
 
 import difflib
 import functools
@@ -17,12 +17,12 @@ _SHOWN_KEYS, _SHOWN_CHARACTERS = 5, 40
 _JSON_BLANKS = " \t\r\n"
 _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 _decoder = json.JSONDecoder()
-# What decode() calls, without looking for blanks before and after: (line, 0) -> (value, where it ends).
+# Called by decode(), which also skips blanks around the value: (line, 0) -> (value, position of its end).
 _scan = _decoder.scan_once  # type: ignore[attr-defined]
 
 
 class BadDocument(ValueError):
-    """A bad document: of a kind, such as `invalid JSON` or `too long`, by which they are counted; the message says why."""
+    """Raised for a bad document. Bad documents are counted by `kind`, such as `invalid JSON` or `too long`."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,18 +30,18 @@ class BadDocument(ValueError):
 
 
 class BadLine(NamedTuple):
-    """A line (paragraph, file, row) that is not a document."""
+    """A line (paragraph, file, row) that is a bad document."""
 
-    line: int  # its number in the piece, from 0
+    line: int  # number in the piece, from 0
     kind: str
     reason: str
 
 
 @dataclass
 class PieceTexts:
-    lines: int  # lines in the piece, blank ones included; rows of a parquet file
-    texts: list[list[Any]]  # [key][document]: a document is left out as a whole, so that all keys keep in step
-    at: list[int] = field(default_factory=list)  # [document]: the number in the piece of its (first) line, from 0
+    lines: int  # lines of the piece, including blank ones; rows of a parquet file
+    texts: list[list[Any]]  # [key][document]; a bad document is left out under all keys
+    at: list[int] = field(default_factory=list)  # [document]: number of its first line in the piece, from 0
     bad: list[BadLine] = field(default_factory=list)
 
     def add(self, line: int, texts: Sequence[Any]) -> None:
@@ -59,8 +59,8 @@ def read_piece(
     limits: Limits,
     parse: Callable[[bytes, Sequence[str]], Sequence[Any]] | None = None,
 ) -> PieceTexts:
-    """Documents of a piece that was cut with the same keys and limits. Blank lines are not documents, and not bad.
-    `parse`: what a line of JSON is, under each key; default: the texts under the keys (`parse_line`)."""
+    """Parse the documents of a piece that was cut with the same keys and limits. Blank lines are skipped. `parse`:
+    converts a line of JSON to one value per key; default: the texts under the keys (`parse_line`)."""
     if piece.form == "rows":
         return _read_rows(piece, keys, limits)
     content, is_whole = piece.content, len(piece.content) == piece.stop - piece.start
@@ -71,7 +71,7 @@ def read_piece(
     if piece.form == "paragraph":
         return _read_paragraphs(content, is_whole, piece.dropped_lines, limits)
     lines = content.split(b"\n")
-    # After the last line end comes nothing, or the beginning of a line that is too long.
+    # The part after the last line end is empty, or the beginning of a line that is too long.
     if not is_whole or not lines[-1]:
         lines.pop()
     found = PieceTexts(len(lines), [[] for _ in keys])
@@ -85,7 +85,7 @@ def read_piece(
             else:
                 texts = [plain_text(line.rstrip(b"\r") if line.strip() else b"")]
         except BadDocument as error:
-            # Blank lines are looked for here alone, where it costs good lines nothing.
+            # Blank lines are detected only here, at no cost for good lines.
             if len(line) > limits.max_document_bytes or line.strip():
                 found.refuse(number, error)
             continue
@@ -102,8 +102,8 @@ def good_texts(
     limits: Limits,
     parse: Callable[[bytes, Sequence[str]], Sequence[Any]] | None = None,
 ) -> Iterator[list[Any]]:
-    """The texts of each piece of the inputs, or what `parse` makes of a line of JSON. Raises ConfigError: as `cut`; a
-    line is bad."""
+    """Yield the texts of each piece of the inputs, or the results of `parse` for lines of JSON. Raises ConfigError as
+    `cut`, and for a bad line."""
     place: Place | None = None
     for piece in cut(inputs, keys=[key], limits=limits):
         found = read_piece(piece, [key], limits, parse)
@@ -132,7 +132,7 @@ def _read_paragraphs(content: bytes, is_whole: bool, dropped_lines: int, limits:
     found.lines += is_whole and not content.endswith(b"\n")
     line = 0
     for number, part in enumerate(parts):
-        # A third line end in a row is left at the beginning, half of a CRLF and the last line end of a file at the end.
+        # A third line end in a row remains at the start of a part, half a CRLF or the file's last line end at its end.
         text = part.removeprefix(b"\r\n") if part.startswith(b"\r\n") else part.removeprefix(b"\n")
         first = line + (len(text) < len(part))
         line += part.count(b"\n") + 2
@@ -169,8 +169,9 @@ def _too_long(limits: Limits) -> BadDocument:
 
 
 def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
-    """The texts under `keys` of a JSON object; the last one of a key that occurs twice. Raises BadDocument: not UTF-8,
-    not a JSON object, a key missing, its value not a string, empty or half a surrogate pair."""
+    """Return the texts under `keys` of a JSON object (of a repeated key the last one). Raises BadDocument if the line
+    is not UTF-8 or not a JSON object, or if a key is missing or its value is not a string, empty or a lone
+    surrogate."""
     document = parse_object(raw)
     texts = []
     for key in keys:
@@ -184,7 +185,7 @@ def parse_line(raw: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def text_of(value: object, key: str) -> str:
-    """A value that has to be a text with something in it. Raises BadDocument: it is none."""
+    """Return `value` if it is a non-empty string, else raise BadDocument."""
     if type(value) is not str:
         raise BadDocument("wrong type", f"expected a string under {key!r}, got {type_name(value)}")
     if not value:
@@ -193,7 +194,7 @@ def text_of(value: object, key: str) -> str:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a line. Raises BadDocument: not UTF-8, not JSON, or something else."""
+    """Parse a line with a JSON object. Raises BadDocument if it is not UTF-8, not JSON or not an object."""
     line = _decode(raw)
     try:
         document, end = _scan(line, 0)
@@ -207,7 +208,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def plain_text(raw: bytes) -> str:
-    """The text of a document that is nothing but text. Raises BadDocument: not UTF-8, or empty."""
+    """Decode a plain-text document. Raises BadDocument if it is not UTF-8 or empty."""
     if not raw:
         raise BadDocument("empty text", "empty text")
     return _decode(raw)
@@ -224,11 +225,11 @@ def _decode_json(line: str) -> object:
     try:
         return _decoder.decode(line)
     except json.JSONDecodeError as error:
-        # Some of these messages end with "at", some do not.
+        # Some of Python's messages end with "at".
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos}"
     except RecursionError:
         reason = "nested too deep"
-    except ValueError:  # Python makes no int of so many
+    except ValueError:  # Python limits the digits of an int
         reason = f"a number has more than {sys.get_int_max_str_digits()} digits"
     raise BadDocument("invalid JSON", f"invalid JSON: {reason}")
 
@@ -244,7 +245,7 @@ def check_surrogates(text: str, key: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _missing(key: str, present: tuple[str, ...]) -> str:
-    """What to say about a missing key; the same keys are missed in line after line."""
+    """Describe a missing key. Cached, because the same keys are usually missing in many lines."""
     names = [name[:_SHOWN_CHARACTERS] + "..." * (len(name) > _SHOWN_CHARACTERS) for name in present]
     near = difflib.get_close_matches(key, names, 1)
     shown = ", ".join(map(repr, names[:_SHOWN_KEYS])) or "none"

@@ -1,6 +1,6 @@
-"""Input files named by paths, folders and globs; their bytes in bounded blocks, rows of parquet files, and reading ahead.
+"""Find input files by path, folder and glob, and read their bytes in bounded blocks or their parquet rows.
 
-zstandard's own stream reader does not notice a truncated file; its frames are decoded one by one here.
+zstandard's stream reader does not detect a truncated file, so frames are decoded one by one here.
 """
 
 import errno
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Kind = Literal["jsonl", "text", "parquet"]
 Compression = Literal["gz", "zst"]
-Blocks = Generator[tuple[bytes, int], None, None]  # (bytes, how much has been read from the disk so far)
-Row = tuple[bytes | None, ...]  # of each key its text; None: there is none
+Blocks = Generator[tuple[bytes, int], None, None]  # (bytes, total bytes read from disk so far)
+Row = tuple[bytes | None, ...]  # text per key; None for null
 
 STDIN = "-"  # the name of standard input
 UNFINISHED = ".unfinished"  # suffix of the folder of an unfinished run
 SUFFIXES = ".jsonl, .jsonl.gz, .jsonl.zst, .txt, .txt.gz, .txt.zst, .parquet"
-"""For messages; .ndjson is .jsonl by another name, and .json is taken where it holds a JSON object a line."""
+"""For messages. .ndjson is treated as .jsonl, and .json is accepted if each line is a JSON object."""
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -54,18 +54,17 @@ class Input:
     kind: Kind
     compression: Compression | None
     size: int | None  # bytes on disk; None for standard input
-    start: int = 0  # of a part that another process does not read: its bytes, between lines
+    start: int = 0  # byte range of a shard, cut between lines
     stop: int | None = None
 
     @property
     def amount(self) -> int | None:
-        """Bytes on disk that are read; None: unknown."""
+        """Bytes to read from disk; None if unknown."""
         return None if self.size is None else (self.size if self.stop is None else self.stop) - self.start
 
 
 def open_regular(path: str) -> BinaryIO:
-    """An input file, opened without waiting for anything. Raises ConfigError: it cannot be opened, or is not a regular
-    file."""
+    """Open an input file without blocking. Raises ConfigError if it cannot be opened or is not a regular file."""
     try:
         return reading.open_regular(path)
     except OSError as error:
@@ -74,7 +73,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def stdin_number() -> int:
-    """The file descriptor of standard input. Raises ConfigError: there is none, or it is a terminal."""
+    """Return the file descriptor of standard input. Raises ConfigError if it is missing or a terminal."""
     try:
         number = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):
@@ -85,13 +84,13 @@ def stdin_number() -> int:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Input]:
-    """Files named by paths, folders (searched recursively) and globs, each once, sorted within each pattern.
+    """Find the files of paths, folders (searched recursively) and globs, each once, sorted within each pattern.
 
-    What a folder or a glob holds is left out where it is hidden, of an unknown kind, empty (as programs write that
-    divide their output by hashes), a .json that does not hold a JSON object a line, or in the folder of an unfinished
-    run. A file with two names (symbolic links) is taken under the first. `-` is standard input, a JSON object a line.
+    In folders and globs, a file is skipped if it is hidden, of an unknown kind, empty (as written by programs that
+    partition their output by hash), a .json without a JSON object per line, or in the folder of an unfinished run. A
+    file with two names (symbolic links) is read under the first. `-` is standard input, with a JSON object per line.
 
-    Raises ConfigError: nothing matches; a named file is empty, of an unknown kind, not a regular file or unreadable."""
+    Raises ConfigError if nothing matches, or a named file is empty, of an unknown kind, not regular or not readable."""
     found: dict[str, Input] = {}
     for pattern in patterns:
         if pattern == STDIN:
@@ -120,7 +119,7 @@ def _matches(pattern: str) -> list[str]:
             raise ConfigError(f"input {pattern} does not exist; give files, folders or globs of {SUFFIXES}")
         hits = [hit for hit in hits if not any(part.endswith(UNFINISHED) for part in hit.parts)]
         files = [str(hit) for hit in hits if not hit.is_dir() and _is_wanted(str(hit))]
-        if "**" not in pattern:  # with **, the contents of the folders were matched themselves
+        if "**" not in pattern:  # with **, the glob already contains the folders' contents
             files += [path for hit in hits if hit.is_dir() for path in _search(str(hit))]
         what = "matches no file"
     if not files:
@@ -129,20 +128,20 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _search(folder: str) -> Iterator[str]:
-    """Files of known kinds below a folder, through symbolic links, each folder once."""
+    """Yield files of known kinds below a folder, following symbolic links, each folder once."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(str(error.filename), error)
 
     seen = set()
-    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        identity = os.path.realpath(here)
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        identity = os.path.realpath(parent)
         if identity in seen:
             folders.clear()
             continue
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED)]
-        paths = [str(Path(here, name)) for name in names if not name.startswith(".")]
+        paths = [str(Path(parent, name)) for name in names if not name.startswith(".")]
         yield from filter(_is_wanted, paths)
 
 
@@ -150,14 +149,14 @@ def _is_wanted(path: str) -> bool:
     kind, suffix, compression = _kind_of(Path(path).name)
     if kind is None:
         return False
-    with suppress(OSError):  # opening it will say what is wrong
+    with suppress(OSError):  # opening the file later reports the error
         if not Path(path).stat().st_size and Path(path).is_file():
             return False
     return suffix != ".json" or _why_not_lines(path, compression) is None
 
 
 def _kind_of(name: str) -> tuple[Kind | None, str, Compression | None]:
-    stem, suffix = os.path.splitext(name.lower())  # noqa: PTH122 Path.suffix knows no file named ".jsonl.gz" in its parts
+    stem, suffix = os.path.splitext(name.lower())  # noqa: PTH122 Path.suffix is wrong for a file named ".jsonl.gz"
     compression = _COMPRESSIONS.get(suffix)
     if compression:
         suffix = os.path.splitext(stem)[1]  # noqa: PTH122
@@ -179,7 +178,7 @@ def _describe(path: str) -> Input:
 
 
 def _why_not_lines(path: str, compression: Compression | None) -> str | None:
-    """None if a .json evidently holds an object a line, else why not."""
+    """Return None if a .json file seems to have an object per line, else the reason against it."""
     head = b""
     with open_regular(path) as file, closing(file_blocks(path, file, compression, Event())) as blocks:
         for block, _ in blocks:
@@ -201,42 +200,41 @@ def _why_not_lines(path: str, compression: Compression | None) -> str | None:
 
 AHEAD_ITEMS = 8
 _READ_BYTES = 1 << 18
-_ZSTD_INPUT = 1 << 10  # a zstd block of 4 bytes may stand for 128 KiB: 32 MiB
+_ZSTD_INPUT = 1 << 10  # a zstd block of 4 bytes may decompress to 128 KiB, so this becomes 32 MiB at most
 _ZSTD_WINDOW = 1 << 27
 _POLL_SECONDS = 0.1
-_ROWS = 16  # read at a time: however large the texts after these are, or how well they are compressed
+_ROWS = 16  # read at a time, to bound memory for large or strongly compressed texts
 _BUFFER_BYTES = 1 << 18
 _SHOWN_COLUMNS = 20
 
 
 class Stopped(Exception):
-    """The consumer of these bytes has gone."""
+    """Raised in the reader thread when the consumer has stopped."""
 
 
 def unreadable(path: str, reason: object) -> ConfigError:
-    """The error for an input that is missing, damaged or not allowed."""
+    """Build the error for an input that is missing, damaged or not allowed."""
     why = reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)
     return ConfigError(f"input {path} cannot be read: {why}; fix the file or leave it out")
 
 
 def changed(path: str, how: str) -> ConfigError:
-    """The error for an input that is no longer what it was."""
-    return ConfigError(f"input {path} has changed since it was found: {how}; start again once nothing writes to it")
+    """Build the error for an input that has changed."""
+    return ConfigError(f"input {path} has changed since it was found: {how}; start again when no program writes to it")
 
 
 def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop: Event) -> Blocks:
-    """The (decompressed) content of an open file.
+    """Yield the (decompressed) content of an open file.
 
-    Several gzip members or zstd frames one after the other are one content. Memory is bounded, also for content that
-    is compressed many thousandfold.
+    Consecutive gzip members or zstd frames are concatenated. Memory is bounded even for extreme compression ratios.
 
-    Raises ConfigError: the file cannot be read, is damaged, ends early, or zstandard is not installed. Stopped: `stop`
-    is set."""
+    Raises ConfigError if the file cannot be read, is damaged or truncated, or zstandard is not installed; Stopped if
+    `stop` is set."""
     try:
         if compression == "zst":
             yield from _zstd_blocks(path, file, stop)
             return
-        # read1: read would lose what comes before damage.
+        # read1, because read would lose the content before a damaged part.
         read = gzip.GzipFile(fileobj=file).read1 if compression else file.read
         while block := read(_READ_BYTES):
             check(stop)
@@ -275,8 +273,8 @@ def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
 
 
 def pipe_blocks(number: int, stop: Event) -> Blocks:
-    """What comes out of standard input, without ever waiting in a call that cannot be stopped. Raises ConfigError: it
-    cannot be read. Stopped: `stop` is set."""
+    """Yield the content of standard input, without blocking in a call that cannot be interrupted. Raises ConfigError if
+    it cannot be read; Stopped if `stop` is set."""
     total = 0
     try:
         while True:
@@ -298,12 +296,12 @@ def check(stop: Event) -> None:
 
 
 def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]:
-    """The items of an iterator that a thread runs, at most AHEAD_ITEMS ahead. The thread ends with this generator, also
-    if that is closed early: `make` gets an event that is then set and on which it raises Stopped. What else it raises
-    is raised here, after the items before it."""
+    """Yield the items of the iterator `make(stop)`, which runs in a thread up to AHEAD_ITEMS ahead. The thread ends
+    with this generator, even if it is closed early: then `stop` is set and the iterator raises Stopped. Other
+    exceptions are raised here after the items before them."""
     stop = Event()
     items = make(stop)
-    with ThreadPoolExecutor(1, "input reader") as pool:  # one thread: it takes item after item
+    with ThreadPoolExecutor(1, "input reader") as pool:  # one thread, so that items stay in order
         coming = deque(pool.submit(next, items, None) for _ in range(AHEAD_ITEMS))
         try:
             while (item := coming.popleft().result()) is not None:
@@ -317,31 +315,30 @@ def read_ahead(make: Callable[[Event], Iterator[T]]) -> Generator[T, None, None]
 def cut_parquet(
     path: str, size: int, keys: Sequence[str], piece_bytes: int, start: int, stop: Event
 ) -> Iterator[tuple[int, tuple[Row, ...], int]]:
-    """(row after the last, rows, disk bytes) from row `start` on, about piece_bytes of text at a time and
-    never across row groups.
+    """Yield (row after the last, rows, disk bytes) from row `start` on, with about piece_bytes of text each and never
+    across row groups.
 
-    Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory grows neither
-    with the row groups nor with how well they are compressed.
+    Only the columns of `keys` are read, through small buffers and a few rows at a time, so that memory depends neither
+    on the size of row groups nor on their compression.
 
-    Raises ConfigError: the file is damaged, has become shorter, lacks a column or has no texts in it, or pyarrow is not
-    installed. Stopped: `stop` is set."""
+    Raises ConfigError if the file is damaged, has become shorter, lacks a column or has one that is not text, or
+    pyarrow is not installed; Stopped if `stop` is set."""
     parquet = needed_package(path, "pyarrow.parquet", "data")
     try:
-        # pyarrow compares the checksums of pages (where the writer left some) only on request.
+        # pyarrow verifies page checksums, if the file has any, only on request.
         with parquet.ParquetFile(
             path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as file:
             _check_columns(path, file.schema_arrow, keys)
             rows = file.metadata.num_rows
             if start > rows:
-                raise changed(path, f"it has {rows} rows, and row {start} is the one to resume at")
+                raise changed(path, f"it has {rows} rows, but the work resumes at row {start}")
             for end, found in _pieces(file, keys, piece_bytes, start):
                 check(stop)
                 yield end, tuple(found), size * end // rows
     except (ConfigError, Stopped):
         raise
-    # pyarrow raises its own errors, OSError, ValueError, TypeError, KeyError, MemoryError ... for damaged files.
-    except Exception as error:
+    except Exception as error:  # pyarrow raises many types for damaged files, such as KeyError and MemoryError
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise unreadable(path, f"as parquet it is damaged ({reason})") from None
 
@@ -366,8 +363,8 @@ def _check_columns(path: str, schema: "pyarrow.Schema", keys: Sequence[str]) -> 
 def _pieces(
     file: "pyarrow.parquet.ParquetFile", keys: Sequence[str], piece_bytes: int, start: int
 ) -> Iterator[tuple[int, list[Row]]]:
-    """(row after the last, rows) from row `start` on. Where pieces end depends on the content alone: from row `start`,
-    where one ended, they end as they did then."""
+    """Yield (row after the last, rows) from row `start` on. Ends of pieces depend on the content alone, so a resumed
+    run cuts the same pieces."""
     row = 0
     for number in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(number).num_rows
@@ -375,23 +372,23 @@ def _pieces(
             row += rows
             continue
         piece: list[Row] = []
-        held = 0
+        num_bytes = 0
         for batch in file.iter_batches(_ROWS, row_groups=[number], columns=list(keys), use_threads=False):
             for texts in zip(*map(_texts, batch.select(list(keys)).columns), strict=True):
                 row += 1
                 if row <= start:
                     continue
                 piece.append(texts)
-                held += sum(len(text or b"") for text in texts)
-                if held >= piece_bytes:
+                num_bytes += sum(len(text or b"") for text in texts)
+                if num_bytes >= piece_bytes:
                     yield row, piece
-                    piece, held = [], 0
+                    piece, num_bytes = [], 0
         if piece:
             yield row, piece
 
 
 def _texts(array: "pyarrow.Array") -> list[bytes | None]:
-    """The bytes of each text: not every writer of parquet checks that its strings are UTF-8."""
+    """Return the bytes of each text, because not every writer of parquet checks that strings are UTF-8."""
     import pyarrow
 
     plain = array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array

@@ -1,4 +1,4 @@
-"""What is to be preprocessed and how, how far it is, its part of the input, and whether its output can be written."""
+"""Define a preprocessing job, its progress and its shard of the input, and check its settings and output paths."""
 
 import mmap
 import os
@@ -17,11 +17,11 @@ from megalite.preprocess.workers import MAX_WORKERS
 from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
-MAX_FAULTS = 10  # bad lines that are kept and shown, with place and reason
-SFT_KEYS = ("sft", MASK_KEY)  # the datasets of examples: their tokens, and of each token 1 if the model is to say it
-_REMEDY = "give another --output-prefix"
+MAX_FAULTS = 10  # bad lines that are stored and shown, with place and reason
+SFT_KEYS = ("sft", MASK_KEY)  # datasets of fine-tuning examples: tokens, and 1 for each token in the loss
+_REMEDY = "use another --output-prefix"
 
-Border = tuple[int, int]  # a place between two documents: number of the input, and bytes of it before
+Border = tuple[int, int]  # a position between two documents: number of the input, and byte offset in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class PreprocessJob:
     output_prefix: str  # output is {output_prefix}_{key}_document.bin, .idx and .json for each key
     tokenizer: DataConfig  # tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read
     vocab_size: int | None = None  # for NullTokenizer
-    json_keys: tuple[str, ...] = ("text",)  # which values of a JSON object are text; each makes a dataset
+    json_keys: tuple[str, ...] = ("text",)  # keys of the texts in a JSON object; each becomes a dataset
     sft: bool = False  # lines are examples of prompt and response or messages; json_keys are SFT_KEYS
     shard: tuple[int, int] | None = None  # (i, n): part i of n of the input
     append_eod: bool = False  # end each document with the tokenizer's end-of-document token
@@ -38,9 +38,9 @@ class PreprocessJob:
     text_documents: TextDocuments = "file"
     workers: int = 1  # processes that tokenize; 1 works in this process. The output does not depend on it.
     strict: bool = False  # stop at the first bad line
-    restart: bool = False  # drop what an unfinished run has left, and replace finished files
+    restart: bool = False  # drop the work of an unfinished run, and replace finished files
     piece_bytes: int = Limits.piece_bytes
-    checkpoint_seconds: float = 5.0  # how often the work is saved against a kill; 0 is after every piece
+    checkpoint_seconds: float = 5.0  # interval between saves of the work; 0: after every piece
 
     def __post_init__(self) -> None:
         if self.sft:
@@ -56,7 +56,7 @@ class PreprocessJob:
 
     @property
     def unfinished(self) -> Path:
-        """The folder that the job works in until it is done."""
+        """Folder of the job's files until it is done."""
         return Path(f"{self.output_prefix}{UNFINISHED}")
 
 
@@ -67,13 +67,13 @@ class Progress:
     input_bytes: int = 0  # bytes of text read, after decompression
     disk_bytes: int = 0  # bytes of the input files that have been read
     disk_total: int | None = None  # bytes of all input files; None if stdin is among them
-    bad: dict[str, int] = field(default_factory=dict)  # lines left out, by kind
+    bad: dict[str, int] = field(default_factory=dict)  # bad lines, by kind
     faults: list[str] = field(default_factory=list)  # the first of them (at most MAX_FAULTS), `file:line: reason`
-    kept_documents: int = 0  # of all these, what an earlier run did
+    kept_documents: int = 0  # documents of an earlier run, included in `documents`
     kept_tokens: int = 0
     kept_bytes: int = 0
-    notice: str = ""  # what became of an earlier run's work; empty if there was none
-    outputs: list[str] = field(default_factory=list)  # prefixes of the datasets, once they are there
+    notice: str = ""  # whether the work of an earlier run was resumed; empty without one
+    outputs: list[str] = field(default_factory=list)  # prefixes of the finished datasets
     output_bytes: int = 0
 
     @property
@@ -82,7 +82,7 @@ class Progress:
 
 
 def require_tokenizer(job: PreprocessJob) -> Tokenizer:
-    """The job's tokenizer. Raises ConfigError: there is none, or its files are bad."""
+    """Build the job's tokenizer. Raises ConfigError if none is set or its files are bad."""
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if tokenizer is None:
         raise ConfigError("no tokenizer: give --tokenizer-model FILE, or --vocab-file and --merge-file")
@@ -101,12 +101,11 @@ def check_settings(job: PreprocessJob) -> None:
 
 
 def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
-    """Refuse an --output-prefix that cannot work, or that would overwrite the input. Nothing is written. Raises
-    ConfigError: names the path, what is wrong with it, and the remedy."""
+    """Raise ConfigError if --output-prefix cannot work or would overwrite the input. Writes nothing."""
     prefix, unfinished = job.output_prefix, job.unfinished
     other = next((item for item in inputs if item.kind != "jsonl"), None) if job.sft else None
     if other is not None:
-        raise ConfigError(f"input {other.path}: examples to fine-tune on are lines of JSON; give them as .jsonl")
+        raise ConfigError(f"input {other.path}: fine-tuning examples must be lines of JSON; use .jsonl files")
     if not prefix or prefix.endswith("/") or "\0" in prefix:
         raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
     targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]
@@ -114,7 +113,7 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
         raise _not_writable(*fault)
     for target in targets:
         if target.is_dir() and not target.is_symlink():
-            raise ConfigError(f"{target} is a folder, and the output would have that name; {_REMEDY}")
+            raise ConfigError(f"{target} is a folder, but the output needs that name; {_REMEDY}")
     if unfinished.is_symlink():
         raise ConfigError(f"{unfinished} is a link; remove it, or {_REMEDY}")
     outputs, folder = {os.path.realpath(target) for target in targets}, os.path.realpath(unfinished)
@@ -123,11 +122,11 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
         if item.size is not None and path in outputs:
             raise ConfigError(f"input {item.path} would be overwritten by the output; {_REMEDY}")
         if item.size is not None and path.startswith(folder + os.sep):
-            raise ConfigError(f"input {item.path} lies in {unfinished}, where the output is made; {_REMEDY}")
+            raise ConfigError(f"input {item.path} is in {unfinished}, the folder of the output; {_REMEDY}")
 
 
 def require_free(job: PreprocessJob) -> None:
-    """Raise a ConfigError if the output exists and may not be replaced."""
+    """Raise ConfigError if the output exists and must not be replaced."""
     for prefix in [] if job.restart else job.prefixes:
         for suffix in SUFFIXES:
             if os.path.lexists(f"{prefix}{suffix}"):
@@ -139,7 +138,7 @@ def _not_writable(path: Path, reason: str) -> ConfigError:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`2/8`: the third of eight. Raises ConfigError: no such part."""
+    """Parse I/N: `2/8` is the third shard of eight. Raises ConfigError if it is malformed or I is not below N."""
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise ConfigError(f"--shard {text} is not I/N with I from 0 to N - 1; the first of eight is 0/8")
@@ -147,18 +146,18 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def shard_name(prefix: str, shard: tuple[int, int]) -> str:
-    """The prefix of a part's output; by name the parts are in order."""
+    """Return the prefix of a shard's output. Sorting by name gives the order of shards."""
     return f"{prefix}-{shard[0]:05d}-of-{shard[1]:05d}"
 
 
 def job_inputs(job: PreprocessJob) -> tuple[list[Input], list[int] | None]:
-    """The inputs that a job reads; and of a part its number and how many there are, parts without content left out.
+    """Return the inputs of a job and, for a shard, [its number, number of shards] without counting empty shards.
 
-    Parts have about as many bytes. Plain jsonl (and text with a document a line) is cut between lines; a compressed
-    or parquet file belongs to one part. Where a cut lies depends on the files and n alone, so that machines need not
-    talk. Of a part that is left without content the list is empty.
+    Shards have about equally many bytes. Plain jsonl (and text with a document per line) is cut between lines; a
+    compressed or parquet file belongs to one shard. Cuts depend on the files and n alone, so machines need not
+    communicate. The list of an empty shard is empty.
 
-    Raises ConfigError: as `find_inputs`; or standard input is among them."""
+    Raises ConfigError as `find_inputs`, and if standard input is among the inputs of a shard."""
     inputs = find_inputs(job.inputs)
     if job.shard is None:
         return inputs, None

@@ -1,4 +1,4 @@
-"""Datasets merged end to end, and a dataset split into several: whole documents, in order, with their sequences."""
+"""Merge datasets, or split a dataset, by whole documents, in order and with their sequences."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ Side = dict[str, Any]  # the facts of a side file
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive whole documents of a dataset. It keeps no file open: a thousand datasets can be merged."""
+    """Consecutive whole documents of a dataset. Holds no open file, so that a thousand datasets can be merged."""
 
     prefix: str
     dtype: np.dtype
@@ -60,10 +60,10 @@ class Part:
         return len(self.tokens) * self.dtype.itemsize
 
     def open(self) -> IndexedDataset:
-        """The dataset. Raises ConfigError: it is no longer what it was."""
+        """Open the dataset. Raises ConfigError if it has changed."""
         dataset = IndexedDataset(self.prefix)
         if dataset.num_documents < self.documents.stop or Part.of(dataset, self.documents) != self:
-            raise ConfigError(f"{self.prefix} changed while it was read; try again when nothing writes to it")
+            raise ConfigError(f"{self.prefix} changed while it was read; try again when no program writes to it")
         return dataset
 
 
@@ -74,8 +74,8 @@ class Written:
     sequences: int
     tokens: int
     dtype: np.dtype
-    lengths: LengthStatistics | None  # of its documents; None if there is no side file
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # if there is one: what it says of .bin and .idx
+    lengths: LengthStatistics | None  # for the side file; None without one
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # `files` of the side file
 
 
 def merge(
@@ -85,14 +85,14 @@ def merge(
     dtype: str | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Written:
-    """Write the documents of all datasets, in this order, as one; its bytes are those of preprocessing all inputs.
+    """Concatenate datasets in this order. The result has the same bytes as preprocessing all inputs at once.
 
-    If all have side files that agree on the vocabulary, the new one has one too. The sha256 that side files have are
-    compared on the way.
+    If all datasets have side files with the same vocabulary, the result has one too. Each sha256 in the side files is
+    verified.
 
-    `dtype`: type of the new tokens; needed if the datasets' types differ. `on_bytes`: called with the number of bytes
-    of .bin files just read. Raises ConfigError: a dataset is damaged, their types or tokenizers differ, an id does not
-    fit, or the output exists."""
+    `dtype`: type of the new tokens; required if the datasets' types differ. `on_bytes`: called with the number of bytes
+    of .bin files just read. Raises ConfigError if a dataset is damaged, their types or tokenizers differ, an id does
+    not fit, or the output exists."""
     refuse_existing([output])
     sides = [read_side_file(prefix) for prefix in prefixes]
     _check_tokenizers(prefixes, sides)
@@ -123,8 +123,8 @@ def _common_dtype(parts: Sequence[Part]) -> np.dtype:
             wide = np.result_type(*(each.dtype for each in parts))
             assert wide.newbyteorder("<") in TOKEN_DTYPES.values(), wide
             raise ConfigError(
-                f"{first.prefix} holds {first.dtype.name} tokens, {part.prefix} {part.dtype.name}; give --dtype "
-                f"{wide.name} to store all of them as that"
+                f"{first.prefix} has {first.dtype.name} tokens, {part.prefix} {part.dtype.name}; add --dtype {wide.name} "
+                "to store all of them in that type"
             )
     return first.dtype
 
@@ -132,9 +132,9 @@ def _common_dtype(parts: Sequence[Part]) -> np.dtype:
 def split_dataset(
     prefix: str, outputs: Sequence[tuple[str, range]], *, on_bytes: Callable[[int], None] = lambda count: None
 ) -> list[Written]:
-    """Write documents of a dataset as separate datasets, one for each of `outputs`; all of them or none. If the dataset
-    has a side file, each part gets one. `outputs`: (prefix, documents) of each part. `on_bytes`: called with the number
-    of bytes of .bin just read. Raises ConfigError: the dataset is damaged, or an output exists."""
+    """Split a dataset into `outputs`, (prefix, documents) of each part; write all of them or none. If the dataset has a
+    side file, each part gets one. `on_bytes`: called with the number of bytes of .bin just read. Raises ConfigError if
+    the dataset is damaged or an output exists."""
     refuse_existing([output for output, _ in outputs])
     side = read_side_file(prefix)
     dataset = IndexedDataset(prefix)
@@ -154,12 +154,12 @@ def split_dataset(
 
 
 def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
-    """Documents of each of `parts` parts, each with a document at least, about as many tokens in one as in another.
-    Part k ends at the document border nearest to token (k + 1) / parts of all. Raises ConfigError: more parts than
-    documents, or none."""
+    """Return the documents of `parts` parts with about equally many tokens, each with at least one document. Part k
+    ends at the document border nearest to the fraction (k + 1) / parts of all tokens. Raises ConfigError if `parts` is
+    0 or exceeds the number of documents."""
     documents, tokens = dataset.num_documents, dataset.num_tokens
     if not 1 <= parts <= documents:
-        raise ConfigError(f"parts {parts}: {dataset.prefix} has {documents} documents; give 1 to {documents}")
+        raise ConfigError(f"parts {parts}: {dataset.prefix} has {documents} documents; use 1 to {documents}")
     ends: list[int] = []
     for part in range(1, parts):
         target = tokens * part / parts
@@ -171,8 +171,8 @@ def parts_of_equal_tokens(dataset: IndexedDataset, parts: int) -> list[range]:
 
 
 def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
-    """Documents of train, valid and test, cut exactly where a run with this --split cuts. Raises ConfigError: the split
-    is bad, or a run would cut between two sequences of one document."""
+    """Return the documents of train, valid and test, cut exactly as in a run with this --split. Raises ConfigError if
+    the split is malformed, or a run would cut between two sequences of one document."""
     indices = dataset.document_indices
     stops = [sequences.stop for sequences in split_documents(split, len(dataset))]
     above = [bisect_left(indices, stop) for stop in stops]
@@ -183,7 +183,7 @@ def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
                 f"{indices[document - 1]} to {indices[document] - 1}); cut between documents with --documents"
             )
     borders = [0, *above]
-    # Documents without a sequence, behind the last that has one, belong to the last part that has any.
+    # Documents without a sequence at the end belong to the last part with a document.
     last = max(i for i in range(1, 4) if i == 1 or borders[i] > borders[i - 1])
     borders[last:] = [dataset.num_documents] * (4 - last)
     return [range(start, stop) for start, stop in pairwise(borders)]
@@ -199,13 +199,12 @@ def _write_parts(
     digests: Mapping[str, Mapping[str, str]],
     on_bytes: Callable[[int], None],
 ) -> Written:
-    """Write `stem.bin` and `.idx` for `prefix`: the documents of all parts, in order. Memory does not grow with the files.
+    """Write `stem.bin` and `.idx` for `prefix` with the documents of all parts, in constant memory.
 
-    `dtype`: type of the new dataset's tokens; ids of another type are converted. `vocab_size`: if there is to be a side
-    file: every id is below it; ids are counted and the files hashed. `digests`: sha256 by prefix and suffix, of datasets
-    that are copied as a whole: they are compared on the way. `on_bytes`: called with the number of bytes of .bin files
-    just read. Raises ConfigError: an id does not fit; the disk has not enough room; a dataset is damaged, or not what
-    `digests` says."""
+    `dtype`: type of the new tokens; other types are converted. `vocab_size`: set if the output gets a side file; ids
+    must be below it, and the files are hashed. `digests`: expected sha256 by prefix and suffix, for datasets that are
+    copied completely. `on_bytes`: called with the number of bytes of .bin files just read. Raises ConfigError if an id
+    does not fit, the disk is too full, or a dataset is damaged or does not match `digests`."""
     written = Written(
         prefix,
         sum(len(part.documents) for part in parts),
@@ -218,7 +217,7 @@ def _write_parts(
     folder = Path(f"{prefix}.bin").parent
     free = free_bytes(folder)
     if free < needed:
-        raise ConfigError(f"{folder} has {free} bytes free, {needed} are needed for {prefix}; use another disk")
+        raise ConfigError(f"{folder} has {free} bytes free, but {prefix} needs {needed}; use another disk")
     sha256 = _copy_tokens(stem.with_suffix(".bin"), parts, written, vocab_size, digests, on_bytes)
     length, index_sha256 = _write_index(stem.with_suffix(".idx"), parts, written)
     if written.lengths is not None:
@@ -235,20 +234,20 @@ def _copy_tokens(
     digests: Mapping[str, Mapping[str, str]],
     on_bytes: Callable[[int], None],
 ) -> str:
-    """Write .bin and put it on the disk; returns its sha256, if there is to be a side file."""
+    """Write and sync .bin. Return its sha256, which is valid only with `vocab_size`."""
     sha256 = hashlib.sha256()
     with path.open("xb") as file:
         for part in parts:
-            dataset, expected, seen = part.open(), digests.get(part.prefix, {}), hashlib.sha256()
+            dataset, expected, read_sha256 = part.open(), digests.get(part.prefix, {}), hashlib.sha256()
             if ".idx" in expected:
                 with dataset.idx_path.open("rb") as index:
                     found = hashlib.file_digest(index, "sha256").hexdigest()
                 _compare(dataset.idx_path, found, expected[".idx"])
             for _, tokens in token_blocks(dataset, part.tokens):
                 if ".bin" in expected:
-                    seen.update(tokens.data)
+                    read_sha256.update(tokens.data)
                 if written.dtype != dataset.dtype:
-                    require_fit(str(dataset.bin_path), tokens, written.dtype, f"give --dtype {dataset.dtype.name}")
+                    require_fit(str(dataset.bin_path), tokens, written.dtype, f"use --dtype {dataset.dtype.name}")
                 stored = tokens.astype(written.dtype, copy=False)
                 if vocab_size is not None:
                     low, high, most = int(stored.min()), int(stored.max()), vocab_size - 1
@@ -259,7 +258,7 @@ def _copy_tokens(
                 file.write(stored.data)
                 on_bytes(tokens.nbytes)
             if ".bin" in expected:
-                _compare(dataset.bin_path, seen.hexdigest(), expected[".bin"])
+                _compare(dataset.bin_path, read_sha256.hexdigest(), expected[".bin"])
             if written.lengths is not None:
                 for lengths in lengths_in_blocks(dataset, part.documents):
                     written.lengths.add(lengths)
@@ -306,10 +305,9 @@ def _tokenizer(side: Side | None) -> Side | None:
 
 
 def _check_tokenizers(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None:
-    """Datasets must not be merged if their side files name different tokenizers. Raises ConfigError: names the first
-    two that differ, and their tokenizers."""
-    named = [(prefix, _tokenizer(side)) for prefix, side in zip(prefixes, sides, strict=True)]
-    known = [(prefix, tokenizer) for prefix, tokenizer in named if tokenizer is not None]
+    """Raise ConfigError if the side files record different tokenizers, with the first two that differ."""
+    recorded = [(prefix, _tokenizer(side)) for prefix, side in zip(prefixes, sides, strict=True)]
+    known = [(prefix, tokenizer) for prefix, tokenizer in recorded if tokenizer is not None]
     for prefix, tokenizer in known[1:]:
         if tokenizer != known[0][1]:
             raise ConfigError(
@@ -319,7 +317,7 @@ def _check_tokenizers(prefixes: Sequence[str], sides: Sequence[Side | None]) -> 
 
 
 def _check_shards(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None:
-    """Parts that `--shard` wrote must be all there are, in order. Raises ConfigError: one is missing or out of place."""
+    """Raise ConfigError if a shard written with `--shard` is missing or out of order."""
     shards = [(side or {}).get("shard") for side in sides]
     first = next((shard for shard in shards if shard is not None), None)
     if first is None:
@@ -328,7 +326,7 @@ def _check_shards(prefixes: Sequence[str], sides: Sequence[Side | None]) -> None
         if (shard := shards[number]) != [number, first[1]]:
             found = "no part" if shard is None else f"part {shard[0]} of {shard[1]}"
             raise ConfigError(
-                f"{prefix} is {found}, where part {number} of {first[1]} belongs; give all parts, in order"
+                f"{prefix} is {found}, but part {number} of {first[1]} comes here; give all parts, in order"
             )
     if len(prefixes) < first[1]:
         raise ConfigError(f"{prefixes[-1]} is part {len(prefixes) - 1} of {first[1]}; give the parts after it too")
@@ -340,14 +338,14 @@ def _name(tokenizer: Side) -> str:
 
 
 def _vocab_size_of(sides: Sequence[Side | None]) -> int | None:
-    """The vocabulary that all side files name; None if one names none or is missing: the output then has no side file."""
+    """Return the vocabulary size if all side files have the same, else None: then the output gets no side file."""
     sizes = {(_tokenizer(side) or {}).get("vocab_size") for side in sides}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if type(size) is int and size > 0 else None
 
 
 def _merged_side(sides: Sequence[Side], written: Written) -> Side:
-    """The side file of merged datasets: as preprocessing all their inputs at once would give it."""
+    """Build the side file of merged datasets, equal to that of preprocessing all their inputs at once."""
     bad = [side.get("bad_lines") for side in sides]
     known = [counts for counts in bad if isinstance(counts, dict) and all(type(n) is int for n in counts.values())]
     total: Counter[str] = Counter()
@@ -357,7 +355,7 @@ def _merged_side(sides: Sequence[Side], written: Written) -> Side:
 
 
 def _part_side(side: Side, part: Part, written: Written) -> Side:
-    """The side file of some documents of a dataset; which bad lines were theirs is unknown."""
+    """Build the side file of a part of a dataset, without bad lines, because their distribution is unknown."""
     of = {
         "documents": side["documents"],
         "tokens": side["tokens"],
@@ -368,16 +366,16 @@ def _part_side(side: Side, part: Part, written: Written) -> Side:
 
 
 def _side(sides: Sequence[Side], written: Written, **more: Any) -> Side:
-    """What the new dataset holds, and what all the side files say alike."""
+    """Build a side file from the new dataset and the entries that are equal in all `sides`."""
     assert written.lengths is not None
     first, *others = sides
     names = ("key", "keys", "append_eod")
-    alike = {name: first[name] for name in names if name in first and all(o.get(name) == first[name] for o in others)}
+    equal = {name: first[name] for name in names if name in first and all(o.get(name) == first[name] for o in others)}
     return {
         "documents": written.documents,
         "tokens": written.tokens,
         "dtype": written.dtype.name,
-        **alike,
+        **equal,
         **more,
         "tokenizer": first["tokenizer"],
         "files": written.files,

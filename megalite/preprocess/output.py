@@ -1,4 +1,4 @@
-"""From a piece of input to the growing files of an output: tokens, counts, statistics and the side file."""
+"""Tokenize pieces of input and append them to the files of an output, with statistics and the side file."""
 
 import os
 import tempfile
@@ -23,14 +23,14 @@ from megalite.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class TokenizedPiece:
-    """The good documents of a piece, and what was left out."""
+    """The tokens of a piece's good documents, and its bad lines."""
 
-    lines: int  # lines of the piece, bad and blank ones included
-    first_line: int | None  # within the piece, of the first good document
-    tokens: list[NDArray]  # for each key those of all documents, joined, in the stored type
-    lengths: list[NDArray[np.int64]]  # for each key the tokens of each document `[documents]`
-    bad: dict[str, int]  # lines left out, by kind
-    faults: list[tuple[int, str]]  # (line within the piece, reason) of the first of them, in order
+    lines: int  # lines of the piece, including bad and blank ones
+    first_line: int | None  # line in the piece of the first good document
+    tokens: list[NDArray]  # for each key the concatenated tokens of all documents, in the stored type
+    lengths: list[NDArray[np.int64]]  # for each key the length of each document `[documents]`
+    bad: dict[str, int]  # bad lines, by kind
+    faults: list[tuple[int, str]]  # (line in the piece, reason) of the first of them, in order
 
 
 class PieceTokenizer:
@@ -41,8 +41,8 @@ class PieceTokenizer:
         self._dtype = token_dtype(self._tokenizer.vocab_size)
 
     def __call__(self, piece: Piece) -> TokenizedPiece:
-        """Read the piece and tokenize it. A document is left out as a whole, so that all keys keep in step. Raises
-        ConfigError: the tokenizer gives ids outside its vocabulary."""
+        """Parse and tokenize a piece. A bad document is left out under all keys. Raises ConfigError if the tokenizer
+        returns ids outside its vocabulary."""
         read = self._read(piece)
         left_out: dict[int, tuple[str, str]] = {}
         encoded = self._encode_all(read, left_out)
@@ -64,13 +64,13 @@ class PieceTokenizer:
     def _encode_all(
         self, read: PieceTexts, left_out: dict[int, tuple[str, str]]
     ) -> list[Sequence[Sequence[int] | NDArray]]:
-        """[key][document] ids; adds document -> (kind, reason) to `left_out` for those that have none."""
+        """Return [key][document] ids; add document -> (kind, reason) to `left_out` for documents without ids."""
         return [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
 
     def _encode(
         self, key: str, texts: Sequence[str], left_out: dict[int, tuple[str, str]]
     ) -> Sequence[Sequence[int] | NDArray]:
-        """[document] ids; adds document -> (kind, reason) to `left_out` for those that have none."""
+        """Return [document] ids; add document -> (kind, reason) to `left_out` for documents without ids."""
         try:
             encoded: Sequence[Sequence[int] | NDArray] = self._tokenizer.encode_batch(texts)
         except ConfigError:
@@ -89,7 +89,7 @@ class PieceTokenizer:
             return []
 
     def _join(self, documents: Sequence[Sequence[int] | NDArray]) -> tuple[NDArray, NDArray[np.int64]]:
-        """(all tokens in the stored type, tokens of each document), ends of documents included."""
+        """Return (all tokens in the stored type, length of each document), including EOD tokens."""
         lengths = np.array([len(ids) + len(self._ending) for ids in documents], dtype=np.int64)
         if documents and isinstance(documents[0], np.ndarray):
             ending = np.array(self._ending, dtype=self._dtype)
@@ -103,17 +103,17 @@ class PieceTokenizer:
         size = self._tokenizer.vocab_size
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
             wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
-            raise ConfigError(f"{self._tokenizer.name} gives token id {wrong}, beyond its {size} ids; fetch it again")
+            raise ConfigError(f"{self._tokenizer.name} returns token id {wrong}, beyond its {size} ids; fetch it again")
         return tokens.astype(self._dtype), lengths
 
 
 class LengthStatistics:
-    """Lengths of documents, for the side file; the result does not depend on how data came in."""
+    """Statistics of document lengths for the side file, independent of the order and grouping of documents."""
 
     def __init__(self) -> None:
         self._documents = self._tokens = self._longest = 0
         self._shortest: int | None = None
-        # Bucket b holds lengths from 2^(b-1) to 2^b - 1; bucket 0 is for empty documents.
+        # Bucket b counts lengths from 2^(b-1) to 2^b - 1; bucket 0 counts empty documents.
         self._buckets = np.zeros(33, dtype=np.int64)
 
     def add(self, lengths: NDArray) -> None:
@@ -127,7 +127,6 @@ class LengthStatistics:
         self._buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=33)
 
     def facts(self) -> dict[str, Any]:
-        """`document_lengths` of the side file."""
         buckets = enumerate(self._buckets.tolist())
         return {
             "min": self._shortest or 0,
@@ -138,12 +137,10 @@ class LengthStatistics:
 
 
 class OutputState(NamedTuple):
-    """What the files of one key hold."""
-
     documents: int
     tokens: int
-    bin_sha256: str  # of the .bin up to here
-    lengths_sha256: str  # of the documents' lengths up to here
+    bin_sha256: str  # of the .bin so far
+    lengths_sha256: str  # of the .lengths so far
 
     @classmethod
     def of(cls, counts: TokenCounts) -> "OutputState":
@@ -152,8 +149,8 @@ class OutputState(NamedTuple):
 
 
 class Output(TokenStream):
-    """The growing files of one key in the folder of an unfinished run. `counts, lengths`: of what the files hold and is to
-    be kept; what is beyond that is cut off."""
+    """The files of one key in the folder of an unfinished run. `counts`, `lengths`: contents to keep; the files are
+    truncated to them."""
 
     def __init__(self, stem: Path, counts: TokenCounts, lengths: LengthStatistics, *, name: str) -> None:
         self.lengths = lengths
@@ -168,7 +165,7 @@ class Output(TokenStream):
         self.lengths.add(np.asarray(lengths))
 
     def state(self) -> OutputState:
-        """What the files hold once `sync` has returned; hands everything to the system."""
+        """Flush the files and return the contents that they have after `sync`."""
         self.flush()
         return OutputState.of(self.counts)
 
@@ -180,7 +177,7 @@ class Output(TokenStream):
         progress: Progress,
         files: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Any]:
-        """The side file (`megalite.data.token_files` says what each field means); `files` are .bin and .idx."""
+        """Return the contents of the side file (see `megalite.data.token_files`); `files` describes .bin and .idx."""
         return {
             "documents": self.counts.documents,
             "tokens": self.counts.tokens,
@@ -202,28 +199,27 @@ class Output(TokenStream):
 
 
 def check_output_prefix(prefix: str | Path, *, example: str) -> None:
-    """A prefix ends in a name: files of `folder/` would be hidden ones. Raises ConfigError: it does not; shows a prefix
-    that ends in `example`."""
+    """Raise ConfigError if a prefix has no name, such as `folder/`: its files would be hidden. The message suggests a
+    prefix that ends in `example`."""
     if not Path(prefix).name or str(prefix).endswith(("/", "/.", "/..")):
-        raise ConfigError(f"output_prefix {prefix} has no name; give one such as {Path(prefix) / example}")
+        raise ConfigError(f"output_prefix {prefix} has no name; use one such as {Path(prefix) / example}")
 
 
 def refuse_existing(prefixes: Sequence[str]) -> None:
-    """Raise a ConfigError if a new dataset would replace a file, or has no name."""
+    """Raise ConfigError if a new dataset would replace a file or has no name."""
     for prefix in prefixes:
         check_output_prefix(prefix, example="whole")
         for suffix in SUFFIXES:
             if Path(f"{prefix}{suffix}").exists():
-                raise ConfigError(f"{prefix}{suffix} exists; give another --output-prefix or move it away")
+                raise ConfigError(f"{prefix}{suffix} exists; use another --output-prefix or move it away")
 
 
 def make_folder(prefix: str | Path) -> Path:
-    """The folder of the files of a prefix, made if need be; a file can be written there. Raises ConfigError: none can;
-    names the prefix, the folder and the reason."""
+    """Create the folder of a prefix if it does not exist. Raises ConfigError if no file can be written there."""
     folder = Path(f"{prefix}.new").parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Asking for permission is not enough: the superuser has it on a read-only disk, too.
+        # A permission check is not enough: it succeeds for the superuser even on a read-only disk.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Inputs cut into pieces of work that end between documents.
+"""Cut inputs into pieces of work that end between documents.
 
-Where a piece ends depends on the (decompressed) content and on piece_bytes alone: a run resumes at any of these places.
+Ends of pieces depend on the (decompressed) content and on piece_bytes alone, so a run can resume at any of them.
 """
 
 import hashlib
@@ -29,47 +29,45 @@ from megalite.preprocess.inputs import (
 
 TextDocuments = Literal["file", "line", "paragraph"]
 Form = Literal["json", "line", "paragraph", "file", "rows"]
-"""What a document is: a line of JSON, a line, paragraph or all of a text file, or a row of a parquet file."""
+"""The unit of a document: a line of JSON, a line, paragraph or all of a text file, or a row of a parquet file."""
 
 LINE_END = re.compile(rb"\n")
 PARAGRAPH_END = re.compile(rb"\n\r?\n")
-_SEPARATOR_BYTES = 3  # the longest of them
-_SLACK = 8  # more than the line ends around a document; with them it may exceed max_document_bytes by that much
+_SEPARATOR_BYTES = 3  # length of the longest separator
+_SLACK = 8  # more than the line ends around a document, which may exceed max_document_bytes by them
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of an input is held at a time."""
-
-    max_document_bytes: int = 8 << 20  # longer ones are bad: a tokenizer may need 70 times its size
-    piece_bytes: int = 1 << 18  # about; a piece extends to the end of the document that crosses it
-    text_documents: TextDocuments = "file"  # what a document is in a text file
+    max_document_bytes: int = 8 << 20  # longer documents are bad: a tokenizer may need 70 times their size
+    piece_bytes: int = 1 << 18  # approximate; a piece extends to the end of its last document
+    text_documents: TextDocuments = "file"  # the unit of a document in a text file
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place between two documents of the inputs."""
+    """A position between two documents of the inputs."""
 
     source: int  # number of the input, from 0
-    offset: int  # bytes of (decompressed) content before it, or rows of a parquet file
+    offset: int  # in bytes of (decompressed) content, or rows of a parquet file
     lines: int = 0  # lines (rows) before it
     digest: str = ""  # for standard input: sha256 of the content before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of one input, for one worker; it can be sent to another process."""
+    """A part of one input, for one worker; it can be pickled."""
 
     source: int  # number of the input, from 0
     path: str
     form: Form
-    start: int  # where it starts: bytes of (decompressed) content, or rows of a parquet file
+    start: int  # in bytes of (decompressed) content, or rows of a parquet file
     stop: int
-    content: bytes = b""  # its bytes; fewer than stop - start if its last document is too long
+    content: bytes = b""  # fewer than stop - start bytes if the last document is too long
     dropped_lines: int = 0  # line ends in the bytes that are not in `content`
-    rows: tuple[Row, ...] = ()  # of a parquet file, a text for each key
-    disk_bytes: int = 0  # how much of the file on disk has been read when the piece ends
-    digest: str = ""  # for standard input: sha256 of it from its beginning to `stop`
+    rows: tuple[Row, ...] = ()  # for parquet
+    disk_bytes: int = 0  # bytes of the file on disk up to the end of the piece
+    digest: str = ""  # for standard input: sha256 of the content up to `stop`
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +77,7 @@ class Piece:
         return sum(len(text or b"") for row in self.rows for text in row)
 
     def after(self, lines: int, before: Place | None = None) -> Place:
-        """The place where it ends, if it has `lines` lines and `before` is where it began."""
+        """Return the place of its end, for a piece of `lines` lines that starts at `before`."""
         earlier = before.lines if before is not None and before.source == self.source else 0
         return Place(self.source, self.stop, lines + earlier, self.digest)
 
@@ -87,12 +85,12 @@ class Piece:
 def cut(
     inputs: Sequence[Input], *, keys: Sequence[str], limits: Limits, after: Place | None = None
 ) -> Generator[Piece, None, None]:
-    """All pieces, in the order of the inputs, read by a thread a few pieces ahead; with `after`, those from that place
-    on. Raises ConfigError: the keys do not fit the inputs; an input is missing, damaged or has changed."""
+    """Yield all pieces, or those after a place, in the order of the inputs. A thread reads a few pieces ahead. Raises
+    ConfigError if the keys do not fit the inputs, or an input is missing, damaged or changed."""
     check_keys(keys)
     plain = next((item for item in inputs if item.kind == "text"), None)
     if plain and len(keys) > 1:
-        raise ConfigError(f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; give one key")
+        raise ConfigError(f"json_keys {' '.join(keys)!r}: {plain.path} is plain text without keys; use one key")
     assert after is None or (0 <= after.source < len(inputs) and after.offset >= 0), after
 
     def pieces(stop: Event) -> Iterator[Piece]:
@@ -105,7 +103,7 @@ def cut(
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Raise a ConfigError for no key or two equal ones."""
+    """Raise ConfigError if there is no key or two keys are equal."""
     if not keys or len(set(keys)) != len(keys):
         raise ConfigError(f"json_keys {' '.join(keys)!r} must name one or more different keys; try text")
 
@@ -145,22 +143,22 @@ def _check_size(item: Input, file: BinaryIO) -> None:
 
 
 class _Stream:
-    """A stream of bytes, cut into pieces; holds at most piece_bytes + max_document_bytes and some blocks. `path`: its
-    name, for messages. `blocks`: its content from the beginning. `make`: makes a piece. `hashed`: keep a running
-    sha256 of the content, for a stream that no file identifies."""
+    """Cuts a stream of bytes into pieces; buffers at most piece_bytes + max_document_bytes and some blocks. `path`: its
+    name, for messages. `blocks`: its content from the start. `make`: builds a piece. `hashed`: compute a running sha256
+    of the content, for standard input."""
 
     def __init__(self, path: str, blocks: Blocks, limits: Limits, make: Callable[..., Piece], *, hashed: bool) -> None:
         self._path, self._blocks, self._limits, self._make = path, blocks, limits, make
         self._sha256 = hashlib.sha256() if hashed else None
         self._buffer = bytearray()
-        self._start = 0  # of the piece at the beginning of the buffer
-        self._dropped = self._dropped_lines = 0  # bytes and line ends inside a document too long
-        self._hashed = 0  # bytes of the buffer that the sha256 has
+        self._start = 0  # offset of the buffer in the stream
+        self._dropped = self._dropped_lines = 0  # bytes and line ends dropped inside a document that is too long
+        self._hashed = 0  # bytes of the buffer that are already hashed
         self._disk_bytes = 0
         self._is_plain = False
 
     def cut(self, form: Form, place: Place, file: BinaryIO | None = None) -> Iterator[Piece]:
-        """The pieces from `place` on. `file`: the file, if it is not compressed: it need not be read up to `place`."""
+        """Yield the pieces from `place` on. `file`: the file, if it is not compressed and can be read from `place`."""
         if form == "file":
             if not place.offset:
                 yield self._whole()
@@ -173,7 +171,7 @@ class _Stream:
         yield from self._cut(PARAGRAPH_END if form == "paragraph" else LINE_END)
 
     def _cut(self, separator: re.Pattern[bytes]) -> Iterator[Piece]:
-        """Each piece to the first separator that ends `piece_bytes` behind its start or later."""
+        """Yield pieces that end at the first separator after `piece_bytes` or more."""
         nominal = self._limits.piece_bytes
         head = nominal + _SLACK
         look_from = first_look = max(0, nominal - _SEPARATOR_BYTES)
@@ -193,7 +191,7 @@ class _Stream:
             yield self._take(len(self._buffer))
 
     def _whole(self) -> Piece:
-        """All of it; nothing of its content is kept if it is too long."""
+        """Return the whole stream as one piece, without content if it is too long."""
         while self._more():
             if self._dropped + len(self._buffer) > self._limits.max_document_bytes:
                 self._drop_inside(0, len(self._buffer))
@@ -202,19 +200,19 @@ class _Stream:
         return self._make(start=0, stop=length, content=content, disk_bytes=self._disk_bytes)
 
     def _skip(self, place: Place) -> None:
-        """Continue at a place. Raises ConfigError: no piece can have ended there, or (standard input) the content
-        before it was another."""
+        """Skip to a place. Raises ConfigError if no piece can end there, or the content of standard input before it has
+        changed."""
         last = b"\n"
         while (left := place.offset - self._start) > 0:
             if not self._buffer and not self._more():
-                raise changed(self._path, f"it ends {left} bytes before the place to resume at")
+                raise changed(self._path, f"it ends {left} bytes before the place to resume from")
             count = min(left, len(self._buffer))
             last = bytes(self._buffer[count - 1 : count])
             self._drop(count)
         if last != b"\n" and (self._buffer or self._more()):
-            raise changed(self._path, f"byte {place.offset} is not the beginning of a line any more")
+            raise changed(self._path, f"byte {place.offset} is no longer the start of a line")
         if self._sha256 and place.digest and self._sha256.hexdigest() != place.digest:
-            raise changed(self._path, f"its first {place.offset} bytes are not those that were read before")
+            raise changed(self._path, f"its first {place.offset} bytes differ from those of the earlier run")
 
     def _more(self) -> bool:
         content, self._disk_bytes = next(self._blocks, (b"", self._disk_bytes))
@@ -229,7 +227,6 @@ class _Stream:
         self._hashed = 0
 
     def _drop_inside(self, start: int, stop: int) -> None:
-        """Let go of bytes inside a document that is too long."""
         if self._sha256:
             self._sha256.update(self._buffer[self._hashed : stop])
         self._hashed = start
@@ -256,7 +253,7 @@ class _Stream:
 
 
 def _find_end(separator: re.Pattern[bytes], content: bytearray, look_from: int, least: int) -> int | None:
-    """Where the first separator ends that starts at `look_from` or later and ends at `least` or later."""
+    """Return the end of the first separator that starts at `look_from` or later and ends at `least` or later."""
     while found := separator.search(content, look_from):
         if found.end() >= least:
             return found.end()

@@ -1,4 +1,4 @@
-"""The folder of an unfinished run, its lock and its state, and what of it the next run can resume from."""
+"""Resume an unfinished run: its folder, the folder's lock, and the saved state."""
 
 import contextlib
 import json
@@ -23,35 +23,35 @@ from megalite.preprocess.output import LengthStatistics, OutputState
 from megalite.preprocess.pieces import Place
 
 STATE = "state.json"
-_OURS = re.compile(r"\.?state\.json(\.new)?|[0-9]+\.(bin|idx|json|lengths)")
+_OWN_FILES = re.compile(r"\.?state\.json(\.new)?|[0-9]+\.(bin|idx|json|lengths)")
 _BLOCK = 1 << 22
-_REMEDY = "add --restart to drop it and begin again, or choose another --output-prefix"
+_REMEDY = "add --restart to drop it and start again, or choose another --output-prefix"
 
 Facts = Mapping[str, Any]
-Stamp = list[Any]  # [absolute path, bytes, mtime in ns] of an input; of standard input [-, None, None]
+Stamp = list[Any]  # [absolute path, bytes, mtime in ns] of an input; [-, None, None] for standard input
 
 
 class FolderInUse(ConfigError):
-    """Another process works in the folder."""
+    """Raised if another process works in the folder."""
 
 
 class UnfinishedFolder:
-    """`{output_prefix}.unfinished`, locked against a second process. Raises ConfigError: another process works there,
-    it holds other files, or it cannot be made."""
+    """`{output_prefix}.unfinished`, locked against other processes. Raises ConfigError if another process works there,
+    the folder contains other files, or it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.state = path, path / STATE
         self._lock: int | None = None
-        # A process that has just finished removes the folder: then we have locked what is gone, and make another.
+        # If a process that has just finished removed the locked folder, create it again.
         while not self._open():
             self.close()
-        foreign = sorted(file.name for file in path.iterdir() if not _OURS.fullmatch(file.name))
+        foreign = sorted(file.name for file in path.iterdir() if not _OWN_FILES.fullmatch(file.name))
         if foreign:
             self.close()
-            raise ConfigError(f"{path} holds {foreign[0]!r}, which is none of ours; choose another --output-prefix")
+            raise ConfigError(f"{path} contains an unknown file {foreign[0]!r}; choose another --output-prefix")
 
     def clear(self) -> None:
-        """Remove all files, the state first: without it the others mean nothing."""
+        """Remove all files, the state first, because it describes the others."""
         self.state.unlink(missing_ok=True)
         for file in self.path.iterdir():
             file.unlink()
@@ -78,7 +78,7 @@ class UnfinishedFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be made: {error.strerror}; {remedy}") from None
+            raise ConfigError(f"{self.path} cannot be created: {error.strerror}; {remedy}") from None
         if self._lock is None:
             return True
         with contextlib.suppress(FileNotFoundError):
@@ -88,15 +88,15 @@ class UnfinishedFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What of a run is on the disk. It is replaced as a whole, after what it speaks of, and has its own sha256: a kill
-    leaves the one before, and what has changed is as good as none."""
+    """The part of a run that is on disk. It is replaced atomically after the files that it describes, so a kill leaves
+    the previous state. It contains its sha256: a damaged state is ignored."""
 
-    job: Facts  # all that the output depends on, except the inputs
-    inputs: list[Stamp]  # as the run found them
-    place: Place  # the input is done up to here
+    job: Facts  # everything that the output depends on, except the inputs
+    inputs: list[Stamp]
+    place: Place  # end of the processed input
     input_bytes: int
     disk_bytes: int
-    bad: dict[str, int]  # lines left out, by kind
+    bad: dict[str, int]  # bad lines, by kind
     faults: list[str]  # the first bad lines
     outputs: list[OutputState]  # in the order of the keys
 
@@ -105,7 +105,8 @@ class State:
 
     @classmethod
     def read(cls, path: Path) -> "State | None":
-        """What an earlier run left; None if there is nothing that can be trusted. Raises OSError: it cannot be read."""
+        """Read the state of an earlier run; return None if it is missing or damaged. Raises OSError if it cannot be
+        read."""
         try:
             text = path.read_bytes().decode("ascii")
             body = json.loads(text)
@@ -119,7 +120,8 @@ class State:
 
 
 def input_stamp(item: Input) -> Stamp:
-    """What identifies an input; stdin is identified by its content. Raises ConfigError: it is gone."""
+    """Return the identity of an input; stdin is identified by its content instead. Raises ConfigError if it is
+    missing."""
     if item.size is None:
         return [item.path, None, None]
     try:
@@ -131,7 +133,7 @@ def input_stamp(item: Input) -> Stamp:
 
 
 def require_same(folder: Path, state: State, facts: Facts, stamps: Sequence[Stamp]) -> None:
-    """Raise a ConfigError if the state is that of another job, or of inputs that are not there as they were."""
+    """Raise ConfigError if the state belongs to another job, or its inputs have changed."""
     for name, value in facts.items():
         if state.job.get(name) != value:
             raise ConfigError(f"{folder} holds another job: {name} was {state.job.get(name)}, now {value}; {_REMEDY}")
@@ -147,23 +149,25 @@ def require_same(folder: Path, state: State, facts: Facts, stamps: Sequence[Stam
 def take_back(
     folder: Path, job: PreprocessJob, states: Sequence[OutputState], vocab_size: int
 ) -> list[tuple[TokenCounts, LengthStatistics]] | None:
-    """Of each key what its files hold, up to where the states say; None if that is not what they say. A run may have
-    been stopped while it gave its files their names: what has its name is taken back, to be finished once more."""
+    """Read the files of each key up to their saved states; return None if they do not match the states. If the run was
+    killed while it renamed its files, finished files are moved back into the folder."""
     kept = []
-    named = []
+    renamed = []
     for number, (prefix, state) in enumerate(zip(job.prefixes, states, strict=True)):
-        made, given = folder / f"{number}.bin", Path(f"{prefix}.bin")
-        if not made.exists():
-            named.append((made, given))
-        one = _read_kept(made if made.exists() else given, folder / f"{number}.lengths", state, vocab_size)
+        unfinished, finished = folder / f"{number}.bin", Path(f"{prefix}.bin")
+        if not unfinished.exists():
+            renamed.append((unfinished, finished))
+        one = _read_kept(
+            unfinished if unfinished.exists() else finished, folder / f"{number}.lengths", state, vocab_size
+        )
         if one is None:
             return None
         kept.append(one)
-    for made, given in named:
+    for unfinished, finished in renamed:
         for suffix in (".json", ".idx"):
-            given.with_name(f"{given.stem}{suffix}").unlink(missing_ok=True)
-        given.replace(made)
-        sync_folder(given.parent)
+            finished.with_name(f"{finished.stem}{suffix}").unlink(missing_ok=True)
+        finished.replace(unfinished)
+        sync_folder(finished.parent)
     return kept
 
 
@@ -187,7 +191,7 @@ def _read_kept(
 
 
 def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
-    """The next `count` items of a file, or what there is of them."""
+    """Yield the next `count` items of a file, or fewer if it ends."""
     while count > 0:
         data = file.read(min(count * dtype.itemsize, _BLOCK))
         block = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)

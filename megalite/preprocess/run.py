@@ -1,4 +1,4 @@
-"""A preprocessing run from its inputs to finished token files, and what one would do (--dry-run)."""
+"""Run a preprocessing job from its inputs to finished token files, or plan one (--dry-run)."""
 
 import contextlib
 import errno
@@ -34,23 +34,23 @@ from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
 
 _JOB_FORMAT = 1
-_FEW_PIECES = 8  # fewer are not worth the start of a worker
+_FEW_PIECES = 8  # with fewer pieces workers are not started
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # of the input, for the first document of a plan
+_SEARCHED_PIECES, _SEARCHED_BYTES = 100, 1 << 14  # pieces and their size, searched for the first document of a plan
 
 
 @dataclass(frozen=True)
 class Plan:
     inputs: list[Input]
     tokenizer: Tokenizer
-    place: str = ""  # `file:line` of the first document; empty if none begins the input, or it is stdin
-    text: str = ""  # what its tokens say
-    ids: Sequence[int] = ()  # under the first key, with the end-of-document token if the job appends it
+    place: str = ""  # `file:line` of the first document; empty if none was found, or for stdin
+    text: str = ""  # decoded text of the first document
+    ids: Sequence[int] = ()  # its tokens under the first key, with EOD if the job appends it
 
 
 def plan(job: PreprocessJob) -> Plan:
-    """Find the inputs, load the tokenizer and read the first document; nothing is written. Raises ConfigError: as the
-    job itself would."""
+    """Find the inputs, load the tokenizer and read the first document, without writing. Raises ConfigError as the
+    job."""
     check_settings(job)
     inputs, _ = job_inputs(job)
     check_target(job, inputs)
@@ -77,7 +77,7 @@ def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
 
 
 def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that the output depends on, except the inputs."""
+    """Return everything that the output depends on, except the inputs."""
     encoder = imported("megalite.preprocess.sft:ExampleEncoder")(tokenizer) if job.sft else None
     return {
         "format": _JOB_FORMAT,
@@ -98,14 +98,13 @@ def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
 def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Run the job; `on_progress` is called after each piece of input with the running totals.
 
-    Memory is bounded: some pieces of input in flight for each worker. Outputs appear under their names when all is
-    done; a failed or killed run leaves earlier outputs as they were. Its work is kept in `{output_prefix}.unfinished`,
-    from which the same job resumes; an exception that ends a run has a note (`__notes__`) of that. The output does not
-    depend on workers, on how the input was cut, or on kills.
+    Memory is bounded: some pieces of input in flight for each worker. Outputs are renamed to their prefixes at the end;
+    a failed or killed run leaves earlier outputs unchanged. Its work stays in `{output_prefix}.unfinished`, and the
+    same job resumes from there; an exception that ends a run has a note (`__notes__`) about it. The output does not
+    depend on the number of workers, the pieces, or kills.
 
-    Raises ConfigError: inputs, keys or tokenizer are bad, no document is good, (strict) any line is bad, a worker died,
-    the disk is full, the output cannot be where it is wanted or exists already, or the unfinished work is that of
-    another job."""
+    Raises ConfigError if inputs, keys or tokenizer are bad, no document is good, any line is bad (strict), a worker
+    dies, the disk is full, the output is not writable or exists, or the unfinished work belongs to another job."""
     check_settings(job)
     inputs, part = job_inputs(job)
     check_target(job, inputs)
@@ -139,8 +138,8 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
 
 
 class _Run:
-    """Takes tokenized pieces in order, appends them to the outputs and saves them from time to time. `left`: the state of
-    an earlier run of the same job, which is resumed where `kept` is what its files hold."""
+    """Appends tokenized pieces to the outputs in order, and saves the work periodically. `left`: state of an earlier
+    run of the same job; `kept`: contents of its files, None if they do not match the state."""
 
     def __init__(
         self,
@@ -155,13 +154,13 @@ class _Run:
     ) -> None:
         self._job, self._inputs, self._stamps, self._facts = job, inputs, stamps, facts
         self._tokenizer, self._folder, size = tokenizer, folder, tokenizer.vocab_size
-        notice = "" if left is None else f"what an earlier run left in {folder.path} is damaged and is done again"
+        notice = "" if left is None else f"the work of an earlier run in {folder.path} is damaged and is done again"
         if kept is None:
             left = None
             folder.clear()
             kept = [(TokenCounts(token_dtype(size)), LengthStatistics()) for _ in job.json_keys]
         elif left is not None:
-            notice = f"resuming after {left.outputs[0].documents:,} documents that an earlier run has done"
+            notice = f"resuming after {left.outputs[0].documents:,} documents of an earlier run"
         self._outputs = [
             Output(folder.path / str(number), counts, lengths, name=prefix)
             for number, (prefix, (counts, lengths)) in enumerate(zip(job.prefixes, kept, strict=True))
@@ -170,12 +169,12 @@ class _Run:
         self._disk_before = [0, *itertools.accumulate(item.amount or 0 for item in inputs)]
         self.progress = _progress_at(left, inputs)
         self.progress.notice = notice
-        self._saved = left  # the state that is on the disk
+        self._saved = left  # the state on disk
         self._next_save = time.monotonic() + job.checkpoint_seconds
-        self._is_halfway = False  # some outputs may have a piece that others do not
+        self._is_halfway = False  # a piece may be in some outputs only
 
     def run(self, on_progress: Callable[[Progress], None]) -> Progress:
-        """Do the job, or leave the work where the next run finds it."""
+        """Run the job; on an error, save the work for the next run."""
         with ExitStack() as stack:
             for output in self._outputs:
                 stack.callback(output.close)
@@ -188,7 +187,7 @@ class _Run:
                 if not isinstance(error, OSError) or error.errno not in _FULL_DISK:
                     raise
                 full = ConfigError(
-                    f"{error.filename or self._folder.path}: {error.strerror}; make room on the disk, or give an "
+                    f"{error.filename or self._folder.path}: {error.strerror}; make room on the disk, or use an "
                     "--output-prefix on another"
                 )
                 for note in getattr(error, "__notes__", []):
@@ -210,7 +209,7 @@ class _Run:
                     self._save()
 
     def _take(self, piece: Piece, result: TokenizedPiece) -> Place:
-        """Append one piece; pieces come in order. Returns where it ends."""
+        """Append the next piece, and return the place of its end."""
         place, progress = self._place, self.progress
         if place is not None and place.source != piece.source:
             self._require_unchanged(place.source)
@@ -234,7 +233,6 @@ class _Run:
         return piece.after(result.lines, place)
 
     def _complete(self) -> None:
-        """Make all files of the output, on the disk,"""
         if not self.progress.documents:
             bad = self.progress.bad_lines
             first = f"; the first of {bad} bad lines: {self.progress.faults[0]}" if bad else ""
@@ -258,7 +256,7 @@ class _Run:
         sync_folder(self._folder.path)
 
     def _save(self) -> None:
-        """Put the outputs on the disk, and then the state that speaks of them."""
+        """Sync the outputs, then write the state that describes them."""
         assert self._place is not None
         begun, progress = time.monotonic(), self.progress
         state = resume.State(
@@ -276,7 +274,7 @@ class _Run:
                 output.sync()
             state.write(self._folder.state)
             self._saved = state
-        # Workers continue meanwhile, but not for long: on a slow disk saving takes a twentieth of the time at most.
+        # Workers soon run out of work during a save, so on a slow disk saving takes at most a twentieth of the time.
         seconds, now = self._job.checkpoint_seconds, time.monotonic()
         self._next_save = now + (max(seconds, 19 * (now - begun)) if seconds else 0.0)
 
@@ -286,7 +284,7 @@ class _Run:
             raise ConfigError(f"input {before[0]} has changed while it was read; start again with --restart")
 
     def _give_up(self, error: BaseException) -> None:
-        """Save what can be saved, and note on the error what that is; if nothing is saved, leave nothing behind."""
+        """Save the work and add a note about it to the error, or remove the folder if there is nothing to save."""
         with contextlib.suppress(OSError):
             if not self._is_halfway and self._place is not None:
                 self._save()
@@ -303,11 +301,11 @@ class _Run:
 def _tokenized(
     job: PreprocessJob, tokenizer: Tokenizer, pieces: Iterator[Piece]
 ) -> Generator[tuple[Piece, TokenizedPiece], None, None]:
-    """Pieces with their tokens, in order, tokenized here or, where there are more than a few, by workers."""
+    """Yield pieces with their tokens, in order, tokenized by workers, or in this process if there are only a few."""
     build, first, fault = _piece_tokenizer(job), list[Piece](), None
     try:
         first.extend(itertools.islice(pieces, _FEW_PIECES))
-    except Exception as error:  # raised when the pieces before it are done
+    except Exception as error:  # raised after the pieces before it
         fault = error
     everything = itertools.chain(first, pieces)
     if job.workers > 1 and len(first) == _FEW_PIECES:

@@ -1,7 +1,7 @@
-"""Examples to fine-tune on as two datasets in step: their tokens, and of each token whether the model is to say it.
+"""Tokenize fine-tuning examples to two datasets of equal lengths: tokens, and a loss mask that marks responses.
 
 A line is {"prompt": text, "response": text} (or "completion") or {"messages": [{"role", "content"}, ...]}, which the
-tokenizer's chat template turns into text. Training reads the second dataset as the mask of the loss.
+tokenizer's chat template converts to text.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Example = dict[str, Any]
 
 
 def parse_example(raw: bytes, keys: Sequence[str]) -> list[Example]:
-    """The example in a line of JSON. Raises BadDocument: it is none, or nothing in it is the model's to say."""
+    """Parse a line with an example. Raises BadDocument if it is malformed or has no response."""
     example = parse_object(raw)
     if "messages" in example:
         messages = messages_of(example["messages"], "messages")
@@ -32,15 +32,15 @@ def parse_example(raw: bytes, keys: Sequence[str]) -> list[Example]:
         return [example]
     key = next((key for key in _RESPONSES if key in example), None)
     if key is None or "prompt" not in example:
-        there = ", ".join(map(repr, list(example)[:5])) or "none"
-        raise BadDocument("missing key", f"neither 'prompt' and 'response' nor 'messages' (there are {there})")
+        present = ", ".join(map(repr, list(example)[:5])) or "none"
+        raise BadDocument("missing key", f"neither 'prompt' and 'response' nor 'messages' (there are {present})")
     if not isinstance(example["prompt"], str):
         raise BadDocument("wrong type", f"expected a string under 'prompt', got {type_name(example['prompt'])}")
     return [{"prompt": example["prompt"], "response": text_of(example[key], key)}]
 
 
 def messages_of(value: object, key: str) -> list[dict[str, Any]]:
-    """The messages of a chat. Raises BadDocument: they are none."""
+    """Return the messages of a chat. Raises BadDocument if they are malformed."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadDocument("wrong type", f"expected a list of objects with role and content under {key!r}")
     for message in value:
@@ -53,7 +53,7 @@ def messages_of(value: object, key: str) -> list[dict[str, Any]]:
 
 
 class ExampleEncoder:
-    """Examples to ids and a mask. Raises ConfigError: the tokenizer's chat template is garbled."""
+    """Converts examples to ids and a mask. Raises ConfigError if the tokenizer's chat template is invalid."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,34 +61,30 @@ class ExampleEncoder:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the chat template, if there is one."""
         return None if self._template is None else self._template.fingerprint
 
     def __call__(self, example: Example) -> tuple[list[int], list[int]]:
-        """Ids, and 1 for each that the model is to say, else 0.
+        """Return ids, and a mask with 1 for each id of a response.
 
-        A prompt and its response are encoded as one text, and the end-of-document token follows. Raises ValueError: the
-        chat template does not take the messages. ConfigError: there is none, or the tokenizer fails."""
+        A prompt and its response are encoded as one text, and the end-of-document token follows. Raises ValueError if
+        the chat template rejects the messages; ConfigError if it is missing, or the tokenizer fails."""
         if "messages" in example:
             return self._chat(example)
         prompt = self._tokenizer.encode(example["prompt"]) if example["prompt"] else []
         ids = self._tokenizer.encode(example["prompt"] + example["response"])
-        # A token that holds the end of the prompt and the beginning of the response is to be said too.
-        given = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        return [*ids, self._tokenizer.eod], [0] * given + [1] * (len(ids) - given + 1)
+        # A token with both the end of the prompt and the start of the response belongs to the response.
+        num_prompt = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
+        return [*ids, self._tokenizer.eod], [0] * num_prompt + [1] * (len(ids) - num_prompt + 1)
 
     def _chat(self, example: Example) -> tuple[list[int], list[int]]:
         template = self._template or require_chat_template(self._tokenizer, "a list of messages")
-        assert isinstance(self._tokenizer, HuggingFaceTokenizer)  # others have none
+        assert isinstance(self._tokenizer, HuggingFaceTokenizer)  # other tokenizers have no template
         text, spans = template.render(example["messages"], example.get("tools"))
-        ids, places = self._tokenizer.encode_with_places(text)
-        said = [any(start < stop and end > first for first, stop in spans) for start, end in places]
-        return ids, [int(is_said) for is_said in said]
+        ids, offsets = self._tokenizer.encode_with_places(text)
+        return ids, [int(any(start < stop and end > first for first, stop in spans)) for start, end in offsets]
 
 
 class ExampleTokenizer(PieceTokenizer):
-    """As `PieceTokenizer`, of examples."""
-
     def __init__(self, job: PreprocessJob, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(job, tokenizer)
         self._ending = []
@@ -108,7 +104,7 @@ class ExampleTokenizer(PieceTokenizer):
             try:
                 tokens, mask = self._encoder(example)
                 if not any(mask[1:]):
-                    left_out[number] = ("no tokens", "no token of it is the model's to say")
+                    left_out[number] = ("no tokens", "no token belongs to a response")
             except NoTemplate:
                 raise
             except ValueError as error:  # a ConfigError is one

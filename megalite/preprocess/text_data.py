@@ -1,4 +1,4 @@
-"""Text that a run names as its data: tokenized once into a cache, as `megalite preprocess --append-eod` would."""
+"""Tokenize text in a run's data paths once, into a cache, as `megalite preprocess --append-eod` does."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ _WILD = re.compile(r"[*?\[]")
 
 
 class Abandoned(Exception):
-    """The run has been stopped; what is done is kept."""
+    """Raised when the run is stopped during tokenization; the work is kept."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Files of text that a data path names, and the token file that they become."""
+    """The text files of a data path, and the job that tokenizes them."""
 
     path: str
     job: PreprocessJob
@@ -44,16 +44,16 @@ class Text:
 
     @property
     def is_done(self) -> bool:
-        """All files are there: the side file of the last dataset comes last."""
+        """Whether all files exist: the side file of the last dataset is written last."""
         return Path(f"{self.job.prefixes[-1]}.json").exists()
 
 
 def find_texts(config: RunConfig) -> list[Text]:
-    """The texts that the data paths name; nothing is written.
+    """Find the texts among the data paths, without writing.
 
-    A text's place in the cache depends on its files (path, size, time of change), the tokenizer and all settings of
-    the job: what is there is what would be made. Raises ConfigError: a file is missing or cannot be read, or there is
-    no tokenizer."""
+    The name of a text in the cache depends on its files (path, size, modification time), the tokenizer and all settings
+    of the job, so an existing file is always up to date. Raises ConfigError if a file is missing or not readable, or no
+    tokenizer is set."""
     paths = [path for path in config.data.texts if not is_address(path) and not _is_dataset(path)]
     tokenizer: Tokenizer | None = None
     texts = []
@@ -76,12 +76,12 @@ def tokenize_text(
     stopped: Callable[[], bool],
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, str]:
-    """Path -> token file of each text, made where it is missing.
+    """Tokenize the texts that are not in the cache yet. Return path -> token file.
 
-    Several processes may ask for the same: one works, the others wait. A killed one is resumed. `prefixes`: what the
-    first node has called them; None there. `say`: for the log. `stopped`: asked after each piece of input.
+    If several processes need the same text, one works and the others wait; a killed one is resumed. `prefixes`: the
+    result on the first node; None there. `say`: writes to the log. `stopped`: called after each piece of input.
 
-    Raises ConfigError: as `preprocess`, or no place for the files. Abandoned: `stopped` has said so."""
+    Raises ConfigError as `preprocess`, and if the files cannot be stored; Abandoned if `stopped` returns True."""
 
     def check(progress: Progress) -> None:
         on_progress(progress)
@@ -92,7 +92,7 @@ def tokenize_text(
     if prefixes is not None and all(_is_dataset(prefix) for prefix in prefixes.values()):
         return found
     for text in find_texts(config):
-        # Files of the same content have other times of change on another disk, but the first node's name goes.
+        # Modification times differ between nodes' disks, so all nodes use the first node's name.
         stem = found.setdefault(text.path, text.prefix).removesuffix(text.prefix.removeprefix(text.job.output_prefix))
         text = replace(text, job=replace(text.job, output_prefix=stem))
         if text.is_done:
@@ -113,12 +113,12 @@ def tokenize_text(
 def _make(
     text: Text, check: Callable[[Progress], None], say: Callable[[str], None], stopped: Callable[[], bool]
 ) -> Progress | None:
-    """Tokenize it; None if another process was quicker."""
+    """Tokenize a text; return None if another process has done it."""
     folder = Path(text.job.output_prefix).parent
     if (fault := not_writable(folder)) is not None:
         raise ConfigError(
-            f"{folder}: {fault[1]}: the token files of {text.path} are kept there; name a folder that can be written "
-            "with --data-cache-path"
+            f"{folder}: {fault[1]}: the token files of {text.path} are stored there; set --data-cache-path to a writable "
+            "folder"
         )
     waits = False
     while True:
@@ -139,7 +139,7 @@ def _make(
 
 
 def _job(config: RunConfig, path: str) -> PreprocessJob:
-    """In a folder `cache` beside what is named, unless another is given."""
+    """Build the job of a path. Its output is in data_cache_path, or else in a folder `cache` beside the path."""
     data, wild = config.data, _WILD.search(path)
     beside = Path(path[: wild.start()] + "x" if wild else path).parent
     name = re.sub(r"[^\w.-]+", "-", Path(path).name)[:80]
@@ -160,6 +160,6 @@ def _is_dataset(prefix: str) -> bool:
 
 
 def documents_of(text: Text) -> int | None:
-    """Documents in its token file, if that is there."""
+    """Return the number of documents in a text's token file, or None if it does not exist."""
     facts = read_side_file(text.prefix) if text.is_done else None
     return None if facts is None else int(facts["documents"])

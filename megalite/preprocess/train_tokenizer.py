@@ -1,4 +1,4 @@
-"""Train a tokenizer with its library, on a share of the inputs that is spread evenly over them."""
+"""Train a tokenizer with its library, on a sample that is spread evenly over the inputs."""
 
 import io
 import os
@@ -21,28 +21,29 @@ from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
 WORD_PATTERNS: dict[str, str | None] = {"gpt2": None, "gpt4": LLAMA3_PATTERN}
-"""How byte-level BPE splits words: gpt2's are part of the library; gpt4's, and Llama 3's, split numbers into threes."""
-_MAX_VOCABULARY = 1 << 20  # ten times what large models have; libraries reserve memory for all
+"""Patterns that split words for byte-level BPE. The library contains gpt2's; gpt4's (also Llama 3's) splits numbers
+into groups of three digits."""
+_MAX_VOCABULARY = 1 << 20  # ten times that of large models; libraries reserve memory for all ids
 _NO_SENTENCE_LIMIT = 1 << 30
 _HELD_OUT_EVERY, _HELD_OUT_FIRST = 50, 10
 
 
 @dataclass
 class TrainingText:
-    """At most max_bytes of the inputs' text, document by document; iterating counts what was read. Of inputs that hold
-    more, pieces are taken so that at any place the text taken is to max_bytes what the bytes on disk passed are to all
-    of them: the end of a corpus counts as much as its beginning. Standard input, of unknown length, is taken from its
-    start. Every 50th document, from the 11th on, is held out, to measure the tokenizer on."""
+    """Iterates over at most max_bytes of the inputs' text, document by document, and counts it. Larger inputs are
+    sampled evenly: at any point, the text taken as a fraction of max_bytes equals the bytes read as a fraction of all
+    bytes on disk, so the end of a corpus counts as much as its start. Standard input, of unknown length, is read from
+    its start. Every 50th document, from the 11th on, is held out to measure the tokenizer."""
 
     inputs: Sequence[Input]
     keys: Sequence[str]  # keys of the text in a document
-    max_bytes: int  # of UTF-8 text; the last document is cut there
+    max_bytes: int  # of UTF-8 text; the last document is truncated
     advance: Callable[[int], None] = lambda count: None  # called with the bytes of text just read
-    num_bytes: int = 0  # bytes of text read so far, those held out among them
-    documents: int = 0  # documents read so far (texts, where there are several keys)
-    bad: int = 0  # bad lines
-    first_bad: str = ""  # with what is wrong; without a line number after a part was left out
-    is_share: bool = False  # there was more text than max_bytes
+    num_bytes: int = 0  # bytes of text read so far, including those held out
+    documents: int = 0  # documents read so far; with several keys, texts
+    bad: int = 0  # number of bad lines
+    first_bad: str = ""  # the first bad line and its error, without a line number if pieces before it were skipped
+    is_share: bool = False  # whether there was more text than max_bytes
     held_out: list[str] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
@@ -57,7 +58,7 @@ class TrainingText:
             raise ConfigError(f"no text to train a tokenizer on: {lines}, the first {self.first_bad}")
 
     def _texts(self) -> Iterator[str]:
-        # Small enough for a small share to have something of every part.
+        # Small pieces, so that even a small sample covers all parts of the inputs.
         limits = Limits(piece_bytes=max(1 << 12, min(self.max_bytes // 64, 1 << 18)))
         sizes = [item.size for item in self.inputs]
         on_disk = [0, *accumulate(size or 0 for size in sizes)]  # before each input
@@ -97,8 +98,8 @@ class TrainingText:
 
 
 class _CountedTexts:
-    """Passes texts on, counts their characters and keeps the exception that reading them raised. SentencePiece takes an
-    exception of its iterator for the end of the text and would train on the part before it."""
+    """Forwards texts, counts their characters and stores an exception of the iterator. SentencePiece treats such an
+    exception as the end of the text and would train on the part before it."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -116,7 +117,7 @@ class _CountedTexts:
             self.fault = fault
 
     def require_any(self) -> None:
-        """Raise what reading raised; a ConfigError if there was no text."""
+        """Raise the stored exception, or ConfigError if there was no text."""
         if self.fault is not None:
             raise self.fault
         if not self.characters:
@@ -126,16 +127,16 @@ class _CountedTexts:
 def train_sentencepiece(
     texts: Iterable[str], *, output_prefix: str | Path, vocab_size: int, model_type: str = "bpe"
 ) -> Path:
-    """Train SentencePiece on `texts` and write `<output_prefix>.model`; returns its path.
+    """Train SentencePiece on `texts`, write `<output_prefix>.model` and return its path.
 
-    Every text comes back as it was: no normalisation, no space put in front, runs of white space and line ends are
-    ordinary pieces, and characters without a piece fall back to bytes. The one exception is U+2581 (a lower block),
-    SentencePiece's own sign for a space, which decodes to one. Digits are single pieces. The same texts in the same
+    Decoding restores every text: there is no normalisation and no prepended space, runs of white space and line ends
+    are ordinary pieces, and characters without a piece fall back to bytes. The one exception is U+2581 (a lower block),
+    SentencePiece's sign for a space, which decodes to a space. Digits are single pieces. The same texts in the same
     order give the same file.
 
-    `model_type`: "bpe" (byte-pair encoding) or "unigram" (Kudo 2018). Raises ConfigError: no text, or too little of it
-    for vocab_size; the file exists, or its folder cannot be written to; what `texts` raises is raised again. OSError:
-    the file cannot be written."""
+    `model_type`: "bpe" (byte-pair encoding) or "unigram" (Kudo 2018). Raises ConfigError if there is too little text
+    for vocab_size, the file exists, or its folder is not writable; OSError if the file cannot be written; and
+    exceptions of `texts`."""
     path = _output(output_prefix, ".model")
     _check_size(vocab_size, 260, "256 bytes, 3 control pieces and a character")
     source = _CountedTexts(texts)
@@ -152,7 +153,7 @@ def train_sentencepiece(
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            # Rare characters get no piece: bytes serve them.
+            # Rare characters get no piece and are encoded as bytes.
             character_coverage=0.9999,
             max_sentence_length=_NO_SENTENCE_LIMIT,
             num_threads=2,
@@ -167,14 +168,14 @@ def train_sentencepiece(
 
 
 def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_size: int, words: str = "gpt2") -> Path:
-    """Train byte-level BPE (GPT-2's) on `texts` and write `<output_prefix>.json`, a tokenizer.json; returns its path.
+    """Train byte-level BPE (GPT-2's) on `texts`, write `<output_prefix>.json`, a tokenizer.json, and return its path.
 
-    Every text comes back as it was, except <|endoftext|>: the 256 bytes are tokens, and nothing is normalised.
-    <|endoftext|>, id 0, is the end of document; spelled out in a text it is that token, as in every tokenizer.json, and
-    decoding leaves it out. The same texts in the same order give the same file.
+    Decoding restores every text, except <|endoftext|>: the 256 bytes are tokens, and nothing is normalised.
+    <|endoftext|>, id 0, is the end of document; spelled out in a text it becomes that token, as in every
+    tokenizer.json, and decoding leaves it out. The same texts in the same order give the same file.
 
-    `words`: a key of WORD_PATTERNS; tokens do not reach from one word into the next. Raises ConfigError: as
-    `train_sentencepiece`, or the package `tokenizers` is not installed. OSError: the file cannot be written."""
+    `words`: a key of WORD_PATTERNS; tokens do not cross word borders. Raises ConfigError and OSError as
+    `train_sentencepiece`, and ConfigError if the package `tokenizers` is not installed."""
     path = _output(output_prefix, ".json")
     _check_size(vocab_size, 257, "256 bytes and the end of document")
     library = needed_package("byte-level BPE", "tokenizers", "tokenizers")
@@ -195,7 +196,7 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
         with refusing("byte-level BPE cannot be trained"):
             tokenizer.train_from_iterator(iter(source), trainer=trainer)
     except ConfigError:
-        source.require_any()  # what reading raised comes first
+        source.require_any()  # an exception of `texts` comes first
         raise
     source.require_any()
     if tokenizer.get_vocab_size() < vocab_size:
@@ -212,9 +213,9 @@ def _output(prefix: str | Path, suffix: str) -> Path:
 
 
 def _refuse_existing(path: Path) -> None:
-    # Models and token files may depend on it: they would read other text in the same ids.
+    # Never replaced: with another tokenizer, ids in existing models and token files would mean other text.
     if os.path.lexists(path):
-        raise ConfigError(f"{path} exists; give another --output-prefix or move it away")
+        raise ConfigError(f"{path} exists; use another --output-prefix or move it away")
 
 
 def _write(path: Path, content: bytes) -> Path:
@@ -224,14 +225,14 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _reason(error: str) -> str:
-    """What SentencePiece says of text and vocabulary that do not fit, as what to do."""
+    """Convert an error of SentencePiece about text and vocabulary to a remedy."""
     most = re.search(r"set it to a value <= (\d+)", error)
     if most:
         return f"they give {most[1]} pieces at most; try --vocab-size {most[1]}, or more text"
     least = re.search(r"required_chars\. \d+ vs (\d+)", error)
     if least:
         return f"256 bytes, 3 control pieces and every common character are {least[1]}; try --vocab-size {least[1]} or more"
-    # "INTERNAL: file.cc(638) [condition] " comes before what is meant for people.
+    # Drop the prefix "INTERNAL: file.cc(638) [condition] ".
     return re.sub(r"^.*\.cc\(\d+\) \[.*\]\s*", "", error, flags=re.DOTALL)[:200] + "; try another --vocab-size"
 
 

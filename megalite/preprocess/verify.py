@@ -1,4 +1,4 @@
-"""What finished datasets hold: which ones a command line means, their facts, and the first byte that is wrong."""
+"""Find datasets for the command line, describe their contents, and verify every byte."""
 
 import hashlib
 import os
@@ -26,17 +26,17 @@ from megalite.preprocess.output import LengthStatistics
 
 
 def find_prefixes(entries: Sequence[str]) -> list[str]:
-    """Prefixes of datasets, in the order of the entries; those in a folder by name.
+    """Return the prefixes of datasets in the order of the entries, sorted by name within a folder.
 
-    An entry is a prefix, one of a dataset's files (a shell may expand `data/*`), or a folder of datasets. Half a pair
-    counts too: opening it says what is missing.
+    An entry is a prefix, one of a dataset's files (a shell may expand `data/*`), or a folder of datasets. A .bin or
+    .idx alone counts too; opening it reports the missing file.
 
-    Raises ConfigError: a dataset is named twice, or an entry is none or a folder without any."""
+    Raises ConfigError if a dataset is listed twice, or an entry is neither a dataset nor a folder with one."""
     found: dict[str, tuple[str, set[str]]] = {}
     for entry in entries:
         prefixes, suffix = _of_entry(entry)
         for prefix in prefixes:
-            # Two names of one dataset lead to the same files; its different files are one entry.
+            # Two prefixes of one dataset resolve to the same file; different files of one dataset are one entry.
             first, suffixes = found.setdefault(os.path.realpath(f"{prefix}.idx"), (prefix, set()))
             if suffix in suffixes or (suffixes and (not suffix or "" in suffixes)):
                 raise ConfigError(f"{first} and {prefix} are one dataset; give each dataset once")
@@ -45,7 +45,7 @@ def find_prefixes(entries: Sequence[str]) -> list[str]:
 
 
 def _of_entry(entry: str) -> tuple[list[str], str]:
-    """Prefixes, and the suffix if the entry is one file of a dataset."""
+    """Return prefixes, and the suffix if the entry is one file of a dataset."""
     for suffix in ("", *SUFFIXES):
         prefix = entry.removesuffix(suffix)
         if (not suffix or prefix != entry) and any(Path(f"{prefix}{half}").exists() for half in (".idx", ".bin")):
@@ -55,13 +55,13 @@ def _of_entry(entry: str) -> tuple[list[str], str]:
         raise ConfigError(f"{entry}: neither {entry}.idx nor a folder of datasets exists; give a path without .bin")
     stems = sorted({path.name[:-4] for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not stems:
-        raise ConfigError(f"{folder} holds no dataset, a pair of .bin and .idx; give the folder that does")
+        raise ConfigError(f"{folder} contains no dataset, a pair of .bin and .idx; give a folder that does")
     return [str(folder / stem) for stem in stems], ""
 
 
 def parse_documents(text: str, dataset: IndexedDataset) -> range:
-    """`3:10` (3 up to and without 10), `3:`, `:10` or `3` as a range of the documents of a dataset. Raises ConfigError:
-    something else, or a range that is empty or extends beyond the last document."""
+    """Parse `3:10` (without 10), `3:`, `:10` or `3` as a range of the documents of a dataset. Raises ConfigError if it
+    is malformed, empty or extends beyond the last document."""
     first, colon, last = text.partition(":")
     count = dataset.num_documents
     if not count:
@@ -101,7 +101,7 @@ def inspect(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int) -> Iterator[dict[str, Any]]:
-    """Number, sequences, length and the first `max_tokens` tokens of documents."""
+    """Yield number, sequences, length and the first `max_tokens` tokens of documents."""
     indices = dataset.document_indices
     for number in documents:
         start, stop = first_token(dataset, number), first_token(dataset, number + 1)
@@ -112,26 +112,26 @@ def read_documents(dataset: IndexedDataset, documents: range, *, max_tokens: int
 
 @dataclass(frozen=True)
 class Fault:
-    path: str  # the file
-    offset: int | None  # the byte, where one byte (or item) is wrong
-    text: str  # file, byte, what is there and what should be
+    path: str
+    offset: int | None  # byte offset, if a single item is wrong
+    text: str  # file, byte, value found and value expected
 
 
 @dataclass(frozen=True)
 class Verified:
     prefix: str
-    fault: Fault | None  # None: sound
+    fault: Fault | None  # None: valid
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
     bytes: int = 0  # length of both files
     dtype: str = ""
     largest_id: int | None = None  # None if there are no tokens
-    vocab_size: int | None = None  # what every id was compared with, if anything
+    vocab_size: int | None = None  # ids were compared with it; None: not checked
     hashed: bool = False  # the sha256 of both files was compared with the side file's
-    eod: int | None = None  # every document was checked to end with it; None: nothing promises one
+    eod: int | None = None  # every document was checked to end with it; None: not checked
     has_side_file: bool = False
-    bad_side_file: str | None = None  # why the side file could not be used: the pair was checked without it
+    bad_side_file: str | None = None  # error of a side file that was ignored
 
 
 def verify(
@@ -141,16 +141,16 @@ def verify(
     hashes: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Verified:
-    """Check a pair of token files against each other, the vocabulary and the side file, if there is one.
+    """Check a pair of token files against each other, the vocabulary and the side file, if it exists.
 
-    Checked, in this order: header, counts, lengths, offsets and document indices of .idx against the sizes of the
-    files; documents, tokens and dtype against the side file; the sha256 of .idx; each token id, at least 0 and below
-    `vocab_size`; the end-of-document id at the end of each document that has tokens, if the side file says that it
-    was appended; the sha256 of .bin. Memory does not grow with the files.
+    Checks in this order: header, counts, lengths, offsets and document indices of .idx against the sizes of the files;
+    documents, tokens and dtype against the side file; the sha256 of .idx; each token id, at least 0 and below
+    `vocab_size`; the end-of-document id at the end of each non-empty document, if the side file records that it was
+    appended; the sha256 of .bin. Uses constant memory.
 
     `vocab_size`: ids must be below it and below the side file's. `hashes`: compare sha256 with the side file.
-    `on_bytes`: called with the number of bytes just read. Raises ConfigError: a file is missing or cannot be read, or
-    is of a kind that is not supported."""
+    `on_bytes`: called with the number of bytes just read. Raises ConfigError if a file is missing, not readable or of
+    an unsupported kind."""
     side: dict[str, Any] | None = None
     bad_side_file = None
     try:
@@ -164,7 +164,7 @@ def verify(
         if isinstance(damage, UnsupportedDataset):
             if side is None:
                 raise
-            # No writer of side files writes such a dataset.
+            # megalite never writes such a dataset with a side file.
             text += f"; {side_file_path(prefix)} is of one with {side['dtype']} tokens: bytes have changed since"
         return Verified(prefix, Fault(damage.path, damage.offset, text), bad_side_file=bad_side_file)
     facts = side or {}
@@ -227,14 +227,12 @@ def _compare_hash(path: Path, prefix: str, found: str, expected: str) -> Fault |
 
 
 class _TokenCheck:
-    """One pass over .bin."""
-
     def __init__(self, dataset: IndexedDataset, vocab_size: int | None, eod: int | None) -> None:
         self.dataset, self.vocab_size, self.eod = dataset, vocab_size, eod
         self.largest: int | None = None
 
     def run(self, on_bytes: Callable[[int], None], sha256: str | None) -> Fault | None:
-        """The fault at the lowest offset, or else bytes that are not those of the sha256."""
+        """Return the fault at the lowest offset, or else that of the sha256."""
         dataset, digest = self.dataset, hashlib.sha256()
         for first, tokens in token_blocks(dataset, range(dataset.num_tokens)):
             if sha256 is not None:
@@ -265,14 +263,14 @@ class _TokenCheck:
         return None
 
     def _first_unended(self, tokens: NDArray, first: int, eod: int) -> int | None:
-        """The first of `tokens` that is the last of its document and not the end-of-document id."""
+        """Return the index of the first of `tokens` that ends its document but is not the end-of-document id."""
         dataset = self.dataset
         borders = range(dataset.num_documents + 1)
         low, high = (
-            bisect_right(borders, place, key=lambda i: first_token(dataset, i))
-            for place in (first, first + len(tokens))
+            bisect_right(borders, position, key=lambda i: first_token(dataset, i))
+            for position in (first, first + len(tokens))
         )
-        # Where several documents end, all but the first are empty.
+        # Several documents may end at the same token, if all but the first are empty.
         last = np.unique(token_ends(dataset, range(low - 1, high - 1))) - 1 - first
         wrong = last[tokens[last] != eod]
         return int(wrong[0]) if len(wrong) else None

@@ -1,4 +1,4 @@
-"""A function applied to pieces in worker processes, results in the order of the pieces, in bounded memory."""
+"""Apply a function to pieces in worker processes, with results in order and bounded memory."""
 
 import multiprocessing
 import os
@@ -24,31 +24,31 @@ _IN_FLIGHT_BYTES = 128 << 20
 
 
 class WorkerPool(Generic[A, P, R]):
-    """Processes that each call `build(argument)` once and then the function that it returned on piece after piece.
+    """Worker processes that each call `build(argument)` once, then the function that it returned on each piece.
 
-    Workers are spawned: a fork of a process that runs threads (OpenMP, decompression) may hang. They end with
-    the block that the pool is entered for, and when this process dies in any way. SIGINT and SIGTERM, which reach all processes of a terminal or a
-    batch job, are left to the parent.
+    Workers are spawned, because a fork of a process with threads (OpenMP, decompression) may hang. They end with the
+    pool's context, and when this process dies for any reason. SIGINT and SIGTERM, which reach all processes of a
+    terminal or a batch job, are left to the parent.
 
-    `count`: processes at most. `build`: a function of a module, which workers import. `argument`: what `build` is
-    called with; it is pickled, as are pieces and results. `remedy`: what errors of too little memory say to do."""
+    `count`: maximum number of processes. `build`: a module-level function. `argument`: pickled, like pieces and
+    results. `remedy`: ends the error messages about too little memory."""
 
     def __init__(self, count: int, build: Callable[[A], Callable[[P], R]], argument: A, *, remedy: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._count, self._remedy = count, remedy
         # Workers exit when the writing end is closed, by `__exit__` or by the end of this process.
         reader, self._alive = context.Pipe(duplex=False)
-        # Else the first spawn would start it, and unblock the signals that the workers must not see.
+        # Otherwise the first spawn would start it and unblock the signals that workers must not receive.
         resource_tracker.ensure_running()
         self._executor = ProcessPoolExecutor(count, context, _start, (build, argument, reader))
 
     def map(self, pieces: Iterator[P], size: Callable[[P], int]) -> Iterator[tuple[P, R]]:
-        """(piece, result) in the order of the pieces.
+        """Yield (piece, result) in the order of the pieces.
 
         Pieces in flight are bounded by number and by the sum of their `size` (bytes); one is always allowed. An
-        exception that ends `pieces` is raised after the results of all pieces before it, as it is without workers.
+        exception of `pieces` is raised after the results of all pieces before it, as without workers.
 
-        Raises ConfigError: the function raised it, or a worker died."""
+        Raises ConfigError if the function raises it or a worker dies."""
         pending: deque[tuple[P, int, Future[R]]] = deque()
         in_flight, exhausted = 0, False
         fault: Exception | None = None
@@ -83,13 +83,13 @@ class WorkerPool(Generic[A, P, R]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # what is under way is not waited for
+        if kind is not None:  # do not wait for pieces in flight
             self._alive.close()
         self._executor.shutdown(cancel_futures=True)
         self._alive.close()
 
     def _submit(self, piece: P) -> "Future[R]":
-        # A worker that this starts inherits the mask.
+        # A worker that is started here inherits the mask.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             return self._executor.submit(_work, piece)
@@ -103,7 +103,7 @@ class WorkerPool(Generic[A, P, R]):
         return ConfigError(f"a worker process died (out of memory?); {self._remedy}")
 
 
-_worker: dict[str, Any] = {}  # in a worker: how to build its function, and the function
+_worker: dict[str, Any] = {}  # in a worker: `build`, and the function that it returned
 
 
 def _start(build: Callable[[Any], Callable[[Any], Any]], argument: Any, parent: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and the two that need no library: bytes, and text that is already ids."""
+"""The tokenizer interface, and the two tokenizers without a library: bytes, and text that consists of ids."""
 
 import hashlib
 import json
@@ -16,39 +16,39 @@ from megalite.config.errors import ConfigError
 from megalite.config.reading import open_regular
 from megalite.config.registry import optional
 
-MAX_TOKENIZER_BYTES = 1 << 30  # a corpus given in its place is not read into memory
+MAX_TOKENIZER_BYTES = 1 << 30  # so that a corpus passed by mistake is not read into memory
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Converts text to ids and back."""
 
-    name: str  # kind of tokenizer, as --tokenizer-type spells it
-    vocab_size: int  # ids are below this
+    name: str  # a value of --tokenizer-type
+    vocab_size: int  # all ids are below it
     eod: int  # id of the end-of-document token
     _fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; nothing is added at the start or the end. Raises ConfigError: the text has no ids: it holds
-        half of a surrogate pair, or (NullTokenizer) no numbers."""
+        """Return the ids of `text`, without start or end tokens. Raises ConfigError if the text contains a lone
+        surrogate, or (NullTokenizer) a word that is not an id."""
         return list(self.encode_batch([text])[0])
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int] | NDArray[np.uint8]]:
-        """Ids of each text, as `encode` gives them, as fast as the library can in one thread."""
+        """Return the ids of each text, as from `encode`, in one thread."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; ids without a token are left out."""
 
     def fingerprint(self) -> str:
-        """Sha256 (hex) of what defines the tokenizer: equal fingerprints give equal ids."""
+        """Return the sha256 (hex) of the tokenizer's definition: equal fingerprints mean equal ids."""
         return self._fingerprint
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of document. Megatron-LM's byte tokenizer ends a
-    document with id 0, which a NUL in a text also is, and drops bytes that are not UTF-8 when it decodes. Here every
-    text comes back as it was; token files take two bytes an id."""
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of document. Decoding restores every text, and token
+    files take two bytes per id. In contrast, Megatron-LM's byte tokenizer ends a document with id 0, like a NUL in the
+    text, and drops invalid UTF-8 when decoding."""
 
     name = "ByteLevelTokenizer"
     vocab_size = 257
@@ -68,8 +68,8 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is ids in decimal, separated by white space; the last id of the vocabulary is the end of document. Raises
-    ConfigError: vocab_size is missing or below 1."""
+    """Text consists of decimal ids, separated by white space; the last id of the vocabulary is the end of document.
+    Raises ConfigError if vocab_size is missing or below 1."""
 
     name = "NullTokenizer"
 
@@ -95,7 +95,7 @@ class NullTokenizer(Tokenizer):
 
 
 def read_tokenizer_file(path: str | Path) -> bytes:
-    """All of a tokenizer file. Raises ConfigError: it cannot be read, is not a regular file, or is longer than
+    """Read a whole tokenizer file. Raises ConfigError if it cannot be read, is not a regular file, or is longer than
     MAX_TOKENIZER_BYTES."""
     remedy = "give the path of an existing file (of a model: hf download OWNER/NAME)"
     try:
@@ -112,7 +112,7 @@ def read_tokenizer_file(path: str | Path) -> bytes:
 
 
 def parse_json(content: bytes, path: str | Path) -> Any:
-    """What a tokenizer file in JSON holds. Raises ConfigError: it is not JSON."""
+    """Parse a tokenizer file in JSON. Raises ConfigError if it is not JSON."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -120,7 +120,7 @@ def parse_json(content: bytes, path: str | Path) -> Any:
 
 
 def digest(*contents: bytes) -> str:
-    """Sha256 of one file's bytes, or of several with their lengths between them."""
+    """Return the sha256 of one file's bytes, or of several files, each preceded by its length."""
     sha256 = hashlib.sha256()
     for content in contents:
         if len(contents) > 1:
@@ -130,8 +130,8 @@ def digest(*contents: bytes) -> str:
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes. Raises ConfigError: it holds half of a surrogate pair: a JSON escape such as \\ud83d can stand
-    alone, a character cannot."""
+    """Encode a text as UTF-8. Raises ConfigError for a lone surrogate, which a JSON escape such as \\ud83d can
+    produce."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -139,7 +139,7 @@ def utf8(text: str) -> bytes:
 
 
 def require_characters(texts: Sequence[str]) -> None:
-    """Raise the ConfigError of `utf8` if a text holds half of a surrogate pair."""
+    """Raise the ConfigError of `utf8` if a text contains a lone surrogate."""
     for text in texts:
         if not text.isascii():
             utf8(text)
@@ -153,8 +153,8 @@ def needed_package(what: object, module: str, extra: str) -> Any:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """What a library raises inside is a ConfigError that says `what` was the matter: also a panic of a Rust library, which is
-    no Exception; but not what the user stops."""
+    """Convert exceptions of a library to a ConfigError that starts with `what`. Includes panics of Rust libraries,
+    which are no Exceptions, but not KeyboardInterrupt."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""From the tokenizer settings to a tokenizer; the kind of a file is known by its content."""
+"""Build a tokenizer from its settings; the kind of a file is detected from its content."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
 SENTENCEPIECE, HUGGING_FACE, TIKTOKEN = "SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"
 _GPT2 = "GPT2BPETokenizer"
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # Hugging Face's names, and OpenAI's
-WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")  # kinds that tokenizer_type alone makes
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")  # kinds that need no file
 _DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
 _EXAMPLES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json", TIKTOKEN: "cl100k_base.tiktoken"}
 _MARK = b"\xef\xbb\xbf"
@@ -24,15 +24,15 @@ _RANKED = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """The tokenizer that `data` names, or None if it names none.
+    """Build the tokenizer of a config; return None if no tokenizer is set.
 
-    Without tokenizer_type, vocab_file and merge_file make a GPT-2 BPE, and the content of tokenizer_model decides.
-    tokenizer_model may be a folder that holds tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json and
-    merges.txt (encoder.json and vocab.bpe): the first of them that is of tokenizer_type, if that is set.
+    Without tokenizer_type, vocab_file and merge_file mean a GPT-2 BPE, and the content of tokenizer_model determines
+    the kind. tokenizer_model may be a folder with tokenizer.json, tokenizer.model, one .tiktoken file, or vocab.json
+    and merges.txt (encoder.json and vocab.bpe): the first of them, of tokenizer_type if that is set.
 
-    `data`: its tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read. `vocab_size`: for
-    NullTokenizer, which has no file, and for a tiktoken file in JSON. Raises ConfigError: a file is missing or garbled,
-    or the settings contradict each other."""
+    `data`: tokenizer_type, tokenizer_model, vocab_file, merge_file and tiktoken_pattern are read. `vocab_size`: for
+    NullTokenizer and for a tiktoken file in JSON. Raises ConfigError if a file is missing or damaged, or the settings
+    contradict each other."""
     model, vocab_file, merge_file = data.tokenizer_model, data.vocab_file, data.merge_file
     if model is not None and (vocab_file is not None or merge_file is not None):
         raise ConfigError(f"tokenizer_model {model} excludes vocab_file {vocab_file} and merge_file {merge_file}")
@@ -48,7 +48,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
             raise ConfigError(f"tiktoken_pattern ({data.tiktoken_pattern}) needs --tokenizer-model FILE")
         return None
     if kind == SENTENCEPIECE and data.tokenizer_type is None and data.tiktoken_pattern is not None:
-        kind = TIKTOKEN  # the content proves nothing, and only this kind has the setting
+        kind = TIKTOKEN  # the content is ambiguous, and only this kind has the setting
     if kind != TIKTOKEN and data.tiktoken_pattern is not None:
         raise ConfigError(f"{kind} ({model or vocab_file}) does not read tiktoken_pattern ({data.tiktoken_pattern})")
     if kind == _GPT2:
@@ -70,9 +70,9 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
 
 
 def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
-    """(model, vocab_file, merge_file) of a folder as Hugging Face, Meta and OpenAI lay them out. `wanted`: the
-    tokenizer_type; of several tokenizers the first of this kind is taken. Raises ConfigError: there is none, or
-    several of which none is wanted more than another."""
+    """Return (model, vocab_file, merge_file) of a folder in the layout of Hugging Face, Meta or OpenAI. `wanted`: the
+    tokenizer_type; selects the first tokenizer of this kind. Raises ConfigError if there is no tokenizer, or an
+    ambiguous choice."""
     ranked = sorted(folder.glob("*.tiktoken"))
     named = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     models = [*named, *ranked]
@@ -92,13 +92,13 @@ def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None,
 
 
 def detect_kind(content: bytes, path: str | Path) -> str:
-    """Kind of tokenizer: a JSON object is Hugging Face's, a JSON list or lines of base64 and a number are tiktoken's.
-    Anything else may be SentencePiece's protocol buffer, which has no mark of its kind. Raises ConfigError: it is half
-    of a GPT-2 BPE, which --vocab-file and --merge-file take."""
+    """Detect the kind of a tokenizer: a JSON object is Hugging Face's, a JSON list or lines of base64 and a number are
+    tiktoken's, and everything else may be SentencePiece's protocol buffer, which has no magic number. Raises
+    ConfigError for one file of a GPT-2 BPE, which needs --vocab-file and --merge-file."""
     plain = content.removeprefix(_MARK)
     half = "merge" if plain.startswith(b"#version") else None
     if _OBJECT.match(plain):
-        # "model" may be a word of a vocabulary; only in a tokenizer.json is it an object.
+        # A vocabulary may contain the word "model", but only a tokenizer.json has an object under that key.
         if _MODEL.search(plain) or not _is_vocabulary(plain):
             return HUGGING_FACE
         half = "vocab"
@@ -109,13 +109,13 @@ def detect_kind(content: bytes, path: str | Path) -> str:
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """The rule of `detect_kind` for tiktoken's files alone; raises nothing."""
+    """Return whether `detect_kind` would classify the content as tiktoken's; never raises."""
     plain = content.removeprefix(_MARK)
     return bool(_LIST.match(plain) or _RANKED.match(plain))
 
 
 def is_tiktoken_model(model: str) -> bool:
-    """tokenizer_model, a file or a folder, is tiktoken's. Raises ConfigError: it cannot be read."""
+    """Return whether a tokenizer_model, a file or a folder, is tiktoken's. Raises ConfigError if it cannot be read."""
     file = look_into(Path(model), None)[0] if Path(model).is_dir() else model
     return file is not None and is_tiktoken(read_tokenizer_file(file))
 
@@ -135,7 +135,7 @@ def _kind_of(model: str | None, vocab_file: str | None, merge_file: str | None) 
 
 
 def _refuse(kind: str, **settings: str | None) -> None:
-    """Settings that this kind would not read are a mistake, not a default."""
+    """Raise ConfigError for settings that this kind does not read."""
     for name, value in settings.items():
         if value is not None:
             raise ConfigError(f"{kind} does not read {name} ({value}); leave it out or change tokenizer_type")

@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face tokenizers: messages to text, and where in it the assistant speaks."""
+"""Render chat templates of Hugging Face tokenizers, and find the assistant's parts of the text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from megalite.tokenizers.base import Tokenizer, digest, read_tokenizer_file
 from megalite.tokenizers.subword import SETTINGS_NAME, HuggingFaceTokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
-_START, _END = "\ufdd0", "\ufdd1"  # around what a template marks; Unicode keeps them out of every text
+_START, _END = "\ufdd0", "\ufdd1"  # around the marked parts; Unicode noncharacters, which no text contains
 
 Span = tuple[int, int]  # [start, stop) of characters
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: transformers' mark of what the model writes."""
+    """`{% generation %} ... {% endgeneration %}`: transformers' marks around the model's output."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -33,14 +33,14 @@ class _Generation(jinja2.ext.Extension):
 
 
 class NoTemplate(ConfigError):
-    """Chat messages, and a tokenizer without a template: none of them can be read."""
+    """Raised for chat messages if the tokenizer has no template."""
 
 
 class ChatTemplate:
-    """The template of a tokenizer, rendered as transformers' apply_chat_template does.
+    """Template of a tokenizer, rendered like transformers' apply_chat_template.
 
-    There is no strftime_now in it: the same messages give the same text on any day. Raises ConfigError: it is no
-    template."""
+    strftime_now is not provided, so equal messages give equal text on any day. Raises ConfigError if the template is
+    invalid."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -57,11 +57,11 @@ class ChatTemplate:
         self.fingerprint = digest(source.encode(), json.dumps(self._tokens, sort_keys=True).encode())
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
-        """The text, and in it what the assistant says: what the template marks as generated, or else all that a message
-        of the assistant adds to the prompt before it.
+        """Return the text and the assistant's spans in it: the parts that the template marks as generated, or else the
+        text that each message of the assistant adds to its prompt.
 
-        Raises ValueError: the template refuses the messages, or shows earlier ones otherwise than the last, so that it
-        does not say where the answers are."""
+        Raises ValueError if the template rejects the messages, or renders earlier messages differently from the last
+        one, so that the answers cannot be located."""
         text = self._text(messages, tools)
         if self._marks:
             return _marked(text)
@@ -70,24 +70,24 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             if not number:
-                raise ValueError("the first message is the assistant's: there is nothing to answer")
+                raise ValueError("the first message is the assistant's, so there is no prompt")
             before = self.prompt(messages[:number], tools)
             after = self._text(messages[: number + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    f"the chat template shows message {number} otherwise once others follow; mark what the assistant says "
+                    f"the chat template renders message {number} differently if others follow; mark the assistant's output "
                     "with {% generation %} and {% endgeneration %} in it"
                 )
             spans.append((len(before), len(after)))
         return text, spans
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, begun: bool = False) -> str:
-        """The text up to where the assistant begins to answer, or, `begun`, to where its last message continues. Raises
-        ValueError: the template refuses the messages."""
+        """Return the text up to the start of the assistant's answer or, with `begun`, to the end of its last message,
+        which generation continues. Raises ValueError if the template rejects the messages."""
         text = self._text(messages, tools, prompts=not begun)
         if begun:
             last = messages[-1]["content"]
-            last = last if last in text else last.strip()  # many templates strip what they show
+            last = last if last in text else last.strip()  # many templates strip messages
             text = text.rpartition(last)[0] + last
         return text
 
@@ -99,8 +99,8 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template beside a tokenizer.json: chat_template.jinja, or chat_template of tokenizer_config.json (of several
-    the one called default); None if there is none. Raises ConfigError: a file is garbled."""
+    """Load the template beside a tokenizer.json: chat_template.jinja, or chat_template in tokenizer_config.json (of
+    several the one named default). Return None if it does not exist. Raises ConfigError if a file is damaged."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     settings, file = tokenizer.settings(), tokenizer.file.with_name(TEMPLATE_NAME)
@@ -119,7 +119,7 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def require_chat_template(tokenizer: Tokenizer, what: str) -> ChatTemplate:
-    """As `chat_template`; `what` needs one. Raises NoTemplate: there is none."""
+    """Return `chat_template`, or raise NoTemplate with `what` as the part that needs it."""
     template = chat_template(tokenizer)
     if template is None:
         raise NoTemplate(
@@ -130,20 +130,20 @@ def require_chat_template(tokenizer: Tokenizer, what: str) -> ChatTemplate:
 
 
 def _marked(text: str) -> tuple[str, list[Span]]:
-    """A text without its marks, and where they were."""
+    """Return a text without its marks, and the marked spans."""
     first, *parts = text.split(_START)
     spans, plain = [], first
     for part in parts:
-        said, end, rest = part.partition(_END)
+        generated, end, rest = part.partition(_END)
         if not end:
             raise ValueError("the chat template leaves a {% generation %} open")
-        spans.append((len(plain), len(plain) + len(said)))
-        plain += said + rest
+        spans.append((len(plain), len(plain) + len(generated)))
+        plain += generated + rest
     return plain, spans
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # Not jinja2's, which escapes what HTML would read.
+    # Not jinja2's filter, which escapes HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""Subword tokenizers that libraries run: SentencePiece models, Hugging Face's tokenizer.json and GPT-2's two files."""
+"""Subword tokenizers based on libraries: SentencePiece models, Hugging Face's tokenizer.json and GPT-2's two files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Names of the end of document in a tokenizer.json, where no setting names it; the first is GPT-2's."""
+"""Default names of the end of document in a tokenizer.json; the first is GPT-2's."""
 GPT2_END = END_OF_DOCUMENT[0]
 TOKENIZER_NAME, SETTINGS_NAME = "tokenizer.json", "tokenizer_config.json"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model; its </s> is the end of document. Raises ConfigError: the file is missing, not a
+    """A SentencePiece model with </s> as the end of document. Raises ConfigError if the file is missing, not a
     SentencePiece model, or without </s>."""
 
     name = "SentencePieceTokenizer"
@@ -75,11 +75,11 @@ class _TokenizersLibrary(Tokenizer):
 
 
 class HuggingFaceTokenizer(_TokenizersLibrary):
-    """A tokenizer.json. Its end of document is the eos_token of the tokenizer_config.json beside it; without one, the
-    first of END_OF_DOCUMENT in the vocabulary.
+    """A tokenizer.json. Its end of document is eos_token in the tokenizer_config.json beside it, or else the first of
+    END_OF_DOCUMENT in the vocabulary.
 
-    Special tokens written out in a text are recognised, as Hugging Face does it. Raises ConfigError: a file is missing
-    or garbled, there is no end-of-document token, or `tokenizers` is not installed."""
+    Special tokens spelled out in a text become those tokens, as with Hugging Face. Raises ConfigError if a file is
+    missing or damaged, there is no end-of-document token, or `tokenizers` is not installed."""
 
     name = "HuggingFaceTokenizer"
 
@@ -90,7 +90,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
             self._tokenizer = needed_package(tokenizer_file, "tokenizers", "tokenizers").Tokenizer.from_str(
                 content.decode("utf-8")
             )
-        # A file may store truncation and padding: settings of an inference server, not of a corpus.
+        # A file may enable truncation and padding, which are meant for inference.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -110,7 +110,8 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         self.eod: int = vocabulary[end]
 
     def settings(self) -> dict[str, Any]:
-        """The tokenizer_config.json beside a tokenizer.json; empty if there is none. Raises ConfigError: it is garbled."""
+        """Read the tokenizer_config.json beside a tokenizer.json; empty without one. Raises ConfigError if it is
+        damaged."""
         file = self.file.with_name(SETTINGS_NAME)
         if self.file.name != TOKENIZER_NAME or not file.exists():
             return {}
@@ -118,26 +119,26 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         return values if isinstance(values, dict) else {}
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and of each the characters of the text that it stands for. Raises ConfigError: as `encode`."""
+        """Return ids, and the range of characters of each. Raises ConfigError as `encode`."""
         require_characters([text])
         with refusing(f"{self._path}: the tokenizer fails on a text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def beginning(self) -> list[int]:
-        """The ids that the file's post-processor puts before a text: those of a start of document, if any."""
+        """Return the ids that the file's post-processor inserts before a text, such as a start of document."""
         plain, marked = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         count = next((at for at in range(len(marked)) if plain and marked[at : at + len(plain)] == plain), 0)
         return list(marked[:count])
 
 
 class GPT2BPETokenizer(_TokenizersLibrary):
-    """GPT-2's byte-level BPE (Radford et al. 2019): every text has ids and decodes to itself.
+    """GPT-2's byte-level BPE (Radford et al. 2019). Decoding restores every text.
 
-    A text that spells out <|endoftext|> gets the ids of its letters: only the caller ends a document. `vocab_file`:
-    vocab.json, token -> id. `merge_file`: merges.txt, one pair a line, the first to be merged first. Raises
-    ConfigError: a file is missing or garbled, the two do not belong together, <|endoftext|> or a byte is missing, or
-    `tokenizers` is not installed."""
+    <|endoftext|> spelled out in a text is encoded as its letters; only the caller ends a document. `vocab_file`:
+    vocab.json, token -> id. `merge_file`: merges.txt, one pair per line, in the order of merging. Raises ConfigError if
+    a file is missing or damaged, the two do not belong together, <|endoftext|> or a byte is missing, or `tokenizers` is
+    not installed."""
 
     name = "GPT2BPETokenizer"
 
@@ -166,7 +167,7 @@ def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
 
 
 def _bpe(library: Any, vocabulary: dict[str, int], content: bytes, path: str | Path, vocab_file: str | Path) -> Any:
-    """The model of a vocabulary and of the pairs of a merges.txt, in the order of the file, each once."""
+    """Build the BPE model from a vocabulary and the unique pairs of a merges.txt, in the order of the file."""
     with refusing(f"{path} is not the merges.txt that belongs to {vocab_file}; give one tokenizer's files"):
         lines = [line.rstrip("\r") for line in content.decode("utf-8").split("\n")]
         pairs = dict.fromkeys(tuple(line.split(" ")) for line in lines if line and not line.startswith("#version"))

@@ -1,4 +1,4 @@
-"""Encodings with known tiktoken files: which pattern cuts their words, and their special tokens.
+"""Patterns and special tokens of encodings with well-known tiktoken files.
 
 Sources: tiktoken's openai_public.py, Meta's Llama 3 tokenizer.py, Megatron-LM's tiktoken_tokenizer.py.
 """
@@ -31,7 +31,7 @@ class Encoding:
     pattern: str
     ranks: int  # number of ranks in its file
     special: tuple[tuple[str, int], ...]  # special tokens and their ids; the first one ends a document
-    sha256: str  # of the file as it is published
+    sha256: str  # of the published file
 
 
 def _llama3_special() -> tuple[tuple[str, int], ...]:
@@ -51,7 +51,7 @@ ENCODINGS = {
     "r50k_base": Encoding(
         GPT2_PATTERN, 50256, ((_END, 50256),), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     ),
-    # Its ranks leave 50256 out: that is <|endoftext|>.
+    # Its ranks skip 50256, the id of <|endoftext|>.
     "p50k_base": Encoding(
         GPT2_PATTERN, 50280, ((_END, 50256),), "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
     ),
@@ -80,11 +80,11 @@ PATTERNS = {
     "v1": MEGATRON_V1_PATTERN,
     "v2": MEGATRON_V2_PATTERN,
 }
-"""Names that --tiktoken-pattern knows; v1 and v2 are Megatron-LM's."""
+"""Names for --tiktoken-pattern; v1 and v2 are Megatron-LM's."""
 
 
 def megatron_special(count: int) -> tuple[tuple[str, int], ...]:
-    """Megatron-LM's special tokens, which come before the ranks; </s> ends a document."""
+    """Return Megatron-LM's special tokens, which come before the ranks; the first, </s>, ends a document."""
     first = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
     names = [*first, *(f"<SPECIAL_{i}>" for i in range(len(first), count))]
     return (("</s>", 2), *((name, i) for i, name in enumerate(names) if i != 2))

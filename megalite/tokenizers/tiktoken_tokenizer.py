@@ -1,7 +1,7 @@
-"""tiktoken's BPE files, merged by the optional package `tiktoken`.
+"""Read tiktoken's BPE files; the optional package `tiktoken` merges.
 
-The file is parsed here, not by the library: a garbled file must be refused with the place of its fault, and
-Megatron-LM's JSON list is no format of tiktoken's.
+The file is parsed here and not by the library, because an error must name the position of a fault, and tiktoken cannot
+read Megatron-LM's JSON list.
 """
 
 import base64
@@ -26,11 +26,11 @@ from megalite.tokenizers.base import (
 )
 from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, megatron_special
 
-_MAX_RANK = 1 << 24  # far more than any vocabulary, and few enough that a garbled rank costs no memory
+_MAX_RANK = 1 << 24  # far above any vocabulary, but low enough that a damaged rank costs no memory
 _MEGATRON_SPECIAL = 1000
 _MEGATRON_VOCABULARY = 1 << 17
 _WINDOW = 1 << 12
-# Every kind of character in every kind of company: what a pattern does not match, tiktoken drops silently.
+# All kinds of characters in many combinations, because tiktoken silently drops what a pattern does not match.
 _PROBE = "".join(
     f"{c}a {c}1\t{c}.{c} {c}{c}\n"
     for c in [*map(chr, range(0x20, 0x7F)), "\t", "\n", "\r", "\0", *"é½٣日🙂\u0301\u2028"]
@@ -41,8 +41,8 @@ _PROBE = "".join(
 class _Plan:
     ranks: dict[bytes, int]
     pattern: str
-    is_implied: bool  # the file alone implies the pattern
-    special: tuple[tuple[str, int], ...]  # the first one is the end of document
+    is_implied: bool  # whether the file alone implies the pattern
+    special: tuple[tuple[str, int], ...]  # the first is the end of document
 
     @property
     def is_known(self) -> bool:
@@ -50,18 +50,18 @@ class _Plan:
 
 
 class TikTokenizer(Tokenizer):
-    """A tiktoken file: lines of a token in base64 and its rank, or the JSON list that Megatron-LM's TikTokenizer reads.
+    """A tiktoken file: lines of a token in base64 and its rank, or the JSON list of Megatron-LM's TikTokenizer.
 
-    Ids are ranks. The files of r50k_base, p50k_base, cl100k_base, o200k_base and Llama 3 are known by their sha256, with
-    their pattern and special tokens. Any other file needs `pattern` (or, if it has as many ranks as the encoding that
-    `pattern` names, it is taken for a copy of that one); its end of document is the first id after its ranks. In
-    Megatron-LM's JSON list ids are rank + 1000, the first 1000 being special tokens with </s> = 2 as the end of
-    document; the default pattern is v2, and entries past vocab_size (default 131072) ids are left out.
+    Ids are ranks. The files of r50k_base, p50k_base, cl100k_base, o200k_base and Llama 3 are recognised by their
+    sha256, with their pattern and special tokens. Any other file needs `pattern`; if it has as many ranks as the
+    encoding named by `pattern`, it is treated as a copy of that encoding, otherwise its end of document is the first id
+    after its ranks. In Megatron-LM's JSON list ids are rank + 1000; the first 1000 ids are special tokens, with </s> =
+    2 as the end of document. Its default pattern is v2, and entries past vocab_size (default 131072) ids are left out.
 
-    Special tokens spelled out in a text get the ids of their letters: only the caller ends a document. `pattern`: the
-    regular expression that splits text into words, or a name of PATTERNS. `vocab_size`: for a JSON list, number of ids.
-    Raises ConfigError: the file is missing or garbled, the pattern is needed, invalid or leaves characters out, or
-    `tiktoken` is not installed."""
+    Special tokens spelled out in a text are encoded as their letters; only the caller ends a document. `pattern`: the
+    regular expression that splits text into words, or a name in PATTERNS. `vocab_size`: number of ids of a JSON list.
+    Raises ConfigError if the file is missing or damaged, the pattern is missing, invalid or does not match all
+    characters, or `tiktoken` is not installed."""
 
     name = "TikTokenizer"
 
@@ -79,7 +79,7 @@ class TikTokenizer(Tokenizer):
         self._token_bytes |= {i: name.encode() for name, i in self._plan.special}
         self.vocab_size = max(self._token_bytes) + 1
         self.eod: int = self._plan.special[0][1]
-        # What the file alone does not imply is part of what defines the tokenizer.
+        # The fingerprint includes a pattern that the file alone does not imply.
         chosen = [] if self._plan.is_implied else [self._plan.pattern.encode("utf-8", "backslashreplace")]
         self._fingerprint = digest(content, *chosen, *([b"%d" % self.vocab_size] if is_list else []))
         self._require_all_characters()
@@ -116,7 +116,7 @@ class TikTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if self._plan.is_known and _has_long_space(text):
             return self._encode_by_words(text)
-        # A pattern of the user's may mean something else to another engine.
+        # Not for a user's pattern, which may mean something else to the package `regex`.
         try:
             with refusing(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text"):
                 ids: list[int] = self._encoding.encode_ordinary(text)
@@ -127,18 +127,18 @@ class TikTokenizer(Tokenizer):
         return ids
 
     def _encode_by_words(self, text: str) -> list[int]:
-        """The same ids, for texts on which tiktoken's regular expressions panic.
+        """Return the same ids for texts on which tiktoken's regular expressions panic.
 
-        That happens in runs of some 100,000 characters of white space, as (?!\\S) keeps a step for each. The package
-        `regex` splits the words without a bound, and tiktoken merges each."""
-        # To `regex`, `$` is also before a last line end; ours come after \s++, which leaves none.
+        They panic on runs of about 100,000 characters of white space, because (?!\\S) stores a step for each. The
+        package `regex` splits the words without a limit, and tiktoken merges each word."""
+        # In `regex`, `$` also matches before a final line end; in these patterns it follows \s++, which leaves none.
         words = regex.compile(self._plan.pattern).finditer(text)
         encode = self._word_encoding.encode_ordinary
         return [i for word in words for i in encode(word.group())]
 
     @cached_property
     def _word_encoding(self) -> Any:
-        """An encoder that takes its whole input as one word."""
+        """An encoding that treats its whole input as one word."""
         return self._make(r"(?s).+")
 
 
@@ -181,11 +181,11 @@ def _plan_list(content: bytes, path: str | Path, pattern: str | None, vocab_size
     return _Plan(shifted, chosen, chosen == PATTERNS["v2"], megatron_special(_MEGATRON_SPECIAL))
 
 
-_Entry = tuple[str, Any, Any]  # where in the file, token in base64, rank
+_Entry = tuple[str, Any, Any]  # position in the file, token in base64, rank
 
 
 def _parse_ranks(entries: Sequence[_Entry], path: str | Path) -> dict[bytes, int]:
-    """Token -> rank, in the order of ranks; a lower rank is merged first."""
+    """Return token -> rank, sorted by rank; lower ranks merge first."""
     ranks: dict[bytes, int] = {}
     owners: dict[int, str] = {}
     for place, text, rank in entries:
@@ -236,8 +236,9 @@ def _json_entries(content: bytes, path: str | Path) -> list[_Entry]:
 
 
 def _has_long_space(text: str) -> bool:
-    """White space of 8192 characters in a row: such a run holds two of the places looked at, and all between."""
-    looked = text[::_WINDOW]
+    """Return whether the text may contain a run of 8192 or more white-space characters. Such a run contains two
+    consecutive sampled characters and all characters between them."""
+    probe = text[::_WINDOW]
     return any(
-        looked[k : k + 2].isspace() and text[k * _WINDOW : (k + 1) * _WINDOW].isspace() for k in range(len(looked) - 1)
+        probe[k : k + 2].isspace() and text[k * _WINDOW : (k + 1) * _WINDOW].isspace() for k in range(len(probe) - 1)
     )

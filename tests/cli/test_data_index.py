@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path, capsy
     assert main(words) == 2
     error = capsys.readouterr().err
     assert f"error: cannot write to {tmp_path / 'cache'} (File exists)" in error
-    assert "are not kept, but made in the memory of each rank of a run" in error
+    assert "are built in the memory of each rank of a run" in error
 
 
 @pytest.mark.parametrize("order", ["megalite", "megatron"])

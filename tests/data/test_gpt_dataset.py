@@ -202,5 +202,5 @@ def test_a_background_build_that_fails_is_said_when_the_epoch_is_reached(
     dataset._prepare_in_background(2)
     assert dataset.background is not None
     dataset.background.join()
-    with pytest.raises(ConfigError, match="cannot keep the index"):
+    with pytest.raises(ConfigError, match="cannot store the index"):
         dataset.sample(2 * dataset.samples_per_epoch)

@@ -135,7 +135,7 @@ def test_where_nothing_can_be_written_indices_are_made_in_memory(tmp_path: Path)
     assert is_right(kept.get(recipe(built))) and is_right(kept.get(recipe(built, seed=2)), seed=2)
     assert len(lines) == 1
     assert f"cannot write to {tmp_path / 'c'} (File exists): the index of web, train (0 MB)" in lines[0]
-    with pytest.raises(ConfigError, match=r"data_cache_path .*c: File exists: cannot keep the index of web"):
+    with pytest.raises(ConfigError, match=r"data_cache_path .*c: File exists: cannot store the index of web"):
         cache(tmp_path / "c", chosen=True).prepare(recipe())
     with pytest.raises(ConfigError, match="data_cache_path"):
         cache(tmp_path / "c", chosen=True).get(recipe())

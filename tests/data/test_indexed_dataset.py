@@ -109,12 +109,12 @@ FAULTS = {
     "half header": (lambda p: cut(p / "d.idx", 20), "at least the header's 34"),
     "empty idx": (lambda p: cut(p / "d.idx", 0), r"d\.idx: byte 0: starts with b''"),
     "no document index": (lambda p: no_document_index(p / "d.idx"), "byte 26: no document indices, exp"),
-    "swapped": (lambda p: swap(p / "d.idx", p / "d.bin"), r"d\.bin like an index \(have the two changed"),
-    "folder": (lambda p: replace_by_folder(p / "d.idx"), r"d\.idx cannot be read: Is a directory; give the"),
+    "swapped": (lambda p: swap(p / "d.idx", p / "d.bin"), r"d\.bin like an index \(are the two names swapped"),
+    "folder": (lambda p: replace_by_folder(p / "d.idx"), r"d\.idx cannot be read: Is a directory; use the"),
     "pipe": (lambda p: replace_by_pipe(p / "d.bin"), r"d\.bin .* it is a pipe or device, not a file"),
     "dangling link": (lambda p: dangle(p / "d.idx"), r"d\.idx cannot be read: No such file"),
     "short bin": (lambda p: cut(p / "d.bin", 21), r"d\.bin: truncated: 21 bytes, expected 22"),
-    "long bin": (lambda p: (p / "d.bin").write_bytes(bytes(24)), r"d\.bin: longer than its index says: 24"),
+    "long bin": (lambda p: (p / "d.bin").write_bytes(bytes(24)), r"d\.bin: longer than in its index: 24"),
     "no bin": (lambda p: (p / "d.bin").unlink(), r"d\.bin does not exist; a dataset is a pair"),
     "no idx": (lambda p: (p / "d.idx").unlink(), r"d\.idx does not exist; a dataset is a pair"),
 }
@@ -230,7 +230,7 @@ def test_ids_and_types_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="type float32 cannot be stored; use one of uint8"):
         write_documents(tmp_path / "d", [], np.float32)
     monkeypatch.setattr(indexed_writer, "LENGTH", np.dtype("i1"))
-    with pytest.raises(ConfigError, match="a document of 128 tokens; the format holds at most 127: split it"):
+    with pytest.raises(ConfigError, match="a document has 128 tokens; the format allows at most 127: split it"):
         write_documents(tmp_path / "d", blocks_of([[1] * 127, [1] * 128]), np.uint16)
     assert list(tmp_path.iterdir()) == []
 
@@ -256,5 +256,5 @@ def test_lengths_that_another_program_has_changed(tmp_path: Path) -> None:
     with contextlib.closing(TokenStream(tmp_path / "0", TokenCounts(np.dtype("<u2")), name="d")) as stream:
         stream.append(np.zeros(7, dtype=np.uint16), [3, 4])
     np.array([3, 5], dtype="<i4").tofile(tmp_path / "0.lengths")
-    with pytest.raises(ConfigError, match="7 tokens in 2 documents were written, and their lengths sum to 8"):
+    with pytest.raises(ConfigError, match="7 tokens in 2 documents were written, but their lengths sum to 8"):
         stream.write_index()

@@ -73,9 +73,9 @@ def test_epochs_and_the_rule_of_80_percent(num_samples: int | None, plan: Megatr
 def test_a_sample_beyond_the_last_is_refused(tmp_path: Path) -> None:
     dataset = make(tmp_path, 14)
     dataset.prepare(0, 14)
-    with pytest.raises(ConfigError, match="made for 14 of them, and sample 14 is asked for"):
+    with pytest.raises(ConfigError, match="has 14 samples, but the run needs sample 14"):
         dataset.sample(14)
-    with pytest.raises(ConfigError, match="sample 14 is asked for"):
+    with pytest.raises(ConfigError, match="the run needs sample 14"):
         dataset.prepare(0, 15)
     with pytest.raises(IndexError):
         dataset.sample(-1)
@@ -102,12 +102,12 @@ def test_a_blend_reads_what_its_index_says(tmp_path: Path) -> None:
     for k in range(size):
         assert np.array_equal(blend.sample(k), parts[index[k]].sample(seen[index[k]]))
         seen[index[k]] += 1
-    with pytest.raises(ConfigError, match="sample 40 is asked for"):
+    with pytest.raises(ConfigError, match="the run needs sample 40"):
         blend.prepare(0, 41)
-    with pytest.raises(ConfigError, match="sample 40 is asked for"):
+    with pytest.raises(ConfigError, match="the run needs sample 40"):
         blend.sample(40)
     short = MegatronBlend([make(tmp_path, None), parts[1]], [0.9, 0.1], size=size, name="train")
-    with pytest.raises(ConfigError, match="made for 14 of them, and sample 35 is asked for"):
+    with pytest.raises(ConfigError, match="has 14 samples, but the run needs sample 35"):
         short.prepare(0, size)
 
 

@@ -131,7 +131,7 @@ def test_only_the_documents_of_the_split(indexed: IndexedDataset) -> None:
 
 
 def test_a_split_with_nothing_to_predict(indexed: IndexedDataset) -> None:
-    with pytest.raises(ConfigError, match="the train split holds 1 tokens in 1 documents, none of which has the two"):
+    with pytest.raises(ConfigError, match="the train split holds 1 tokens in 1 documents, but no document has the two"):
         make(indexed, documents=range(1, 2))
     with pytest.raises(ConfigError, match="the train split holds 0 tokens in 0 documents"):
         make(indexed, documents=range(3, 3))

@@ -107,7 +107,7 @@ def test_secrets_are_sent_and_never_shown(store: Store, tmp_path: Path) -> None:
     _, (line,) = fetch(tmp_path, data_path=[store.address("a.jsonl", user=secret)])
     assert "word" not in line
     with pytest.raises(
-        ConfigError, match="403 Forbidden; see that the server runs and that you may read there"
+        ConfigError, match="403 Forbidden; check that the server runs and that you have access"
     ) as error:
         fetch(tmp_path, data_path=[store.address("a.jsonl?token=hidden", user="me:wrong@")])
     assert "wrong" not in str(error.value) and "hidden" not in str(error.value)
@@ -123,7 +123,7 @@ def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
         fetch(tmp_path, data_path=["http://127.0.0.1:1/a.jsonl"])
     (tmp_path / "file").touch()
     (store.folder / "a.jsonl").write_text("{}")
-    with pytest.raises(ConfigError, match="name another folder with --data-cache-path"):
+    with pytest.raises(ConfigError, match="use another folder with --data-cache-path"):
         config = replace(RunConfig(), data_cache_path=str(tmp_path / "file"), data_path=[store.address("a.jsonl")])
         fetch_all(config, say=print, stopped=lambda: False)
 
@@ -249,7 +249,7 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rows == [{"text": "line 2"}, {"text": "line 3"}]
     assert said == [f"fetched {address} (2 rows) to {found[address]}"]
     assert fetch(tmp_path, data_path=[address]) == (found, [])
-    with pytest.raises(ConfigError, match=r"there is no columns; split, name and revision can be given"):
+    with pytest.raises(ConfigError, match=r"columns is unknown; use split, name and revision"):
         fetch(tmp_path, data_path=[f"hf://{there}?columns=a"])
     with pytest.raises(ConfigError, match=r"hf:///nowhere cannot be read: "):
         fetch(tmp_path, data_path=["hf:///nowhere"])

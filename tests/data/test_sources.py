@@ -51,7 +51,7 @@ def test_a_path_with_a_space_that_was_cut(folder: Path) -> None:
     whole = f"{folder}/my data/a"
     with pytest.raises(ConfigError) as error:
         build(DataConfig(data_path=whole.split()))
-    assert f"text is cut at spaces; write ['{whole}'] in YAML" in str(error.value)
+    assert f"text is split at spaces; write ['{whole}'] in YAML" in str(error.value)
     assert build(DataConfig(data_path=[whole])).train is not None
 
 

@@ -52,7 +52,7 @@ def test_a_field_that_cannot_be_is_named(tmp_path: Path, message: str) -> None:
 
 def test_a_newer_format(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('{"format": 2}')
-    with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this one reads 1\); .*move the file away"):
+    with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this version reads 1\); .*move the file away"):
         read_side_file(tmp_path / "d")
 
 
@@ -94,8 +94,8 @@ def prefix(tmp_path: Path) -> str:
 def refusal(prefix: str) -> str:
     return (
         f"{prefix}.bin was made with another tokenizer: ByteLevelTokenizer (sha256 {BYTES.fingerprint()[:12]}...), and this "
-        f"run has NullTokenizer (sha256 {NullTokenizer(300).fingerprint()[:12]}...); give that one, or move "
-        f"{prefix}.json away if the two are known to give the same ids"
+        f"run has NullTokenizer (sha256 {NullTokenizer(300).fingerprint()[:12]}...); use the one of the file, or move "
+        f"{prefix}.json away if both tokenizers give the same ids"
     )
 
 
@@ -162,7 +162,7 @@ def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -
     ) as error:
         open_data(build(RankContext(0), config), None)
     shown = [str({"json": side, "mask": f"{mask}.idx"}[sign]) for sign in signs]
-    assert f"as {' and '.join(shown)} show" in str(error.value)
+    assert f"({' and '.join(shown)})" in str(error.value)
     if "mask" in signs:
         assert open_data(build(RankContext(0), replace(config, sft=True)), None).train is not None
     for file in (side, Path(f"{mask}.idx")):
@@ -173,7 +173,7 @@ def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -
 def test_a_file_without_tokens(tmp_path: Path) -> None:
     write_by_layout(tmp_path / "d", [[], []])
     config = tiny_config(1, data_path=[str(tmp_path / "d")], eod_mask_loss=False)
-    with pytest.raises(ConfigError, match=r"data path .*/d: .*/d\.bin holds no tokens; leave it out"):
+    with pytest.raises(ConfigError, match=r"data path .*/d: .*/d\.bin has no tokens; leave it out"):
         open_data(build(RankContext(0), config), None)
 
 

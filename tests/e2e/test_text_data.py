@@ -67,7 +67,7 @@ def test_examples_give_the_same_losses_on_any_layout(examples: Path, tmp_path: P
     words = ("--sft", "--data-path", examples, "--tokenizer-type", "ByteLevelTokenizer", "--train-iters", "4")
     words = (*words, "--eval-interval", "4", "--eval-iters", "1", "--split", "80,20,0")
     whole = train_forked(1, *flags(tmp_path / "whole", *words)).require_success()
-    assert re.search(r"96 examples are packed into \d+ samples an epoch; 11 are longer than seq_length 32", whole.out)
+    assert re.search(r"96 examples are packed into \d+ samples per epoch; 11 are longer than seq_length 32", whole.out)
     run = tmp_path / "layouts"
     for layout in (("--cp", "2", "--exit-interval", "2"), ("--pp", "2")):
         train_forked(2, *flags(run, *words, *layout)).require_success()

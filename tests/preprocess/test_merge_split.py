@@ -63,7 +63,7 @@ def test_it_is_what_preprocessing_all_inputs_gives(tmp_path: Path) -> None:
 def test_wider_tokens(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", [[[70000]]], code=4)
     output = str(tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"a holds uint16 tokens, .*b int32; give --dtype int32"):
+    with pytest.raises(ConfigError, match=r"a has uint16 tokens, .*b int32; add --dtype int32"):
         merge([a, b], output)
     merge([a, b], output, dtype="int32")
     assert both(output) == pack([*MIXED, [[70000]]], code=4)
@@ -219,7 +219,7 @@ def test_parts_have_about_as_many_tokens(tmp_path: Path) -> None:
     # Documents end after 5, 6, 7, 8, 48, 50, 59, 89, 90 and 100 tokens; 8, 50 and 89 are nearest to 25, 50 and 75.
     assert [documents.stop for documents in parts_of_equal_tokens(dataset, 4)] == [4, 6, 8, 10]
     for bad in (0, 11):
-        with pytest.raises(ConfigError, match=f"parts {bad}: .* has 10 documents; give 1 to 10"):
+        with pytest.raises(ConfigError, match=f"parts {bad}: .* has 10 documents; use 1 to 10"):
             parts_of_equal_tokens(dataset, bad)
 
 

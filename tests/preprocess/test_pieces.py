@@ -104,7 +104,7 @@ def test_a_file_that_is_still_being_written(tmp_path: Path, name: str) -> None:
     inputs = find_inputs([str(path)])
     with path.open("ab") as file:
         file.write(b"more")
-    with pytest.raises(ConfigError, match=r"has changed since it was found: it had .* start again once"):
+    with pytest.raises(ConfigError, match=r"has changed since it was found: it had .* start again when"):
         next(cut(inputs, keys=["text"], limits=Limits()))
 
 
@@ -132,7 +132,7 @@ def test_a_place_that_is_none_any_more(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz"):
         path = write(tmp_path / name, content)
         for offset, message in (
-            (5, "byte 5 is not the beginning of a line"),
+            (5, "byte 5 is no longer the start of a line"),
             (99, r"has changed .*it ends \d+ bytes before the place"),
         ):
             with pytest.raises(ConfigError, match=message) as error:

@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, undisturbed: list[by
         number_job(tmp_path, tmp_path / "a.jsonl", append_eod=True), lambda progress: seen.append(progress.documents)
     )
     assert result.kept_documents == seen[0] >= stops[-1]
-    assert result.notice == f"resuming after {seen[0]} documents that an earlier run has done"
+    assert result.notice == f"resuming after {seen[0]} documents of an earlier run"
     assert output_bytes(tmp_path) == undisturbed
     assert not (tmp_path / "out.unfinished").exists()
 
@@ -204,7 +204,7 @@ def test_a_folder_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
     path = write_numbers(tmp_path / "a.jsonl", 3)
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match=r"out\.unfinished holds 'thesis\.tex', which is none of ours"):
+    with pytest.raises(ConfigError, match=r"out\.unfinished contains an unknown file 'thesis\.tex'"):
         run_numbers(tmp_path, path, restart=True)
     assert (tmp_path / "out.unfinished" / "thesis.tex").exists()
     (tmp_path / "out.unfinished" / "thesis.tex").unlink()
@@ -262,7 +262,7 @@ def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
     content = file.read_bytes()[::-1]
     file.write_bytes(content)
     if renamed:
-        with pytest.raises(ConfigError, match=r"document\.bin exists; give another"):
+        with pytest.raises(ConfigError, match=r"document\.bin exists; use another"):
             run_numbers(tmp_path, path)
         assert file.read_bytes() == content
     result = run_numbers(tmp_path, path, restart=renamed)

@@ -195,7 +195,7 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(tmp_path: Path, monkey
     monkeypatch.setattr(
         "megalite.tokenizers.base.NullTokenizer.encode_batch", lambda self, texts: [[5, 1000]] * len(texts)
     )
-    with pytest.raises(ConfigError, match="NullTokenizer gives token id 1000, beyond its 1000 ids"):
+    with pytest.raises(ConfigError, match="NullTokenizer returns token id 1000, beyond its 1000 ids"):
         run_numbers(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["1"]))
 
 
@@ -234,22 +234,22 @@ def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> N
     (tmp_path / "link.jsonl").symlink_to(path)
     for source in (path, tmp_path / "link.jsonl"):
         for restart in (False, True):
-            message = f"input {source} would be overwritten by the output; give another"
+            message = f"input {source} would be overwritten by the output; use another"
             assert_refused(replace(job, inputs=(str(source),), restart=restart), message)
     path.unlink()
     (tmp_path / "out.unfinished").mkdir()
     inside = write_numbers(tmp_path / "out.unfinished" / "0.jsonl", 3)
-    assert_refused(replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl lies in .*out\.unfinished, where")
+    assert_refused(replace(job, inputs=(*job.inputs, str(inside))), r"0\.jsonl is in .*out\.unfinished, the folder")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: PreprocessJob, suffix: str) -> None:
     preprocess(job)
     expected = output_bytes(tmp_path)
-    assert_refused(job, r"out_text_document\.bin exists; give .* or --restart to replace")
+    assert_refused(job, r"out_text_document\.bin exists; use .* or --restart to replace")
     for other in {".bin", ".idx", ".json"} - {suffix}:
         (tmp_path / f"out_text_document{other}").unlink()
-    assert_refused(job, rf"out_text_document\{suffix} exists.*; give")
+    assert_refused(job, rf"out_text_document\{suffix} exists.*; use")
     # Told once, it need not be told again where a stopped run continues.
     with pytest.raises(Stop):
         preprocess(replace(job, restart=True), stop_after(10))
@@ -262,15 +262,15 @@ def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monke
     for prefix in ("", "data/"):
         assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
     under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))
-    assert_refused(under_file, r"cannot be written at .*a\.jsonl: Not a directory; give another --output-prefix")
+    assert_refused(under_file, r"cannot be written at .*a\.jsonl: Not a directory; use another --output-prefix")
     (tmp_path / "out_text_document.idx").mkdir()
-    assert_refused(replace(job, restart=True), r"document\.idx is a folder, and the output would have that name; give")
+    assert_refused(replace(job, restart=True), r"document\.idx is a folder, but the output needs that name; use")
     (tmp_path / "out_text_document.idx").rmdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out.unfinished").symlink_to(tmp_path / "elsewhere")
-    assert_refused(job, r"out\.unfinished is a link; remove it, or give another --output-prefix")
+    assert_refused(job, r"out\.unfinished is a link; remove it, or use another --output-prefix")
     (tmp_path / "out.unfinished").unlink()
     # The superuser may write anywhere: the system's answer is put in its mouth.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     deep = replace(job, output_prefix=str(tmp_path / "new" / "out"))
-    assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; give another --output-prefix")
+    assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; use another --output-prefix")

@@ -166,7 +166,7 @@ def test_templates_that_do_not_say_where_the_answers_are(tmp_path: Path) -> None
         tmp_path / "e.jsonl", {"messages": CHATS[0]}, {"messages": CHATS[1][1:]}, {"messages": CHATS[1]}
     )
     for name, template, reason in (
-        ("forgetful", FORGETFUL, "shows message 2 otherwise once others follow"),
+        ("forgetful", FORGETFUL, "renders message 2 differently if others follow"),
         ("refusing", "{{ raise_exception('no system') }}", "refuses the messages: no system"),
         ("dated", "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
     ):
@@ -210,5 +210,5 @@ def test_the_template_is_part_of_the_job(tmp_path: Path) -> None:
 
 def test_parquet_and_text_are_no_examples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match=r"a\.txt: examples to fine-tune on are lines of JSON; give them as \.jsonl"):
+    with pytest.raises(ConfigError, match=r"a\.txt: fine-tuning examples must be lines of JSON; use \.jsonl"):
         preprocess(job(tmp_path, tmp_path / "a.txt"))

@@ -93,16 +93,16 @@ def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
         for index in range(3)
     ]
     for given, reason in (
-        ([parts[0], parts[2]], "part 2 of 3, where part 1 of 3 belongs; give all parts, in order"),
+        ([parts[0], parts[2]], "part 2 of 3, but part 1 of 3 comes here; give all parts, in order"),
         (parts[:2], "is part 1 of 3; give the parts after it too"),
-        ([parts[1], parts[0], parts[2]], "is part 1 of 3, where part 0 of 3 belongs"),
+        ([parts[1], parts[0], parts[2]], "is part 1 of 3, but part 0 of 3 comes here"),
     ):
         with pytest.raises(ConfigError, match=reason):
             merge(given, str(tmp_path / "merged"))
     for suffix in SUFFIXES:
         shutil.copy(f"{parts[0]}{suffix}", tmp_path / f"copy{suffix}")
     preprocess(replace(job, output_prefix=str(tmp_path / "whole")))
-    with pytest.raises(ConfigError, match="whole_text_document is no part, where part 1 of 3 belongs"):
+    with pytest.raises(ConfigError, match="whole_text_document is no part, but part 1 of 3 comes here"):
         merge([parts[0], str(tmp_path / "whole_text_document")], str(tmp_path / "merged"))
 
 

@@ -115,7 +115,7 @@ def test_bad_lines_are_said_and_bad_input_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer: give --tokenizer-model"):
         tokenized(config(text, tokenizer_type=None))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="name a folder that can be written with --data-cache-path"):
+    with pytest.raises(ConfigError, match="set --data-cache-path to a writable folder"):
         tokenized(config(text, data_cache_path=str(tmp_path / "file")))
 
 

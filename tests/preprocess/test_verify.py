@@ -66,7 +66,7 @@ def test_what_cannot_be_meant(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither .*zzz\.idx nor a folder"):
         find_prefixes([str(folder / "zzz")])
     (folder / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no dataset"):
+    with pytest.raises(ConfigError, match="contains no dataset"):
         find_prefixes([str(folder / "empty")])
 
 
@@ -76,7 +76,7 @@ def test_existing_outputs_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"new\.json exists"):
         refuse_existing([str(folder / "other"), str(folder / "new")])
     for nameless in (f"{folder}/sub/", f"{folder}/..", ""):
-        with pytest.raises(ConfigError, match=r"output_prefix .* has no name; give one such as .*whole"):
+        with pytest.raises(ConfigError, match=r"output_prefix .* has no name; use one such as .*whole"):
             refuse_existing([nameless])
 
 

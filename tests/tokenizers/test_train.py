@@ -100,7 +100,7 @@ def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> N
     for size in (-1, 0, 256, 1 << 21, 10**12):
         refused(train, tmp_path, f"vocab_size {size} is not from 2.. .*; try 32000", vocab_size=size)
     for prefix in ("", "folder/", ".", "/"):
-        refused(train, tmp_path, r"output_prefix .* has no name; give one such as", output_prefix=prefix)
+        refused(train, tmp_path, r"output_prefix .* has no name; use one such as", output_prefix=prefix)
 
 
 @BOTH
@@ -115,7 +115,7 @@ def test_a_file_that_exists_is_kept(tmp_path: Path, train: Callable[..., Path]) 
             path.write_text("old")
 
     for write in (True, False):
-        with pytest.raises(ConfigError, match=r"x\.(model|json) exists; give another --output-prefix or move"):
+        with pytest.raises(ConfigError, match=r"x\.(model|json) exists; use another --output-prefix or move"):
             train(texts(write=write), output_prefix=tmp_path / "x", vocab_size=400)
         assert [path.read_text() for path in paths] == ["old", "old"]
 

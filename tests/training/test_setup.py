@@ -71,8 +71,8 @@ def test_packing_is_described_by_file(prefix: str, tmp_path: Path) -> None:
     loaders = alone(data_path=["1", prefix, "1", str(tmp_path / "e")], split="1", packing="best-fit")
     assert loaders.notes == (
         # 4 documents of 4 tokens in 17, 12 of 16 positions predict
-        f"{prefix}: 1000 documents are packed into 250 samples an epoch; 25.00 % of their positions predict nothing",
-        f"{tmp_path}/e: 3 documents are packed into 3 samples an epoch; 0.00 % of their positions predict nothing",
+        f"{prefix}: 1000 documents are packed into 250 samples per epoch; 25.00 % of their positions predict nothing",
+        f"{tmp_path}/e: 3 documents are packed into 3 samples per epoch; 0.00 % of their positions predict nothing",
     )
     assert loaders.train is not None and loaders.train.packed and loaders.train.find_documents
     (batch, *_) = loaders.train.load(0, 8)

@@ -228,7 +228,7 @@ class Moody:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (iter([1]), "has neither sample\\(k\\) nor a length and \\[i\\]; what can only be iterated cannot resume"),
+        (iter([1]), "has neither sample\\(k\\) nor a length and \\[i\\]; an iterable cannot resume"),
         ([], "the train split is empty"),
         (Counted(sample=np.zeros(16, dtype=int)), r"is int64 of shape \[16\], but must be 17 whole numbers"),
         (Counted(sample=np.zeros(17)), "is float64"),
@@ -236,7 +236,7 @@ class Moody:
         (Counted(sample=np.full(17, -1)), "holds token id -1"),
         (Moody(), "sample 0 has other tokens when it is read again"),
         (Counted(sample={"tokens": np.zeros(17, dtype=int)}), "sample 0 is a mapping without input_ids; it has tokens"),
-        ({"valid": [17 * [1]]}, "gives nothing for the split train"),
+        ({"valid": [17 * [1]]}, "has no split train"),
         ("nothing", "dataset is 'nothing'; it must be one of"),
     ],
 )
@@ -249,7 +249,7 @@ def test_an_evaluation_needs_its_split() -> None:
     config = configure(**SIZES, eval_interval=2)
     both = {"train": Counted(), "validation": Counted()}
     assert fit(config, dataset=both)
-    with pytest.raises(ConfigError, match=r"no validation data; let dataset .* give a split valid"):
+    with pytest.raises(ConfigError, match=r"no validation data; add a split valid to dataset"):
         Trainer(config, dataset=Counted(), log=lambda line: None).fit()
 
 

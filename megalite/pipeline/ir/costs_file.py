@@ -76,8 +76,6 @@ class MemoryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class _CostsFile:
-    """The contents of a file."""
-
     forward: PerStage = field(metadata=_STAGES)
     input_grad: PerStage | None = field(default=None, metadata=_STAGES)  # None: the rest of `backward`
     weight_grad: PerStage | None = field(default=None, metadata=_STAGES)  # None: half of `backward`

@@ -13,8 +13,6 @@ from megalite.pipeline.ir.wiring import Wiring
 
 @dataclass(frozen=True)
 class Execution:
-    """The outcome of `execute`."""
-
     starts: list[float]
     """By index, the start time of each action, after any wait for a message. 0 for actions never reached."""
     finished: bool  # every rank ran its whole list

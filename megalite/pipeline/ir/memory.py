@@ -37,14 +37,11 @@ class Sizes:
         kept_input: float = 0.0,
         message: float = 0.0,
     ) -> "Sizes":
-        """Build equal sizes for `count` stages."""
         columns = {"activation": activation, "deferred": deferred, "kept_input": kept_input}
         return cls(**{name: (size,) * count for name, size in columns.items()}, message=message)
 
 
 class Peak(NamedTuple):
-    """Peak memory of a rank."""
-
     size: float
     position: int  # of the first action that reaches this size
 

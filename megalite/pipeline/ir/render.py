@@ -19,8 +19,6 @@ _MOST_LINES = 60  # limit on the lines of a wrapped grid, unless a single panel 
 
 
 class _Grid(NamedTuple):
-    """The slots of each rank, and a remark for the end of its row."""
-
     rows: list[list[str]]
     bubbles: list[float]
     remarks: list[str]

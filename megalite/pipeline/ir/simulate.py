@@ -70,13 +70,10 @@ class Costs:
         }
 
     def link(self, source: int, destination: int) -> Link:
-        """Return the link from one rank to another."""
         return self.links.get((source, destination), Link(self.p2p))
 
 
 class Event(NamedTuple):
-    """A computation with its start and end."""
-
     rank: int
     action: Action
     start: float
@@ -99,7 +96,6 @@ class Timeline:
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Per rank, the idle time within the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property

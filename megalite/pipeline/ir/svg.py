@@ -41,8 +41,6 @@ _NARROW, _WIDE = 640.0, 1800.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One schedule of the picture."""
-
     timeline: Timeline
     peaks: tuple[str, ...]  # per rank, the text at the right edge: its peak memory
     summary: str  # a line under the name

@@ -145,17 +145,14 @@ class Table:
         return wanted[self.kind]
 
     def action(self, index: int) -> Action:
-        """Return the action at an index."""
         rank, position = self.where(index)
         return self.rows[rank][position]
 
     def where(self, index: int) -> tuple[int, int]:
-        """Return (rank, position in its list)."""
         rank = int(self.rank[index])
         return rank, int(index) - self.first[rank]
 
     def at(self, index: int) -> str:
-        """Describe the position of an action in words."""
         rank, position = self.where(index)
         return f"at position {position} of rank {rank}"
 

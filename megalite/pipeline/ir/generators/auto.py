@@ -76,8 +76,6 @@ def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
 
 
 class SearchBudget(NamedTuple):
-    """Limits of a search."""
-
     work: int
     """Actions that a search may schedule over all attempts. A count rather than a time, so that every rank and machine
     finds the same schedule. No search runs if one step has more actions."""

@@ -125,7 +125,6 @@ class Outcome(NamedTuple):
     size that did not."""
 
     def actions(self) -> ActionLists:
-        """Return the actions of each rank."""
         return tuple(tuple(_with_microbatches(row)) for row in self.lists)
 
 
@@ -158,8 +157,6 @@ def list_schedule(problem: Problem, rules: Rules) -> Outcome:
 
 
 class _Run:
-    """State of one run of the list scheduler."""
-
     def __init__(self, problem: Problem, rules: Rules) -> None:
         self.problem, self.rules = problem, rules
         num_stages, num_ranks = len(problem.placement), len(problem.stages)

@@ -125,7 +125,6 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return a rank's list in `zb_v`."""
     walk = _GrowingList(rank, num_ranks)
     left, total = num_ranks - rank, max(num_microbatches, 2 * num_ranks - 1)
     walk.repeat(2 * left - 1, "F0")
@@ -163,7 +162,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return a rank's list in `dualpipe_v`."""
     walk = _GrowingList(rank, num_ranks)
     left = num_ranks - rank - 1
     walk.repeat(2 * left, "F0")
