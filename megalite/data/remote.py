@@ -261,8 +261,8 @@ class _Cache:
             raise unusable[0]
         if not config.checkpoint.fresh_if_missing:
             raise CheckpointMissing(
-                f"no complete checkpoint at {shown(folder)}; use the address of the folder of steps, or --fresh-if-missing to "
-                "start at step 0"
+                f"no complete checkpoint at {shown(folder)}; use the address of the folder of steps, or start at "
+                "step 0 with --fresh-if-missing"
             )
         self._say(f"no complete checkpoint at {shown(folder)}")
         return str(local / "none")

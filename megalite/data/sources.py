@@ -327,8 +327,8 @@ class _Plugged:
         tokens = np.asarray(found)
         if tokens.shape != (self.length,) or tokens.dtype.kind not in "iu":
             raise ConfigError(
-                f"{self.name}: sample {k} is {tokens.dtype} of shape {list(tokens.shape)}, but must be {self.length} "
-                f"integers: seq_length {self.length - 1} inputs and the token after the last"
+                f"{self.name}: sample {k} is {tokens.dtype} of shape {list(tokens.shape)}, but must be {self.length} whole "
+                f"numbers: seq_length {self.length - 1} inputs and the token after the last"
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]

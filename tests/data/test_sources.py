@@ -1,4 +1,4 @@
-"""From settings to datasets, and which samples a run reads."""
+"""Datasets from settings, and the samples that a run reads."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> N
 
 def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.token_files.SAMPLED_BYTES", 3 << 20)
-    block = 1 << 19  # tokens in a block of 1 MiB; the first, the third and the last of six are looked at
+    block = 1 << 19  # tokens in a block of 1 MiB; the first, the third and the last of six are checked
 
     def train(bad: int, value: int = 99) -> GPTDataset:
         tokens = np.zeros(5 * block + 1000, np.uint16)

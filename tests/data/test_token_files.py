@@ -63,7 +63,7 @@ FOREIGN += [b'{"text": "one"}\n{"text": "two"}\n', b'{"version": "1.0", "model":
 
 @pytest.mark.parametrize("content", FOREIGN)
 def test_a_file_of_another_program_is_not_used(tmp_path: Path, content: bytes) -> None:
-    """Texts in JSON beside the tokens that were made of them, or a tokenizer.json, say."""
+    """JSON of other programs beside token files, such as texts or a tokenizer.json."""
     path = tmp_path / "d.json"
     path.write_bytes(content)
     assert read_side_file(tmp_path / "d") is None
@@ -114,7 +114,7 @@ def test_training_refuses_it(prefix: str) -> None:
 
 
 def test_a_blend_of_two_tokenizers(prefix: str, tmp_path: Path) -> None:
-    """A run that has no tokenizer cannot say which is its own, but not both are."""
+    """Without a tokenizer of its run, files of two tokenizers are still an error."""
     write_by_layout(tmp_path / "e", [[1] * 20] * 50)
     other = {"kind": "NullTokenizer", "sha256": "0" * 64}
     (tmp_path / "e.json").write_bytes(encode_side_file({**RECORDED, "tokenizer": other}))
@@ -148,7 +148,7 @@ def test_what_is_no_sound_side_file_says_nothing(tmp_path: Path, content: str) -
 
 @pytest.mark.parametrize("signs", [["json"], ["mask"], ["json", "mask"]])
 def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -> None:
-    """Whether the data says what it is or a mask lies beside it; without either it is text like any other."""
+    """Examples are recognised by the side file or the mask; without either they are ordinary text."""
     write_by_layout(tmp_path / "e_document", [[1] * 20] * 50)
     side, mask = tmp_path / "e_document.json", tmp_path / "e_mask_document"
     if "json" in signs:

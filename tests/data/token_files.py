@@ -15,7 +15,7 @@ def write_by_layout(prefix: Path, documents: list[list[int]], *, code: int = 8) 
 
 
 def distinct_documents(lengths: list[int]) -> list[list[int]]:
-    """Documents in which every token of the corpus has its own id: 0, 1, 2, ..."""
+    """Documents with a unique id for each token of the corpus: 0, 1, 2, ..."""
     starts = np.cumsum([0, *lengths])
     return [list(range(start, start + length)) for start, length in zip(starts, lengths)]
 

@@ -1,4 +1,4 @@
-"""What the tests of the runtime share."""
+"""Fixtures shared by the tests of the runtime."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Pipeline stages of our own layers in fp32, with buckets as in training, for the executor's tests."""
+"""Pipeline stages of megalite's layers in fp32, with buckets as in training, for the executor's tests."""
 
 import weakref
 from collections.abc import Sequence
@@ -109,16 +109,16 @@ class Rank:
 
 
 class Watched(Rank):
-    """A rank that counts what is alive, and notes backwards and what its reducer gets."""
+    """A rank that counts live graphs and outputs, and records backwards and calls of its reducer."""
 
     def __init__(self, program: Program, rank: int, edges: dict[tuple[int, int], Group]) -> None:
         self.schedule = program.schedule
         self.graphs = self.most_graphs = 0
         self.most_held = self.most_full = 0
-        """Outputs whose graph is needed, and those of them that have their memory still."""
+        """Most outputs with a live graph, and most of them with unfreed storage."""
         self.events: list[str] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        """Of those that leave this rank or come from a second forward; their graphs live until the backward."""
+        """Outputs that leave this rank or come from a second forward; their graphs live until the backward."""
         super().__init__(program, rank, edges)
 
     def reducer_of(self, schedule: Schedule) -> GradientReducer:
@@ -156,7 +156,7 @@ class Watched(Rank):
 
 
 class _Graph:
-    """Lives as long as the graph that has it."""
+    """An object with the lifetime of the graph that refers to it."""
 
     def __init__(self, rank: Watched) -> None:
         self.rank = rank

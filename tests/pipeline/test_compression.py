@@ -1,4 +1,4 @@
-"""Messages between stages in fewer bytes: the codecs, and runs beside one rank that loses the same between its layers."""
+"""Compressed messages: the codecs, and runs compared with one rank that compresses between its layers."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def test_another_word_is_an_error(text: str) -> None:
 
 
 class Lossy(torch.autograd.Function):
-    """What two stages do to what is between them, forward and backward."""
+    """Apply the compression between two stages, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -93,7 +93,7 @@ def of_ranks(context: RankContext, world: int, settings: dict[str, Any]) -> Numb
 
 
 def on_one_rank(kind: str, cuts: tuple[int, ...], settings: dict[str, Any]) -> Runner:
-    """With a lossy step behind some layers, in training alone."""
+    """A model that compresses the outputs of some layers, in training only."""
     runner = Runner(build(RankContext(0, {}), tiny_config(1, **settings)))
     for layer in cuts:
         runner.replica.stages[0].layers[str(layer)].register_forward_hook(

@@ -1,4 +1,4 @@
-"""Every schedule through the executor: in fp32 the bits of one rank, with the memory and order that the program says."""
+"""Run every schedule with the executor: in fp32 bitwise equal to one rank, with the program's memory and order."""
 
 import itertools
 from typing import Any
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
     found_ranks = [run_case(None, case)] if case[1] == 1 else run_ranks(case[1], run_case, case)
     for rank in found_ranks:
         for found, grads in rank["steps"]:
-            # Of several chunks on one rank the last alone gives losses.
+            # Only the last chunk returns losses.
             assert found == (losses if num_stages - 1 in rank["stages"] else [])
             for name, grad in grads.items():
                 assert torch.equal(grad, expected[name]), name

@@ -52,7 +52,7 @@ def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> 
 
 
 class Notes:
-    """A tracer that keeps what it is told."""
+    """A tracer that stores all events."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -65,7 +65,7 @@ class Notes:
 
 
 class Wire(Group):
-    """An edge whose other end is not there: messages come when they are waited for."""
+    """An edge without another end: messages arrive when they are waited for."""
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         return Message(self.name, lambda: None)

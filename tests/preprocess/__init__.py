@@ -1,1 +1,1 @@
-"""Tests of preprocessing: what it writes, and what it leaves when it is stopped."""
+"""Tests of preprocessing: its output, and its state after an interruption."""

@@ -1,4 +1,4 @@
-"""Small jobs: texts of numbers, whose tokens are these numbers."""
+"""Small jobs on texts of numbers, with the numbers as token ids."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ SUFFIXES = (".bin", ".idx", ".json")
 
 
 class Stop(BaseException):
-    """Ends a run as a signal does."""
+    """Ends a run like a signal."""
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
@@ -46,7 +46,7 @@ def run_numbers(folder: Path, *inputs: Path | str, **settings: object) -> Progre
 
 
 def stop_after(documents: int) -> Callable[[Progress], None]:
-    """Stops the run once so many documents are done."""
+    """Stops the run after a number of documents."""
 
     def check(progress: Progress) -> None:
         if progress.documents >= documents:

@@ -24,7 +24,7 @@ KILLED = 77
 
 
 def run_job(folder: Path) -> None:
-    """As a user does: --restart only where there is nothing to continue from, and then earlier output is replaced."""
+    """Restart like a user: --restart only if there is nothing to resume, and then earlier output is replaced."""
     restart = State.read(folder / "work" / "out.unfinished" / "state.json") is None
     preprocess(number_job(folder / "work", folder / "a.jsonl", piece_bytes=150, restart=restart))
 
@@ -73,7 +73,7 @@ def run_until(folder: Path, point: int) -> None:
 
 
 def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
-    """An .idx or a side file beside a .bin that is not theirs; `whole` are the outputs (.bin, .idx, .json) there may be."""
+    """Find an .idx or a side file beside a .bin of another output; `whole`: the valid outputs (.bin, .idx, .json)."""
     found = [path.read_bytes() if path.exists() else None for path in (Path(prefix + suffix) for suffix in SUFFIXES)]
     for place in (1, 2):
         known = [(output[0], output[place]) for output in whole]

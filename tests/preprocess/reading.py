@@ -1,4 +1,4 @@
-"""Inputs written, and read through pieces to the end."""
+"""Write inputs, and read them completely through pieces."""
 
 import gzip
 import random
@@ -30,7 +30,7 @@ def pieces_of(*paths: Path | str, limits: Limits | None = None, after: Place | N
 
 
 def read(pieces: Iterable[Piece], limits: Limits | None = None, start: Place | None = None) -> Found:
-    """What is in the pieces."""
+    """Return the contents of the pieces."""
     texts: list[str] = []
     bad: list[tuple[str, int, str]] = []
     place = start
@@ -48,7 +48,7 @@ def read_all(*paths: Path | str, limits: Limits | None = None, after: Place | No
 
 
 def places(pieces: Sequence[Piece], limits: Limits) -> list[Place]:
-    """Where each of the pieces ends."""
+    """Return the end of each piece."""
     found: list[Place] = []
     for piece in pieces:
         lines = read_piece(piece, ["text"], limits).lines

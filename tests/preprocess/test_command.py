@@ -179,7 +179,7 @@ def test_names_of_tokenizers_as_scripts_have_them() -> None:
 
 class TestProgress:
     def show(self, monkeypatch: pytest.MonkeyPatch, *, tty: bool, total: int | None) -> None:
-        """Half of 2 MB in 10 s after a quarter that an earlier run had done."""
+        """Half of 2 MB in 10 s, after a quarter by an earlier run."""
         clock = [100.0]
         monkeypatch.setattr("megalite.cli.display.time.monotonic", lambda: clock[0])
         monkeypatch.setattr(sys.stderr, "isatty", lambda: tty, raising=False)

@@ -1,4 +1,4 @@
-"""Documents out of pieces, names for bad ones, and hundreds of damaged .jsonl files against a slow reader."""
+"""Documents from pieces, errors of bad ones, and hundreds of damaged .jsonl files compared with a slow reader."""
 
 import gzip
 import json
@@ -159,7 +159,7 @@ lines = good_lines | good_lines | long_lines | st.sampled_from(ODD)
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Lines, most of them good, some of whose bytes are lost, changed, repeated or put in between."""
+    """Draw mostly good lines, with some bytes lost, changed, repeated or inserted."""
     mark = draw(st.sampled_from([b"", b"", MARK]))
     content = mark + b"\n".join(draw(st.lists(lines, min_size=1, max_size=6)))
     for _ in range(draw(st.integers(0, 4))):

@@ -132,7 +132,7 @@ def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> N
 
 
 def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else has written datasets of that name before ours has anything."""
+    """Another process has written datasets with the output's name in the meantime."""
     a = write(tmp_path / "a", MIXED)
 
     def fail(*arguments: object, **settings: object) -> None:
@@ -183,7 +183,7 @@ def test_more_datasets_than_open_files(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     prefixes = [write(tmp_path / f"d{i:03d}", [[[i]]]) for i in range(60)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # What the tests before have left open counts as well.
+    # Files that earlier tests have left open count as well.
     table = Path("/proc/self/fd")
     taken = max(int(entry.name) for entry in table.iterdir()) if table.is_dir() else 30
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))

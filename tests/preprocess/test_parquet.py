@@ -87,7 +87,7 @@ def test_columns_that_do_not_do(tmp_path: Path) -> None:
 def test_a_place_behind_the_end(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": ["a"]})
     assert pieces_of(path, after=Place(0, 1)) == []
-    with pytest.raises(ConfigError, match=r"a\.parquet has changed .*it has 1 rows, and row 2"):
+    with pytest.raises(ConfigError, match=r"a\.parquet has changed .*it has 1 rows, but the work resumes at row 2"):
         pieces_of(path, after=Place(0, 2))
 
 

@@ -1,4 +1,4 @@
-"""Inputs cut into pieces: nothing lost, nothing twice, bounded, and gone on with anywhere."""
+"""Inputs cut into pieces: complete, without duplicates, bounded, and resumable at any piece."""
 
 import gzip
 import hashlib
@@ -40,7 +40,7 @@ def corpus(generator: random.Random) -> bytes:
 
 
 def expected(name: str, content: bytes) -> Found:
-    """What is in a file, told by a plain loop over the whole of it."""
+    """Read a file with a plain loop over its whole content."""
     texts, bad = [], []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if len(line) > LONGEST:

@@ -64,7 +64,7 @@ class Command:
         return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
     def end(self) -> tuple[int, str]:
-        """(exit status, what it said on stderr)."""
+        """Return (exit status, stderr)."""
         return self.process.wait(PATIENCE_SECONDS), self.errors.read_text()
 
 

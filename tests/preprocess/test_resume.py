@@ -1,4 +1,4 @@
-"""Runs that were stopped, and what the next one makes of what they left."""
+"""Interrupted runs, and how the next run resumes their work."""
 
 import gzip
 import json
@@ -245,7 +245,7 @@ def stop_before(patch: pytest.MonkeyPatch, file: str) -> None:
 
 
 def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool = False) -> None:
-    """A run that did everything but give this file and the later ones their names."""
+    """A run that was killed before it renamed this file and the later ones."""
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, file)
         with pytest.raises(Stop) as stopped:
@@ -255,7 +255,7 @@ def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool =
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
-    """What is under the output's name may belong to someone: it is replaced only with --restart."""
+    """Existing files with the output's name are replaced only with --restart."""
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", path)
     file = tmp_path / ("out_text_document.bin" if renamed else "out.unfinished/0.bin")

@@ -1,4 +1,4 @@
-"""Runs from their inputs to the output, and outputs that cannot be where they are wanted."""
+"""Complete runs, and outputs that cannot be written to their place."""
 
 import gzip
 import hashlib
@@ -250,7 +250,7 @@ def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: Pr
     for other in {".bin", ".idx", ".json"} - {suffix}:
         (tmp_path / f"out_text_document{other}").unlink()
     assert_refused(job, rf"out_text_document\{suffix} exists.*; use")
-    # Told once, it need not be told again where a stopped run continues.
+    # --restart is not needed again to resume an interrupted run.
     with pytest.raises(Stop):
         preprocess(replace(job, restart=True), stop_after(10))
     assert plan(job).place
@@ -270,7 +270,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monke
     (tmp_path / "out.unfinished").symlink_to(tmp_path / "elsewhere")
     assert_refused(job, r"out\.unfinished is a link; remove it, or use another --output-prefix")
     (tmp_path / "out.unfinished").unlink()
-    # The superuser may write anywhere: the system's answer is put in its mouth.
+    # The superuser may write anywhere, so the system's answer is patched.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     deep = replace(job, output_prefix=str(tmp_path / "new" / "out"))
     assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; use another --output-prefix")

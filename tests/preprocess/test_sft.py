@@ -1,4 +1,4 @@
-"""Examples to fine-tune on: transformers' ids and masks, and the text that is to be said."""
+"""Fine-tuning examples: transformers' ids and masks, and the text of responses."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def job(folder: Path, *inputs: Path, tokenizer: DataConfig = BYTES, **more: Any)
 
 
 def pairs(folder: Path) -> list[list[tuple[int, int]]]:
-    """(id, 1 if it is to be said) of each token of each example."""
+    """Return (id, 1 for a response) of each token of each example."""
     tokens, mask = (IndexedDataset(folder / f"out_{name}_document") for name in ("sft", "sft_mask"))
     return [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(tokens, mask, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Parts of the input, each by itself: merged they are the bytes of one machine."""
+"""Shards of the input processed separately: merged, they have the bytes of a run on one machine."""
 
 import gzip
 import json

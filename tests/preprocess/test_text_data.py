@@ -1,4 +1,4 @@
-"""Text that a run names: tokenized once, as the preprocess command would, whatever is killed or comes twice."""
+"""Text in a data path: tokenized once, like with the preprocess command, despite kills and concurrent runs."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def content(prefix: str) -> list[bytes]:
 
 
 def by_command(folder: Path, *inputs: Path) -> list[bytes]:
-    """What `megalite preprocess --append-eod` writes."""
+    """Return the output of `megalite preprocess --append-eod`."""
     job = PreprocessJob(
         inputs=tuple(map(str, inputs)),
         output_prefix=str(folder / "command"),

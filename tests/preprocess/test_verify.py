@@ -1,4 +1,4 @@
-"""Which datasets a command line means, what they hold, and the first byte that is wrong."""
+"""Datasets of a command line, their contents, and the first wrong byte."""
 
 import json
 import struct
@@ -41,7 +41,7 @@ def test_prefixes_files_and_folders(folder: Path) -> None:
 
 
 def test_a_dataset_is_given_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is called: laid end to end with itself, its documents would count twice."""
+    """Under any name: merged with itself, a dataset's documents would count twice."""
     monkeypatch.chdir(folder)
     (folder / "link").symlink_to(".")
     (folder / "links").mkdir()

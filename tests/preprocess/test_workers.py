@@ -31,7 +31,7 @@ class Doubler:
 
 
 def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = lambda number: None) -> list[int]:
-    """What comes back from two workers until an exception."""
+    """Return the results of two workers until an exception."""
     pids, found = set(), []
     with WorkerPool[str, int, tuple[int, int]](2, Doubler, kind, remedy="take two") as pool:
         for number, (double, pid) in pool.map(numbers, lambda number: 1):

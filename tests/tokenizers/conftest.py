@@ -1,4 +1,4 @@
-"""One set of trained tokenizers for all tests of them."""
+"""Trained tokenizers shared by all tests."""
 
 import random
 from pathlib import Path
@@ -41,7 +41,7 @@ def small_bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smallest file of each kind, to be garbled."""
+    """The smallest file of each kind, for mutations."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("garbled")
     write_gpt2(folder)

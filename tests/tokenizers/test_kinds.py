@@ -1,4 +1,4 @@
-"""What all kinds of tokenizers promise, each against its bare library."""
+"""Properties of all kinds of tokenizers, each compared with its library."""
 
 import sys
 from collections.abc import Callable
@@ -156,7 +156,7 @@ HOSTILE = {
     ["sentencepiece", "hugging face", "gpt2", "tiktoken gpt2", "tiktoken llama3", "tiktoken o200k_base", "bytes"],
 )
 def test_hostile_texts(small_files: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """No text takes more than time in proportion to its length, and every one comes back."""
+    """Encoding takes time proportional to the length of a text, and decoding restores it."""
     tokenizer = opened(small_files, kind)
     for name, text in HOSTILE.items():
         assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text, name

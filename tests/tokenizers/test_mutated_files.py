@@ -87,7 +87,7 @@ CHANGES: list[Change] = [flip_bits, truncate, splice, overwrite, edit_json, edit
 
 
 def judge(data: DataConfig, name: str) -> bool:
-    """It was refused with the file's name (False), or encodes and decodes (True)."""
+    """Return whether the file works (True) or is rejected with its name (False)."""
     try:
         tokenizer = build_tokenizer(data, None)
         assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""SentencePiece, Hugging Face and GPT-2: ends of documents, and files that are garbled."""
+"""SentencePiece, Hugging Face and GPT-2: ends of documents, and damaged files."""
 
 import json
 import unicodedata

@@ -63,7 +63,7 @@ def test_a_pattern_that_runs_out_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_words_cut_by_the_other_engine(byte_bpe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of long white space gives the same ids on any text."""
+    """The path for long white space returns the same ids for any text."""
     tokenizer = TikTokenizer(byte_bpe / "ranks.tiktoken", name)
     texts = [
         SOURCE,
@@ -82,7 +82,7 @@ def test_words_cut_by_the_other_engine(byte_bpe: Path, name: str, monkeypatch: p
 
 
 class TestKnownEncodings:
-    """Their files are not here: files of as many ranks stand for them."""
+    """Their files are not in the repository; files with equally many ranks replace them."""
 
     @pytest.fixture
     def constructors(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], dict]]:

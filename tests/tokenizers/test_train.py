@@ -1,4 +1,4 @@
-"""Training tokenizers, and the text they are trained on."""
+"""Training of tokenizers, and the sampling of its text."""
 
 import gzip
 import json
@@ -87,7 +87,7 @@ def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @BOTH
 def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> None:
-    """Neither library may take a fault of the texts for their end, and train on what came before."""
+    """No library may treat an exception of the texts as their end and train on the part before it."""
 
     def texts() -> Iterator[str]:
         yield from TEXTS
@@ -105,7 +105,7 @@ def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> N
 
 @BOTH
 def test_a_file_that_exists_is_kept(tmp_path: Path, train: Callable[..., Path]) -> None:
-    """Refused before any text is read, and once more where it has come meanwhile."""
+    """An existing file is an error before any text is read, and again if it appears during training."""
     paths = [tmp_path / "x.model", tmp_path / "x.json"]
 
     def texts(*, write: bool) -> Iterator[str]:

@@ -28,7 +28,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     spare = iter(range(256, 400))
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Programs changed at random, from harmlessly to fatally."""
+"""Mutate programs at random; some mutations are harmless, some fatal."""
 
 import random
 from collections import defaultdict
@@ -10,14 +10,14 @@ from megalite.pipeline.ir.schedule import Program, Schedule
 
 
 def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program:
-    """The program with other lists, and a schedule that agrees with them."""
+    """Replace the lists of a program, and its schedule to match them."""
     computed = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in lists)
     schedule = replace(program.schedule, actions=computed)
     return Program(schedule=schedule, actions=tuple(map(tuple, lists)), send_window=window)
 
 
 def late(program: Program, window: int) -> Program:
-    """The program with each receive posted as late as the order on its channel allows: a naive lowering."""
+    """Post each receive as late as the order on its channel allows: a naive lowering."""
     needed = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
     lists = []
     for row in program.actions:
@@ -40,7 +40,7 @@ def late(program: Program, window: int) -> Program:
 
 
 def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
-    """One random change (sometimes two), from harmless to fatal."""
+    """Apply one random change, sometimes two."""
     lists = [list(row) for row in program.actions]
     names = []
     for _ in range(rng.choice((1, 1, 1, 2))):
@@ -94,7 +94,7 @@ def mutant(program: Program, rng: random.Random) -> tuple[str, Program]:
 
 
 def reordered(schedule: Schedule, rng: random.Random) -> tuple[str, Program]:
-    """The schedule with some computations moved, lowered again: its wiring is right, its order may deadlock."""
+    """Move some computations of a schedule and lower it again: its wiring is correct, its order may deadlock."""
     lists = [list(row) for row in schedule.actions]
     for _ in range(rng.randint(0, 4)):
         row = rng.choice([row for row in lists if row])

@@ -1,4 +1,4 @@
-"""A second opinion on programs, written from the meaning of the actions and sharing no code with the validator."""
+"""An independent validator, written from the definition of the actions, without code of the validator under test."""
 
 import random
 from bisect import bisect_left
@@ -18,7 +18,7 @@ Positions = tuple[int, ...]
 
 
 class Wrong(Exception):
-    """A rank does something that can never be right, e.g. reads what is not there."""
+    """Raised if a rank does something illegal, such as reading a missing tensor."""
 
 
 def is_valid(program: Program, rng: random.Random) -> bool:
@@ -45,7 +45,7 @@ def exhaustible(program: Program) -> bool:
 
 
 def has_right_actions(program: Program) -> bool:
-    """Each pair has F and either B or I and W, possibly R; what crosses ranks has its two ends; nothing is twice."""
+    """Check that each pair has F and either B or I and W, possibly R, each message two ends, and no action occurs twice."""
     schedule = program.schedule
     have = Counter((rank, action) for rank, row in enumerate(program.actions) for action in row)
     wanted: list[tuple[int, Action]] = []
@@ -95,7 +95,7 @@ class _Machine:
         return self.placement[stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)]
 
     def one_end(self, rng: random.Random) -> Positions:
-        """Where a random interleaving gets to."""
+        """Return the states that a random interleaving reaches."""
         at = [0] * len(self.lengths)
         while True:
             ranks = [rank for rank, length in enumerate(self.lengths) if at[rank] < length]
@@ -106,7 +106,7 @@ class _Machine:
             at[moved] += 1
 
     def all_ends(self) -> set[Positions]:
-        """Where any interleaving gets to."""
+        """Return the states that any interleaving reaches."""
         ends, seen = set(), {(0,) * len(self.lengths)}
         open_ = list(seen)
         while open_:
@@ -125,7 +125,7 @@ class _Machine:
         return ends
 
     def may_go_on(self, rank: int, at: Positions) -> bool:
-        """Whether the rank's next action can be done now rather than later."""
+        """Return whether the rank's next action can run now."""
         kind, stage, index = self.program.actions[rank][at[rank]]
         if kind is Kind.F and stage > 0:
             return self.reads(Action(Kind.RECV_F, stage, index), stage - 1, at)
@@ -213,7 +213,7 @@ def _reader(program: Program, rank: int, posted: int) -> int:
 
 
 def _circle_from(start: tuple[int, int], edges: dict[tuple[int, int], list[tuple[int, int]]]) -> int:
-    """Going back on a rank is free, going to another costs one; 0 if nothing leads back to the start."""
+    """Return the cost of the cheapest cycle: a step back on a rank costs 0, a step to another rank 1; 0 without a cycle."""
     queue = deque([(start, 0, True)])
     seen: set[tuple[int, int]] = set()
     while queue:

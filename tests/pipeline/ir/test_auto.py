@@ -1,4 +1,4 @@
-"""`auto`: legal, within its limit, and never slower than what has a name."""
+"""`auto`: legal, within its limit, and never slower than the named schedules."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from megalite.pipeline.ir.validate import validate
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What `build_auto` is asked."""
+    """Arguments of `build_auto`."""
 
     placement: tuple[int, ...]
     microbatches: int
@@ -77,7 +77,7 @@ def _named(placement: tuple[int, ...], m: int) -> Iterator[Schedule]:
         yield from (gpipe(p, m), one_f_one_b(p, m), one_f_one_b(p, m, "pb"), zb_h1(p, m), zb_h2(p, m))
     elif placement == loop_placement(p, v):
         yield looped_bfs(p, v, m)
-        # Few enough to be all among auto's candidates.
+        # Few enough that auto tries all of them.
         legal = [n for n in range(p, m) if m % n == 0 or m % n >= p] + [m]
         yield from (interleaved(p, v, m, n) for n in legal)
     if placement == v_placement(p):

@@ -60,7 +60,7 @@ def run(schedule: Schedule, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, p
 
 
 def bubble(size: Size, f: int, i: int, w: int) -> int | None:
-    """The closed form; None where there is none: split schedules with few microbatches or a V with unequal F, I, W."""
+    """Return the closed form, or None: split schedules with few microbatches, or a V with unequal F, I, W."""
     name, p, v, m, _ = size
     hops = p - 1
     equal = f == i == w

@@ -1,4 +1,4 @@
-"""costs.json: what it may say, and what a mistake in it is answered with."""
+"""costs.json: its contents, and the error of each mistake."""
 
 import json
 from pathlib import Path

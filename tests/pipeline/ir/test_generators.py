@@ -1,4 +1,4 @@
-"""Generators against orders worked out or published, and what each refuses."""
+"""Generators compared with published orders, and the errors of each."""
 
 import itertools
 import re
@@ -138,7 +138,7 @@ def test_dualpipe_v_names_the_least_it_needs(ranks: int, microbatches: int, mess
 
 
 def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
-    """Each remedy in each message is tried: it must be accepted."""
+    """Each remedy in each message must work."""
     refused = 0
     for ranks in (1, 2, 3, 4):
         for microbatches in range(1, 11):

@@ -1,4 +1,4 @@
-"""Recompute-ahead: where an R goes, what it buys and what it holds."""
+"""Recompute-ahead: the positions of R, its time and its memory."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Lowering: where sends, receives and reductions go, and that the result never deadlocks."""
+"""Lowering: positions of sends, receives and reductions, and freedom from deadlock."""
 
 import random
 from collections import Counter, defaultdict
@@ -154,7 +154,7 @@ def test_random_legal_schedules_lower_to_programs_that_run() -> None:
 
 
 def test_incomplete_schedules_are_left_to_the_validator() -> None:
-    """Something is missing or doubled, or nothing can start: the program says the same, and validate names it."""
+    """A schedule with a missing or doubled action, or one that cannot start, is lowered, and validate reports the fault."""
     for text, message in (
         ("0F0,0B0,0F1\n1F0,1F1,1B0,1B1\n", "0B1 is missing on rank 0"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 .* second time"),

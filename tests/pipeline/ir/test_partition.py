@@ -1,4 +1,4 @@
-"""The layer cut against exhaustive search, with layers alike and with layers that differ."""
+"""The layer cut compared with exhaustive search, for equal and unequal layers."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The clock against hand calculation, published numbers and closed forms; ranks that share cores."""
+"""The simulation compared with hand calculation, published numbers and closed forms; ranks that share cores."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from megalite.pipeline.ir.simulate import Costs, Link, shared_makespan, simulate
 
 
 def test_by_hand() -> None:
-    """Two uneven stages, one second a message: every start and end worked out on paper."""
+    """Two unequal stages, one second per message: every start and end calculated by hand."""
     costs = Costs(forward=(2.0, 3.0), backward=(4.0, 5.0), p2p=1.0)
     timeline = simulate(lower(one_f_one_b(2, 2)), costs)
     times = {str(event.action): (event.rank, event.start, event.end) for event in timeline.events}

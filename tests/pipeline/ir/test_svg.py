@@ -34,7 +34,7 @@ def picture(panels: list[Panel], unit: str = "") -> str:
 
 
 def boxes(root: ET.Element) -> dict[Action, ET.Element]:
-    """The boxes of actions, by what they say they are."""
+    """Return the boxes of actions by their tooltips."""
     found = {}
     for box in root.iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")

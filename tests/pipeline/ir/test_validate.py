@@ -1,4 +1,4 @@
-"""The validator against an independent oracle, and what it says."""
+"""The validator compared with an independent oracle, and its messages."""
 
 import random
 from collections import Counter
@@ -59,7 +59,7 @@ FAULTS = (
     "the schedule is forward-only",
     "has no microbatch",
 )
-"""A piece of each message that a program wrong in one place can get."""
+"""A part of each message about a program with one fault."""
 
 
 def verdict(program: Program) -> str:
@@ -196,7 +196,7 @@ def test_a_message_that_nobody_needs() -> None:
 
 
 def test_deadlock_names_the_shortest_cycle() -> None:
-    # Ranks 1 and 2 wait for each other: 1 wants the backward of 0 before it sends the forward of 1, 2 the reverse.
+    # Ranks 1 and 2 wait for each other: 1 needs the backward of 0 before it sends the forward of 1, 2 the reverse.
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n", name="mine")
     with pytest.raises(ScheduleError) as caught:
         validate(lower(schedule))
