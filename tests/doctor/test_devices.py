@@ -1,4 +1,4 @@
-"""GPUs and backends of kernels, where there are none and where there would be; products, right and wrong ones."""
+"""Checks of GPUs and kernel backends with and without GPUs, and of right and wrong matrix products."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Processor, memory and limits, on Linux's files as a test writes them; the folder of a run; packages and their versions."""
+"""Checks of the host on files written by the test, of a run's folder, and of package versions."""
 
 import fcntl
 import itertools
@@ -14,7 +14,7 @@ from megalite.doctor.host import Finding, Package, Places, examine, examine_vers
 
 
 def looked_at(folder: Path, *, gpus: int = 0, **files: str) -> dict[str, Finding]:
-    """Findings where Linux says what `files` hold."""
+    """Return the findings on a host with these contents of Linux's files."""
     cgroup = folder / "cgroup"
     cgroup.mkdir(parents=True)
     paths = {
@@ -90,7 +90,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few bytes and syncs."""
+    """Limit the disk test to few bytes and syncs."""
     monkeypatch.setattr(host, "BYTES", 2 << 20)
     monkeypatch.setattr(host, "SYNCS", 3)
 

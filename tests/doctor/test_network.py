@@ -1,4 +1,4 @@
-"""Names and interfaces."""
+"""Checks of host names and interfaces."""
 
 import socket
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_this_host() -> None:
 def test_a_name_that_leads_to_loopback(resolve: object) -> None:
     row = host_name("box", [ETH, IB], {}, resolve=resolve)  # type: ignore[arg-type]
     assert row.level == "warning" and row.remedy is not None and f"export {GLOO}=eth0" in row.remedy
-    # Somebody has chosen, or there is nothing to choose.
+    # The variable chooses an interface, or there is none to choose.
     assert host_name("box", [ETH], {GLOO: "ib0"}, resolve=resolve).level == "ok"  # type: ignore[arg-type]
     assert host_name("box", [], {}, resolve=resolve).level == "ok"  # type: ignore[arg-type]
 

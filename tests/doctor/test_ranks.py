@@ -1,4 +1,4 @@
-"""Collectives on gloo ranks, what the reports of all ranks say together, and what the hosts of a job say."""
+"""Tests of collectives on gloo ranks, and findings from the reports of all ranks and hosts."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -71,7 +71,7 @@ def test_ranks_that_are_started_here() -> None:
 
 
 def test_ranks_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The workers import what they are to call by its name.
+    # Workers import functions by name.
     monkeypatch.setattr(ranks, "measured", test_all_is_well)
     with forked_pools():
         (row,) = ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)
@@ -93,7 +93,7 @@ def test_hosts_that_are_not_alike() -> None:
 
 
 def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]]:
-    """A job's findings on one rank; the second host has a full disk."""
+    """Return a job's findings on one rank; the second host has a full disk."""
     world = context.topology(dp=len(hosts)).world
     host = hosts[context.rank]
     own: list[Finding] = []
@@ -122,7 +122,7 @@ def gone(context: RankContext) -> str:
     def fail(*arguments: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    # The real one leaves receives behind, and the group is used again here.
+    # The real one leaves receives pending, and this group is used again.
     with mock.patch.object(ranks, "lost_ranks", lambda group: [0]), mock.patch.object(ranks, "is_right", fail):
         try:
             list(ranks.examine_job(world, [], host="b", seconds=0.02))
@@ -165,7 +165,7 @@ def test_messages_between_hosts(hosts: list[str], pairs: list[list[tuple[str, st
 
 
 def spoiled(context: RankContext, name: str) -> list[str]:
-    """Which checks fail on rank 1 if one element that it gets is not what was sent."""
+    """Return the checks that fail on rank 1 if it receives one wrong element."""
     world = context.topology(dp=2).world
 
     def off(method: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def spoiled(context: RankContext, name: str) -> list[str]:
         received, work = rotate(self, tensor)
         work.wait()
         received[-1] += context.rank
-        return received, DONE  # gloo waits for ever for what has been waited for
+        return received, DONE  # gloo blocks if work is waited for twice
 
     rotate = Group.rotate_async
     patched = off_ring if name == "rotate_async" else off(getattr(Group, name), 0)

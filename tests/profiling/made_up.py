@@ -1,4 +1,4 @@
-"""Measurements as a known cluster would give them, by the planner's own formulas."""
+"""Measurements that a known cluster would produce, by the planner's formulas."""
 
 import dataclasses
 
@@ -29,12 +29,12 @@ START = 2e-6  # of every operation
 
 
 def took(seconds: float) -> Timing:
-    """Without spread."""
+    """Return a timing without spread."""
     return Timing(seconds=float(seconds), spread=0.0, samples=9)
 
 
 def gemms(cluster: Cluster, dtype: str) -> list[GemmTime]:
-    """Of shapes of all sizes."""
+    """Return products of all sizes."""
     rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
     times = []
     for shape in chosen_shapes(count=12, most_flops=1e11, most_bytes=1e9, itemsize=4):
@@ -48,7 +48,7 @@ def gemms(cluster: Cluster, dtype: str) -> list[GemmTime]:
 
 
 def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
-    """Groups in a node of 2 and of all ranks, groups across, and messages."""
+    """Return collectives of groups in a node (2 and all ranks) and across nodes, and messages."""
     local, nodes, node = machine.ranks_per_node, machine.nodes, cluster.node
     found: list[tuple[str, str, int, int, float]] = []
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
@@ -69,7 +69,7 @@ def collectives(cluster: Cluster, machine: Machine) -> list[CollectiveTime]:
 
 
 def measurements(cluster: Cluster, machine: Machine, dtypes: tuple[str, ...] = ("fp32",)) -> Measurements:
-    """All of them."""
+    """Return all measurements."""
     rate = cluster.accelerator.memory_bandwidth * cluster.efficiency.memory
     memory = [
         MemoryTime(
@@ -105,7 +105,7 @@ def fitted_to(measured: Measurements, base: Cluster, *, nominal: bool = False) -
 
 
 def cpu_cluster(base: Cluster) -> Cluster:
-    """A cluster of CPUs with no two figures alike."""
+    """Return a CPU cluster in which all figures differ."""
     return dataclasses.replace(
         base,
         accelerator=dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Cluster files from measurements of a machine whose constants are known."""
+"""Cluster files from measurements of a machine with known constants."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def fitted() -> Cluster:
 
 
 def test_products_take_what_was_measured(fitted: Cluster) -> None:
-    """Peak and efficiency are one product; the start of an operation is distinguished from it."""
+    """Peak and efficiency are fitted as one product, separate from the start of an operation."""
     assert fitted.peak("fp32") * fitted.efficiency.gemm == pytest.approx(0.8 * 9e10, rel=0.03)
     assert fitted.accelerator.kernel_seconds == pytest.approx(3e-6, rel=0.3)
     rate = fitted.accelerator.memory_bandwidth * fitted.efficiency.memory
@@ -48,7 +48,7 @@ def test_products_take_what_was_measured(fitted: Cluster) -> None:
 
 
 def test_collectives_and_messages_take_what_was_measured(fitted: Cluster) -> None:
-    """Messages across nodes; those inside where there is one node, since efficiency has one figure for both."""
+    """Message efficiency is fitted across nodes, or inside a node if there is only one, since it has one figure."""
     for operation in OPERATIONS:
         for ranks, stride in ((2, 1), (4, 1), (2, 4)):
             for size in (1 << 10, 1 << 26):
@@ -64,7 +64,7 @@ def test_collectives_and_messages_take_what_was_measured(fitted: Cluster) -> Non
 
 
 def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memory(fitted: Cluster) -> None:
-    """Other groups keep the links, and so does what a run's settings send over sockets."""
+    """Groups across nodes, and runs without shared memory, keep the links' figures."""
     assert fitted.node.shared_memory_bandwidth is None
     node = replace(TRUTH.node, shared_memory_bandwidth=8e9, shared_memory_latency=2e-5)
     truth = replace(TRUTH, node=node)
@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memo
 
 
 def test_a_second_type_gets_its_own_rate() -> None:
-    """By all of its products, not by the one that was fastest."""
+    """The rate is fitted to all products, not to the fastest."""
     measured = measurements(TRUTH, CPU, ("fp32", "bf16"))
     *others, last = measured.gemms
     lucky = replace(last, timing=took(last.timing.seconds / 2))
@@ -113,7 +113,7 @@ def test_one_process_assumes_links_and_network() -> None:
 
 
 def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
-    """Efficiencies are shares of them, recovered through tiles and waves."""
+    """Efficiencies are shares of the vendor's peaks, recovered through tiles and waves."""
     base, nominal = stand_in(GPU, None)
     assert (base.name, nominal) == ("dgx-a100", True)
     truth = replace(
@@ -185,13 +185,13 @@ def test_crowded_cores_are_told_and_nothing_hides_beside_computation_there(fitte
 
 
 def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
-    """0.6 ms over the operations of a layer: the same whole, whoever is said to take it."""
+    """0.6 ms over the operations of a layer have the same total, whether host or device takes them."""
     asynchronous = replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, asynchronous=True))
     hosts = operation_seconds(MEASURED.overheads, asynchronous, BASE_STACK, "fp32")
     count = 6e-4 / hosts
     assert count == pytest.approx(round(count))
     assert 20 < count < 60
-    # On a CPU the device's own 3 µs an operation, and what little it computes, come off.
+    # On a CPU the device time, 3 µs per operation and little computation, is subtracted.
     host = operation_seconds(MEASURED.overheads, CLUSTER, BASE_STACK, "fp32")
     assert host == pytest.approx(hosts - 3e-6, abs=1e-6)
     assert host < hosts - 3e-6

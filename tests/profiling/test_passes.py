@@ -1,4 +1,4 @@
-"""The constants of small stages' passes are found again in times that the planner's formulas make of them."""
+"""The fit recovers the constants of small stages from times computed by the planner's formulas."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from megalite.profiling.passes import SHAPES, PassTime, StageShape, with_passes
 from tests.profiling.made_up import cpu_cluster, took
 
 CLUSTER = cpu_cluster(load_cluster("cpu-box"))
-# Attention so slow that reading its operands never bounds it.
+# Attention is so slow that reading its operands never limits it.
 STACK = dataclasses.replace(
     load_stack("fused"),
     attention_efficiency=0.01,
@@ -45,7 +45,7 @@ def test_constants_come_back() -> None:
 
 
 def test_what_products_take_is_not_taken_for_overhead() -> None:
-    """Of times that are products and bytes alone nothing remains."""
+    """Times that consist of products and bytes leave no time for operations and passes."""
     free = dataclasses.replace(STACK, elementwise_slowdown=1.0, operation_seconds=0.0, microbatch_seconds=0.0)
     times = [made_up(shape, True, free) for shape in SHAPES]
     stack, error = with_passes(times, CLUSTER, STACK, source="measured")
@@ -55,7 +55,7 @@ def test_what_products_take_is_not_taken_for_overhead() -> None:
 
 
 def test_no_operation_is_free() -> None:
-    """Times in which the fit finds none of an operation's seconds: they are what one operation takes at least."""
+    """If the fit finds no operation time, an operation takes `least_operation`."""
     free = dataclasses.replace(STACK, operation_seconds=0.0)
     times = [made_up(shape, True, free) for shape in SHAPES]
     stack, _ = with_passes(times, CLUSTER, STACK, source="measured", least_operation=1e-6)

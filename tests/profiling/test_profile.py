@@ -1,4 +1,4 @@
-"""`megalite profile` as a command, on one process and on gloo ranks that take each other for neighbours."""
+"""The command `megalite profile` on one process, and on gloo ranks that pose as several nodes."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from tests.support.ranks import RankContext, run_ranks
 
 
 def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, str]:
-    """(what it printed, or its error)."""
+    """Return what it printed, or its error."""
     launch = Launch(rank=context.rank, world_size=size, local_rank=context.rank)
     said = io.StringIO()
     try:
@@ -41,7 +41,7 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
     words = ["--output", str(output), "--output-stack", str(stack), "--seconds", "1"]
     (said, failed), other = run_ranks(2, _profile, words, 2)
     assert failed == ""
-    assert other == ("", "")  # rank 0 alone speaks
+    assert other == ("", "")  # only rank 0 prints
     cluster = load_cluster(str(output))
     assert (cluster.name, cluster.node.accelerators, list(cluster.accelerator.peak_flops)) == ("mine", 2, ["fp32"])
     assert (
@@ -62,7 +62,7 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
 
 
 def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, ...]], list[tuple[bool, int]]]:
-    """Of each place its groups and pair; of the groups inside a node and through its memory whether they have memory."""
+    """Return groups and pair of each place, and whether groups inside a node have shared memory."""
     world = context.topology(dp=len(hosts)).world
     machine = describe_machine(world, node=hosts[context.rank])
     found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
@@ -85,7 +85,7 @@ def test_groups_inside_nodes_through_their_memory_and_across() -> None:
     assert found[2][0] == [("inside", [(2, 3), (0, 1, 2, 3)], (2, 3))]
     if shared_memory._system() is not None:  # Linux on x86-64
         assert all(inside == [(False, 2), (False, 4), (True, 2), (True, 4)] for _, inside in found)
-    # With an odd number one looks on while the others exchange messages.
+    # With an odd number one rank is idle while the others exchange messages.
     on_rank = [places for places, _ in run_ranks(3, _channels, ["a"] * 3)]
     assert on_rank[1] == [("inside", [(0, 1, 2)], (0, 1))]
     assert on_rank[2] == [("inside", [(0, 1, 2)], ())]
@@ -115,7 +115,7 @@ def test_bad_input_is_named_before_anything_is_measured(
 
 
 def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
-    """Rank 1's device has no product in fp16."""
+    """Let rank 1's device have no fp16 product."""
     with pytest.MonkeyPatch.context() as patch:
         if context.rank == 1:
 
@@ -127,7 +127,7 @@ def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
 
 
 def test_one_ranks_error_is_that_of_all(tmp_path: Path) -> None:
-    """Rank 0 cannot write; rank 1 has no product in fp16."""
+    """Rank 0 cannot write; rank 1 has no fp16 product."""
     said = run_ranks(2, _profile, ["--output", str(tmp_path / "no" / "mine.yaml")], 2)
     assert said[0] == said[1] and said[0][1].startswith(f"cannot write {tmp_path}/no/mine.yaml")
     said = run_ranks(2, _without_product, ["--output", str(tmp_path / "a.yaml"), "--dtype", "fp16"])

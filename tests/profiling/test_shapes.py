@@ -1,4 +1,4 @@
-"""What is measured: the shapes, the FLOPs and bytes counted for them, and the messages."""
+"""Measured shapes with their FLOPs and bytes, and message sizes."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ from tests.profiling.made_up import took
 
 
 def test_the_shapes_of_a_layer_are_among_them() -> None:
-    """qkv, output, up and down of GPT-3 175B on one microbatch, and split over 8."""
+    """QKV, output, up and down projections of GPT-3 175B on one microbatch, whole and split over 8."""
     h, s = 12288, 2048
     shapes = set(layer_shapes())
     for tp in (1, 8):
@@ -52,7 +52,7 @@ def test_products_compute_what_is_counted(dtype: torch.dtype) -> None:
     for name, (m, n, k) in ((name, shape.product(name)) for name in PRODUCTS):
         assert 2 * m * n * k == shape.flops == 2 * 8 * 6 * 4
         result = runs[name]()
-        if name != "weight-gradient":  # it adds to a buffer
+        if name != "weight-gradient":  # it accumulates into a buffer
             assert isinstance(result, torch.Tensor)
             assert result.shape == (m, n)
 

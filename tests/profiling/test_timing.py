@@ -1,4 +1,4 @@
-"""Windows, repeats and medians, on a clock of the test's own."""
+"""Windows, repeats and medians on a simulated clock."""
 
 import itertools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megalite.topology.group import Group
 
 
 class Clock:
-    """Stands still but for what runs."""
+    """A clock that advances only during operations."""
 
     def __init__(self) -> None:
         self.now, self.runs = 0.0, 0
@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
     def takes(self, *seconds: float) -> Callable[[], None]:
-        """An operation that takes these times, in turn."""
+        """Return an operation with these durations, in turn."""
         turns = itertools.cycle(seconds)
 
         def run() -> None:
@@ -58,12 +58,12 @@ def test_short_operations_are_repeated_in_a_sample() -> None:
     timing = timer(clock).each(clock.takes(1e-6), seconds=1.0)
     assert timing.seconds == pytest.approx(1e-6)
     assert timing.samples == MOST
-    # Half a millisecond a sample.
+    # 0.5 ms per sample.
     assert clock.now >= MOST * 4e-4
 
 
 def test_crowded_samples_are_longer_than_a_turn() -> None:
-    """A rank that runs a turn of 3 ms in four looks fast in most short samples; the mean over many turns is the truth."""
+    """Short samples of a rank that runs 3 ms of every 12 ms look fast; the mean over many turns is right."""
     turn = [1e-3] * 3 + [1e-3 + 9e-3]
     clock = Clock()
     assert timer(clock).each(clock.takes(*turn), seconds=2.0).seconds == pytest.approx(1e-3)
@@ -72,7 +72,7 @@ def test_crowded_samples_are_longer_than_a_turn() -> None:
 
 
 def test_one_lucky_run_does_not_decide_the_repeats() -> None:
-    """The first run comes out a thousand times too short: samples still do not grow a thousand times too long."""
+    """A first run that looks a thousand times too short does not make samples a thousand times too long."""
     clock = Clock()
     slow = clock.takes(1e-3)
 
@@ -120,7 +120,7 @@ def test_latency_and_bandwidth_are_recovered() -> None:
 
 
 def test_small_messages_count_as_much_as_large_ones() -> None:
-    """Times off the line at the large end only: by absolute errors the latency would be lost, and be negative."""
+    """Times deviate only at the large end: with absolute errors the fitted latency would be negative."""
     seconds = [1e-5 + 1e-9 * size * (1.2 if size > 1e7 else 1.0) for size in SIZES]
     assert fit_times([ONES, SIZES], seconds)[0][0] == pytest.approx(1e-5, rel=0.1)
 
@@ -134,7 +134,7 @@ def test_three_constants() -> None:
 
 
 def test_no_constant_is_negative() -> None:
-    """Times that grow faster than the bytes ask for a negative latency, slower for a negative slope."""
+    """Times that grow faster than the bytes suggest a negative latency, slower ones a negative slope."""
     alpha, beta = fit_times([ONES, SIZES], [1e-9 * size**1.1 for size in SIZES])[0]
     assert alpha == 0.0 < beta
     alpha, beta = fit_times([ONES, SIZES], [1e-3 / size**0.1 for size in SIZES])[0]

@@ -1,4 +1,4 @@
-"""What waiting ranks leave to others: on two real ranks, and in the file."""
+"""The speed of ranks while others wait: on two real ranks, and in the cluster file."""
 
 import dataclasses
 import itertools
@@ -30,9 +30,9 @@ BASE = load_cluster("cpu-box")
     [
         (2.0, 2.0, 2, 2.0),  # 4 ranks, half as fast as alone: nothing is lost
         (2.0, 2.5, 2, 1.6),
-        (2.0, 1.8, 2, 2.0),  # more than the cores allow is the noise of the clock
-        (2.0, 9.0, 2, 1.0),  # a rank is never slower for another one's waiting
-        (4.0, 5.0, 1, 3.2),  # four a core, of which pairs in turn can show a factor of two
+        (2.0, 1.8, 2, 2.0),  # more than the cores allow is noise
+        (2.0, 9.0, 2, 1.0),  # waiting ranks never make others slower
+        (4.0, 5.0, 1, 3.2),  # four ranks per core; pairs in turn can show a factor of two
     ],
 )
 def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, ranks_per_core: float) -> None:
@@ -44,7 +44,7 @@ def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, 
 
 
 def _spans(context: RankContext) -> list[tuple[float, float]]:
-    """When this rank computed, on the one clock of all processes."""
+    """Return when this rank computed, on the clock that all processes share."""
     device, spans = torch.device("cpu"), []
     machine = describe_machine(context.topology(dp=2).world, node="one")
     channels, *_ = make_channels(machine, context.rank, device, made=context.made)
@@ -77,7 +77,7 @@ def _turns(context: RankContext) -> TurnTime:
 
 
 def test_pairs_take_turns() -> None:
-    """It ends, and all ranks find the same."""
+    """The measurement ends, and all ranks get the same result."""
     turns, other = run_ranks(2, _turns)
     assert turns == other
     assert min(turns.at_once.samples, turns.in_turn.samples) >= 3

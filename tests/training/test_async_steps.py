@@ -1,4 +1,4 @@
-"""The asynchronous parameter server under a real network: with tp and pp, evaluated, saved and taken up again."""
+"""The asynchronous parameter server on real ranks with tp and pp: evaluated, saved and resumed."""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ SCRIPT = [
     *(Event(kind, 0) for kind in (PUSH, PULL, PUSH, PULL)),
     *(Event(kind, 1) for kind in (PULL, PUSH, PULL, PUSH)),
 ]
-"""Worker 0's first push is of weights that are two updates old, and worker 1 is two steps ahead by then."""
+"""Worker 0's first push comes from weights that are two updates old, when worker 1 is two steps ahead."""
 
 
 def worker(
     context: RankContext, world: int, settings: Settings, steps: int, folder: Path | None, resume: bool
 ) -> dict[str, Any]:
-    """Steps after a checkpoint or from the start, then a meeting in which the run is evaluated and saved."""
+    """Make steps from the start or a checkpoint, then evaluate and save together."""
     replica = build(context, tiny_config(world, **settings))
     strategy = replica.strategy
     progress = Progress(0, 0)
@@ -39,7 +39,7 @@ def worker(
         assert folder is not None
         progress = load(replica, folder, tokenizer=None, log=lambda line: None)
     if context.rank == 0 and isinstance(strategy, AsyncParameterServer) and settings.get("max_staleness"):
-        # The other servers hear of it.
+        # The other servers receive it.
         strategy.order = Scripted(SCRIPT)
     runner = Runner(replica, progress)
     results = [runner.step() for _ in range(steps)]
@@ -65,7 +65,7 @@ def run(
 
 
 def whole(found: list[dict[str, Any]], kind: str) -> dict[str, np.ndarray]:
-    """Whole tensors; raises where two ranks that hold the same slice do not hold the same bits."""
+    """Return whole tensors. Raises if two ranks with the same slice have different bits."""
     parts: list[dict[str, Part]] = [one["state"][kind] for one in found]
     return assemble(parts)
 

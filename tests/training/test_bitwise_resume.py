@@ -1,4 +1,4 @@
-"""Promise 3 on one layout: a run continues from its checkpoint to the bit as if it had never stopped, dropout on."""
+"""Promise 3 on one layout: a resumed run has the same bits as an uninterrupted one, with dropout."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ BEFORE = 2
 
 DROPOUT: Settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RAMP: Settings = {"rampup_batch_size": [4, 2, 12]}
-"""Batches of 4, 4, 6, 8, 8, 8: the checkpoint is written in the midst of it."""
+"""Batches of 4, 4, 6, 8, 8, 8: the checkpoint falls into the ramp-up."""
 
 LONGER: Settings = {"seq_length_warmup": [4, 5]}
 """Sequences of 4, 4, 8, 8, 12 and 16 tokens."""
 
 PAIRS: Settings = {"micro_batch_size": 2}
-"""Half as many microbatches, where each costs many collectives."""
+"""Half as many microbatches, for strategies with many collectives per microbatch."""
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-pp2-sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, **PAIRS}),
@@ -53,16 +53,16 @@ PRECISIONS: dict[str, Settings] = {
     "fp32": {"precision": "fp32"},
     "bf16": {"precision": "bf16"},
     # An overflow at the start, then good ones, of which every second one doubles the scale until it overflows again. At
-    # the checkpoint one good step of two is counted: a scaler that forgot it would scale the next ones otherwise.
+    # the checkpoint one of two good steps is counted: a scaler that lost it would use another scale later.
     "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 2},
-    # At the checkpoint two overflows of three are counted: forgotten, the scale would not come down in time.
+    # At the checkpoint two of three overflows are counted: without them the scale would fall too late.
     "fp16-counting": {"precision": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 3, "loss_scale_window": 1},
 }
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A step and what this rank has after it, as hashes."""
+    """A step, and hashes of this rank's state after it."""
 
     result: StepResult
     progress: Progress
@@ -79,12 +79,12 @@ def config_of(layout: str, precision: str, **more: Any) -> Any:
 
 
 def after(layout: str, precision: str) -> int:
-    """Steps after the checkpoint: a loss scale takes time to move, and so does a ramp-up to end."""
+    """Return the steps after the checkpoint: a loss scale or a ramp-up needs more of them."""
     return 4 if "fp16" in precision or "ramp" in layout else 2
 
 
 def three_runs(context: RankContext, layout: str, precision: str, folder: str) -> dict[str, list[Moment]]:
-    """One run that is never interrupted, and two that continue from what it saved: at once, and from a thread."""
+    """Return an uninterrupted run, and two that resume from its direct and its background save."""
     background = str(Path(folder, "background"))
     runner = Runner(build(context, config_of(layout, precision, save=background, async_save=True)))
     before = steps(runner, BEFORE)
@@ -142,14 +142,14 @@ ZERO_ONE: Settings = {
     "local_step_scaler": 1,
     "local_step_clipper": 4,
 }
-"""Signs of gradients are exchanged in step 3, those of steps in 4, 5 and 7; 6, 8 and 9 are local."""
+"""Signs of gradients are exchanged in step 3, signs of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
-"""The second moment is looked at every 2 steps."""
+"""The second moment is updated every 2 steps."""
 EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
 SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}
 SOME = [1, 3, 4]
-"""Before, at and between exchanges."""
+"""Checkpoints before, at and between exchanges."""
 NODES: Settings = {"dp": 4, "dp_instances": 2, "global_batch_size": 4}
 TWO: Settings = {"num_layers": 2, "global_batch_size": 4}
 CHOCO: Settings = {**GOSSIP, "gossip_algorithm": "choco-sgd"}
@@ -188,7 +188,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0]))
 def test_every_strategy_goes_on_from_any_step(name: str, tmp_path: Path) -> None:
-    """And neither evaluating nor saving changes a bit of the run that does it."""
+    """It continues with the same bits; evaluating and saving change none."""
     world, settings, steps, stops = STRATEGIES[name]
     settings = {"num_layers": 1, "global_batch_size": 2, "lr_warmup_iters": None, "dp": 2, **settings}
     for faults in run_ranks(world, interrupted, world, settings, str(tmp_path), steps, stops):
@@ -196,11 +196,11 @@ def test_every_strategy_goes_on_from_any_step(name: str, tmp_path: Path) -> None
 
 
 REPEATS = 4
-"""Who saves first takes turns, and the last background save begins early."""
+"""Direct and background saves take turns at coming first, and the last background save begins early."""
 
 
 class Late:
-    """Work that is not even begun before somebody waits for it."""
+    """Work that begins only when a thread waits for it."""
 
     def __init__(self, begin: Callable[[], Work]) -> None:
         self._begin = begin
@@ -217,10 +217,10 @@ real_gather = Group.all_gather_async
 
 
 def save_both_ways(context: RankContext, folder: str) -> None:
-    """Every second step is saved directly, and in the background by a thread that begins when the next step is done.
+    """Save every second step directly, and in the background by a thread that begins after the next step.
 
-    (At every fourth it need not wait for that.) Parameters that a step has updated on other ranks are gathered as late
-    as can be.
+    (At every fourth step it may begin earlier.) Parameters that a step updates on other ranks are gathered as late as
+    possible.
     """
     background = Path(folder, "background")
     runner = Runner(build(context, config_of("dp2-zero", "bf16", save=str(background), async_save=True)))

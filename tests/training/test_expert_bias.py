@@ -1,4 +1,4 @@
-"""Biases that balance experts: what moves them, that all layouts have the same, and that real text spreads out."""
+"""Biases that balance experts: their updates, equality over layouts, and the balance on real text."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def biases(runner: Runner) -> dict[int, list[float]]:
 
 
 def trained(context: RankContext, settings: dict[str, Any], folder: str) -> tuple[dict[int, list[float]], list[str]]:
-    """Biases after three steps, and which of them this rank has saved."""
+    """Return the biases after three steps, and those that this rank saves."""
     runner = Runner(build(context, tiny_config(context_size(settings), **SETTINGS, **settings)))
     for _ in range(3):
         runner.step()
@@ -87,7 +87,7 @@ class Words:
 
 
 def test_real_text_spreads_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest load over the mean one, over the last steps, with a bias that moves and with one that stays 0."""
+    """Return the largest over the mean load in the last steps, with a moving bias and with a bias of 0."""
 
     def imbalance(rate: float) -> float:
         more = {

@@ -1,4 +1,4 @@
-"""A gradient that overflows on one rank: nothing that any rank remembers changes by the step, whatever the strategy."""
+"""A gradient that overflows on one rank: the step changes no state of any rank, for all strategies."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ FP16: Settings = {
 }
 
 BEFORE = 2
-"""Steps before the bad one: those with a warm-up have it behind them then."""
+"""Steps before the bad one; they cover the warm-up of strategies that have one."""
 
 STRATEGIES: dict[str, Settings] = {
     "zero-2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True, "wire_dtype": "bf16"},
@@ -47,12 +47,12 @@ STRATEGIES: dict[str, Settings] = {
 
 @contextmanager
 def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[None]:
-    """On this rank alone one gradient element is not finite before the last backward, and so before any exchange."""
+    """Make one gradient element non-finite on this rank, before the last backward and any exchange."""
     strategy = runner.replica.strategy
     arm = strategy.enable_grad_sync
 
     def arm_and_plant(stage: int, pending: Sequence[torch.nn.Parameter] | None = None) -> None:
-        # A split parameter: its gradient is on no other tp or pp rank.
+        # A split parameter, with a gradient on no other tp or pp rank.
         module = runner.replica.stages[stage]
         target = next(
             parameter
@@ -76,7 +76,7 @@ def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[
 def with_and_without(
     context: RankContext, world: int, settings: Settings, culprit: int
 ) -> tuple[list[str], list[str], list[bool], list[float]]:
-    """What a bad step changes, where the step after it ends elsewhere than without the bad one, what was skipped, and the
+    """Return the changes by a bad step, differences of the next step from a run without it, skipped steps, and the loss
     scales of two more bad steps and a good one."""
     config = tiny_config(world, **{**FP16, **settings})
     ends, skipped, moved, scales = [], [], list[str](), list[float]()
@@ -135,7 +135,7 @@ def test_on_one_tensor_or_pipeline_rank(layout: Settings, culprit: int) -> None:
 
 
 def rates(context: RankContext) -> tuple[list[float], list[float], list[float]]:
-    """Learning rates of steps of which the second overflows, and again after a resume between; and what is scheduled."""
+    """Return the learning rates of steps with an overflow in the second, also after a resume, and the schedule."""
     config = tiny_config(1, **{**FP16, "lr_decay_style": "linear", "lr_warmup_iters": 2, "train_iters": 10})
     runner = Runner(build(context, config))
     found = [runner.step().lr]

@@ -1,4 +1,4 @@
-"""A run folder on a disk that is full, or that somebody removes, ends no training; and the end is told all the same."""
+"""A full disk, or a removed run folder, does not end the training, and exit.json is still written."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ SETTINGS = {**TINY, "mock_data": True, "eod_mask_loss": False, "train_iters": 8,
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of eight megabytes."""
+    """Mount a file system of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
@@ -47,7 +47,7 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
-    """Train; after a step's line `at` is called."""
+    """Train, and call `at` after a step's log line."""
     lines: list[str] = []
 
     def log(line: str) -> None:
@@ -64,7 +64,7 @@ def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no block."""
+    """Fill all blocks."""
     with (disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError) as caught:
         while True:
             file.write(b"x" * 4096)
@@ -85,7 +85,7 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     folder = disk / "run"
 
     def grow() -> None:
-        """So that the block at the end of each file is full too."""
+        """Fill the last block of each file too."""
         fill(disk)
         for path in (folder / "metrics.jsonl", folder / "metrics.csv", *folder.glob("tensorboard/*")):
             with path.open("ab") as file:
@@ -122,7 +122,7 @@ def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process grows beyond it: a write there is cut short, and the next one fails."""
+    """Limit the size of this process's files: a longer write is cut off, and the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -1,4 +1,4 @@
-"""The account of a run's time, over kills and restarts."""
+"""The account of a run's time over kills and restarts."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from megalite.training.sinks import JsonLines
 
 
 class Clock:
-    """Time of day, moved by hand."""
+    """Time of day, advanced by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 1000.0) -> None:
         self.now = now
@@ -29,7 +29,7 @@ def start(folder: Path, clock: Clock, *, step: int = 0, resumes: bool = True) ->
 
 
 def make_steps(account: SessionLog, clock: Clock, steps: range, seconds: float) -> None:
-    """As a run does; metrics.jsonl drops what is made again after the account has been opened."""
+    """Open the account as a run does: before metrics.jsonl drops the repeated steps."""
     assert account._folder is not None
     sink = JsonLines(account._folder / "metrics.jsonl", step=steps.start - 1)
     account.ready()
@@ -60,7 +60,7 @@ def test_one_session(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_killed_session_is_made_up_for(tmp_path: Path, clock: Clock) -> None:
-    """Killed at step 10, long after it last wrote its account; its last checkpoint was of step 6."""
+    """A run killed at step 10, long after its last write; its last checkpoint is of step 6."""
     account = start(tmp_path, clock)
     clock.now += 2.0
     make_steps(account, clock, range(1, 4), 1.0)
@@ -104,7 +104,7 @@ def test_a_start_that_finds_nothing_to_do_is_forgotten(tmp_path: Path, clock: Cl
     before = account.close(FINISHED)
     clock.now += 100.0
     account = start(tmp_path, clock, step=5)
-    assert len(read_sessions(tmp_path)) == 2  # it may be killed while it looks
+    assert len(read_sessions(tmp_path)) == 2  # it may be killed while it searches
     assert account.close(FINISHED) == before
     assert len(read_sessions(tmp_path)) == 1
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale: the formulas of the paper, from gradients that one rank computes for each data-parallel rank."""
+"""The gradient noise scale against the paper's formulas on gradients that one rank computes for all."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0}
 
 
 def test_known_noise_is_found() -> None:
-    """Gaussian gradients of samples around a mean: S is the trace of their covariance, and |G|² the mean's square."""
+    """For Gaussian gradients S is the trace of their covariance, and |G|² the square of their mean."""
     draw, ranks, samples = torch.Generator().manual_seed(3), 4, 32
     mean = torch.randn(200, generator=draw, dtype=torch.float64)
     spread = torch.rand(200, generator=draw, dtype=torch.float64) * 8
@@ -37,7 +37,7 @@ def test_there_is_no_scale_without_an_estimate() -> None:
 
 
 class Oracle:
-    """What a run over `dp` ranks must log, from one rank's gradients of the samples of each."""
+    """Return what a run over `dp` ranks must log, from one rank's gradients of each rank's samples."""
 
     def __init__(self, dp: int, settings: dict[str, Any]) -> None:
         self._dp, self._runner = dp, Runner(build(RankContext(0, {}), tiny_config(1, **settings)))
@@ -69,7 +69,7 @@ class Oracle:
 
 
 def averages(context: RankContext, world: int, settings: dict[str, Any]) -> list[list[float]]:
-    """Those of |G|² and S after each step."""
+    """Return |G|² and S after each step."""
     runner = Runner(build(context, tiny_config(world, **LOG, **settings)))
     found = []
     for _ in range(STEPS):
@@ -90,7 +90,7 @@ def averages(context: RankContext, world: int, settings: dict[str, Any]) -> list
     ids=str,
 )
 def test_it_is_that_of_the_papers_formulas(settings: dict[str, Any]) -> None:
-    """Copies on tp ranks, of a tied embedding and of instances count once; each sample's tokens count as they are."""
+    """Copies on tp ranks, of a tied embedding and of instances count once; tokens are weighted per sample."""
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     model = EXPERTS if "num_experts" in settings else {}
     oracle = Oracle(settings["dp"], model)

@@ -1,4 +1,4 @@
-"""The watching process of a run: started once per host, gone when the run is."""
+"""The watch process of a run: one per host, gone when the run ends."""
 
 import os
 import signal
@@ -118,7 +118,7 @@ def test_a_heartbeat_that_cannot_be_written_is_the_ranks_own_error(
 
 
 def test_one_process_watches_the_ranks_of_a_host(tmp_path: Path) -> None:
-    """Two launchers on one host: both count local ranks from 0."""
+    """Two launchers on one host count local ranks from 0."""
     assert run_ranks(2, watched_together, str(tmp_path)) == [True, False]
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""In a step the host waits for the device once, for loss and norm, by which every rank decides alike."""
+"""In a step the host waits for the device once, for the loss and norm on which ranks decide."""
 
 import sys
 import warnings
@@ -25,7 +25,7 @@ from megalite.watchdog.heartbeat import Heartbeat
 from tests.support.tiny import LLAMA, tiny_config
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
-"""What brings numbers of a tensor to the host."""
+"""Operations that copy numbers of a tensor to the host."""
 FAMILIES = {"gpt": {"hidden_dropout": 0.1}, "llama": {**LLAMA, "hidden_dropout": 0.1}}
 
 
@@ -41,7 +41,7 @@ def runner(device: torch.device, family: str, **changes: Any) -> Runner:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["world", "part"])
 def test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it(whole: bool) -> None:
-    """Else reading a batch would wait until the device has ended the step before."""
+    """Otherwise reading a batch would wait until the device has finished the previous step."""
     asked: list[tuple[str, str]] = []
 
     class Agreement(Group):
@@ -61,12 +61,12 @@ def test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it(who
 
 
 class Reached(Exception):
-    """What a tensor of the device met."""
+    """Raised by an all-reduce of a device tensor."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any device: our own code's reads. Masks are counted where they are, on the host."""
+    """megalite's reads, on any device. Masks are counted on the host."""
     run = runner(torch.device("cpu"), family, global_batch_size=3)
     run.step()
     seen: Counter[tuple[str, str]] = Counter()
@@ -85,12 +85,12 @@ def test_a_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch)
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, counted(name))
     run.step()
-    del seen["__float__", "step.py"], seen["numpy", "dropout.py"]  # of tensors that are on the host on any device
+    del seen["__float__", "step.py"], seen["numpy", "dropout.py"]  # tensors that are always on the host
     assert {**seen} == {("tolist", "step.py"): 1}
 
 
 class Noted(Heartbeat):
-    """Counts the waits that the watching process sees."""
+    """Counts the waits that the watch process can see."""
 
     waits = 0
 
@@ -100,7 +100,7 @@ class Noted(Heartbeat):
 
 
 def test_the_watch_sees_the_read_of_a_step() -> None:
-    """One, for loss and norm."""
+    """The host waits once, for loss and norm."""
     config = tiny_config(**LLAMA, device="cpu", num_layers=2, global_batch_size=3)
     heartbeat = Noted()
     topology = Topology.create(ParallelLayout(), rank=0, device=torch.device("cpu"), heartbeat=heartbeat)
@@ -112,7 +112,7 @@ def test_the_watch_sees_the_read_of_a_step() -> None:
 
 
 class OnItsWay:
-    """A CUDA event that happens when someone waits for it."""
+    """A CUDA event that completes when a thread waits for it."""
 
     happened = False
 
@@ -136,7 +136,7 @@ def test_a_group_reads_a_device_under_the_watch() -> None:
     heartbeat = Noted()
     group = Group("world", (0,), 0, heartbeat=heartbeat)
     assert group._read(torch.ones(1)).item() == 1.0 and heartbeat.waits == 0
-    with pytest.raises(NotImplementedError):  # of tensors without contents
+    with pytest.raises(NotImplementedError):  # meta tensors have no contents
         group._read(torch.ones(1, device="meta"))
     assert heartbeat.waits == 1
 
@@ -144,7 +144,7 @@ def test_a_group_reads_a_device_under_the_watch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FAMILIES, "experts"])
 def test_a_step_on_cuda_waits_once(family: str) -> None:
-    """All that CUDA's own check finds, also inside torch."""
+    """All waits that CUDA's check reports, also inside torch."""
     run = runner(torch.device("cuda", 0), family, precision="bf16")
     for _ in range(2):
         run.step()

@@ -21,7 +21,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def prepared(context: RankContext, prefix: str, folders: list[str]) -> dict:
-    """Two nodes of two ranks; each rank has its cache folder. Ranks 0, 2 and 3 open the data."""
+    """Two nodes of two ranks, each rank with its cache folder. Ranks 0, 2 and 3 open the data."""
     world = context.topology(dp=RANKS).world
     leads = is_first_on_node(world, node=f"node{context.rank // PER_NODE}")
     notes: list[str] = []
@@ -60,7 +60,7 @@ def run(tokens: Path, folders: list[Path | None]) -> list[dict]:
 def test_a_shared_folder_is_built_in_once(tokens: Path, tmp_path: Path) -> None:
     found = run(tokens, [tmp_path / "c"] * RANKS)
     assert [one["leads"] for one in found] == [True, False, True, False]
-    # 40 documents of 980 tokens are 61 samples of 16: one epoch. Node 1 sees what rank 0 has made.
+    # 40 documents of 980 tokens are 61 samples of 16: one epoch. Node 1 shares rank 0's files.
     assert [one["built"] for one in found] == [[True], [], [False], []]
     assert len(entries(tmp_path / "c")) == 1
     assert found[0]["samples"] == found[2]["samples"] == found[3]["samples"]
@@ -76,7 +76,7 @@ def test_each_node_builds_in_a_folder_of_its_own(tokens: Path, tmp_path: Path) -
 
 
 def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(tokens: Path, tmp_path: Path) -> None:
-    """Also if one node alone has the fault."""
+    """All ranks raise it, also if only one node has the fault."""
     (tmp_path / "file").write_text("in the way")
     for folders in ([tmp_path / "file"] * RANKS, [*[tmp_path / "c"] * 2, *[tmp_path / "file"] * 2]):
         errors = {one["error"] for one in run(tokens, list(folders))}

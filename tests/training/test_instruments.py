@@ -1,5 +1,4 @@
-"""What a run leaves to look at: phases and goodput in its metrics, profiles of its steps; and nothing where none is asked
-for."""
+"""Phases and goodput in the metrics of a run, profiles of its steps, and no cost if they are turned off."""
 
 import json
 import re
@@ -33,7 +32,7 @@ RUN: dict[str, Any] = {
 
 
 def run(folder: Path, **changes: Any) -> list[str]:
-    """Train in this process; the lines of the log."""
+    """Train in this process, and return the log lines."""
     return fit(**{**TINY, **RUN, "run_dir": str(folder), **changes})
 
 
@@ -95,7 +94,7 @@ def test_timers_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def gathers_of(context: RankContext, steps: int) -> int:
-    """All-gathers over the world in a run with one line at its end."""
+    """Count all-gathers over the world in a run with one log line."""
     config = tiny_config(
         2, **{**RUN, "dp": 2, "train_iters": steps, "log_interval": 100, "eval_interval": None, "save_interval": None}
     )
@@ -113,7 +112,7 @@ def gathers_of(context: RankContext, steps: int) -> int:
 
 
 def listening(context: RankContext, folder: str) -> tuple[int, int]:
-    """Sockets that this rank has begun to listen on in a run that traces and saves; process groups that it has joined."""
+    """Return new listening sockets of this rank in a run that traces and saves, and its process groups."""
     more = {"save": folder, "run_dir": folder, "trace": True, "metrics": ["csv"], "log_interval": 1}
     config = tiny_config(2, **{**RUN, "tp": 2, **more})
     made, make = [0], dist.new_group
@@ -131,7 +130,7 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
 
 
 def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:
-    """gloo has one socket per rank of the pool (tests/support/forks.py); nothing of ours listens."""
+    """gloo has one socket per rank of the pool (tests/support/forks.py); megalite has none."""
     for sockets, groups in run_ranks(2, listening, str(tmp_path)):
         assert sockets == 0 < groups
 

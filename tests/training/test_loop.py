@@ -1,4 +1,4 @@
-"""The run around its steps: what it evaluates when, and that its batches are read ahead."""
+"""The training loop: when it evaluates, and that it reads batches ahead."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
-    """Train on this process; the lines of the log."""
+    """Train in this process, and return the log lines."""
     return fit(**{**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes})
 
 
@@ -47,7 +47,7 @@ def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path
     (test,) = records(tmp_path / "run", "test")
     assert test["step"] == 4 and test["test_loss"] > 0
     assert lines[-2].startswith(f"step 4/4  test loss {test['test_loss']:.4f}  perplexity ")
-    # A run that is only interrupted has not come to its end.
+    # An interrupted run has not ended.
     lines = run(prefix, tmp_path / "half", exit_interval=3)
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
 
@@ -55,7 +55,7 @@ def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path
 def test_whatever_comes_next_is_read_while_a_step_computes(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is read in the foreground, from the first batch on, across evaluations and saves."""
+    """All batches are prefetched, from the first one on, across evaluations and saves."""
     unprepared: list[tuple[int, int]] = []
     load = BatchLoader.load
 
@@ -104,12 +104,12 @@ def test_a_bad_token_in_mid_run_is_one_error_on_all_ranks(layout: dict[str, int]
     kind, message, step = first
     assert (kind, step) == ("ConfigError", 1)
     assert message.startswith(f"rank {int('dp' in layout)}: {tmp_path}/d.bin: document 0 holds token id 60000")
-    # The save that was under way is whole.
+    # The background save is complete.
     assert (tmp_path / "saved" / "latest").read_text().split()[0].endswith("1")
 
 
 def meets_bad_token(context: RankContext, layout: dict[str, int], prefix: str, saved: str) -> tuple[str, str, int]:
-    """(type, message, step) of the error that ends a run whose file is spoiled after it was opened."""
+    """Return (type, message, step) of the error after a file was damaged while open."""
     changes = {"eval_interval": None, "split": "1", "save": saved, "save_interval": 1, "async_save": True}
     config = tiny_config(2, **{**FOUR_STEPS, **changes}, **layout, data_path=[prefix])
 
@@ -191,7 +191,7 @@ def test_ranks_without_data_take_part_in_the_test_evaluation(prefix: str) -> Non
 
 
 def logged(context: RankContext, world: int, prefix: str) -> list[str]:
-    """The log of this rank of a pipeline over all ranks."""
+    """Return this rank's log of a pipeline over all ranks."""
     lines: list[str] = []
     config = tiny_config(world, **FOUR_STEPS, num_layers=3, pp=world, data_path=[prefix])
     ReplicaTrainer(build(context, config), lines.append if context.rank == 0 else lambda line: None).fit()

@@ -1,4 +1,4 @@
-"""Memory that runs out is one error: who, how much, what the layout needs and what would need less."""
+"""Out of memory is one error with rank, size, the planner's memory and remedies."""
 
 import platform
 import resource
@@ -53,7 +53,7 @@ def test_any_other_error_passes() -> None:
 
 
 def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """With what CUDA says where there is one; the history goes into the run folder."""
+    """The error contains CUDA's message, and the history is written to the run folder."""
     properties = type("Properties", (), {"total_memory": 80 << 30})()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -98,7 +98,7 @@ def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def page_faults(words: list[str]) -> int:
-    """Prints those of ten large tensors, before and after `keep_freed_memory`."""
+    """Print page faults of ten large tensors, before and after `keep_freed_memory`."""
     for keep in (lambda: True, keep_freed_memory):
         assert keep()
         for _ in range(20):
@@ -112,7 +112,7 @@ def page_faults(words: list[str]) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
 def test_the_same_tensor_again_brings_no_new_pages() -> None:
-    # 64 MiB ten times: in huge pages a few hundred faults, else 164,000.
+    # Ten times 64 MiB: a few hundred faults with huge pages, otherwise 164,000.
     ended = train_forked(1, command=f"{__name__}:page_faults").require_success()
     given_back, kept = map(int, ended.out.split())
     assert given_back > 300

@@ -1,4 +1,4 @@
-"""1-bit optimizers continue from other numbers of replicas, and from what other optimizers have left."""
+"""1-bit optimizers resume with other numbers of replicas, and from states of other optimizers."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def weights(runner: Runner) -> list[str]:
 
 
 def owed(runner: Runner, name: str) -> dict[str, torch.Tensor]:
-    """One of the strategy's states by tensor, 0 where it is another rank's."""
+    """Return one of the strategy's states by tensor, 0 for other ranks' elements."""
     found = {}
     for state in runner.replica.strategy.states():
         for placed in state.bucket.placed if state.name == name else ():
@@ -55,7 +55,7 @@ def gone_on(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("settings", [{"optimizer": "onebit-lamb"}, ZERO_ONE])
 def test_fewer_replicas_owe_what_more_did(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Each gets the mean of what the old ones owed; servers take over each other's chunks."""
+    """Each replica gets the mean of the old errors; servers take over each other's chunks."""
     four = run_ranks(4, begun, str(tmp_path), settings)
     two = run_ranks(2, gone_on, str(tmp_path), settings)
     for name in two[0][0]["onebit_error"]:
@@ -72,7 +72,7 @@ def test_fewer_replicas_owe_what_more_did(settings: dict[str, Any], tmp_path: Pa
 
 
 def moved(context: RankContext, folder: str) -> str:
-    """A freeze step that is past in the checkpoint, changed."""
+    """Change a freeze step that the checkpoint has passed."""
     settings = {**SETTINGS, "optimizer": "onebit-lamb", "freeze_step": 5}
     with pytest.raises(ConfigError) as caught:
         continued(context, tiny_config(2, dp=2, **settings), folder)
@@ -86,7 +86,7 @@ def test_a_warm_up_that_is_over_cannot_be_moved(tmp_path: Path) -> None:
 
 
 def another(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:
-    """Four steps with one optimizer, then four with another one; its notes, and its states as they were taken up."""
+    """Make four steps each with two optimizers; return notes and loaded states of the second."""
     common = {**SETTINGS, "clip_grad": 0.0, "freeze_step": None}
     first = Runner(build(context, tiny_config(2, dp=2, **{**common, **settings})))
     for _ in range(4):
@@ -124,7 +124,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_path: Path) -> None:
-    """With a line in the log; the moments continue, and steps of the right size follow."""
+    """A log line says it; the moments continue, and steps have the right size."""
     settings, to, fresh = SWITCHES[name]
     for notes, before, begun, phases, moved, states in run_ranks(2, another, str(tmp_path), settings, to):
         for state in fresh:
@@ -140,7 +140,7 @@ def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_p
 
 
 def lacking(context: RankContext, folder: str) -> str:
-    """SGD has left no moments for Adam."""
+    """SGD has no moments for Adam."""
     settings = {**SETTINGS, "freeze_step": None}
     first = Runner(build(context, tiny_config(1, **settings, optimizer="sgd")))
     first.step()

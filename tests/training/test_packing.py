@@ -1,4 +1,4 @@
-"""Packed documents see only themselves. (`tests/parity` has that no layout changes what that gives.)"""
+"""Packed documents attend only to themselves. (`tests/parity` compares layouts.)"""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def replica_of(seq_length: int, settings: dict[str, Any], *, batch: int = 1) -> 
 
 
 def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Of each position: [b, s]."""
+    """Return the loss of each position, [b, s]."""
     (stage,) = replica.stages.values()
     with torch.no_grad():
         result = stage(tokens, stage.context(tuple(range(len(tokens))), **more), labels=labels)
@@ -38,7 +38,7 @@ def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more:
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rope"])
 def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: dict[str, Any]) -> None:
-    """In fp64, to 1e-12: what is packed beside a document, and where, has no part in its losses."""
+    """In fp64, to 1e-12: losses of a document do not depend on its neighbours or its position."""
     generator = torch.Generator().manual_seed(1)
     documents = [
         torch.randint(1, 93, (length,), generator=generator).tolist() for length in (3, 9, 17, 2, 6, 7, 4, 12, 5, 16)
@@ -73,10 +73,10 @@ def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: d
     assert packed == pytest.approx(alone, rel=1e-12)
     mean = Stepper(replica, Schedules(replica.config)).evaluate([batch], first_sample=0, batch_size=count)
     assert mean == pytest.approx(alone / batch.loss_mask.sum().item(), rel=1e-12)
-    # And it would not be so if documents saw each other, or if positions ran on.
+    # Losses differ if documents attend to each other, or if positions continue.
     for context in ({"position_documents": starts}, {"attention_documents": starts}):
         other = (losses(replica, batch.tokens, batch.labels, **context) * batch.loss_mask).sum().item()
         if context.keys() == {"attention_documents"} and model is LLAMA:
-            assert other == pytest.approx(alone, rel=1e-12)  # rotations tell distances alone
+            assert other == pytest.approx(alone, rel=1e-12)  # rotations depend only on distances
         else:
             assert abs(other - alone) > 1e-6

@@ -1,4 +1,4 @@
-"""The bytes that the proof of a schedule counts, against the storages that are alive in a step that runs it."""
+"""Planned bytes of a schedule against the storages that are alive in a step."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODEL: dict[str, Any] = {
     "micro_batch_size": 2,
     "global_batch_size": 16,
     "eod_mask_loss": False,
-    # The other kernel that a CPU may choose has some MB of scores, which count in a model of this size.
+    # The other CPU kernel stores a few MB of scores, which is much for a model of this size.
     "attention_backend": "flash",
 }
 V: dict[str, Any] = {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}
@@ -29,22 +29,22 @@ AHEAD: dict[str, Any] = {"recompute_granularity": "full", "recompute_ahead": Tru
 
 
 class AtEnds:
-    """What is alive at the end of each computation; a tracer."""
+    """A tracer that records storages alive at the end of each computation."""
 
     def __init__(self) -> None:
         self.live = LiveBytes()
         self.most = 0
 
     def start(self, action: Action) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def end(self, action: Action) -> None:
-        """Note it."""
+        """Record them."""
         self.most = max(self.most, self.live.now)
 
 
 def measured(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int, float]:
-    """Most alive between computations, most alive at all, and planned."""
+    """Return most bytes alive between computations, most alive ever, and planned bytes."""
     config = tiny_config(world_size, **{**MODEL, **settings})
     replica = build(context, config)
     runner, ends = Runner(replica), AtEnds()
@@ -71,14 +71,14 @@ def measured(context: RankContext, world_size: int, settings: dict[str, Any]) ->
     ids=str,
 )
 def test_the_planned_peak_is_the_measured_one(settings: dict[str, Any]) -> None:
-    """Within 5 % between computations; what comes and goes inside one is a few tensors of a layer."""
+    """Within 5 % between computations; inside one there are a few more tensors of a layer."""
     for between, peak, planned in run_ranks(settings["pp"], measured, settings["pp"], settings):
         assert between == pytest.approx(planned, rel=0.05)
         assert peak <= planned * 1.3
 
 
 def test_recomputation_inside_a_backward_is_planned_for() -> None:
-    """Between computations it is gone; inside, a unit's activations and the gradients that flow through them."""
+    """Freed between computations; inside there are a unit's activations and their gradients."""
     settings = {**V, "recompute_granularity": "full"}
     for between, peak, planned in run_ranks(2, measured, 2, settings):
         assert between < planned

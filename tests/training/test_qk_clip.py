@@ -1,4 +1,4 @@
-"""QK-clip: after a step the largest logits are at the limit. (On every layout: tests/parity.)"""
+"""QK-clip: after a step the largest logits are at the limit. (tests/parity compares layouts.)"""
 
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ ATTENTIONS: dict[str, Settings] = {
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-    """The largest score of each head, from the whole plane of scores."""
+    """Return the largest score of each head."""
     columns = torch.arange(q.shape[2])
     visible = attention._visible(columns, columns, visibility)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[3] ** 0.5
@@ -40,7 +40,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Ten
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
 def test_logits_shrink_to_the_limit(kind: str) -> None:
-    """By weights alone: the step itself is too short to be seen."""
+    """Logits shrink through the clipped weights; the optimizer's step is too small to matter."""
     config = tiny_config(1, **{**ATTENTIONS[kind], **SMALL, **STILL, "qk_clip_threshold": LIMIT})
     runner = Runner(build(RankContext(0), config))
     batch, seen, compared = runner.loader.load(0, 4), [], []
@@ -60,7 +60,7 @@ def test_logits_shrink_to_the_limit(kind: str) -> None:
         for number in range(2):
             runner.stepper.step(batch, before=Progress(number, 4 * number), batch_size=4)
     assert len(compared) == 2 * 2 * 4, "each microbatch of each layer"
-    # Of the first layer: the input of the second changes with it.
+    # Only in the first layer, because the second layer's input changes with it.
     before, after = (torch.tensor(each[0], dtype=torch.float64) for each in seen)
     shared = config.model.num_attention_heads // config.model.query_groups
     largest = before.unflatten(0, (-1, shared)).amax(dim=1).repeat_interleave(shared)

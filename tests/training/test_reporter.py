@@ -1,4 +1,4 @@
-"""The log line says everything that the run's owner looks for, and never leaves a number out."""
+"""The log line has all important numbers, and never omits one."""
 
 import math
 import random
@@ -36,7 +36,7 @@ class Records:
 
 
 class Setup:
-    """A reporter whose clock is moved by hand."""
+    """A reporter with a clock that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, interval: int = 2, **settings: Any) -> None:
         self.now = 100.0
@@ -90,7 +90,7 @@ def test_recompute_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, interval=1, peak_tflops=0.001, recompute_granularity="full")
     setup.step(1)
     found = setup.sink.found[0]
-    layers = 4 * (2 * 12 * 32 * 32 + 4 * 32 * 16)  # one more forward of them
+    layers = 4 * (2 * 12 * 32 * 32 + 4 * 32 * 16)  # one more forward of the layers
     again = 1 + layers / (3 * (layers + 2 * 96 * 32))
     assert found["hardware_tflops_per_rank"] == pytest.approx(again * found["tflops_per_rank"])
     assert found["hfu"] == pytest.approx(again * found["mfu"])
@@ -167,7 +167,7 @@ def test_known_peaks(monkeypatch: pytest.MonkeyPatch, name: str, precision: str,
 
 
 def losses(count: int, *, seed: int = 1) -> list[float]:
-    """A loss that falls, with noise."""
+    """Return a falling loss with noise."""
     draw = random.Random(seed)
     return [3.0 + 4.0 * math.exp(-step / 80) + draw.gauss(0.0, 0.03) for step in range(count)]
 
@@ -185,7 +185,7 @@ LEVEL[390] = 12.0
         (JUMPS, 100, 10.0, [200, 300]),  # once a jump
         (JUMPS, 100, 0.0, []),
         (LEVEL, 50, 10.0, [200, 390]),  # a new level becomes the usual one
-        ([2.0] * 100 + [2.01] + [2.0] * 20, 100, 10.0, []),  # no alarm at a breath
+        ([2.0] * 100 + [2.01] + [2.0] * 20, 100, 10.0, []),  # no alarm for a tiny change
         ([2.0] * 100 + [2.2], 100, 10.0, [100]),
     ],
 )

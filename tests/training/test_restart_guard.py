@@ -1,4 +1,4 @@
-"""A run that fails in the same step again and again is not started for ever; one that gets on, or is changed, is."""
+"""A run that fails repeatedly in one step is refused, unless it makes progress or changes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def guard(folder: Path, settings: str = "a", most: int = 3) -> RestartGuard:
 
 
 def fails(folder: Path, start: int, step: int, *, settings: str = "a", silently: bool = False) -> None:
-    """A start that ends by an error, or without a word."""
+    """Make a start that ends with an error, or without a record."""
     one = guard(folder, settings)
     one.begin(start, str(folder))
     if silently:
@@ -58,7 +58,7 @@ def test_other_steps_progress_and_changes_count_anew(tmp_path: Path) -> None:
 def test_an_end_as_it_was_meant_forgets_the_failures(tmp_path: Path) -> None:
     for _ in range(2):
         fails(tmp_path, 0, 3)
-    for _ in range(5):  # asked to leave: that is no failure
+    for _ in range(5):  # a stop request is no failure
         one = guard(tmp_path)
         one.begin(0, None)
         one.left()

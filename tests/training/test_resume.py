@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that takes it up (the precision, say), and what may not."""
+"""Settings that may change between a checkpoint and the resumed run, and those that may not."""
 
 import dataclasses
 import json
@@ -36,13 +36,13 @@ def state(runner: Runner) -> dict[str, Any]:
 
 
 def steps(runner: Runner, count: int) -> list[tuple[float, float, float, bool]]:
-    """(loss, gradient norm, loss scale, skipped) of each step."""
+    """Return (loss, gradient norm, loss scale, skipped) of each step."""
     results = [runner.step() for _ in range(count)]
     return [(result.loss, result.grad_norm, result.loss_scale, result.skipped) for result in results]
 
 
 def uninterrupted(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train, save, and train on."""
+    """Train, save, and continue."""
     runner = Runner(build(context, tiny_config(world, **settings)))
     steps(runner, BEFORE)
     saved = state(runner)
@@ -51,7 +51,7 @@ def uninterrupted(context: RankContext, world: int, settings: dict[str, Any], fo
 
 
 def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Load into a fresh replica, and train on."""
+    """Load into a new replica, and continue."""
     replica = build(context, tiny_config(world, load=folder, **settings))
     runner = Runner(replica, load(replica, Path(folder), tokenizer="a" * 64, log=silent))
     loaded = state(runner)
@@ -60,7 +60,7 @@ def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: 
 
 
 def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.ndarray]]:
-    """Full tensors of each kind at one moment; copies must agree."""
+    """Return the full tensors of each kind; copies must agree."""
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
 
 
@@ -126,7 +126,7 @@ def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, l
 
 
 def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerprint: str) -> str:
-    """The message of a load that must fail, on this rank."""
+    """Return the message of a load that must fail on this rank."""
     replica = build(context, tiny_config(2, dp=2, load=folder, **{"precision": "fp32", **changes}))
     try:
         load(replica, Path(folder), tokenizer=fingerprint, log=silent)
@@ -143,7 +143,7 @@ def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerpr
             "a",
             "num_layers 4 there, 3 here; tie_embeddings True there, False",
         ),
-        # The same tensors, yet another network.
+        # The same tensors, but another network.
         ({"num_attention_heads": 2}, "a", "num_attention_heads 4 there, 2 here"),
         ({}, "b", "another tokenizer"),
         ({"hidden_dropout": 0.1}, "a", "nothing was raised"),
@@ -243,7 +243,7 @@ MEGATRON = {**BASE, "data_order": "megatron", "train_iters": 20}
 
 
 def in_manifest(**changes: Any) -> dict[str, Any]:
-    """The config in a manifest."""
+    """Return the config as in a manifest."""
     config: dict[str, Any] = json.loads(json.dumps(asdict(tiny_config(1, **{**BASE, **changes}))))
     return config
 
@@ -278,7 +278,7 @@ def test_what_is_no_part_of_the_order_is_not_said() -> None:
 
 
 def test_numbers_that_change_without_the_order_are_said() -> None:
-    """Also a batch that no flag gives, which another layout changes."""
+    """Also the global batch size that follows from another layout."""
     config = tiny_config(1, **BASE)
     longer = replace(config, train_iters=40, clip_grad=0.25)
     constant = replace(longer, lr_decay_style="constant")

@@ -1,4 +1,4 @@
-"""Taking up a checkpoint takes no more memory than a fresh start, and each rank reads what it needs and no more."""
+"""Resuming needs no more memory than a new start, and each rank reads only what it needs."""
 
 import ctypes
 import gc
@@ -35,13 +35,13 @@ LARGE: Settings = {
 
 
 def resident(field: str) -> int:
-    """`VmRSS` or its peak `VmHWM`, in bytes."""
+    """Return `VmRSS` or its peak `VmHWM`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def growth(work: Callable[[], Runner]) -> int:
-    """By how much resident memory has grown at its peak while `work()` ran, in bytes."""
+    """Return how much peak resident memory grows during `work()`, in bytes."""
     gc.collect()
     CLEAR.write_text("5")
     before = resident("VmRSS")
@@ -64,10 +64,10 @@ def resumed(context: RankContext, config: RunConfig, folder: Path) -> Runner:
 
 
 def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
-    """Growth of memory up to the end of the first step: of a fresh start, and after a load."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back at once
+    """Return the growth of memory until the end of the first step: after a new start, and after a load."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: free memory at once
     config = tiny_config(world, **{**LARGE, **settings})
-    # What is imported, loaded and set up at first use is no part of either.
+    # Exclude imports and other work at first use.
     first = fresh(context, config)
     save_run(first, folder)
     del first
@@ -76,7 +76,7 @@ def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """New processes, with another setting of the allocator."""
+    """Start new processes with another setting of the allocator."""
     with forked_pools(), RankPool(2, strict=True) as ranks:
         yield ranks
 
@@ -117,7 +117,7 @@ def write(context: RankContext, world: int, settings: Settings, folder: str) -> 
 
 
 def bytes_read(context: RankContext, world: int, settings: Settings, folder: str) -> tuple[int, int]:
-    """(bytes of tensors that a load reads on this rank, bytes of what this rank holds)."""
+    """Return (bytes of tensors that a load reads on this rank, bytes of this rank's tensors)."""
     replica = build(context, tiny_config(world, **WIDE, **settings))
     read, count = os.preadv, []
 
@@ -125,7 +125,7 @@ def bytes_read(context: RankContext, world: int, settings: Settings, folder: str
         count.append(read(*arguments))
         return count[-1]
 
-    unverified = mock.patch("megalite.checkpoint.load.entry_fault", return_value=None)  # hashes are read that way too
+    unverified = mock.patch("megalite.checkpoint.load.entry_fault", return_value=None)  # hashing reads files too
     with mock.patch.object(os, "preadv", counted), unverified:
         load(replica, Path(folder), tokenizer=None, log=silent)
     held = 0
@@ -138,21 +138,21 @@ def bytes_read(context: RankContext, world: int, settings: Settings, folder: str
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the wide model by one rank, and one by four."""
+    """Return checkpoints of the wide model by one rank and by four."""
     folder = tmp_path_factory.mktemp("wide")
     for name, (world, settings) in {"one": (1, {}), "quarters": (4, QUARTERS)}.items():
         run_ranks(world, write, world, settings, str(folder / name))
     return folder
 
 
-# What is read beyond what is held: rows of attention's output projection, which are shorter than a page, in whole.
+# A load reads more than it keeps: whole rows of the attention output projection, which are shorter than a page.
 @pytest.mark.parametrize(("source", "more"), [("quarters", 1.0), ("one", 1.05)])
 def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, written: Path) -> None:
     ranks = run_ranks(4, bytes_read, 4, QUARTERS, str(written / source))
     for read, held in ranks:
         assert held <= read <= more * held
     size = sum(path.stat().st_size for path in written.glob(f"{source}/step-*/*.safetensors"))
-    # The first and the last stage both hold the tied embedding, 5 % of the model; all else is read once.
+    # The first and the last stage both read the tied embedding, 5 % of the model; all else is read once.
     assert sum(read for read, _ in ranks) < (more + 0.05) * size
 
 

@@ -1,4 +1,4 @@
-"""What strategies and optimizers remember, through the real save and load: any layout takes up what any other has left."""
+"""States of strategies and optimizers through save and load, between all layouts."""
 
 import dataclasses
 import shutil
@@ -28,7 +28,7 @@ from tests.support.tiny import LLAMA, Runner, build, tiny_config
 
 Settings = dict[str, Any]
 Wanted = dict[str, tuple[str, str]]
-"""Of each state of the strategy: its placement and its default."""
+"""Placement and default of each state of the strategy."""
 
 STATES: Wanted = {"alike": ("replicated", "required"), "owned": ("sharded", "required"), "own": ("private", "required")}
 SMALL: Settings = {"num_layers": 2, "hidden_size": 16, "precision": "bf16", "ddp_bucket_size": 1000}
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 
 
 def numbers(state: str, spec: ShardSpec, replica: float = 0.0) -> torch.Tensor:
-    """What a state has on the slice of a tensor: another number for each element, exact in fp32."""
+    """Return a state's values on a slice: a different number for each element, exact in fp32."""
     total = torch.arange(float(torch.Size(spec.global_shape).numel())).view(spec.global_shape)
     index = tuple(slice(start, stop) for start, stop in spec.slice)
     return total[index] + 0.125 * (len(state) + 8 * replica)
@@ -83,7 +83,7 @@ class Remembering(DistributedOptimizer):
         return self._of_tensors
 
     def pairs(self, state: FlatState, replica: float) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each tensor: its name, the elements that are here, and what `fill` gives them."""
+        """Yield name, local elements and the values of `fill` for each tensor."""
         for placed in state.bucket.placed:
             spec = placed.parameter.info.spec
             start, stop = max(placed.start, state.start), min(placed.stop, state.stop)
@@ -140,10 +140,10 @@ def write(context: RankContext, layout: str, folder: str) -> None:
 def read(
     context: RankContext, layout: str, folder: str, wanted: Wanted, replicas: int, more: Settings
 ) -> tuple[list[str], list[str], list[str]]:
-    """Log lines; states that are not what was written (as far as that is defined); those that were left alone.
+    """Return log lines, states that differ from the written ones, and states that the load did not change.
 
     Args:
-        replicas: of the dense layers when it was written.
+        replicas: number of replicas of the dense layers in the checkpoint.
     """
     replica, strategy = remembering(context, layout, wanted, load=folder, **more)
     lines: list[str] = []
@@ -181,7 +181,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint from each layout."""
+    """Write a checkpoint from each layout."""
     found = {}
     for layout in dict.fromkeys(pair[0] for pair in PAIRS):
         found[layout] = tmp_path_factory.mktemp("from")
@@ -195,7 +195,7 @@ def test_any_layout_takes_them_up(written: dict[str, Path], source: str, target:
     for rank in run_ranks(LAYOUTS[target][0], read, target, str(written[source]), STATES, before, {}):
         lines, wrong, untouched = rank
         if target == "ep1":
-            # Each of two replicas has all experts now, where there was one of each half.
+            # Two replicas now have all experts; before, one rank had each half.
             wrong = [name for name in wrong if ".experts." not in name]
         assert wrong == []
         other_dp = before != after or target == "ep1"
@@ -212,7 +212,7 @@ def mean_line(before: int, after: int) -> str:
 
 
 def test_another_strategy(written: dict[str, Path]) -> None:
-    """What it shares with the old one and holds otherwise, what it lacks, and what it does not know: one line each."""
+    """One log line each for states with another placement, missing states and unknown states."""
     wanted: Wanted = {
         "own": ("replicated", "required"),
         "alike": ("private", "required"),
@@ -234,7 +234,7 @@ def test_another_strategy(written: dict[str, Path]) -> None:
 
 
 def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, float]:
-    """After a load: the most that a state without a value differs from 0, and one from the main parameters."""
+    """Return, after a load, how far a missing state is from 0, and one from the main parameters."""
     wanted: Wanted = {"error": ("private", "zeros"), "anchor": ("private", "parameter")}
     replica, strategy = remembering(context, "dp2", wanted, load=folder, **more)
     load(replica, Path(folder), tokenizer=None, log=silent)
@@ -254,7 +254,7 @@ def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, flo
 
 def test_what_is_missing_starts_from_zero_or_from_the_parameters(written: dict[str, Path]) -> None:
     assert run_ranks(2, begun, str(written["tp2 dp2"]), {}) == [(0.0, 0.0)] * 2
-    # With finetune too, but what starts from 0 is left as it was made.
+    # With finetune too, but states that start from 0 keep their initial values.
     assert run_ranks(2, begun, str(written["tp2 dp2"]), {"finetune": True}) == [(1.0, 0.0)] * 2
 
 
@@ -271,7 +271,7 @@ def test_what_must_be_there_is_named(written: dict[str, Path]) -> None:
 
 
 def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, Path]) -> None:
-    """exp_avg in fp32 there, bf16 here: taken up, and said once; from bf16 to fp32 nothing is lost."""
+    """exp_avg saved in fp32, loaded in bf16: rounded, with one log line; bf16 to fp32 loses nothing."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     folder = written["pp2"]
     lines: list[str] = []
@@ -286,7 +286,7 @@ def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, P
 
 
 def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
-    """And fp32 ones take them up without a word."""
+    """fp32 runs load it without a log line."""
     folder = tmp_path
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     replica = build(RankContext(0), tiny_config(1, **SMALL, **bf16))
@@ -313,7 +313,7 @@ def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
 def test_a_manifest_that_lies_about_a_shape(
     written: dict[str, Path], tmp_path: Path, state: str, shape: list[int]
 ) -> None:
-    """Sealed, its files all right, and the tensor of a shape that fits no run: refused by name."""
+    """A valid checkpoint with a tensor of a wrong shape is refused by name."""
     key = f"optimizer.{state}:final_norm.weight"
     source = written["pp2"] / "step-0000004"
     target = shutil.copytree(source, tmp_path / source.name)
@@ -329,7 +329,7 @@ def test_a_manifest_that_lies_about_a_shape(
 
 
 class Late:
-    """A collective that happens no earlier than it is waited for."""
+    """A collective that happens only when a thread waits for it."""
 
     def __init__(self, collective: Callable[[], None]) -> None:
         self._collective = collective
@@ -339,7 +339,7 @@ class Late:
 
 
 def overtaken(context: RankContext, folder: str) -> list[str]:
-    """Take up a checkpoint while the parameters of the last step are on their way; what differs from it."""
+    """Load while the last step's parameters are still being gathered; return the differences."""
     settings = {**SMALL, "dp": 2, "dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
     runner = Runner(build(context, tiny_config(2, **settings)))
     save(runner.replica, Path(folder), Progress(0, 0), tokenizer=None)

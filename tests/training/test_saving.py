@@ -1,4 +1,4 @@
-"""When a run saves, from what, what it keeps, and what it does when it cannot."""
+"""When a run saves, what it keeps, and how it handles failed saves."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def verified(context: RankContext, folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint that must be sound; for one rank."""
+    """Return all tensors of a valid checkpoint; for one rank."""
     group = context.topology_of(tiny_config()).world
     cpu = torch.device("cpu")
     checkpoint = find_checkpoint(folder, step=step, world=group, log=pytest.fail)
@@ -45,7 +45,7 @@ def verified(context: RankContext, folder: Path, step: int) -> dict[str, torch.T
 
 
 class Gate:
-    """Holds every write of a checkpoint back until it is opened."""
+    """Delays every write of a checkpoint until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
@@ -72,9 +72,9 @@ def one_in_flight(context: RankContext, folder: str) -> tuple[list[int], list[st
         assert lines == [] and steps_in(Path(folder)) == []
         opener = threading.Timer(0.3, gate.open)
         opener.start()
-        saver.begin(runner.progress)  # waits for the first: its snapshot's memory is used again
+        saver.begin(runner.progress)  # waits for the first save, to reuse its snapshot's memory
         seen = steps_in(Path(folder))
-        saver.finish(runner.progress)  # the same step: it is only waited for
+        saver.finish(runner.progress)  # the same step: only wait for it
         opener.join()
     return seen, lines
 
@@ -96,7 +96,7 @@ def full_disk(patch: pytest.MonkeyPatch) -> None:
 
 
 def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[str], str, list[int]]:
-    """Saves at steps 1 to 4; the disk of rank 1 is full at step 2. Returns the lines, the error and its step."""
+    """Save at steps 1 to 4, with a full disk on rank 1 at step 2. Returns the lines, the error and its step."""
     runner, saver, lines = make_saver(context, 2, save=folder, **settings, **ZERO2)
     error, at = "", []
     try:
@@ -210,7 +210,7 @@ def test_the_room_is_looked_at_before_the_first_step(tmp_path: Path) -> None:
 
 
 def keeps(context: RankContext, folder: str, breaks: int | None, **settings: Any) -> list[list[int]]:
-    """Save ten steps; which are there after each. The disk spoils one byte of step `breaks` as it is written."""
+    """Save ten steps; return the checkpoints after each. The disk damages one byte of step `breaks`."""
     _, saver, _ = make_saver(context, 2, save=folder, **settings, **ZERO2)
     seen = []
     for step in range(1, 11):
@@ -247,7 +247,7 @@ def test_retention(tmp_path: Path) -> None:
 
 
 def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
-    """Step 5 reaches the disk damaged: it is noticed before step 4, which would be removed, is."""
+    """Step 5 is damaged on disk; this is detected before step 4 would be removed."""
     folder = tmp_path / "s"
     seen = run_ranks(2, keeps, str(folder), 5, keep_latest=1)[0]
     assert seen[-1] == [4, 5]

@@ -1,4 +1,4 @@
-"""Which splits a run reads, on which ranks, and what it says about them."""
+"""Which splits a run reads on which ranks, and its log lines about them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from tests.support.tiny import build, tiny_config
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """1000 documents of 4 tokens: 31 validate, and the one that tests is shorter than a sample."""
+    """1000 documents of 4 tokens: 31 for validation, and one for tests, shorter than a sample."""
     write_by_layout(tmp_path / "d", [[1 + i % 90] * 4 for i in range(1000)])
     return str(tmp_path / "d")
 
@@ -94,12 +94,12 @@ def test_stages_between_the_first_and_the_last_open_no_file(prefix: str) -> None
     settings = {"data_path": [prefix], "split": "1"}
     counts = run_ranks(4, opens, settings)
     assert counts == [(1, True), (0, False), (0, False), (1, True)]
-    # Each of them hides documents from each other.
+    # Each of these settings hides documents from each other.
     assert run_ranks(4, opens, {**settings, "packing": "best-fit"}) == [(1, True)] * 4
 
 
 def opens(context: RankContext, settings: dict[str, Any]) -> tuple[int, bool]:
-    """Token files that this rank opens, and whether it has a loader."""
+    """Return the token files that this rank opens, and whether it has a loader."""
     paths: list[str] = []
     make = IndexedDataset.__init__
 
@@ -130,14 +130,14 @@ def test_a_disk_that_does_not_answer_is_no_traceback(prefix: str, monkeypatch: p
 
 
 def fault(context: RankContext, settings: dict[str, Any]) -> str:
-    """What opening the data raises."""
+    """Return the error of opening the data."""
     with pytest.raises(ConfigError) as error:
         opened(context, 3, pp=3, **settings)
     return str(error.value)
 
 
 def test_another_tokenizer_than_that_of_the_data_is_refused_on_every_rank(prefix: str) -> None:
-    """Also on the stages between, which open no file."""
+    """Also on middle stages, which open no file."""
     facts = {"documents": 1000, "tokens": 4000, "dtype": "uint16"}
     made_with = {"kind": "ByteLevelTokenizer", "sha256": "0" * 64}
     Path(f"{prefix}.json").write_bytes(encode_side_file({**facts, "tokenizer": made_with}))
@@ -149,7 +149,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused_on_every_rank(prefix
 
 
 def refusal(context: RankContext, settings: dict[str, Any]) -> str:
-    """What opening the data with the tokenizer of the settings raises."""
+    """Return the error of opening the data with the configured tokenizer."""
     config = tiny_config(4, pp=4, **settings)
     with pytest.raises(ConfigError) as error:
         open_data(build(context, config), build_tokenizer(config.data, 93))

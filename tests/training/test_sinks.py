@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard hold what was written, also NaN and also after a run was killed."""
+"""metrics.jsonl and TensorBoard contain all records, also NaN, and also after a kill."""
 
 import csv
 import json
@@ -49,7 +49,7 @@ def test_each_record_is_a_line_at_once(tmp_path: Path) -> None:
     assert (line["loss"], line["grad_norm"], line["lr"]) == ("nan", "inf", "-inf")
 
 
-# What a machine that dies can leave behind the last record.
+# What a crash of the machine can leave after the last record.
 @pytest.mark.parametrize(
     "cut", ["", '{"kind": "train", "step": 1, "lo', '{"step": 1}\n', "[1]\n", "\0\0\0\n", '{"kind": "train", "st\n']
 )
@@ -74,7 +74,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_megatrons_tags_and_keeps_the_curves_of_a_run_that_resumes(tmp_path: Path) -> None:
-    """Step 2, made again, comes once more; nothing before it is lost, over steps or over samples."""
+    """The repeated step 2 appears again, and no earlier point is lost, over steps or samples."""
     numbers = {name: float(index + 1) for index, name in enumerate(TENSORBOARD_TAGS)}
     for steps in ((1, 2), (2, 3)):
         sink = TensorBoard(tmp_path)
@@ -135,7 +135,7 @@ def test_a_resumed_run_drops_rows_as_it_drops_lines(tmp_path: Path, cut: str) ->
 
 
 class Stub:
-    """`wandb` as far as it is used; it takes no argument that the package does not take."""
+    """The used part of `wandb`, with the package's arguments only."""
 
     def __init__(self) -> None:
         self.started: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def config_of(folder: Path, **more: Any) -> RunConfig:
 
 
 def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) -> None:
-    """And continues the curves of a run that resumes; of credentials it learns nothing."""
+    """It continues the curves of a resumed run, and receives no credentials."""
     sink = Wandb(config_of(tmp_path, data_path=["s3://me:hunter2@host/x"]), step=0)
     sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
     sink.close()
@@ -275,7 +275,7 @@ def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class CometStub(types.ModuleType):
-    """`comet_ml` as far as it is used; its calls take no argument that the package does not take."""
+    """The used part of `comet_ml`, with the package's arguments only."""
 
     def __init__(self) -> None:
         super().__init__("comet_ml")
@@ -311,7 +311,7 @@ class CometStub(types.ModuleType):
 
 
 def test_comet_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers under their tags; the config once and without credentials; nothing that Comet finds by itself."""
+    """Numbers by tag, the config once and without credentials, and nothing that Comet collects itself."""
     comet = CometStub()
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     config = replace(RunConfig(), run_dir=str(tmp_path), metrics=["comet"], data_path=["s3://me:hunter2@host/x"])

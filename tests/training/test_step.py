@@ -15,7 +15,7 @@ from tests.support.tiny import Z1, Runner, build, tiny_config
 
 
 def nan_in_the_loss(context: RankContext) -> str:
-    """The loss is NaN on the last stage alone; the gradients never are."""
+    """The loss is NaN only on the last stage; the gradients are finite."""
     runner = Runner(build(context, tiny_config(2, pp=2)))
     totals = Stepper._totals
 
@@ -36,7 +36,7 @@ def test_nan_in_the_loss_alone_stops_every_rank() -> None:
 
 
 def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[int | None, float]]:
-    """(zeros in the gradient, norm of the parameters) of three steps."""
+    """Return (zeros in the gradient, norm of the parameters) of three steps."""
     logs = {"log_num_zeros_in_grad": True, "log_params_norm": True}
     runner = Runner(build(context, tiny_config(world, **logs, **settings)))
     return [(runner.step().num_zeros, runner.stepper.params_norm()) for _ in range(3)]
@@ -46,9 +46,9 @@ def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[
     "settings", [{"tp": 2}, {"pp": 2, "dp": 2, **Z1}, {"dp": 2, "dp_strategy": "fully-sharded"}], ids=str
 )
 def test_zeros_and_norm_of_the_parameters_are_of_the_whole_model(settings: dict[str, Any]) -> None:
-    """Padding and copies count once; of the embedding, rows of tokens that are in no sample have no gradient.
+    """Padding and copies count once; embedding rows of tokens that are in no sample have no gradient.
 
-    Not over cp, which rounds to 0 what is 0 but for rounding, such as the gradient of a key's bias.
+    Not tested with cp, where gradients that are 0 except for rounding, such as of a key's bias, become exactly 0.
     """
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     untied = {"tie_embeddings": False}
@@ -66,7 +66,7 @@ def test_zeros_and_norm_of_the_parameters_are_of_the_whole_model(settings: dict[
 
 
 def test_clipping_scales_to_the_bound_and_no_further() -> None:
-    """After a step the gradients hold the clipped values: their norm is the bound, or what it was if below."""
+    """After a step the gradients are clipped: their norm is the limit, or unchanged if below."""
     for clip, factor in ((0.05, None), (1e3, 1.0), (0.0, 1.0)):
         runner = Runner(build(RankContext(0, {}), tiny_config(1, clip_grad=clip)))
         result = runner.step()

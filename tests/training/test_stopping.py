@@ -1,4 +1,4 @@
-"""What a rank hears, when it leaves at once, and when it does not come to an agreement."""
+"""Signals that a rank receives, when it exits at once, and what happens without an agreement."""
 
 import ctypes
 import json
@@ -100,18 +100,18 @@ def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         StopRequests(file=tmp_path / "STOP").refuse_old_file()
 
 
-# ---- processes that are held in C code, where no handler of Python's can run
+# ---- processes that block in C code, where no Python handler can run
 
 
 def hold() -> None:
-    """Wait for a lock that is never released: no signal ends the call."""
+    """Wait for a lock that is never released; no signal interrupts the call."""
     lib, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     lib.pthread_mutex_lock(mutex)
     lib.pthread_mutex_lock(mutex)
 
 
 def held(note: str, patience: float) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
     stops = StopRequests(signals=["SIGTERM"], patience=patience)
     stops.before_forced_exit = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
     with stops.listen():
@@ -121,7 +121,7 @@ def held(note: str, patience: float) -> None:
 
 
 def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0) -> tuple[int | None, str]:
-    """Exit status and last words of a process that is held, after something has been done to it."""
+    """Return exit status and last words of a blocked process after an action."""
     note = tmp_path / "note"
     process = fork_server().Process(target=held, args=(str(note), patience))
     process.start()
@@ -137,7 +137,7 @@ def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0
 
 
 def ended(process: int, *, seconds: float) -> bool:
-    """It has ended within that time; whoever started it may have seen that already."""
+    """Check that it ends within that time; its parent may have reaped it already."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -159,7 +159,7 @@ def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
         os.kill(process, signal.SIGINT)  # a launcher sends the same one again
         time.sleep(0.8)
         assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press is no two"
-        # A process that gets no core meanwhile sees several at once, as one press: then once more.
+        # A process without a core meanwhile receives several at once, as one press: send one more.
         for _ in range(10):
             os.kill(process, signal.SIGINT)
             if ended(process, seconds=2.0):
@@ -205,7 +205,7 @@ def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> Non
 
 
 def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
-    """A run with `run` as its setup: what it raises is how it ends."""
+    """Use `run` as the setup of a run: its exception is how the run ends."""
     trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
     trainer._step_reached, trainer._stepped = step, moved
     trainer._build = lambda stack: run()  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A run that is asked to stop, wherever it is: it is saved at its step, and continues as if it had not been stopped."""
+"""A run that is stopped at any time is saved at its step, and continues as if it had not stopped."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ TERM = 100 + signal.SIGTERM
 
 
 class Asked(StopRequests):
-    """Asked to stop when it is looked at for the `moment`-th time, from 1."""
+    """Receives a request at the `moment`-th check, counted from 1."""
 
     def __init__(self, moment: int | None) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Asked(StopRequests):
 
 
 Lives = tuple[list[tuple[Ending, int]], list[str]]
-"""How each life ended and how often it had been looked for a request; the log of this rank."""
+"""Ending of each start and its number of checks for a request; the log of this rank."""
 
 
 def lives(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, moments: list[int | None], culprit: int
 ) -> Lives:
-    """One life of a run after the other, each stopped at its moment by one rank."""
+    """Run several starts of a run in turn, each stopped at its moment by one rank."""
     saved = f"{folder}/checkpoints"
     changes = {**RUN, **settings, "run_dir": folder, "save": saved, "load": saved, "fresh_if_missing": True}
     config = tiny_config(world, **changes)
@@ -83,10 +83,10 @@ def steps_in(folder: Path) -> list[int]:
 
 
 LOOKS = 10
-"""Of a run: two batches of the first evaluation; steps 1, 2; two batches; steps 3, 4; two batches. One that resumes begins
-with two of an evaluation."""
+"""Checks of a run: two batches of the first evaluation; steps 1, 2; two batches; steps 3, 4; two batches. A resumed run
+begins with two batches of an evaluation."""
 MOMENTS = {
-    # the look at which each life is stopped, and its step
+    # check at which each start is stopped, and its step
     "dp2": ({"dp": 2, "dp_strategy": "distributed-optimizer"}, [2, 4, 4, 4, 5], [0, 1, 2, 3, 4]),
     "tp2": ({"tp": 2}, [6, 4], [2, 3]),
     "pp2": ({"pp": 2}, [6, 4], [2, 3]),
@@ -95,7 +95,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("name", MOMENTS)
 def test_every_moment(name: str, tmp_path: Path) -> None:
-    """In an evaluation, between two steps, and with a save under way: the state is that of its step, to the bit."""
+    """In an evaluation, between steps, and during a background save: the state is exactly that of its step."""
     layout, moments, steps = MOMENTS[name]
     whole, folder = tmp_path / "whole", tmp_path / "parts"
     ((ending, looks), *_), _ = run_ranks(2, lives, 2, layout, str(whole), [None], 0)[0]
@@ -107,7 +107,7 @@ def test_every_moment(name: str, tmp_path: Path) -> None:
     assert (last.status, last.step) == ("finished", 4)
     assert steps_in(folder) == sorted({*steps, 3, 4} - {0})
     assert records(folder, "train") == records(whole, "train")
-    # A start evaluates also where the whole run did not.
+    # A resumed start evaluates, the uninterrupted run does not.
     assert set(records(folder, "valid")) >= set(records(whole, "valid"))
     ours, theirs = (open_sound(path / "checkpoints", 4) for path in (folder, whole))
     assert check_state(ours, theirs, 0.0) > 20
@@ -134,7 +134,7 @@ APART: dict[str, Any] = {"dp": 2, "dp_strategy": "async-parameter-server", "max_
 
 
 def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
-    """Their only looks are in evaluations, and at saves."""
+    """They check only in evaluations and at saves."""
     whole = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
     looks = [life[0][0][1] for life in whole]
     assert looks == [9, 9], "three evaluations of two batches, and the saves of steps 1, 2 and 3"
@@ -150,7 +150,7 @@ FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False
 
 
 def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three starts fail in step 3 of a run; the fourth is refused with what they said. A higher limit lets it continue."""
+    """Three starts fail in step 3; the fourth is refused with their errors. A higher limit lets it continue."""
     saved = str(tmp_path / "run" / "checkpoints")
     settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}
     step = Stepper.step

@@ -1,4 +1,4 @@
-"""Where a step's time goes on one rank: each computation and phase is counted once, under its name."""
+"""Phase times of one rank: each computation and phase counts once, under its name."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that is moved by hand."""
+    """A clock that the test advances."""
     now = [100.0]
     monkeypatch.setattr(trace_module.time, "perf_counter", lambda: now[0])
     return now
@@ -47,7 +47,7 @@ def test_actions_and_phases_add_up(hand: list[float]) -> None:
     clock = PhaseClock(CPU)
     for text, seconds in (("0F0", 1.0), ("0F1", 2.0), ("0R0", 4.0), ("0B0", 8.0), ("1I0", 16.0), ("1W0", 32.0)):
         run_action(clock, hand, text, seconds)
-        hand[0] += 1000.0  # waiting lies between computations
+        hand[0] += 1000.0  # waiting time between computations
     with clock.phase("reduce"):
         hand[0] += 64.0
     clock.add("save", 3.0)
@@ -60,7 +60,7 @@ def test_actions_and_phases_add_up(hand: list[float]) -> None:
 def report(
     context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False, tell: bool = True
 ) -> Any:
-    """An interval of two steps in which each rank computed as long as it was asked to; (report, collectives)."""
+    """Run an interval of two steps with given computing times; return (report, collectives)."""
     topology = context.topology(**axes)
     gathers: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -149,13 +149,13 @@ def test_units(axes: dict[str, int], expected: list[list[tuple[int, ...]]]) -> N
 
 
 def test_stages_are_not_compared_with_one_another() -> None:
-    """The last stage has the head: it takes longer, and that is no one's fault."""
+    """The last stage has the head: it takes longer, but is no straggler."""
     places = units(ParallelLayout(dp=3, pp=2))
     assert compare([1.0, 1.0, 1.0, 5.0, 5.0, 5.1], places, 1.2) == []
     (found,) = compare([1.0, 1.0, 1.0, 5.0, 7.5, 5.0], places, 1.2)
     assert (found.ranks, found.factor, found.peers) == ((4,), 1.5, (3, 5))
     assert compare([1.0, 9.0], units(ParallelLayout(pp=2)), 1.2) == [], "without peers there is no straggler"
-    # Not with itself among them: of two, one could never take twice the median.
+    # The median excludes the rank itself: with two ranks, one could never take twice the median.
     assert compare([1.0, 3.0, 30.0, 2.0], units(ParallelLayout(dp=4)), 2.0)[0].factor == 15.0
     (found,) = compare([1.0, 3.0], units(ParallelLayout(dp=2)), 1.2)
     assert (found.ranks, found.factor, found.peers) == ((1,), 3.0, (0,))
@@ -163,7 +163,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_costs_and_bubble_come_back_from_events(name: str) -> None:
-    """Events of a simulated run give its costs and its bubble again."""
+    """Events of a simulated run reproduce its costs and its bubble."""
     config = tiny_config(4, pp=4, pipeline_schedule=name)
     schedule = build_schedule(config)
     costs = Costs(forward=(1.0, 2.0, 1.5, 1.0), backward=(3.0, 3.0, 2.0, 2.5), weight_grad=(1.0, 1.5, 0.5, 1.0))
@@ -172,7 +172,7 @@ def test_costs_and_bubble_come_back_from_events(name: str) -> None:
     assert found.forward == pytest.approx(costs.forward)
     assert found.backward == pytest.approx(costs.backward)
     if name == "zb-h1":
-        # No one waits for the first stage: its backwards are whole, and say nothing of their halves.
+        # No rank waits for the first stage: its backwards are not split, so there are no times of halves.
         assert costs.weight_grad is not None
         assert found.weight_grad == pytest.approx((0.0, *costs.weight_grad[1:]))
     assert bubble_fraction(timeline.events) == pytest.approx(timeline.bubble_fraction)
@@ -183,7 +183,7 @@ def test_costs_and_bubble_come_back_from_events(name: str) -> None:
 def traced(
     context: RankContext, folder: Path, settings: dict[str, Any]
 ) -> tuple[list[float | None], list[str], dict[str, float]]:
-    """Three steps of which the second is traced; (bubbles, log lines, seconds of each phase)."""
+    """Make three steps with a trace of the second; return (bubbles, log lines, seconds of each phase)."""
     config = tiny_config(4, **settings)
     replica = build(context, config)
     lines: list[str] = []
@@ -200,7 +200,7 @@ def traced(
 
 
 def test_a_step_on_four_ranks(tmp_path: Path) -> None:
-    """Two pipelines of a zero-bubble V: every computation is in the file once a pipeline, none overlaps its neighbour."""
+    """Two pipelines of a zero-bubble V: every computation is in the file once per pipeline, without overlaps."""
     settings = {"pp": 2, "vpp": 2, "dp": 2, "pipeline_schedule": "zb-v"}
     (first, lines, seconds), *others = run_ranks(4, traced, tmp_path, settings)
     assert first[0] is None and first[2] is None and first[1] is not None and 0.0 <= first[1] < 1.0

@@ -1,4 +1,4 @@
-"""`Trainer` from Python: without a launcher, with parts of the user's own, and with callbacks."""
+"""`Trainer` from Python: without a launcher, with a user's parts, and with callbacks."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def mock(**changes: Any) -> RunConfig:
 
 
 class Noted(Callback):
-    """Which hooks were called, with what they say."""
+    """Records the called hooks and their arguments."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -100,7 +100,7 @@ def lost(config: RunConfig, *, step: int) -> None:
 
 
 def test_a_start_that_is_refused_gives_the_folder_back(tmp_path: Path) -> None:
-    """In a notebook the process lives on: what was wrong is put right, and the same folder is tried again."""
+    """In a notebook the process remains: after a fix the same folder can be used again."""
     folder: dict[str, Any] = {"run_dir": str(tmp_path), "save_interval": 2}
     saved = {"load": str(tmp_path / "checkpoints")}
     Trainer(mock(**folder), log=lambda line: None).fit()
@@ -113,7 +113,7 @@ def test_a_start_that_is_refused_gives_the_folder_back(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
-    """exit.json is missing while that run lives, and once it is killed: it is to be started again."""
+    """exit.json is missing while that run is alive, and after it is killed: it must be restarted."""
     (tmp_path / "checkpoints").mkdir()
     lock = lock_folder(tmp_path / "checkpoints")
     assert lock is not None
@@ -124,7 +124,7 @@ def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
 
 
 def test_what_has_not_locked_the_run_folder_writes_and_removes_nothing_there(tmp_path: Path) -> None:
-    """A second start beside a run that lives, whether its settings are wrong, or it is stopped, or it could train."""
+    """Start a second run beside a live one: with wrong settings, stopped, or able to train."""
     record = '{"kind": "train", "step": 9}\n'
     (tmp_path / "metrics.jsonl").write_text(record)
     lock = lock_folder(tmp_path)
@@ -170,7 +170,7 @@ def test_a_script_needs_no_launcher_and_logs_on_standard_output() -> None:
 
 
 class Counted:
-    """A map-style dataset with samples that say their number."""
+    """A map-style dataset with samples that contain their number."""
 
     def __init__(self, count: int = 5, **odd: Any) -> None:
         self.count, self.odd, self.read = count, odd, list[int]()
@@ -195,7 +195,7 @@ def test_a_dataset_of_python_is_read_in_an_order_by_the_seed() -> None:
     for seed in (1, 1, 2):
         data = Counted()
         fit(configure(**SIZES, seed=seed), dataset=data)
-        orders.append(data.read[3:19])  # behind three looks at the first
+        orders.append(data.read[3:19])  # after three reads of the first
     assert orders[0] == orders[1] != orders[2]
     first, second = orders[0][:5], orders[0][5:10]
     assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4], "each epoch has each sample once"
@@ -254,7 +254,7 @@ def test_an_evaluation_needs_its_split() -> None:
 
 
 class Greedy(Optimizer):
-    """Keeps another state than it says."""
+    """Has another state than its registration."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -274,7 +274,7 @@ class Sign(Optimizer):
 
 
 class Wider(Block):
-    """Has a parameter that is not stated."""
+    """Has a parameter that is not in its registration."""
 
     def __init__(self, index: int, config: ModelConfig, **settings: Any) -> None:
         super().__init__(index, config, **settings)

@@ -1,5 +1,5 @@
-"""Checkpoints at an address: complete once the manifest is there, whatever fails or is killed before; by fsspec's own store of
-files, and where s3fs is installed by S3's protocol."""
+"""Checkpoints at an address are complete once the manifest exists, despite failures and kills before. Uses fsspec's
+store of files and, if s3fs is installed, S3's protocol."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ from tests.support.s3 import S3Server, running
 
 pytest.importorskip("fsspec")
 WRITES = 6
-"""Of two ranks: two files each, the manifest, `latest`."""
+"""Objects of two ranks: two files each, the manifest, `latest`."""
 
 
 class Killed(AssertionError):
@@ -43,7 +43,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["file", "s3"])
 def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of the folder of a run that is not there yet."""
+    """Return the address of a run's folder that does not exist yet."""
     if request.param == "file":
         yield f"file://{tmp_path}/store/run"
         return
@@ -53,7 +53,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 IN_FILES = pytest.mark.parametrize("address", ["file"], indirect=True)
-"""Where what happens is between us and fsspec, not between it and the store."""
+"""Tests of megalite's use of fsspec, not of fsspec's use of the store."""
 
 
 def destination(address: str, tmp_path: Path, **settings: Any) -> Destination:
@@ -63,7 +63,7 @@ def destination(address: str, tmp_path: Path, **settings: Any) -> Destination:
 def save(
     to: Callable[[Group], Destination], step: int, log: Callable[[str], None] = pytest.fail, seed: int | None = None
 ) -> list[Any]:
-    """The checkpoint of a step from two ranks, its tensors of that seed; the results of the ranks."""
+    """Write the checkpoint of a step from two ranks, with tensors of this seed; return the ranks' results."""
 
     def of_rank(group: Group) -> str:
         there = to(group)
@@ -84,7 +84,7 @@ def fetched(address: str, step: int | None = None) -> Path:
 
 
 class Ends:
-    """Objects are written until the one of `number`; for it and all others an error is raised instead."""
+    """Write objects until number `number`; raise an error for it and all later ones."""
 
     def __init__(self, patch: pytest.MonkeyPatch, number: int, error: Exception) -> None:
         self.count, real = 0, StoreObject.write
@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) ->
 
 @IN_FILES
 def test_an_object_is_the_old_one_or_the_new_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No store of files shows half a manifest, whatever ends the write."""
+    """No file store shows half a manifest, however the write ends."""
     manifest = StoreObject(address).below("manifest.json")
     manifest.write(b"old")
     with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         Ends(patch, number, Killed())
         assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
-    newest = 2 if number == WRITES else 1  # of `latest`, which is for people
+    newest = 2 if number == WRITES else 1  # of `latest`, a file for users
     assert there.newest() == newest
     assert_holds(find(fetched(address)), seed=newest)
     again = destination(address, tmp_path)
@@ -165,13 +165,13 @@ def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_complete(
 
 
 def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one on another machine is refused while the first lives, and not once it was killed or has left."""
+    """A second run on another machine is refused while the first is alive, but not after it was killed or has left."""
     monkeypatch.setattr(upload, "_BEAT_SECONDS", 0.2)
     first, second = destination(address, tmp_path), destination(address, tmp_path)
     first.take(print)
     with pytest.raises(TakenError, match=rf"another run is saving to {address} \(process \d+ on .*give another --save"):
         second.take(print)
-    first._leaving.set()  # as a kill would: what it wrote stays
+    first._leaving.set()  # like a kill: its files remain
     first._beating.join()
     second.take(print)
     with pytest.raises(ConfigError, match="another run has begun to save there"):
@@ -204,7 +204,7 @@ def test_a_store_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.M
 
     def put_file(*args: Any, **kwargs: Any) -> None:
         asked[0] += 1
-        if asked[0] <= 2:  # of the three times that one file is tried
+        if asked[0] <= 2:  # of three attempts per file
             raise OSError("slow down")
         real(*args, **kwargs)
 

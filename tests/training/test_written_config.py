@@ -1,4 +1,4 @@
-"""What a run writes of its config can be taken elsewhere: what followed from its folder and its ranks is left open."""
+"""The config that a run writes can be used elsewhere: values derived from its folder and ranks are not set."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
     saved = manifest(tmp_path / "a" / "checkpoints", 2)["config"]
     assert (saved["checkpoint"]["save"], saved["parallel"]["dp"]) == (None, None)
     assert saved["training"]["global_batch_size"] is None
-    # what the tensors are like is no matter of the folder or the ranks
+    # shapes of tensors do not depend on the folder or the ranks
     assert (saved["model"]["num_query_groups"], saved["model"]["max_position_embeddings"]) == (8, 16)
 
     given = {"save": str(tmp_path / "b" / "checkpoints"), "dp": 1, "global_batch_size": 1, "kv_channels": 4}
@@ -76,7 +76,7 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
         ("{save: runs/a/checkpoints, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b", None),
         ("{save: runs/a/checkpoints, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b --save c", "c"),
         ("{save: elsewhere, save_interval: 5, run_dir: runs/a}", "--run-dir runs/b", "elsewhere"),
-        # It saves at the end, and without the folder nothing would be saved.
+        # It saves at the end; without the folder nothing would be saved.
         ("{save: runs/a/checkpoints, run_dir: runs/a}", "--run-dir runs/b", "runs/a/checkpoints"),
         ("{save: runs/a/checkpoints, save_interval: 5}", "--run-dir runs/b", "runs/a/checkpoints"),
     ],

@@ -1,4 +1,4 @@
-"""Who is blamed, from what ranks were last seen to do."""
+"""Finds the culprit of a hang from the last states of the ranks."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def rank(number: int, lanes: dict[str, LaneState] | None = None, **more: Any) ->
 
 
 def reads(number: int, lanes: dict[str, LaneState], **more: Any) -> RankState:
-    """On CUDA: nothing waits but the host, for its device."""
+    """Return a rank on CUDA on which only the host waits, for its device."""
     return rank(number, {**lanes, f"synchronise [{number}]": lane(9, waiting=True, operation="synchronise")}, **more)
 
 
@@ -148,7 +148,7 @@ def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
 
 @pytest.mark.parametrize("now", [900.0, 900.001, 900.999])
 def test_torchrun_finds_the_culprit_to_be_the_first(now: float) -> None:
-    """It compares whole seconds; a rank that is silent for less than one still comes first."""
+    """torchrun compares whole seconds; a culprit that is silent for less than one still comes first."""
     report = Report(
         silent=0.4,
         limit=0.3,

@@ -1,4 +1,4 @@
-"""What is read of torch's flight recorder, of NCCL's traces as they were recorded and of gloo's."""
+"""Reading torch's flight recorder: recorded traces of NCCL and gloo."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from megalite.watchdog.report import Report, Verdict, condensed, oldest, stuck_o
 def entry(
     seq: int, state: str = "completed", *, group: str = "1", op: str = "all_reduce", **more: Any
 ) -> dict[str, Any]:
-    """As NCCL's recorder has it (version 2.10 of the format)."""
+    """Return an entry as in NCCL's recorder (version 2.10 of the format)."""
     return {
         "record_id": seq,
         "pg_id": int(group),
@@ -127,7 +127,7 @@ def test_which_operation_and_who_has_not_joined(case: str) -> None:
 
 
 def test_the_report_says_it() -> None:
-    """Where heartbeats cannot tell ranks apart it is in the headline, and so in torchrun's summary."""
+    """If heartbeats cannot distinguish ranks, the headline and torchrun's summary contain it."""
     report = Report(
         silent=3.0,
         limit=2.5,

@@ -1,4 +1,4 @@
-"""What a rank tells, read from outside."""
+"""Heartbeats read from another process."""
 
 import os
 from dataclasses import asdict

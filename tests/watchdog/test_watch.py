@@ -1,4 +1,4 @@
-"""The watching process and small programs in place of ranks: who is named, what is left, and when it lets them be."""
+"""The watch process over small programs in place of ranks: culprits, leftover files, and when it does not interfere."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ sleep_in_here()
 
 
 class Run:
-    """Two programs in place of ranks, and who watches them."""
+    """Two programs in place of ranks, and their watch processes."""
 
     def __init__(self, folder: Path, seconds: float, faults: tuple[str, ...]) -> None:
         self.folder, self.seconds = folder / "private", seconds
@@ -90,7 +90,7 @@ class Run:
         return dataclasses.replace(plan, **changes)
 
     def watch(self, plan: WatchPlan | None = None) -> subprocess.Popen[str]:
-        """Begin to watch."""
+        """Start a watch process."""
         watcher = subprocess.Popen(
             [sys.executable, "-m", "megalite.watchdog.watch"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -156,7 +156,7 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     if fault != "deaf":
         assert all("sleep_in_here" in report["stacks"]["0"] for _ in (0, 1))
         assert text.count("most recent call first") >= 2
-    # torchrun takes the earliest for the root cause
+    # torchrun reports the earliest as root cause
     (first, second), shown = zip(*(read_error(path) for path in run.errors), strict=True)
     assert second < first
     assert shown[1].startswith(f"rank 1 stood still: {WHY[fault]}") and "step 2" in shown[1]
@@ -186,7 +186,7 @@ def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
     for process in run.ranks:
         process.kill()
     assert watcher.stdin is not None
-    watcher.stdin.close()  # as it does when the rank that holds it ends
+    watcher.stdin.close()  # as when the rank at the other end ends
     watcher.stdin = None
     assert watcher.wait(60) == 0
     assert not run.folder.exists() and not run.reports.exists()
@@ -236,7 +236,7 @@ def test_without_a_folder_everything_is_said(start: Any, folder: str | None) -> 
 
 
 def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
-    """One watches rank 0, the other rank 1."""
+    """One process watches rank 0, the other rank 1."""
     run = start("wait", "sleep", seconds=1.0)
     both = run.plan(hosts=("a", "b"))
     second = run.folder.with_name("second")
@@ -256,7 +256,7 @@ def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
 
 
 def test_between_hosts_the_network_has_its_time_out_first(start: Any) -> None:
-    """Both ranks wait in the same collective: whoever is cut off is told when that fails; else the watch ends the run."""
+    """Both ranks wait in one collective: its timeout names the unreachable rank; after that the watch ends the run."""
     run = start("wait", "wait", seconds=0.4)
     began = time.monotonic()
     run.watch(run.plan(network_seconds=1.5))
@@ -274,7 +274,7 @@ def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> N
 
 
 def ignored(pid: int) -> set[int]:
-    """The signals that a process ignores."""
+    """Return the signals that a process ignores."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
     mask = int(line.split()[1], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
