@@ -15,6 +15,7 @@ from benchmarks import common
 from benchmarks.peers.plain_gpt import Size
 from megalite.config.model import ModelConfig
 from megalite.models.gpt import GPTStage
+from megalite.models.shapes import StageLayers
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 
@@ -91,8 +92,8 @@ def first_weights(case: Case) -> dict[str, torch.Tensor]:
     """megalite's initial weights in fp32 by its own names: what every contender starts from."""
     model = model_of(case)
     factory = ParameterFactory(tp=Group.solo("tp"), seed=SEED, dtype=torch.float32, device=torch.device("cpu"))
-    place = {"first_layer": 0, "last_layer": model.num_layers, "has_embedding": True, "has_head": True}
-    stage = GPTStage(model, **place, factory=factory, seq_length=case.size.seq)
+    part = StageLayers(first_layer=0, last_layer=model.num_layers, has_embedding=True, has_head=True)
+    stage = GPTStage(model, part, factory=factory, seq_length=case.size.seq)
     found = {}
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)

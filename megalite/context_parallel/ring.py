@@ -65,7 +65,7 @@ def largest_logits(q: Tensor, k: Tensor, *, cp: Group, spans: tuple[Spans, ...],
     Arguments as in `ring_attention`; without gradients. Collectives: an all-gather of k over cp.
     """
     k = gather_sequence(k, cp=cp, dim=2, spans=spans)
-    largest = q.new_full((q.shape[1],), -torch.inf, dtype=_wide(q.dtype))
+    largest = q.new_full((q.shape[1],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for samples, tiles in batch_tiles(visibility, spans[cp.rank], ((0, k.shape[2]),)):
         for tile in tiles:
             rows, columns = _indices(samples, tile)
@@ -112,7 +112,7 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: _Ring) -> Tensor:
         b, heads, length, d = q.shape
-        wide = _wide(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((length, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         logsumexp = q.new_full((b, heads, length), float("-inf"), dtype=wide)
         if sink is not None:  # the sink is a first key with a value of 0
@@ -132,7 +132,7 @@ class _RingAttention(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp, sink = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        wide = _wide(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros_like(q, dtype=wide)
         arriving, exchange = None, DONE
         for step, keys, values in ring.keys_and_values(k, v):
@@ -186,11 +186,6 @@ def _stacked(count: int, *tensors: Tensor) -> Sequence[Tensor]:
 def _unstacked(x: Tensor, count: int) -> Tensor:
     """The inverse of `_stacked`."""
     return x if count == 1 else x.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which partial results are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _merge(out: Tensor, logsumexp: Tensor, tile_out: Tensor, tile_logsumexp: Tensor) -> None:

@@ -157,15 +157,7 @@ def build_stage(model: ModelConfig, seq_length: int, topology: Topology, dtype: 
         device=topology.device,
         blank=True,
     )
-    return GPTStage(
-        config.model,
-        first_layer=part.first_layer,
-        last_layer=part.last_layer,
-        has_embedding=part.has_embedding,
-        has_head=part.has_head,
-        factory=factory,
-        seq_length=seq_length,
-    )
+    return GPTStage(config.model, part, factory=factory, seq_length=seq_length)
 
 
 def load_model(

@@ -26,7 +26,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
         [3, n] in fp32 (fp64 for fp64 logits): m, d = Σ exp(z - m), for which m need not be the maximum, and the label's
         z - m, or 0 if another rank has the label's column. Then the `saved` tensors of `cross_entropy_backward`.
     """
-    wide = _wide(logits)
+    wide = torch.promote_types(logits.dtype, torch.float32)
     stats = logits.new_empty((3, logits.shape[0], 1), dtype=wide)
     maxima, totals, at_labels = stats.unbind()
     outside, index = _own_columns(labels, first, logits.shape[1])
@@ -56,7 +56,8 @@ def cross_entropy_backward(
     logsumexp, grad = own if logsumexp is None else logsumexp.unsqueeze(1), grad.unsqueeze(1)
     outside, index = _own_columns(labels, first, logits.shape[1])
     at_label = grad.neg() if outside is None else grad.masked_fill(outside, 0.0).neg_()
-    if logits.dtype == (wide := _wide(logits)):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if logits.dtype == wide:
         scale = (maximum - logsumexp).exp_().mul_(grad)
         for block, factor, column, label in _blocks(logits, scale, index, at_label):
             block.mul_(factor).scatter_add_(1, column, label)
@@ -64,10 +65,6 @@ def cross_entropy_backward(
     for block, lse, factor, column, label in _blocks(logits, logsumexp, grad, index, at_label):
         block.copy_(block.to(wide).sub_(lse).exp_().mul_(factor).scatter_add_(1, column, label))
     return logits
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _own_columns(labels: Tensor, first: int | None, columns: int) -> tuple[Tensor | None, Tensor]:

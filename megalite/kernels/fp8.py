@@ -6,9 +6,9 @@ column of the second; one kernel computes and applies them. Blockwise (arXiv 241
 along the summed dimension, and per 128 x 128 block of a weight; every factor is e4m3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,20 +77,12 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
     return cast(x, torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True, dtype=torch.float32), dtype)
 
 
-class _Largest(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class _Cast(Protocol):
-    def __call__(self, x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded: ...
-
-
-class _CastRows(Protocol):
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Rounded: ...
-
-
-Fp8Kernels = tuple[_Largest, _Cast, _CastRows]
-"""Kernels of the operation `fp8`."""
+Fp8Kernels = tuple[
+    Callable[[Tensor], Tensor],
+    Callable[[Tensor, Tensor, torch.dtype], Rounded],
+    Callable[[Tensor, torch.dtype], Rounded],
+]
+"""Kernels of the operation `fp8`: `largest`, `cast` and `cast_rows`."""
 Side = Literal["rows", "columns"]
 
 

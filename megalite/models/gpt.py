@@ -29,6 +29,7 @@ from megalite.models.context import (
 )
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
+from megalite.models.shapes import StageLayers
 from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
 from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -121,7 +122,7 @@ class Head(Module):
 
 
 class GPTStage(Module):
-    """Layers [first_layer, last_layer), preceded by the embedding and followed by the head if they belong to the stage.
+    """The layers of `part`, preceded by the embedding and followed by the head if they belong to the stage.
 
     With tied embeddings and only one of embedding and head, the weight is one of two copies. `word`: the weight of the
     embedding if another stage of this rank has it; the head then shares it.
@@ -130,11 +131,8 @@ class GPTStage(Module):
     def __init__(
         self,
         config: ModelConfig,
+        part: StageLayers,
         *,
-        first_layer: int,
-        last_layer: int,
-        has_embedding: bool,
-        has_head: bool,
         factory: ParameterFactory,
         seq_length: int,
         recompute: Recompute | None = None,
@@ -151,8 +149,8 @@ class GPTStage(Module):
             saves = ActivationOffload(factory.device, self.recompute.offload_modules)
             self.recompute = replace(self.recompute, saves=saves)
         self.embedding: Embedding | None = None
-        mtp_layers = config.mtp_num_layers
-        if has_embedding:
+        has_head, mtp_layers = part.has_head, config.mtp_num_layers
+        if part.has_embedding:
             # One lookup; with the head in this stage also the lookups of the MTP layers and all logits.
             uses = 1 + has_head * (mtp_layers + config.tie_embeddings * (1 + mtp_layers))
             tied = (config.tie_embeddings or mtp_layers > 0) and not has_head
@@ -160,7 +158,7 @@ class GPTStage(Module):
         self.fp8: Fp8Products | None = None
         """Caches the fp8 weights of the stage's layers while they do not change."""
         self.layers = torch.nn.ModuleDict()
-        for index in range(first_layer, last_layer):
+        for index in range(part.first_layer, part.last_layer):
             self.layers[str(index)] = BLOCKS.get(config.block)(
                 index, config, factory=factory, recompute=self.recompute, cp_comm_type=cp_comm_type
             )
@@ -183,7 +181,7 @@ class GPTStage(Module):
         self._rows: dict[int, tuple[tuple[Spans, ...], Tensor]] = {}
         """Sequence length -> spans of each cp rank, and this rank's positions."""
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # local base (rotary_base_local) or not -> cos, sin
-        layers = (*range(first_layer, last_layer), *(config.mtp_layers if has_head else ()))
+        layers = (*range(part.first_layer, part.last_layer), *(config.mtp_layers if has_head else ()))
         windows = {config.has_window(index) for index in layers}
         self._windowed = True in windows
         self._mixed = len(windows) > 1
@@ -292,7 +290,7 @@ class GPTStage(Module):
         local = windowed and config.rotary_base_local is not None
         tables = self._rope.get(local)
         if tables is None or tables[0].shape[0] < stop:
-            dtype = torch.float64 if self.factory.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(self.factory.dtype, torch.float32)
             # Double the size: otherwise a long generation would rebuild the tables for each token.
             doubled = 0 if tables is None else 2 * tables[0].shape[0]
             positions = torch.arange(max(stop, self.seq_length, doubled), device=self.device)

@@ -42,6 +42,16 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageLayers:
+    """Layers `first_layer <= i < last_layer` of a model, and whether embedding and head belong to their stage."""
+
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+
+
 def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
     """Return whether it is a matrix outside embedding and head; Muon orthogonalizes these."""
     return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")

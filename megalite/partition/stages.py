@@ -9,20 +9,23 @@ from itertools import accumulate
 from typing import Any
 
 from megalite.config.run import RunConfig, once_per_reading, stage_layers
-from megalite.models.shapes import ParameterShape, end_forward_flops, layer_kinds, layers_forward_flops, stage_shapes
+from megalite.models.shapes import (
+    ParameterShape,
+    StageLayers,
+    end_forward_flops,
+    layer_kinds,
+    layers_forward_flops,
+    stage_shapes,
+)
 from megalite.pipeline.ir.partition import partition_layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """One virtual stage: layers `first_layer <= i < last_layer`, on pipeline rank `rank`."""
+class StagePlan(StageLayers):
+    """One virtual stage, on pipeline rank `rank`."""
 
     stage: int
     rank: int
-    first_layer: int
-    last_layer: int
-    has_embedding: bool
-    has_head: bool
 
     @property
     def num_layers(self) -> int:

@@ -14,6 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.models.gpt import GPTStage
+from megalite.models.shapes import StageLayers
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import Parts, workload_of
 from megalite.planner.cost.stage import stage_cost
@@ -101,10 +102,7 @@ def _passes(
     buffers, as in training."""
     stage = GPTStage(
         model,
-        first_layer=0,
-        last_layer=layers,
-        has_embedding=False,
-        has_head=head,
+        StageLayers(first_layer=0, last_layer=layers, has_embedding=False, has_head=head),
         factory=ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=dtype, device=device),
         seq_length=sequence,
     )

@@ -314,10 +314,7 @@ def build_stages(
             first = stages.get(0)
             stages[part.stage] = stage = GPTStage(
                 config.model,
-                first_layer=part.first_layer,
-                last_layer=part.last_layer,
-                has_embedding=part.has_embedding,
-                has_head=part.has_head,
+                part,
                 factory=factory,
                 seq_length=config.training.seq_length,
                 recompute=recompute,

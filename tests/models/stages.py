@@ -1,4 +1,4 @@
-"""One stage of a small GPT, for the tests of models and generation."""
+"""Builds one stage of a small GPT, for the tests of models and generation."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
+from megalite.models.shapes import StageLayers
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
@@ -66,10 +67,7 @@ def build(
     factory = ParameterFactory(**groups, seed=seed, dtype=dtype, device=cpu, sequence_parallel=sequence_parallel)
     return GPTStage(
         model,
-        first_layer=first,
-        last_layer=last,
-        has_embedding=first == 0,
-        has_head=last == model.num_layers,
+        StageLayers(first_layer=first, last_layer=last, has_embedding=first == 0, has_head=last == model.num_layers),
         factory=factory,
         seq_length=seq_length,
         recompute=recompute,

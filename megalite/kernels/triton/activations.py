@@ -9,14 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.bases import Function
-from megalite.kernels.triton.launch import (
-    accumulator,
-    accumulator_dtype,
-    multiprocessors,
-    next_power_of_2,
-    rows_of,
-    warps,
-)
+from megalite.kernels.triton.launch import accumulator, multiprocessors, next_power_of_2, rows_of, warps
 
 SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RESIDENT = 7  # programs of bias_gelu's backward per multiprocessor, limited by registers
@@ -155,7 +148,7 @@ class _BiasGelu(Function):
         sharing = min(triton.cdiv(rows, tile.rows), max(resident, 1))
         partials = None
         if bias is not None:
-            partials = torch.empty((sharing, n), dtype=accumulator_dtype(x.dtype), device=x.device)
+            partials = torch.empty((sharing, n), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         if x.numel():
             tensors = (flat, x, bias, dx, partials, rows, (flat.stride(0), x.stride(0)))
             bias_gelu_backward_kernel[(sharing * tile.across,)](*tensors, **_constants(ctx.kind, n, tile, x.dtype))

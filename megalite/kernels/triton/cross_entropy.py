@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.triton.launch import accumulator, accumulator_dtype, multiprocessors, next_power_of_2, warps
+from megalite.kernels.triton.launch import accumulator, multiprocessors, next_power_of_2, warps
 
 WIDEST = 4096  # columns per block; whole rows of 64k and more would spill registers
 RESIDENT = 4  # programs per multiprocessor; with fewer rows, rows are split into parts
@@ -143,7 +143,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
     if logits.stride(1) != 1 or logits.stride(0) < v:
         logits = logits.contiguous()
     parts, span, block, warp_count = cut(n, v, multiprocessors(logits.device) * RESIDENT)
-    stats = logits.new_empty((parts, 3, n), dtype=accumulator_dtype(logits.dtype))
+    stats = logits.new_empty((parts, 3, n), dtype=torch.promote_types(logits.dtype, torch.float32))
     if n == 0:
         return stats[0], (logits, stats[0, 0])
     _forward[n, parts](

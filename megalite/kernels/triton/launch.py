@@ -64,11 +64,6 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return `accumulator` as a torch type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def rows_of(x: Tensor) -> Tensor:
     """Return x [..., n] as [rows, n] with contiguous rows, a view if possible."""
     rows = x.reshape(-1, x.shape[-1])

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.triton.launch import (
-    Tile,
-    accumulator,
-    accumulator_dtype,
-    multiprocessors,
-    next_power_of_2,
-    row_tile,
-)
+from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, row_tile
 
 REGISTERS = 128
 """Registers per thread of `backward_kernel`, so that a multiprocessor with 65 536 runs RESIDENT_WARPS at once."""
@@ -220,7 +213,7 @@ def gradients(
     rows, n = z.shape
     centred = statistics.shape[0] == 2
     kinds = 1 + centred + bias
-    exact = accumulator_dtype(z.dtype)
+    exact = torch.promote_types(z.dtype, torch.float32)
     dz = torch.empty((rows, n), dtype=z.dtype, device=z.device)
     dbranch = None if branch is None else torch.empty((rows, n), dtype=branch, device=z.device)
     if rows == 0:

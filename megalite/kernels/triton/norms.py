@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.bases import Function
-from megalite.kernels.triton.launch import accumulator, accumulator_dtype, row_tile, rows_of
+from megalite.kernels.triton.launch import accumulator, row_tile, rows_of
 from megalite.kernels.triton.norm_backward import gradients
 
 
@@ -165,7 +165,7 @@ def normalise(
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     total = None if branch is None else torch.empty_like(y)
     kinds = 1 if norm_bias is None else 2
-    statistics = torch.empty((kinds, rows), dtype=accumulator_dtype(x.dtype), device=x.device)
+    statistics = torch.empty((kinds, rows), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if rows:
         tile = row_tile(n)  # the wide kernel runs if the block is less than n
         strides = x.stride(0), 0 if branch is None else branch.stride(0)
