@@ -1,4 +1,4 @@
-"""Attention with a dense mask, by autograd, and inputs that every rank of a test can draw for itself."""
+"""Attention with a dense mask, by autograd, and inputs that every rank of a test can draw."""
 
 import math
 
@@ -45,11 +45,11 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def rows_of(tensor: Tensor, rank: int, cp: int, dim: int) -> Tensor:
-    """What rank `rank` of cp holds of a whole sequence along `dim`."""
+    """Return rank `rank`'s part of a whole sequence along `dim`."""
     spans = zigzag(tensor.shape[dim], cp)[rank]
     return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in spans], dim=dim)
 
 
 def zigzag(s: int, cp: int) -> tuple[Spans, ...]:
-    """What each rank holds of a sequence."""
+    """Return each rank's spans of a sequence."""
     return tuple(sequence_spans(s, cp_rank=rank, cp_size=cp) for rank in range(cp))

@@ -1,4 +1,4 @@
-"""The load balancer for documents: equal tokens, almost equal visible pairs, and nothing but the documents decides."""
+"""The load balancer for documents: equal tokens, almost equal visible pairs, depending only on the documents."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ def headtail(s: int, cp: int) -> tuple[Spans, ...]:
 
 
 def areas(held: tuple[Spans, ...], starts: Starts, window: int | None = None) -> list[int]:
-    """Pairs that each rank computes: the tiles of its queries against all keys."""
+    """Return each rank's computed pairs: the tiles of its queries with all keys."""
     rule = Visibility(window=window, document_starts=starts)
     found = []
     for queries in held:
@@ -39,7 +39,7 @@ def areas(held: tuple[Spans, ...], starts: Starts, window: int | None = None) ->
 
 
 def imbalance(loads: list[int]) -> float:
-    """Of the busiest rank, as a multiple of the mean."""
+    """Return the busiest rank's work as a multiple of the mean."""
     return max(loads) * len(loads) / sum(loads)
 
 
@@ -70,7 +70,7 @@ def test_every_position_once_and_as_many_a_rank(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_layers_with_a_window_count_as_they_are() -> None:
-    """A document of 6,144 tokens before short ones: pairs of a layer without a window are most of them."""
+    """One document of 6,144 tokens before short ones: most pairs belong to layers without a window."""
     starts = ((0, *range(6144, 8192, 64)),)
     held = balanced_spans(8192, 4, starts, (None, 64, 64))
     assert held == balanced_spans(8192, 4, starts, (64, None, 64)) != balanced_spans(8192, 4, starts, (64, 64, 64))
@@ -80,7 +80,7 @@ def test_layers_with_a_window_count_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Python's modules, a token a byte, packed into samples of 131,072."""
+    """Python's modules, one token per byte, packed into samples of 131,072."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     prefix = tmp_path_factory.mktemp("pages") / "pages"
     write_by_layout(prefix, [list(path.read_bytes()) for path in files])

@@ -1,4 +1,4 @@
-"""Ring attention against dense attention: values, every gradient, what it keeps, and when it sends."""
+"""Ring attention against dense attention: values, gradients, saved tensors and the order of messages."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,7 @@ class Case:
         return Visibility(window=self.window, document_starts=self.starts)
 
     def whole(self) -> Tensors:
-        """q, k, v and the gradient of the output, of whole sequences."""
+        """Draw q, k, v and the output's gradient for whole sequences."""
         q, grad = (drawn(seed, B, self.heads, S, D) for seed in (0, 3))
         k, v = (drawn(seed, B, self.groups, S, D) for seed in (1, 2))
         return [q, k, v, grad]
@@ -64,7 +64,7 @@ CASES = [
 
 
 def ours_on(group: Group, case: Case, dtype: torch.dtype, gathers: bool = False) -> Tensors:
-    """This rank's output and gradients of q, k, v and of sinks."""
+    """Return this rank's output and gradients of q, k, v and sinks."""
     spans = zigzag(S, group.size)
     local = [rows_of(tensor, group.rank, group.size, 2).to(dtype) for tensor in case.whole()]
     # As in the model, where they are views of activations [s, b, ...].
@@ -129,7 +129,7 @@ def test_bf16_is_within_its_rounding(case: Case) -> None:
 
 
 def kept(context: RankContext, cp: int, gathers: bool) -> tuple[list[tuple[int, ...]], list[bool], bool]:
-    """Shapes of what is kept, whether q, k, v and out are kept themselves, and whether out's layout is [s, b, ...]."""
+    """Return shapes of saved tensors, whether q, k, v and out are saved uncopied, and out's memory is [s, b, ...]."""
     group = context.topology(cp=cp).cp
     q, k, v, _ = (rows_of(tensor, group.rank, cp, 2) for tensor in replace(Case(), window=9).whole())
     saved: Tensors = []
@@ -156,7 +156,7 @@ def test_only_q_k_v_out_and_logsumexp_are_kept(cp: int, gathers: bool) -> None:
 
 
 def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[str, int]]:
-    """What this rank did in forward and backward, in order, and the elements that it sent by kind."""
+    """Return this rank's actions in forward and backward, in order, and the sent elements by kind."""
     group = context.topology(cp=cp).cp
     events: list[str] = []
     elements = {"forward": 0, "backward": 0, "gradients": 0}

@@ -1,4 +1,4 @@
-"""Tiles cover exactly what the rule of visibility says, in few pieces."""
+"""Tiles cover exactly the visible pairs, in few pieces."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ Starts = tuple[int, ...] | None
 
 
 def sees(p: int, c: int, window: int | None, starts: Starts) -> bool:
-    """The rule, one pair at a time."""
+    """Apply the rule to one pair at a time."""
     if c > p or (window is not None and p - c >= window):
         return False
     return starts is None or not any(c < start <= p for start in starts)
@@ -34,7 +34,7 @@ def expected(rows: list[int], columns: list[int], window: int | None, starts: St
 
 
 def painted(found: list[Tile], rows: Span, columns: Span) -> np.ndarray:
-    """How often each pair is covered."""
+    """Count how often each pair is covered."""
     canvas = np.zeros((rows[1] - rows[0], columns[1] - columns[0]), dtype=int)
     single = [(tile, place * (tile.q[1] - tile.q[0])) for tile in found for place in range(tile.count)]
     for tile in (replace(tile.shifted(further, further), count=1) for tile, further in single):

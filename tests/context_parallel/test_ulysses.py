@@ -1,4 +1,4 @@
-"""The exchange of sequence for heads: where every element goes, and that each direction is the other's adjoint."""
+"""The exchange of sequence for heads: the destination of each element, and each direction is the other's adjoint."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_one_rank_copies_nothing() -> None:
 
 
 def traded_within_groups(context: RankContext, inner: int) -> tuple[Tensor, int]:
-    """Of four ranks, what one has around the core, and the rank of its group over which keys go round."""
+    """With four ranks: one rank's part inside the core, and its rank in the group of the key ring."""
     topology = context.topology(cp=4, cp_heads=inner)
     assert (topology.cp_heads.size, topology.cp_keys.size) == (inner, 4 // inner)
     first = topology.cp.rank // inner * inner

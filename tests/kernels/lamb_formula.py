@@ -1,4 +1,4 @@
-"""LAMB as its paper has it, in float64, and pieces to try kernels on."""
+"""The LAMB formula of its paper in float64, and inputs for kernels."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NAMES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
 def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[Tensor]:
-    """Those of NAMES, with moments as after some steps."""
+    """Draw the tensors of NAMES, with moments as after some steps."""
     generator = torch.Generator().manual_seed(n)
     values = [torch.randn(n, dtype=torch.float64, generator=generator) for _ in range(4)]
     values[3].square_()
@@ -20,7 +20,7 @@ def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.dev
 def exact(
     tensors: list[Tensor], *, rate: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
 ) -> dict[str, Tensor]:
-    """Algorithm 2 of arXiv 1904.00962 for one tensor: everything after the update, its norms among it."""
+    """Apply algorithm 2 of arXiv 1904.00962 to one tensor; return all results, including the norms."""
     x, g, m, v = (tensor.double() for tensor in tensors)
     m = beta1 * m + (1.0 - beta1) * g
     v = beta2 * v + (1.0 - beta2) * g * g
@@ -30,7 +30,7 @@ def exact(
 
 
 def run(kernel: Any, tensors: list[Tensor], *, rate: float, **terms: Any) -> dict[str, Tensor]:
-    """Both halves in place; the same that `exact` gives."""
+    """Run both halves in place; return the same results as `exact`."""
     moments, step = kernel
     norms = moments(*tensors, **terms, norms=True)
     assert all(norm.dtype == torch.float64 and norm.shape == () for norm in norms)
@@ -40,7 +40,7 @@ def run(kernel: Any, tensors: list[Tensor], *, rate: float, **terms: Any) -> dic
 
 
 def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """‖found - wanted‖/‖wanted‖ of each."""
+    """Return ‖found - wanted‖/‖wanted‖ of each result."""
     return {
         name: ((found[name].double() - right).norm() / right.norm().clamp(min=1e-300)).item()
         for name, right in wanted.items()

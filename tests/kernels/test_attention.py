@@ -13,7 +13,7 @@ Tensors = list[Tensor]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Query i of s_q sees the keys up to s_k - s_q + i; head h reads group h // (heads / groups)."""
+    """Query i of s_q attends to the keys up to s_k - s_q + i; head h uses group h // (heads / groups)."""
     b, heads, s_q, d = q.shape
     groups, s_k = k.shape[1], k.shape[2]
     rows = []
@@ -53,7 +53,7 @@ def test_one_query_against_a_cache_sees_every_key() -> None:
 
 
 def dense_scores(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
-    """[b, heads, s_q, s_k] with -inf where the tile hides the pair."""
+    """Return scores [b, heads, s_q, s_k] with -inf for pairs outside the tile."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     everything = torch.ones(scores.shape[-2:], dtype=torch.bool)
@@ -62,7 +62,7 @@ def dense_scores(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
 
 
 def whole(q: Tensor, keys: Tensors, values: Tensors, kinds: list[TileKind]) -> Tensors:
-    """The output and logsumexp of one softmax over the keys of several tiles."""
+    """Return output and logsumexp of one softmax over the keys of several tiles."""
     scores = torch.cat([dense_scores(q, k, kind) for k, kind in zip(keys, kinds, strict=True)], dim=-1)
     v = torch.cat(values, dim=2).repeat_interleave(q.shape[1] // values[0].shape[1], dim=1)
     return [scores.softmax(-1) @ v, scores.logsumexp(-1)]
@@ -75,7 +75,7 @@ TILES = [(kind, *size) for kind in TileKind for size in (SQUARES + OBLONGS if ki
 
 @pytest.fixture(params=["fused", "products"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's fused kernel, or the matrix products of devices and types that have none."""
+    """Select the CPU's fused kernel, or the matrix products of devices and types without one."""
     if request.param == "products":
         monkeypatch.setattr("megalite.kernels.attention._fused_on_cpu", lambda q: False)
 
@@ -84,7 +84,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind, s_q, s_k", TILES)
 @pytest.mark.parametrize("heads, groups, d", [(2, 2, 6), (4, 2, 16), (3, 1, 128), (1, 1, 1)])
 def test_tile_values_and_gradients(kind: TileKind, s_q: int, s_k: int, heads: int, groups: int, d: int) -> None:
-    """A second, full tile takes part in the softmax: the backward is given what both came to."""
+    """With a second, full tile, the backward uses the merged output and logsumexp."""
     q, k, v = tensors(heads, groups, s_q, s_k, d=d)
     _, other_k, other_v = tensors(heads, groups, s_q, 5, d=d)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -106,7 +106,7 @@ def test_tile_values_and_gradients(kind: TileKind, s_q: int, s_k: int, heads: in
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", list(TileKind))
 def test_tiles_read_any_strides(kind: TileKind) -> None:
-    """Slices of activations [s, b, heads, d], a gradient broadcast along d, slices of the logsumexp."""
+    """Inputs are slices of activations [s, b, heads, d], a gradient broadcast along d, and slices of the logsumexp."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, out = (
         torch.randn(20, 2, 4, 8, dtype=torch.float64, generator=generator).permute(1, 2, 0, 3)[:, :, 3:14]
@@ -147,7 +147,7 @@ def test_tiles_of_fewer_bits_are_within_their_rounding(kind: TileKind, dtype: to
 
 
 def test_the_fused_cuda_operators_take_what_we_pass() -> None:
-    """By shape inference alone: schemas differ between versions, and grouped keys must come back grouped."""
+    """Shape inference only: schemas differ between versions, and gradients of grouped keys must stay grouped."""
     shapes = {"q": (2, 4, 16, 64), "k": (2, 2, 12, 64), "v": (2, 2, 12, 64)}
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes.values())
     out, logsumexp = attention._cuda_flash_forward(q, k, v, causal=False)

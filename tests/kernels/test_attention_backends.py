@@ -1,4 +1,4 @@
-"""Pinned attention kernels against torch's own choice; and what is said of those that are not there."""
+"""Pinned attention kernels against torch's own choice, and the errors for unavailable ones."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def shape(dtype: torch.dtype = torch.float64, groups: int = 4, device: torch.dev
 
 
 def drawn(of: AttentionShape, s_q: int, s_k: int) -> list[Tensor]:
-    """Laid out as the model has them: views of [s, b, heads, d]."""
+    """Draw inputs in the model's memory order: views of [s, b, heads, d]."""
     generator = torch.Generator().manual_seed(s_q)
     sizes = [(s_q, 2, of.heads, 16), (s_k, 2, of.groups, 16), (s_k, 2, of.groups, 16)]
     tensors = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
@@ -54,7 +54,7 @@ def test_pinned_kernels_give_the_same_numbers(backend: str, groups: int) -> None
 
 
 class _Seen(TorchDispatchMode):
-    """The operators that run inside."""
+    """Record the operators that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ SHAPES = [
 
 
 def inputs(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
-    """Queries with large scores, keys, values and the output's gradient, laid out as the model has them."""
+    """Draw queries with large scores, keys, values and the output's gradient, in the model's memory order."""
     b, heads, groups, seq, size = shape
     generator = torch.Generator().manual_seed(seq)
     counts = (heads, groups, groups, heads)
@@ -159,7 +159,7 @@ def inputs(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
 
 
 def results(kernel: object, given: list[Tensor]) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in given[:3]]
     out = kernel(*leaves)  # type: ignore[operator]
     return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
@@ -238,7 +238,7 @@ def dense_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's varlen_attn as its page describes it, one sequence after the other."""
+    """Implements torch's varlen_attn as documented, one sequence at a time."""
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert longest_q == longest_k == int(bounds_q.diff().max())
     assert window_size[1] == 0 and enable_gqa
@@ -257,7 +257,7 @@ def dense_varlen(
 def test_documents_and_windows_in_one_kernel(
     starts: tuple[tuple[int, ...], ...] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel is given is what the tiles compute, gradients too."""
+    """The kernel's arguments describe the same attention as the tiles, including gradients."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
     given = drawn(shape(groups=2), 12, 12)
     rule = Visibility(window=window, document_starts=starts)

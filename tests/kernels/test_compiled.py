@@ -1,4 +1,4 @@
-"""What is compiled against the kernels that it stands for: the formulas, their graphs, and one of them by the compiler."""
+"""Compiled formulas against the kernels that they replace: formulas, graphs, and one of them through the compiler."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,7 +58,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, 
 
 
 def numbers(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
-    """Outputs and the gradient of each argument that has one."""
+    """Return outputs and the gradient of each differentiable argument."""
     outputs = kernel(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
@@ -68,7 +68,7 @@ def numbers(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
 
 @pytest.fixture
 def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whole graphs, forward and backward, run by torch's own operators: nothing is generated."""
+    """Whole graphs, forward and backward, run by torch's operators, without code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     module._compile.cache_clear()
     torch.compiler.reset()  # what other tests compiled counts towards the limit of variants
@@ -91,7 +91,7 @@ def test_graphs_give_the_kernels_numbers() -> None:
 
 
 def test_the_compiler_gives_the_kernels_numbers() -> None:
-    """In fp32, by generated code; the only test that runs the compiler."""
+    """Generated code in fp32; the only test that runs the compiler."""
     kernel, args = calls(torch.float32)["rmsnorm"]
     assert why_not_compile(torch.device("cpu")) is None
     for one, other in zip(numbers(compiled(kernel), args), numbers(kernel, args), strict=True):

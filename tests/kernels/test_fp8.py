@@ -1,4 +1,4 @@
-"""Products in fp8 against the same arithmetic in fp64, and against the products in bf16 that they stand for."""
+"""fp8 products against the same arithmetic in fp64, and against the bf16 products that they replace."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def restored(x: Tensor, dtype: torch.dtype, *, rowwise: bool = False) -> Tensor:
-    """What of x is left after rounding: the emulation of a factor."""
+    """Return x after rounding, to emulate a factor."""
     rounded, undo = cast_rows(x, dtype) if rowwise else quantise(x, dtype)
     return rounded.double() * undo.double()
 
@@ -87,7 +87,7 @@ def test_a_row_has_its_own_scale() -> None:
 
 
 def scaled_mm(a: Tensor, b: Tensor, undo_a: Tensor, undo_b: Tensor, **rest: Any) -> Tensor:
-    """torch's product by its definition, with what it demands on CUDA; its own on a CPU takes no scales of rows."""
+    """Emulates torch's product with CUDA's requirements; torch's own on a CPU supports no rowwise scales."""
     assert a.is_contiguous() and b.t().is_contiguous() and not any(size % 16 for size in (a.shape[1], *b.shape))
     assert undo_a.dtype == undo_b.dtype == torch.float32 and {a.dtype, b.dtype} <= {E4M3, E5M2} and b.dtype == E4M3
     rowwise = undo_a.dim() == 2
@@ -134,7 +134,7 @@ def test_products_are_those_of_the_rounded_factors(bias: bool, scale: float, row
 
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 def test_weight_gradients(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a microbatch are summed over: each column has the scale. Of 12 rows the product stays in bf16."""
+    """Weight gradients sum over rows, so each column has a scale. With 12 rows the product stays in bf16."""
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     products = Fp8Products(rowwise=rowwise)
     for rows in (32, 12):
@@ -153,7 +153,7 @@ def test_weight_gradients(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def in_blocks(x: Tensor, rows: int) -> Tensor:
-    """x, of which each block of rows x 128 was in e4m3 by the largest power of two that fits; said plainly."""
+    """Return x with each block of rows x 128 rounded to e4m3 by the largest power of two that fits, written plainly."""
     found = torch.empty(x.shape)
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], 128):
@@ -187,7 +187,7 @@ def test_blockwise_products_are_those_of_the_rounded_blocks(bias: bool) -> None:
 
 
 def test_shards_of_blocks_are_rounded_like_the_whole() -> None:
-    """To the bit, with the same scales: a layer over tp, and a batch over dp, cp or microbatches."""
+    """Results have the same bits if scales are equal: layers split over tp, batches over dp, cp or microbatches."""
     products, x = BlockProducts(), drawn(3, 256, 384)
     x[:128] *= 1e-9
     rows, columns = (products._rounded(each, None, E4M3) for each in (x, x.t()))
@@ -205,7 +205,7 @@ def test_shards_of_blocks_are_rounded_like_the_whole() -> None:
 
 
 def test_scales_lie_as_torch_wants_them() -> None:
-    """By its rules for tensors without contents, which are those of CUDA."""
+    """torch's shape inference checks CUDA's rules on tensors without data."""
     products = BlockProducts()
     for tokens, inner, outer in ((128, 128, 128), (384, 640, 256), (256, 512, 1152)):
         x, weight, grad = (drawn(1, *shape).to("meta") for shape in ((tokens, inner), (outer, inner), (tokens, outer)))

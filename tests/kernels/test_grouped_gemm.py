@@ -1,4 +1,4 @@
-"""Grouped products against one einsum a group."""
+"""Grouped products against one einsum per group."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_weight_gradients_are_added(counts: list[int]) -> None:
 @pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_fused_kernel_gives_the_same_in_bf16(counts: list[int], transposed: bool) -> None:
-    """On CPU torch has the same function, so what is passed to it can be proved here."""
+    """torch has the same function on CPU, so its arguments can be checked here."""
     x = draw(1, sum(counts), IN, dtype=torch.bfloat16)
     weight = draw(2, 4, OUT, IN, dtype=torch.bfloat16).transpose(1, 2)
     if not transposed:

@@ -1,4 +1,4 @@
-"""Dropout, and rotary embedding against complex numbers: pair i of a head is the number x_i + j·x_{i+d/2}, turned by pos·θ_i."""
+"""Dropout, and RoPE against complex numbers: pair i of a head is x_i + j·x_{i+d/2}, rotated by pos·θ_i."""
 
 import math
 
@@ -18,7 +18,7 @@ def frequencies(head_size: int, base: float, scaling: str = "none", original: in
 
 
 def rows(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Tables of positions [s], as apply_rope takes them."""
+    """Return tables of positions [s] in the shape of apply_rope."""
     return [table[:, None, None] for table in rope_tables(positions, theta, dtype)]
 
 
@@ -53,7 +53,7 @@ def test_each_sequence_may_have_positions_of_its_own() -> None:
 
 
 def test_far_positions_keep_their_digits() -> None:
-    """Angles are computed in fp64: in fp32 position 1,000,003 would be off by a hundredth of a radian."""
+    """Angles are computed in fp64: in fp32 position 1,000,003 would have an error of a hundredth of a radian."""
     position = 1_000_003
     cos, sin = rope_tables(torch.tensor([position]), frequencies(4, 1e4), torch.float32)
     assert math.isclose(float(cos[0, 0]), math.cos(position), abs_tol=1e-6)

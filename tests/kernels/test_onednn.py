@@ -1,4 +1,4 @@
-"""oneDNN's fp32 products: right numbers, where they are taken, and whole steps of several layouts with them."""
+"""oneDNN's fp32 products: numbers, selection rules, and whole steps of several layouts with them."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def assert_right(found: Tensor, exact: Tensor) -> None:
-    """To fp32's rounding of the largest element."""
+    """Compare within fp32's rounding of the largest element."""
     assert found.dtype == torch.float32 and found.shape == exact.shape
     assert (found.double() - exact).abs().max() <= 1e-5 * exact.abs().max().clamp(min=1e-3)
 
@@ -53,7 +53,7 @@ def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int
 def test_few_rows_are_multiplied_by_blocks_of_a_weight(
     outputs: int, rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside autograd, by torch's kernel: MKL would copy the weight first."""
+    """Outside autograd, torch's kernel is used: MKL would copy the weight first."""
     x, weight, bias = drawn(1, 1, rows, 40), drawn(2, outputs, 40), drawn(3, outputs)
     exact = x.double() @ weight.double().t()
     for stacked in (False, True):
@@ -67,7 +67,7 @@ def test_few_rows_are_multiplied_by_blocks_of_a_weight(
 
 
 def test_parts_of_larger_tensors() -> None:
-    """As a tied embedding's slice, and activations that lie in another order."""
+    """Inputs like a slice of a tied embedding, and activations in another memory order."""
     table, x = drawn(1, 50, 40), drawn(2, 9, 6, 20).transpose(0, 1)
     assert_right(onednn_matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
     assert_right(
@@ -141,7 +141,7 @@ def test_there_is_none_on_other_devices() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is none that torch documents."""
+    """torch does not document this operator."""
     right = matmul._onednn_product
     monkeypatch.setattr(matmul, "_onednn_product", lambda a, b, bias: 1.001 * right(a, b, bias))
     self_check._why_wrong.cache_clear()

@@ -1,4 +1,4 @@
-"""Which kernel serves an operation: by preference, by request, and what is said where that cannot be."""
+"""The choice of a kernel: by preference, by request, and the errors."""
 
 import inspect
 import re
@@ -46,7 +46,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rules(*rows: str) -> Kernels:
-    """Kernels by rules on rmsnorm, each given as the rest of a YAML mapping."""
+    """Build kernels from rules on rmsnorm, each the rest of a YAML mapping."""
     text = "\n".join(f'- {{operation: rmsnorm, device: cpu, because: "rule {n}", {row}}}' for n, row in enumerate(rows))
     return Kernels(preferences=read_preferences(text, "test"))
 
@@ -66,7 +66,7 @@ def test_every_operation_has_torchs_kernel() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_kernels_of_an_operation_are_called_alike(operation: str) -> None:
-    """Names, order and defaults of the arguments: a call that one takes, all take."""
+    """All kernels of an operation have the same argument names, order and defaults."""
 
     def parameters(implementation: Implementation) -> list[list[tuple[str, object]]]:
         loaded = implementation.load()
@@ -207,7 +207,7 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
-    """torch's own passes as a user's, and one that fails is refused with what it says."""
+    """torch's kernel passes as a user's kernel; a failing one is refused with its error."""
     torchs = IMPLEMENTATIONS[operation]["torch"].load()
     name, sizes = f"{operation}=mine", {"device": CPU, "dtype": torch.float32, "size": 64}
 

@@ -1,4 +1,4 @@
-"""YaRN's frequencies and attention factor are those of transformers, to the last bit in float64."""
+"""YaRN's frequencies and attention factor equal those of transformers, to the last bit in float64."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attention with probabilities against autograd over plain operations, and the bytes it keeps."""
+"""Attention with probabilities in memory against autograd over plain operations, and its saved bytes."""
 
 import math
 
@@ -29,7 +29,7 @@ def plain(
 def tensors(
     groups: int, s_q: int, s_k: int, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """q, k, v as the model has them (views of [s, b, heads, d]); a gradient; what is visible; what stays."""
+    """Draw q, k, v in the model's memory order (views of [s, b, heads, d]), a gradient, a mask and a dropout mask."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((s_q, 2, 4, 6), (s_k, 2, groups, 6), (s_k, 2, groups, 6), (s_q, 2, 4, 6))
     *inputs, grad = (

@@ -1,4 +1,4 @@
-"""The weight gradient is added to what is there, in the main gradient's precision."""
+"""The weight gradient is added to the main gradient in the main gradient's precision."""
 
 import pytest
 import torch

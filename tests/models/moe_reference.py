@@ -1,4 +1,4 @@
-"""The mixture of experts said plainly: every expert computed for every token, in loops, on one rank."""
+"""A plain mixture of experts: every expert computed for every token, in loops, on one rank."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Weights = dict[str, Tensor]  # by the name after `layers.i.moe.`
 
 @dataclass
 class Expected:
-    """What the layer should give for whole sequences x [s, b, h]."""
+    """Return the layer's expected output for whole sequences x [s, b, h]."""
 
     y: Tensor
     balance: Tensor  # E·Σ f_e·P_e, summed over the sequences
@@ -27,7 +27,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def activation(x: Tensor, config: ModelConfig) -> Tensor:
-    """x [..., f], or [..., 2, f] with the gate first."""
+    """Apply the activation to x [..., f], or [..., 2, f] with the gate first."""
     name, limit = config.activation, config.activation_func_clamp_value
     if name == "quick_geglu":
         gate, up = x[..., 0, :], x[..., 1, :]
@@ -42,13 +42,13 @@ def activation(x: Tensor, config: ModelConfig) -> Tensor:
 def network(
     x: Tensor, up: Tensor, down: Tensor, config: ModelConfig, biases: tuple[Tensor | float, Tensor | float] = (0.0, 0.0)
 ) -> Tensor:
-    """up [f, h] or [2, f, h], down [h, f], biases [f] or [2, f], and [h]."""
+    """Apply one expert: up [f, h] or [2, f, h], down [h, f], biases [f] or [2, f], and [h]."""
     inner = torch.einsum("...h,...fh->...f" if up.dim() == 2 else "sbh,gfh->sbgf", x, up)
     return activation(inner + biases[0], config) @ down.t() + biases[1]
 
 
 def choose(logits: Tensor, k: int) -> list[int]:
-    """The k largest, the lower index first among equals."""
+    """Return the k largest, the lower index first among equals."""
     values = logits.tolist()
     return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:k]
 

@@ -1,4 +1,4 @@
-"""A GPT written from the definitions: functions of a dictionary of full weights, nothing of megalite in it."""
+"""A GPT written from the definitions: functions of a dictionary of full weights, without megalite code."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Plain:
-    """Everything that decides the function."""
+    """All settings that determine the function."""
 
     layers: int
     heads: int
@@ -52,7 +52,7 @@ def rotate(x: Tensor, base: float, size: int | None = None, interleaved: bool = 
 
 
 def attend(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
-    """Rows of the qkv weight: for each group its queries, then its key, then its value."""
+    """Return the rows of the qkv weight: for each group its queries, then its key, then its value."""
     per = c.heads // c.groups
     weight = w[f"{name}.qkv.weight"].view(c.groups, per + 2, c.head_size, -1)
     qkv = torch.einsum("bsh,gjdh->bsgjd", x, weight)
@@ -88,7 +88,7 @@ def feed_forward(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
 
 
 def losses(w: Weights, tokens: Tensor, labels: Tensor, c: Plain) -> Tensor:
-    """Cross-entropy of each token, [b, s]."""
+    """Return the cross-entropy of each token, [b, s]."""
     x = w["embedding.word.weight"][tokens]
     if "embedding.position.weight" in w:
         x = x + w["embedding.position.weight"][: tokens.shape[1]]

@@ -1,4 +1,4 @@
-"""The cache: what was put in comes out, in memory that grows by doubling."""
+"""The KV cache returns the stored entries, in memory that grows by doubling."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def values(b: int, s: int, seed: int) -> torch.Tensor:
 
 
 def test_rows_of_unequal_length() -> None:
-    """Each row's own keys, behind them those of the padding overwritten by its new tokens, then nothing."""
+    """Each row has its own keys, then new tokens that overwrite its padding, then zeros."""
     cache, k, v = KeyValueCache(limit=20), values(3, 4, 0), values(3, 4, 1)
     cache.fill("a", k, v)
     lengths = [4, 2, 3]
@@ -34,7 +34,7 @@ def test_rows_of_unequal_length() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 50])
 def test_windows(window: int) -> None:
-    """The new token at p sees p itself and the window - 1 before it."""
+    """The new token at p attends to itself and the window - 1 tokens before it."""
     for lengths in ([6, 6], [7, 2], [0, 1]):
         new = NextTokens.after(lengths, window=window, device=CPU)
         columns = torch.arange(new.first, new.stop)

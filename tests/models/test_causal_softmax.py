@@ -1,4 +1,4 @@
-"""Attention with dropout takes the kernel of the plain causal softmax where the mask is plain, and nowhere else."""
+"""Attention with dropout uses the causal softmax kernel only for the plain causal mask."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What section `compute` makes of the layers of a stage, and that the numbers stay."""
+"""The effect of section `compute` on the layers of a stage, and the numbers that must not change."""
 
 from collections import Counter
 from typing import Any
@@ -33,7 +33,7 @@ DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 def stage_of(config: RunConfig, *, topology: Topology | None = None, recompute: Recompute = NONE) -> GPTStage:
-    """The whole model on this rank, with main gradients in at least fp32."""
+    """Build the whole model on this rank, with main gradients in at least fp32."""
     model, dtype = config.model, DTYPES[config.training.precision]
     stage = build(
         model,
@@ -51,7 +51,7 @@ def stage_of(config: RunConfig, *, topology: Topology | None = None, recompute: 
 
 
 def numbers(stage: GPTStage, config: RunConfig) -> dict[str, Tensor]:
-    """Losses of a microbatch, and each weight's gradient wherever it went."""
+    """Return a microbatch's losses, and each weight's gradient from `grad` or `main_grad`."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 90, (2, config.training.seq_length + 1), generator=generator)
     losses = stage(tokens[:, :-1], stage.context((4, 5)), labels=tokens[:, 1:])
@@ -114,7 +114,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
 
 @pytest.mark.parametrize(("recipe", "hidden"), [("tensorwise", 64), ("blockwise", 128)])
 def test_fp8_serves_the_inner_layers(recipe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's product for CPUs, which is as exact as it is slow."""
+    """Uses torch's CPU product, which is as exact as it is slow."""
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
     settings: dict[str, Any] = {"precision": "bf16", "hidden_size": hidden, "init_method_std": 0.02, "seq_length": 128}
     config = tiny_config(**settings, fp8=True, fp8_recipe=recipe)
@@ -179,7 +179,7 @@ def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatc
 def test_compiled_layers_give_the_same_numbers(
     family: dict[str, Any], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, with everything recomputed; graphs are run by torch's operators, so nothing is generated."""
+    """With dropout and full recompute; torch's operators run the graphs, without code generation."""
     calls: list[str] = []
     real = torch.compile
 

@@ -1,4 +1,4 @@
-"""What a split backward keeps for its weight gradients, measured, against the planner's bytes."""
+"""Measured bytes that a split backward keeps for its weight gradients, against the planner's bytes."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """Bytes alive after an I, its results not counted, and those planned."""
+    """Return the bytes alive after an I, without its results, and the planned bytes."""
     alone = world_size == 1
     config = tiny_config(world_size, **{**GPT, "hidden_dropout": 0.0, "attention_dropout": 0.0, **settings})
     stage, plan = layers_alone(context, config)

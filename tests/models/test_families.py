@@ -41,7 +41,7 @@ THEIR_SMALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A preset in small, and the configuration of transformers that is the same model."""
+    """A small preset, and the configuration of the same model in transformers."""
 
     preset: str
     changes: dict[str, Any]  # to the preset, besides SMALL
@@ -180,7 +180,7 @@ FLOAT64 = torch.float64
 
 
 class OnlyFloat64(TorchDispatchMode):
-    """Fails at the first operation that makes a floating-point tensor of another type."""
+    """Fails at the first operation that creates a floating-point tensor of another type."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,7 +194,7 @@ class OnlyFloat64(TorchDispatchMode):
 
 @contextlib.contextmanager
 def all_float64() -> Iterator[None]:
-    """Every spelling of float32 that transformers uses at run time means float64."""
+    """Replace every run-time use of float32 in transformers by float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -208,7 +208,7 @@ def all_float64() -> Iterator[None]:
 
 
 def their_model(family: Family) -> Any:
-    """The model of transformers with weights large enough that every part of it shows in the logits."""
+    """Build the transformers model with weights large enough that every part affects the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
     small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v").replace("gptoss", "gpt_oss")
     folder = f"transformers.models.{small}"
@@ -234,7 +234,7 @@ def their_model(family: Family) -> Any:
 
 @torch.no_grad()
 def load(stage: GPTStage, family: Family, theirs: dict[str, Tensor], model: ModelConfig) -> None:
-    """Every parameter from their tensors, by the names that conversion knows."""
+    """Load every parameter from their tensors, by the names of conversion."""
     parameters, filled = named(stage), set()
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary
@@ -251,7 +251,7 @@ TOKENS = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed
 
 @functools.cache
 def their_numbers(name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of their model, and its logits [b, s, vocab_size]."""
+    """Return the weights of their model, and its logits [b, s, vocab_size]."""
     them = their_model(FAMILIES[name])
     weights = them.state_dict()
     with torch.no_grad(), all_float64():
@@ -259,7 +259,7 @@ def their_numbers(name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def both_logits(name: str, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Ours and theirs [b, s, vocab_size]."""
+    """Return our logits and theirs [b, s, vocab_size]."""
     (weights, theirs), us = their_numbers(name), build(model)
     load(us, FAMILIES[name], weights, model)
     us.eval()
@@ -325,5 +325,5 @@ def test_the_proof_of_float64_sees_float32() -> None:
     ],
 )
 def test_each_setting_shows_in_the_logits(name: str, changes: dict[str, Any]) -> None:
-    """With one setting wrong the logits differ by far more than the tolerance: the comparison sees it."""
+    """With one wrong setting the logits differ by far more than the tolerance."""
     assert error(*both_logits(name, varied(FAMILIES[name].model, **changes))) > 1e-6

@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def shake(stage: GPTStage) -> None:
-    """Norms and biases away from one and zero, where mistakes would not show."""
+    """Move norms and biases away from one and zero, which would hide mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():
@@ -52,7 +52,7 @@ def gradients(stage: GPTStage) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def test_rope_reads_the_projection_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of a group are rotated where they are; the numbers are those of a copy, to the bit."""
+    """Rotating a group's queries without a copy gives the same bits as with a copy."""
     stage = build(LLAMA, dtype=torch.float32)
     shake(stage)
     of_projection = []
@@ -67,11 +67,11 @@ def test_rope_reads_the_projection_itself(monkeypatch: pytest.MonkeyPatch) -> No
     ours, grads = gradients(stage)
     assert len(of_projection) == 6 and all(of_projection)
 
-    def copied(self: Attention, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._split(qkv)
+    def copied(self: Attention, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._split(qkv, b)
         return self._rope(q, cos, sin), self._rope(k, cos, sin), v.contiguous()
 
-    monkeypatch.setattr(Attention, "_turned", copied)
+    monkeypatch.setattr(Attention, "_split_rotated", copied)
     again = build(LLAMA, dtype=torch.float32)
     shake(again)
     theirs, others = gradients(again)

@@ -49,7 +49,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float64) -> MoELaye
 
 
 def with_biases(layer: MoELayer) -> MoELayer:
-    """Biases that are not 0, the same in every layout."""
+    """Set nonzero biases, the same in every layout."""
     for parameter in layer.parameters():
         spec = parameter.info.spec
         if spec.name.endswith("bias"):
@@ -68,7 +68,7 @@ def losses(scale: float = 1.0, together: int = 1) -> AuxiliaryLosses:
 
 
 def leaves(layer: MoELayer) -> Weights:
-    """The layer's weights as plain tensors by short name."""
+    """Return the layer's weights as plain tensors by short name."""
     return {
         parameter.info.spec.name.removeprefix(f"{NAME}."): parameter.detach().clone().requires_grad_()
         for parameter in layer.parameters()
@@ -85,7 +85,7 @@ def close(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
 
 
 def compare(layer: MoELayer, config: ModelConfig, x: Tensor, *, scale: float = 1.0, together: int = 1) -> Expected:
-    """Output, gradients and losses of a layer for x [s, b, h]."""
+    """Return output, gradients and losses of a layer for x [s, b, h]."""
     auxiliary, upstream = losses(scale, together), draw(9, *x.shape)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = layer(ours, context_of(auxiliary))
@@ -140,7 +140,7 @@ def test_each_loss_alone_and_scaled(losses_of: dict[str, float]) -> None:
 
 
 def test_the_loss_of_sequences_together() -> None:
-    """What one sequence has too much of, another may lack."""
+    """Capacity is per sequence: one sequence's overflow does not use another's free capacity."""
     config = config_of(moe_aux_loss_coeff=AUX)
     each, both = (compare(build(config), config, draw(1, S, B, H), together=n).balance for n in (1, B))
     assert float(both.detach()) < 0.999 * float(each.detach())
@@ -155,7 +155,7 @@ def test_the_two_policies_drop_different_tokens() -> None:
 
 
 def test_experts_that_no_token_chooses() -> None:
-    """Two of four experts have no rows: no gradient, and every weight reports once all the same."""
+    """Two of four experts have no rows: no gradient, but every weight still reports once."""
     config = config_of(moe_aux_loss_coeff=AUX, **GPT_OSS)
     layer, x = build(config), draw(1, S, B, H).abs()
     layer.router.weight.data.copy_(-torch.arange(4.0)[:, None].expand(4, H))
@@ -190,7 +190,7 @@ def test_equal_logits_go_to_the_lower_index() -> None:
 
 
 def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
-    """Also where the rows are not in the order of the sequence."""
+    """The choice does not depend on the order of rows."""
     config = config_of(moe_router_topk=1, moe_expert_capacity_factor=1.0)
     layer = build(config)
     layer.router.weight.data[:] = layer.router.weight.data[:1]
@@ -201,7 +201,7 @@ def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-7)])
 def test_weights_that_only_rounding_tells_apart_are_equal(dtype: torch.dtype, rounding: float) -> None:
-    """Else the rank that multiplied a token, not the token, would decide what is dropped."""
+    """Otherwise the rank that computed a token, not the token, would decide which tokens are dropped."""
     weights = torch.full((4, 1, 1), 0.3, dtype=dtype)
     weights[3] += rounding
     chosen, positions = torch.zeros(4, 1, 1, dtype=torch.int64), torch.arange(4)
@@ -217,7 +217,7 @@ def test_in_evaluation_nothing_is_attached() -> None:
 
 
 def test_bf16_routes_in_fp32() -> None:
-    """Weights and losses are those of fp32 for the same rounded numbers."""
+    """Weights and losses equal those of fp32 for the same rounded numbers."""
     config = config_of(moe_z_loss_coeff=Z)
     half = build(config, dtype=torch.bfloat16)
     x = draw(1, S, B, H).bfloat16()

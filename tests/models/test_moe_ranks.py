@@ -34,7 +34,7 @@ def config_at(index: int) -> Any:
 
 
 def global_input(lonely: bool) -> Tensor:
-    """[s, sequences, h]; with `lonely` all tokens go to the first experts (see `set_lonely`)."""
+    """Draw [s, sequences, h]; with `lonely` all tokens choose the first experts (see `set_lonely`)."""
     x = draw(1, S, SEQUENCES, H)
     return x.abs() if lonely else x
 
@@ -44,7 +44,7 @@ def set_lonely(layer: MoELayer) -> None:
 
 
 def zigzag(topology: Topology) -> Tensor:
-    """Positions of this cp rank: chunks r and 2cp-1-r."""
+    """Return the positions of this cp rank: chunks r and 2cp-1-r."""
     chunks = torch.arange(S).chunk(2 * topology.cp.size)
     return torch.cat((chunks[topology.cp.rank], chunks[2 * topology.cp.size - 1 - topology.cp.rank]))
 
@@ -65,7 +65,7 @@ def make_layer(topology: Topology, index: int, *, sequence_parallel: bool) -> Mo
 
 
 def run_layer(topology: Topology, index: int, *, sequence_parallel: bool, lonely: bool) -> dict[str, Any]:
-    """One microbatch, all of this rank's sequences: output, gradients (summed as the strategies do) and losses."""
+    """Run one microbatch with all sequences of this rank: output, gradients (summed like the strategies) and losses."""
     layer = make_layer(topology, index, sequence_parallel=sequence_parallel)
     if lonely:
         set_lonely(layer)
@@ -172,7 +172,7 @@ def test_the_shared_expert_computes_while_rows_are_exchanged() -> None:
 
 
 def events_of_a_layer(context: RankContext) -> list[str]:
-    """Exchanges of rows, and the shared expert's two layers, forwards and backwards."""
+    """Record exchanges of rows, and the shared expert's two layers, forward and backward."""
     topology = context.topology(dp=2, ep=2)
     events: list[str] = []
     start = Group.all_to_all_async

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, against the formula written out, and what they read."""
+"""MTP layers against the written-out formula, and their inputs."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_formula(tied: bool) -> None:
 
 
 def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both terms for whole sequences, token by token."""
+    """Compute both loss terms for whole sequences, token by token."""
     assert stage.embedding is not None and stage.head is not None and isinstance(stage.head.mtp, torch.nn.Module)
     context, mask = dataclasses.replace(stage.context((0, 1))), batch.loss_mask.double()
     table, head, size = stage.embedding.word.weight, stage.head.weight, 37

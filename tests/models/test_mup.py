@@ -1,4 +1,4 @@
-"""Maximal update parametrization: first values, rates and factors, and that what a step changes does not grow with the width."""
+"""Maximal update parametrization: initial values, rates and factors; a step's effect does not grow with the width."""
 
 import math
 from typing import Any
@@ -38,7 +38,7 @@ def test_first_values_rates_and_factors() -> None:
 
 
 def change_of_features(width: int, **more: Any) -> float:
-    """Root mean square of what three steps on one batch change in the output of the last layer."""
+    """Return the root mean square of the change of the last layer's output after three steps on one batch."""
     runner = runner_of(width, **more)
     stage = next(iter(runner.replica.stages.values()))
     seen: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""`--tf32` and `--deterministic`: what is set, what is refused, and that a CPU's bits stay what they are."""
+"""`--tf32` and `--deterministic`: settings, errors, and unchanged bits on a CPU."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """All of it is of the process."""
+    """Both settings apply to the process."""
     with mock.patch.dict(os.environ):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         yield
@@ -47,7 +47,7 @@ def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^tf32 cannot be used: cpu has no products in TF32; remove it$"):
         use_numerics(ComputeConfig(tf32=True), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    with pytest.raises(ConfigError, match=r"compute capability 8\.0 or more, and this device has 7\.0"):
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0 or more, but this device has 7\.0"):
         use_numerics(ComputeConfig(tf32=True), CUDA)
     assert not torch.backends.cuda.matmul.allow_tf32
     use_numerics(ComputeConfig(tf32=True), torch.device("meta"))  # of a dry run
@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_deterministic_run_has_the_bits_of_any_other(model: str) -> None:
-    """Nothing in a step is refused by torch; its list is nearly the same on CUDA."""
+    """torch refuses no operation of a step; its list is nearly the same on CUDA."""
     norms = []
     for asked in (False, True):
         config = tiny_config(**MODELS[model], num_layers=2, global_batch_size=2, deterministic=asked)

@@ -1,4 +1,4 @@
-"""Activations of the first layers of a stage in host memory: the same bits, and fewer bytes on the device."""
+"""Activations of a stage's first layers in host memory: the same bits, and fewer bytes on the device."""
 
 import weakref
 from functools import partial
@@ -20,7 +20,7 @@ from tests.topology.test_host_memory import LateStream
 
 
 def steps(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Results and weights of two steps."""
+    """Return results and weights of two steps."""
     runner = Runner(build(context, tiny_config(world, **settings)))
     found = []
     for _ in range(2):
@@ -34,7 +34,7 @@ def steps(context: RankContext, world: int, settings: dict[str, Any]) -> list[tu
 
 
 class Late(LateStream):
-    """For activations: what is let go may go."""
+    """Track activations: freed tensors are really freed."""
 
     def keep_until_copied(self, tensor: torch.Tensor) -> None: ...
 
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str]:
-    """The numbers of offloaded layers that change a bit."""
+    """Return the numbers of offloaded layers that change a bit."""
     plain = {name: value for name, value in settings.items() if "offload" not in name}
     wanted = steps(context, world, plain)
     found = []
@@ -88,7 +88,7 @@ def test_no_bit_is_another(case: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the tracer looks at
 def test_what_compiled_kernels_save_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are run by torch's operators, so nothing is generated."""
+    """torch's operators run the graphs, without code generation."""
     form = saved_by(*ALL)
     gone: list[int] = []
 
@@ -172,7 +172,7 @@ FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("rank, settings, form", FORMS, ids=str)
 def test_bytes_on_both_sides_are_planned(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
-    """On one of two ranks; each storage takes whole blocks of 512 bytes."""
+    """Measures one of two ranks; each storage uses whole blocks of 512 bytes."""
     settings = {"pipeline_schedule": "1f1b", **SHAPE, **settings}
     config, plain = (tiny_config(2, pp=2, **{**settings, **more}) for more in (form, {}))
     stages = plan_stages(config)

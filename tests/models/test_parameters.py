@@ -1,4 +1,4 @@
-"""The parameters that stages build against the table in models/shapes.py."""
+"""Parameters of built stages against the table in models/shapes.py."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.models.stages import GPT, S, build, named, varied
 
 
 def tiny_preset(name: str) -> ModelConfig:
-    """The preset's family in small."""
+    """Return the preset's family as a small model."""
     config = parse_arguments(["--preset", name]).config
     model, groups = config.model, config.model.num_query_groups
     return varied(
@@ -34,7 +34,7 @@ def tiny_preset(name: str) -> ModelConfig:
 
 
 PRESETS = list({repr(tiny_preset(name)): name for name in preset_names()}.values())
-"""Of presets that are the same in small, one."""
+"""Of presets that are equal when small, test one."""
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -72,7 +72,7 @@ def check_initial(row: ParameterShape, values: torch.Tensor, model: ModelConfig)
 
 
 def test_what_sequence_parallelism_leaves_in_parts() -> None:
-    """Norms and the biases after the sum see a part of the sequence on each rank, the rest sees all of it."""
+    """Norms and biases after the sum have partial gradients on each rank; the other parameters have full ones."""
     group = Group("tp", (0, 1), 0)
     for sequence_parallel in (False, True):
         stage = build(GPT, tp=group, sequence_parallel=sequence_parallel)

@@ -1,4 +1,4 @@
-"""Recompute changes memory and not one bit of the gradients; and what leaves a tensor out of the saved ones."""
+"""Recompute changes memory and no bit of the gradients; tests of the saved tensors too."""
 
 from collections import Counter
 from typing import Any
@@ -69,7 +69,7 @@ class Products(TorchDispatchMode):
 
 
 def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Losses, gradients and the number of matrix products in the backward."""
+    """Return losses, gradients and the number of matrix products in the backward."""
     stage = build(model, dtype=dtype, recompute=plan).train()
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     auxiliary = AuxiliaryLosses(1 / B, 1 / (B * S), 1.0, torch.device("cpu"))

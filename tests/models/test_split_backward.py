@@ -1,4 +1,4 @@
-"""The model's backward in halves: to the bit the whole one's gradients, each matrix product and each recompute once."""
+"""A split backward has the bits of the whole one, and runs each matrix product and each recompute once."""
 
 from collections import Counter
 from typing import Any
@@ -42,7 +42,7 @@ def stage_of(model: ModelConfig, plan: Recompute, dtype: torch.dtype, *, main_gr
 
 
 def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, int], list[float]]:
-    """Gradients, matrix products by kind of action, and the losses that layers added."""
+    """Return gradients, matrix products by kind of action, and the auxiliary losses."""
     deferred = DeferredWeightGradients()
     attach_deferred(stage, deferred)
     draws = torch.Generator().manual_seed(1)
@@ -135,7 +135,7 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
-    """Norms, biases and the position table have their gradients in the first half, and a word table that is no head."""
+    """The first half computes gradients of norms, biases, the position table, and an untied word table."""
     stage = stage_of(MODELS[family], Recompute(), torch.float32)
     deferred = DeferredWeightGradients()
     attach_deferred(stage, deferred)
@@ -152,7 +152,7 @@ def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
 
 
 def test_terms_of_layers_count_once_where_the_forward_runs_ahead_of_its_recompute() -> None:
-    """A forward without a graph, then one with it, then the backward: as if the first had not been."""
+    """A forward without a graph, a forward with one, then the backward: the first changes nothing."""
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     found = []
     for ahead in (False, True):

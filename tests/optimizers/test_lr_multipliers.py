@@ -57,5 +57,5 @@ def test_buckets_are_planned_as_they_are_made() -> None:
 
 
 def test_a_pattern_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lr_multipliers has layer\.0\.\* in it, which matches no parameter"):
+    with pytest.raises(ConfigError, match=r"lr_multipliers has layer\.0\.\*, which matches no parameter"):
         build(RankContext(0), tiny_config(1, lr_multipliers=["layer.0.*=0.5"]))

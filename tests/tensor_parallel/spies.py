@@ -1,4 +1,4 @@
-"""A group whose other ranks are not there: it notes when collectives start and when they are waited for."""
+"""A group without other ranks that records when collectives start and are waited for."""
 
 from dataclasses import dataclass
 

@@ -14,7 +14,7 @@ KINDS = ("random", "extreme", "equal")
 
 
 def whole_logits(kind: str, padded: int) -> Tensor:
-    """[s, b, padded] with rubbish in the columns of the padding."""
+    """Draw [s, b, padded] with arbitrary values in the padding columns."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(S, B, padded, dtype=torch.float64, generator=generator)
     if kind == "extreme":
@@ -87,7 +87,7 @@ def fp16_on_padding(context: RankContext) -> list[float]:
 
 
 def test_a_rank_of_padding_alone_in_fp16() -> None:
-    """fp16 has no room for a very negative number; what stands in for it must still vanish."""
+    """fp16 cannot represent a very negative number; its replacement must still vanish."""
     true = whole_logits("random", 12)[..., :VOCAB].half().double()
     expected = F.cross_entropy(true.flatten(0, 1), labels().flatten(), reduction="none").tolist()
     for losses in run_ranks(4, fp16_on_padding):

@@ -1,4 +1,4 @@
-"""A backward in halves: what it sends, reports and holds. That the bits are the same `tests/models` shows."""
+"""A split backward: its messages, reports and memory. `tests/models` shows that the bits are the same."""
 
 import threading
 import weakref
@@ -19,7 +19,7 @@ S, B, H, F_SIZE, V = 8, 2, 12, 20, 24
 
 
 class Stack(torch.nn.Module):
-    """Table, gated MLP with biases, head; table and head may be one parameter."""
+    """A table, a gated MLP with biases, and a head; table and head may be one parameter."""
 
     def __init__(self, factory: ParameterFactory, *, tied: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def tokens(microbatch: int) -> Tensor:
 
 
 def gradients(stack: Stack) -> dict[str, Tensor]:
-    """By name, wherever they are; the parameters that have a main gradient have no other."""
+    """Return gradients by name; parameters with a main gradient have no other."""
     made = {}
     for name, parameter in sharded(stack).items():
         assert (parameter.grad is None) == (parameter.main_grad is not None), name
@@ -88,7 +88,7 @@ def traffic(context: RankContext) -> dict[str, int]:
 
 
 def test_inputs_are_gathered_again_for_the_weights_alone() -> None:
-    """Column-parallel layers (up, head) gather their input in W, and only there; I keeps what it needs itself."""
+    """Column-parallel layers (up, head) gather their input only in W; I keeps what it needs."""
     gathered = S * B * H * 4
     for found in run_ranks(2, traffic):
         assert found["W all-gather"] == 2 * gathered
@@ -98,7 +98,7 @@ def test_inputs_are_gathered_again_for_the_weights_alone() -> None:
 
 
 class Owed:
-    """A gradient that notes what is asked of it."""
+    """A gradient that records its calls."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
@@ -169,7 +169,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
 
 
 def test_backwards_of_other_threads_are_recorded() -> None:
-    """Autograd runs the backward of CUDA tensors in a thread of the device."""
+    """Autograd runs the backward of CUDA tensors in a separate thread."""
     stacks = [build(Group.solo("tp"), tied=True) for _ in range(2)]
     deferred = DeferredWeightGradients()
     attach_deferred(stacks[0], deferred)

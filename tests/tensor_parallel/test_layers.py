@@ -28,12 +28,12 @@ def factory(tp: Group, sequence_parallel: bool) -> ParameterFactory:
 
 
 def local(parameter: ShardedParameter, full: Tensor) -> Tensor:
-    """The parameter's slice of a full tensor."""
+    """Return the parameter's slice of a full tensor."""
     return full[tuple(slice(start, stop) for start, stop in parameter.info.spec.slice)]
 
 
 def prepare(parameter: ShardedParameter | None, full: Tensor, main_grad: bool) -> list[int]:
-    """Give a parameter its slice of `full`; returns a list that grows with each call of grad_ready."""
+    """Give a parameter its slice of `full`; return a list that grows with each call of grad_ready."""
     calls: list[int] = []
     if parameter is not None:
         parameter.data.copy_(local(parameter, full))
@@ -82,7 +82,7 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
         assert torch.equal(layer(ours_x), ours)
 
     def columns(full: Tensor) -> Tensor:
-        """This rank's columns of [s, b, o]."""
+        """Return this rank's columns of [s, b, o]."""
         return part(full.view(S, B, *shape[:-1]), tp, 1 + len(shape) - 1).flatten(2)
 
     close(ours, columns(y), "output")

@@ -1,4 +1,4 @@
-"""Each autograd pair against its definition: what forward gives and what backward sends back."""
+"""Each autograd pair against its definition, forward and backward."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def drawn(seed: int, rows: int) -> Tensor:
 
 
 def tensors_of(name: str, rank: int, tp: int) -> tuple[Tensor, Tensor]:
-    """A rank's input and the gradient of its output; all ranks' differ."""
+    """Return a rank's input and output gradient, which differ between ranks."""
     rows_in = S // tp if name in SPLIT_INPUT else S
     rows_out = S // tp if name in SPLIT_OUTPUT else S
     return drawn(rank, rows_in), drawn(100 + rank, rows_out)

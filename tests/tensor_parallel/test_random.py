@@ -1,4 +1,4 @@
-"""Initial weights and dropout masks are the same in every layout, and distributed as they should be."""
+"""Initial weights and dropout masks are the same in every layout, with the right distribution."""
 
 import hashlib
 
@@ -51,7 +51,7 @@ def test_blocks_names_and_seeds_are_independent() -> None:
 
 
 def test_the_definition_has_not_changed() -> None:
-    """Runs are repeated from their seed: other weights for the same seed would be a break of that promise."""
+    """Runs are repeated from their seed, so a seed's weights must never change."""
     values = whole((130, 2), 0, name="layers.0.mlp.up.weight", seed=1234).float()
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "4bd425adf7fad3e5"
 
@@ -117,7 +117,7 @@ def test_sites_samples_and_seeds_are_independent() -> None:
 
 
 def test_keep_mask_of_attention_probabilities() -> None:
-    """Of three heads on one rank, and of the last of them on another."""
+    """Three heads on one rank, and the last of them on another."""
     mask, other = (torch.zeros(4, heads, 30, 40, dtype=torch.bool) for heads in (3, 1))
     STREAM.fill(mask, torch.arange(30), 0.1, site="layers.0.attention")
     STREAM.fill(other, torch.arange(30), 0.1, site="layers.0.attention", first_head=2)
@@ -127,7 +127,7 @@ def test_keep_mask_of_attention_probabilities() -> None:
 
 
 def test_masks_stay_as_they_are() -> None:
-    """A run that continues with another version drops what it would have dropped."""
+    """A run that continues with another version drops the same elements."""
     mask = torch.zeros(4, 2, 30, 40, dtype=torch.bool)
     STREAM.fill(mask, torch.arange(30), 0.1, site="layers.0.attention")
     assert hashlib.sha256(mask.numpy().tobytes()).hexdigest()[:16] == "8eab4778c327f889"
@@ -139,7 +139,7 @@ GATED, DOWN = (4, 2, 192, 6), (4, 6, 192)
 def made(
     shape: tuple[int, ...], dim: int, ep: tuple[int, int] = (0, 1), etp: tuple[int, int] = (0, 1)
 ) -> ShardedParameter:
-    """As made on rank `ep[0]` of `ep[1]` and `etp[0]` of `etp[1]`."""
+    """Draw as rank `ep[0]` of `ep[1]` and `etp[0]` of `etp[1]`."""
     factory = ParameterFactory(
         tp=Group("tp", (0, 1), 1),
         ep=Group("ep", tuple(range(ep[1])), ep[0]),

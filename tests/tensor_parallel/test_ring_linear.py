@@ -1,4 +1,4 @@
-"""Layers that multiply while rows travel against the same layers that gather first and scatter after."""
+"""Layers with overlapped communication against the same layers that gather first and scatter after."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def layers(tp: Group, dtype: torch.dtype, *, bias: bool) -> list[Layer]:
 
 
 def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: bool) -> Numbers:
-    """Forward and backward of this rank's part, with bias gradients and the number of reports."""
+    """Run forward and backward of this rank's part; return also bias gradients and the number of reports."""
     layer.overlap = overlap
     dtype, deferred, reports = layer.weight.dtype, DeferredWeightGradients(), []
     layer.weight.deferred = deferred

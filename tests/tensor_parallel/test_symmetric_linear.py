@@ -1,4 +1,4 @@
-"""Layers by symmetric memory: torch's operators, by their signatures, with what torch puts in their place without a GPU."""
+"""Layers with symmetric memory: torch's operators, by their signatures, with torch's fallbacks on the CPU."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _library: list[torch.library.Library] = []
 
 
 def stand_in() -> None:
-    """Give the operators of this process torch's own fallbacks on the CPU: they gather or reduce over the group by name."""
+    """Register torch's CPU fallbacks for the operators: they gather or reduce over the group by name."""
     if not _library:
         _library.append(torch.library.Library("symm_mem", "IMPL"))
         gather = symmetric_memory._fused_all_gather_matmul_fallback
@@ -50,7 +50,7 @@ def test_symmetric_memory_gives_the_numbers_of_the_whole(tp: int) -> None:
 
 
 def trial(context: RankContext, wrong: str) -> str | None:
-    """What a trial on two ranks says, with operators that are right, or of which those of rank 1 are not."""
+    """Return the self-check's results on two ranks, with right operators, or wrong ones on rank 1."""
     stand_in()
     tp, gather = context.topology(tp=2).tp, SymmetricMemory.gather
 
@@ -85,7 +85,7 @@ def test_it_is_tried_before_it_is_used(wrong: str, reasons: list[str | None]) ->
 
 
 def test_torch_has_the_operators() -> None:
-    """Their signatures are those that are called here."""
+    """The operators have the signatures that the code uses."""
     schema = {name: str(getattr(torch.ops.symm_mem, name).default._schema) for name in overlapped_linear._OPERATORS}
     assert (
         "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"

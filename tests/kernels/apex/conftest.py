@@ -1,4 +1,4 @@
-"""Puts the stand-ins of apex's extensions on the path, as an installation of apex would."""
+"""Puts stand-ins of apex's extensions on the path, like an installation of apex."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ Adapter = Callable[[str], ModuleType]
 
 
 def forget() -> None:
-    """As in a process that has not looked for apex."""
+    """Run in a process without cached apex probes."""
     for name in ("apex", *EXTENSIONS, *(f"megalite.kernels.apex.{adapter}" for adapter in ADAPTERS)):
         sys.modules.pop(name, None)
     for probe in (probes.apex_extensions, probes.why_not_extension, why_not_apex, self_check._why_wrong):
@@ -28,7 +28,7 @@ def forget() -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing of apex has been looked for, before and after."""
+    """Clear all apex probes before and after the test."""
     forget()
     yield
     forget()
@@ -36,13 +36,13 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def adapter(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Adapter:
-    """A module of megalite.kernels.apex, on the stand-ins."""
+    """Import a module of megalite.kernels.apex with the stand-ins."""
     monkeypatch.syspath_prepend(RECORDED)
     return lambda name: importlib.import_module(f"megalite.kernels.apex.{name}")
 
 
 @pytest.fixture
 def installed(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> Adapter:
-    """As on a machine with apex, whose kernels take the CPU."""
+    """Simulate a machine with apex, with kernels that run on the CPU."""
     monkeypatch.setattr("megalite.kernels.registry.why_not_apex", lambda device: None)
     return adapter

@@ -44,22 +44,22 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def require(true: bool, what: str) -> None:
-    """As TORCH_CHECK."""
+    """Check like TORCH_CHECK."""
     if not true:
         raise RuntimeError(what)
 
 
 def contiguous(*tensors: Tensor) -> None:
-    """They lie densely in memory."""
+    """Require contiguous tensors."""
     for tensor in tensors:
         require(tensor.is_contiguous(), f"must be contiguous: {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 def of_type(tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """As data_ptr<T>() and the dispatch macros."""
+    """Check types like data_ptr<T>() and the dispatch macros."""
     require(tensor.dtype in dtypes, f"expected scalar type {dtypes} but found {tensor.dtype}")
 
 
 def some_blocks(count: int) -> None:
-    """A grid of no blocks cannot be launched."""
+    """Require elements: an empty grid cannot be launched."""
     require(count > 0, "CUDA error: invalid configuration argument")

@@ -1,4 +1,4 @@
-"""Which apex is there, found on folders as they are installed."""
+"""Detection of apex, on folders laid out like installations."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def site(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nvidias(site: Path) -> Path:
-    """With NVIDIA's apex, without extensions."""
+    """Install NVIDIA's apex without extensions."""
     write(site, "apex/__init__.py", *(f"apex/{file}" for file in probes._FILES))
     return site
 
@@ -37,7 +37,7 @@ def test_none(site: Path) -> None:
 
 @pytest.mark.parametrize("files", [("apex/__init__.py", "apex/auth.py"), ("apex.py",), ("apex/models.py",)])
 def test_the_one_of_pypi(site: Path, files: tuple[str, ...]) -> None:
-    """A package, a module, and a folder without __init__; an extension's name beside it helps nothing."""
+    """Install another apex as package, module or namespace folder; an extension next to it changes nothing."""
     write(site, *files, "amp_C.py")
     found, reason = probes.apex_extensions()
     assert found is None

@@ -1,4 +1,4 @@
-"""LAMB by apex's functions: numbers, what must not reach them, and what they must not do."""
+"""LAMB by apex's functions: numbers, arguments that must not reach them, and effects that they must not have."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_one_step(adapter: Adapter, n: int, step: int, settings: dict[str, float
 
 
 def test_directions_are_corrected_for_the_betas_that_apex_has(adapter: Adapter) -> None:
-    """From the first step on: fp32 powers, as apex would have them, are 1.5e-5 off at the second."""
+    """Bias corrections are exact from the first step: apex's fp32 powers have an error of 1.5e-5 at the second."""
     fresh = [*piece(3000)[:2], torch.zeros(3000), torch.zeros(3000)]
     terms = {**TERMS, "eps": 1e-8, "weight_decay": 0.0, "rate": 0.3}
     right = [tensor.double() for tensor in fresh]
@@ -61,7 +61,7 @@ def test_a_long_gradient_is_not_clipped(adapter: Adapter) -> None:
 
 
 def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
-    """Also where their squares run over, since something stands in the gradient's place."""
+    """Infinite squares of moments do not spread, although another tensor replaces the gradient."""
     param, _, exp_avg, exp_avg_sq = piece(300)
     exp_avg[:3] = torch.tensor([3e38, -3e38, 1e-30])
     before = exp_avg.clone(), exp_avg_sq.clone()
@@ -70,7 +70,7 @@ def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
 
 
 def test_nothing_to_update(adapter: Adapter) -> None:
-    """No launch, which would fail; and norms of nothing."""
+    """Empty tensors launch no kernel, which would fail, and have norms of 0."""
     found = run(kernel(adapter), [torch.empty(0) for _ in range(4)], **TERMS, step=1, rate=1.0)
     assert found["norms"].tolist() == [0.0, 0.0]
 

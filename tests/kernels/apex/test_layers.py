@@ -1,4 +1,4 @@
-"""apex's kernels of the layers against float64, through stand-ins that take what apex takes."""
+"""apex's layer kernels against float64, through stand-ins with apex's signatures."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def assert_near(found: list[Tensor], exact: list[Tensor], limit: float) -> None:
 
 
 def through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients, for a gradient that is not dense, as of a permuted output."""
+    """Return output and gradients, for a gradient that is not contiguous, like that of a permuted output."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
     y = function(*leaves)
     grad = torch.arange(y.numel()).view(y.shape).double().cos().to(y.dtype)
@@ -117,7 +117,7 @@ def test_scores_that_are_refused(adapter: Adapter, shape: tuple[int, int, int], 
 
 
 def test_the_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own parameter is of the scores' type."""
+    """The kernel's own scale parameter has the scores' type."""
     layers, seen = adapter("layers"), []
     kernels = probes.extension("scaled_upper_triang_masked_softmax_cuda")
     monkeypatch.setattr(kernels, "forward", lambda scores, scale: (seen.append(scale), scores)[1])
@@ -127,7 +127,7 @@ def test_the_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPa
 
 
 def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[n, v], and labels of which some are 0."""
+    """Draw [n, v] logits, and labels with some zeros."""
     labels = torch.randint(40, (12,), generator=torch.Generator().manual_seed(0))
     labels[::4] = 0
     return (5 * drawn(12, 40)).to(dtype), labels
@@ -159,7 +159,7 @@ def test_parts_of_the_vocabulary_add_up(adapter: Adapter, dtype: torch.dtype, pa
 
 
 def test_token_0_is_a_token(adapter: Adapter) -> None:
-    """apex's own wrapper takes 0 for padding, without loss or gradient."""
+    """apex's own wrapper treats label 0 as padding, without loss or gradient."""
     module, (logits, labels) = adapter("layers"), logits_and_labels(torch.float32)
     logits.requires_grad_()
     kernel = module.cross_entropy_forward, module.cross_entropy_backward
@@ -183,7 +183,7 @@ def test_weight_gradients_are_added(adapter: Adapter, dtype: torch.dtype, wide: 
 
 
 def test_no_rows(adapter: Adapter) -> None:
-    """No launch, which would fail."""
+    """Empty inputs launch no kernel, which would fail."""
     layers = adapter("layers")
     x, factors = torch.empty(4, 0, 32, requires_grad=True), [torch.ones(32, requires_grad=True) for _ in "ab"]
     for function, count in ((layers.rmsnorm, 1), (layers.layernorm, 2)):

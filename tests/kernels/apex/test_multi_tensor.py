@@ -1,4 +1,4 @@
-"""apex's Adam and gradient norm: numbers, types, clipping, and the lists that it would not finish."""
+"""apex's Adam and gradient norm: numbers, types, clipping, and lists with empty tensors."""
 
 import sys
 
@@ -13,7 +13,7 @@ SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay
 
 
 def state(n: int, grad: torch.dtype) -> list[torch.Tensor]:
-    """param, grad, exp_avg, exp_avg_sq."""
+    """Draw param, grad, exp_avg and exp_avg_sq."""
     generator = torch.Generator().manual_seed(n)
     param, gradient = (torch.randn(n, generator=generator) for _ in range(2))
     return [param, gradient.to(grad), torch.zeros(n), torch.zeros(n)]
@@ -41,7 +41,7 @@ def test_three_updates(adapter: Adapter, grad: torch.dtype, copy: torch.dtype | 
 
 
 def test_it_clips_once(adapter: Adapter) -> None:
-    """The factor is all the clipping there is."""
+    """The factor is the only clipping."""
     calls = []
     module = adapter("multi_tensor")
     real = module.amp_C.multi_tensor_adam
@@ -54,7 +54,7 @@ def test_it_clips_once(adapter: Adapter) -> None:
 
 
 def test_bf16_parameters_are_refused(installed: Adapter) -> None:
-    """apex would update them in place of fp32 copies, whatever `master_weights` says."""
+    """apex would update bf16 parameters in place without fp32 copies, whatever `master_weights` says."""
     use = KernelUse("cpu", torch.bfloat16, 64)
     assert IMPLEMENTATIONS["adam"]["apex"].why_not(use) == "it supports float32, not bfloat16"
     param = torch.zeros(4, dtype=torch.bfloat16)

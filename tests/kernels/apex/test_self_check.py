@@ -1,4 +1,4 @@
-"""Kernels of apex serve after they have given torch's numbers, and not otherwise."""
+"""apex kernels are chosen only after they matched torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_wrong_kernel_is_refused(installed: Adapter, operation: str, monkeypat
 
 
 def test_another_version_is_a_reason(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an apex whose backward has one parameter less."""
+    """Simulate an apex with a backward that lacks a parameter."""
     module = __import__("fused_layer_norm_cuda")
     real = module.rms_backward_affine
     monkeypatch.setattr(module, "rms_backward_affine", lambda a, b, c, d, e, f: real(a, b, c, d, e, f, False))

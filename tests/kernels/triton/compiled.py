@@ -33,7 +33,7 @@ MULTIPROCESSORS = 132  # of an H100
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as one launch of a call would run it."""
+    """One kernel with the arguments of one launch."""
 
     call: str
     kernel: str
@@ -46,7 +46,7 @@ class Compiled:
 
 
 class Hopper:
-    """As much of a driver as compiling needs."""
+    """The part of a driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -59,7 +59,7 @@ class Hopper:
 
 
 def entry_kernels() -> Iterator[str]:
-    """The functions of the package that are launched, or handed to one that is: those that no other kernel calls."""
+    """Return the package's kernels: the jitted functions that no other kernel calls."""
     kernels: dict[str, Any] = {}
     for module in pkgutil.iter_modules(megalite.kernels.triton.__path__):
         loaded = importlib.import_module(f"megalite.kernels.triton.{module.name}")
@@ -75,7 +75,7 @@ def entry_kernels() -> Iterator[str]:
 
 
 def describe(call: str, kernel: JITFunction, compiled: Any) -> Compiled:
-    """What the machine code uses, as cuobjdump reads it, and how the assembler's source goes to memory."""
+    """Return the machine code's resources from cuobjdump, and the widths of memory accesses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
@@ -94,7 +94,7 @@ def describe(call: str, kernel: JITFunction, compiled: Any) -> Compiled:
 
 
 def widths(instruction: str, ptx: str) -> dict[int, int]:
-    """Bits of a thread's access -> number of such instructions: `ld.global.v4.b32` has 128."""
+    """Return bits of a thread's access -> number of such instructions; `ld.global.v4.b32` has 128."""
     found: Counter[int] = Counter()
     for count, bits in re.findall(rf"\b{re.escape(instruction)}\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx):
         found[int(count or 1) * int(bits)] += 1
@@ -102,7 +102,7 @@ def widths(instruction: str, ptx: str) -> dict[int, int]:
 
 
 def compile_all(calls: Mapping[str, Callable[[], object]]) -> Iterator[Compiled]:
-    """Every kernel that the calls launch, each variant once."""
+    """Yield every kernel that the calls launch, each variant once."""
     launched: list[tuple[JITFunction, Any]] = []
 
     def compile_alone(kernel: JITFunction, grid: Any) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""The device of the kernels' tests: where there is no CUDA device, Triton's interpreter runs them."""
+"""The device of the kernels' tests: without a CUDA device, Triton's interpreter runs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ CUDA = torch.cuda.is_available()
 
 @pytest.fixture(autouse=not CUDA, scope="session")
 def _rounding_to_fp8() -> None:
-    """The interpreter loses the carry where rounding reaches the next power of two; devices round as torch does (cvt.rn)."""
+    """Fix the interpreter, which loses the carry if rounding reaches the next power of two; devices keep it."""
     from triton.runtime import interpreter
 
     formats = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -28,13 +28,13 @@ def _rounding_to_fp8() -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """A CUDA device, or the CPU with the kernels interpreted."""
+    """Return a CUDA device, or the CPU with interpreted kernels."""
     return torch.device("cuda" if CUDA else "cpu")
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, so that what a kernel leaves out shows."""
+    """Fill new memory with NaN, to reveal elements that a kernel does not write."""
     monkeypatch.setattr(torch, "empty", _full_of_nan(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _full_of_nan(torch.empty_like))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""The interpreter cuts bf16 off where a GPU rounds it: 3.3e-3, not 1.7e-3, of the 4e-3."""
+"""The interpreter truncates bf16 while a GPU rounds: an error of 3.3e-3 instead of 1.7e-3, with a limit of 4e-3."""
 
 DTYPES = tuple(LIMITS)
 
@@ -17,20 +17,20 @@ Outputs = Tensor | tuple[Tensor, ...]
 def numbers(
     *shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Normally distributed, and the same each time on a device. Drawn there: those of large models take a host minutes."""
+    """Draw normal numbers, the same each time on a device. Drawn on the device: large ones take minutes on a host."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
 
 
 def distance(ours: Tensor, exact: Tensor) -> float:
-    """|ours - exact| / |exact|; |ours| where exact is 0."""
+    """Return |ours - exact| / |exact|, or |ours| if exact is 0."""
     ours, exact = ours.detach().double(), exact.detach().double()
     scale = exact.norm().item()
     return (ours - exact).norm().item() / (scale or 1.0)
 
 
 def assert_near(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
-    """Within `limit`, by default that of our type; shapes equal, no NaN."""
+    """Check shapes, NaN, and the distance to `limit`, by default that of our type."""
     assert ours.shape == exact.shape
     found = distance(ours, exact)
     assert found <= (LIMITS[ours.dtype] if limit is None else limit), found
@@ -39,7 +39,7 @@ def assert_near(ours: Tensor, exact: Tensor, limit: float | None = None) -> None
 def run(
     function: Callable[..., Outputs], inputs: Tensors, grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and the gradients of the inputs of float types; both are checked to have their types."""
+    """Return outputs and the gradients of float inputs, after a check of their types."""
     leaves = [
         value.detach().requires_grad_() if value is not None and value.is_floating_point() else value
         for value in inputs
@@ -58,7 +58,7 @@ def run(
 def compare(
     ours: Callable[..., Outputs], exact: Callable[..., Outputs], inputs: Tensors, limit: float | None = None
 ) -> None:
-    """Outputs and gradients of one function against those of another in float64, within `limit` or the type's."""
+    """Compare outputs and gradients of one function with another's in float64, within `limit` or the type's limit."""
     wide = [value.double() if value is not None and value.is_floating_point() else value for value in inputs]
     with torch.no_grad():
         made = exact(*wide)
@@ -73,7 +73,7 @@ def compare(
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> Tensor:
-    """LayerNorm by its definition, RMSNorm without `bias`; `offset` is added to the weight."""
+    """LayerNorm by its definition, or RMSNorm without `bias`; `offset` is added to the weight."""
     centred = x if bias is None else x - x.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight)
     return normed if bias is None else normed + bias

@@ -1,4 +1,4 @@
-"""Calls of every Triton kernel at the sizes of real models, on tensors that hold no memory."""
+"""Calls of every Triton kernel at the sizes of real models, on tensors without memory."""
 
 from collections.abc import Callable, Mapping
 

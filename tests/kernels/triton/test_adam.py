@@ -16,7 +16,7 @@ def random(n: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def start(n: int, device: torch.device) -> list[Tensor]:
-    """param, exp_avg and exp_avg_sq before the first step."""
+    """Draw param, exp_avg and exp_avg_sq before the first step."""
     return [random(n, device), torch.zeros(n, device=device), torch.zeros(n, device=device)]
 
 
@@ -99,7 +99,7 @@ def test_nothing_beyond_the_shard_is_touched(device: torch.device) -> None:
 
 
 def test_moments_settle_where_the_gradient_stays(device: torch.device) -> None:
-    """With rates that fp32 does not hold, too: here beta·m + (1 - beta)·g would come to rest 1e-6 beside g²."""
+    """Also with rates that fp32 cannot represent: here beta·m + (1 - beta)·g would converge 1e-6 away from g²."""
     grad = torch.full((3,), 1.7, device=device)
     state = [torch.ones(3, device=device), grad.clone(), grad.square()]
     for step in (1, 2, 3):
@@ -109,7 +109,7 @@ def test_moments_settle_where_the_gradient_stays(device: torch.device) -> None:
 
 
 def test_late_steps_are_corrected_in_double(device: torch.device) -> None:
-    """At a million steps and beta2 = 0.999999 the correction is 0.632, of which fp32 powers lose 1 in a hundred."""
+    """At step 1e6 with beta2 = 0.999999 the correction is 0.632, on which fp32 powers would have an error of 1 %."""
     state = [torch.zeros(1, device=device), torch.ones(1, device=device), torch.ones(1, device=device)]
     settings = {**SETTINGS, "beta2": 0.999999, "lr": 1.0, "weight_decay": 0.0}
     exact = in_float64([x.double() for x in state], torch.ones(1).double().to(device), 10**6, **settings)
@@ -123,7 +123,7 @@ def test_no_elements(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements() -> None:
-    """The last elements lie beyond what 32 bits reach, and the copy is whole."""
+    """The last elements need 64-bit offsets, and the copy is complete."""
     n, device = 2**31 + 5, torch.device("cuda")
     state = [torch.ones(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)]
     grad = torch.empty(n, dtype=torch.bfloat16, device=device).normal_()

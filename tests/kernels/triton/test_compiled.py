@@ -1,4 +1,4 @@
-"""Every Triton kernel, compiled for a Hopper GPU at the sizes of real models: nothing spills, and loads are wide."""
+"""Compiles every Triton kernel for a Hopper GPU at the sizes of real models: no spills, and wide loads."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from tests.kernels.triton.real_sizes import CALLS
 
 ROOT = Path(__file__).parents[3]
 NO_STREAMS = ("cross_entropy._merge", "dropout.dropout_mask_kernel")
-"""Of a few numbers a row, where there are few rows; draws numbers, and reads the places of rows alone."""
+"""Kernels with few numbers per row, few rows, random draws, or that read only row positions."""
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the program says, from an empty cache."""
+    """Return the program's output, with an empty cache."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     done = subprocess.run(
@@ -40,7 +40,7 @@ def bits(accesses: Mapping[str, int]) -> int:
 
 
 SPILLED = {"add_norm 2048 layer dropout": 96}
-"""Bytes per thread. Triton 3.6 spills nothing here either; 3.7 spills 88, and 8 without the loads of the next turn."""
+"""Bytes per thread. Triton 3.6 spills nothing here either; 3.7 spills 88, or 8 without prefetching."""
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -1,4 +1,4 @@
-"""The cross-entropy kernels against torch in float64, alone and merged over shards of the vocabulary."""
+"""The cross-entropy kernels against torch in float64, alone and merged over vocabulary shards."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def random_labels(n: int, v: int, device: torch.device) -> Tensor:
 
 
 def expected(logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and gradients, in float64."""
+    """Return losses and gradients in float64."""
     exact = logits.double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     return loss.detach(), torch.autograd.grad(loss, exact, grad.double())[0]
 
 
 def ours(shards: list[Tensor], labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by the kernels, the columns of `shards` merged as ranks merge them."""
+    """Return the kernels' losses and gradients, with the columns of `shards` merged like ranks."""
     firsts = [sum(shard.shape[1] for shard in shards[:i]) for i in range(len(shards))]
     parts = [cross_entropy_forward(shard, labels, first) for shard, first in zip(shards, firsts, strict=True)]
     stats = torch.stack([part for part, _ in parts])
@@ -72,7 +72,7 @@ def test_shards_of_the_vocabulary(ranks: int, device: torch.device) -> None:
 
 
 def test_many_rows_take_a_program_each(device: torch.device) -> None:
-    """And few rows several: here the other tests' rows are cut where they have more than a block."""
+    """Few rows use several programs each; the other tests' rows are split if they have more than one block."""
     assert cut(3, WIDEST + 17, 8).parts == 2
     assert cut(8, WIDEST + 17, 8).parts == 1
     logits = random_logits(8, WIDEST + 17, device).float()
@@ -96,7 +96,7 @@ def test_no_rows(device: torch.device) -> None:
 
 
 def test_rows_that_lie_apart_and_the_gradient_in_their_place(device: torch.device) -> None:
-    """Neither what lies between the rows is touched, nor is anything as large as the logits made."""
+    """Memory between rows does not change, and nothing of the logits' size is allocated."""
     wide = random_logits(4, 96, device).bfloat16()
     before = wide.clone()
     logits = wide[:, 7:84]
@@ -134,7 +134,7 @@ def test_columns_of_minus_infinity_take_no_part(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_rank_with_nothing_but_padding(dtype: torch.dtype, device: torch.device) -> None:
-    """Padding is half the lowest number of the type; it changes nothing and gets no gradient."""
+    """Padding columns, half the type's lowest number, change nothing and get no gradient."""
     logits, labels = random_logits(5, 100, device).to(dtype), random_labels(5, 100, device)
     padding = torch.full((5, 100), torch.finfo(dtype).min / 2, dtype=dtype, device=device)
     grad = torch.ones(5, device=device)
@@ -176,7 +176,7 @@ def test_twice_the_same_bits(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_logits() -> None:
-    """The last rows lie beyond what 32 bits reach; memory that no program wrote would show as NaN."""
+    """The last rows need 64-bit offsets; unwritten memory would be NaN."""
     n, v = 16384 + 64, 131072
     logits = torch.empty(n, v, dtype=torch.bfloat16, device="cuda").normal_()
     labels = torch.randint(v, (n,), device="cuda")

@@ -1,4 +1,4 @@
-"""Dropout masks against the generator's published definition, in plain integers, by numpy and by Triton."""
+"""Dropout masks against the generator's published definition in plain integers, by numpy and by Triton."""
 
 import math
 
@@ -36,7 +36,7 @@ def defined(sample: int, head: int, row: int, width: int, p: float) -> list[bool
 
 
 def test_the_generator_is_that_of_the_paper() -> None:
-    """A line of the authors' known answers."""
+    """One line of the authors' known answers."""
     assert philox([0] * 4, [0] * 2) == [
         *(0x16554D9ECA36314C, 0xDB20FE9D672D0FDC),
         *(0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),

@@ -1,4 +1,4 @@
-"""Scaling and rounding to fp8 by Triton, to the bit as by torch."""
+"""Triton's fp8 scaling and rounding have the same bits as torch's."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ SHAPES = [
     *((shape, False) for shape in ((1, 1), (70, 130), (2, 9000))),
     *((shape, True) for shape in ((3, 40), (70, 130))),
 ]
-"""The interpreter runs a program for each row: of turned matrices for each column."""
+"""The interpreter runs one program per row, or per column of transposed matrices."""
 
 
 def drawn(shape: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Elements of many sizes, some of them below what fp8 holds beside the largest."""
+    """Draw elements of many magnitudes, some too small for fp8 next to the largest."""
     x = numbers(*shape, seed=shape[1])
     return (x * torch.logspace(-6, 1, shape[0], dtype=x.dtype)[:, None]).to(device, dtype)
 

@@ -1,4 +1,4 @@
-"""Whole training steps with Triton's kernels in every place that has one, against torch's."""
+"""Training steps with all Triton kernels against torch's."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SMALL = {
 def run(
     settings: dict[str, Any], kernels: list[str], device: torch.device
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
-    """Losses and norms of two steps, the weights after them, and what served."""
+    """Return losses and norms of two steps, the weights after them, and the chosen kernels."""
     config = tiny_config(**{**settings, **SMALL}, kernels=kernels, device=device.type)
     runner = Runner(build_replica(config, Topology.solo(device)))
     numbers = []

@@ -1,4 +1,4 @@
-"""The norm of gradients by Triton and by torch against float64."""
+"""The gradient norm by Triton and by torch against float64."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def random(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> 
 
 
 def expected(*tensors: Tensor) -> Tensor:
-    """Summed without rounding: torch's own sum of many squares would be the less exact of the two."""
+    """Compute the exact sum: torch's own sum of many squares would be less exact than the kernel's."""
     squares = torch.cat([x.double().flatten() for x in tensors]).square()
     return torch.tensor(math.sqrt(math.fsum(squares.tolist())), dtype=torch.float64, device=tensors[0].device)
 
@@ -35,7 +35,7 @@ def expected(*tensors: Tensor) -> Tensor:
     ids=str,
 )
 def test_sizes(sizes: list[int], l2norm: Norm, device: torch.device) -> None:
-    """More blocks than programs, a last block in part, none at all."""
+    """More blocks than programs, a partial last block, or no elements."""
     tensors = [random(n, device) for n in sizes]
     found = l2norm(tensors)
     assert found.shape == ()
@@ -51,7 +51,7 @@ def test_types_together(l2norm: Norm, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["large", "small", "many small beside a large", "inf", "nan", "a piece"])
 def test_numbers_that_fp32_cannot_add_up(kind: str, l2norm: Norm, device: torch.device) -> None:
-    """Squares beyond its range, small ones beside a large; what is no number shows; a piece of a buffer."""
+    """Squares beyond fp32's range, small ones next to large ones, NaN and infinity, and a piece of a buffer."""
     x = random(BLOCK + 9, device)
     if kind in ("large", "small"):
         x *= 1e30 if kind == "large" else 1e-30
@@ -71,7 +71,7 @@ def test_twice_the_same_bits(l2norm: Norm, device: torch.device) -> None:
 
 @pytest.mark.parametrize("shards", [3, 64])
 def test_where_it_is_cut_does_not_show_in_fp32(shards: int, l2norm: Norm, device: torch.device) -> None:
-    """Elements of many sizes, cut as shards of a data-parallel group are and added up over its ranks."""
+    """Elements of many magnitudes, split like data-parallel shards and summed over their ranks."""
     grad = random(64 * 1000, device) * torch.logspace(-6, 2, 64 * 1000, device=device)
     total = l2norm([grad]).square()
     parts = torch.stack([l2norm([part]).square() for part in grad.chunk(shards)]).sum()

@@ -27,7 +27,7 @@ def test_one_step(kernel: Any, n: int, step: int, weight_decay: float, device: t
 
 
 def test_ten_steps(device: torch.device) -> None:
-    """Nothing adds up, and second moments keep the digits of 1 - β₂."""
+    """Errors do not accumulate, and second moments keep the digits of 1 - β₂."""
     n = BLOCK + 5
     ours = [*piece(n, device=device)[:2], *(torch.zeros(n, device=device) for _ in range(2))]
     right = [tensor.double() for tensor in ours]
@@ -42,7 +42,7 @@ def test_ten_steps(device: torch.device) -> None:
 
 
 def test_moments_settle_where_the_gradient_stays(device: torch.device) -> None:
-    """With rates that fp32 does not hold, too: beta·m + (1 - beta)·g would come to rest beside g."""
+    """Also with rates that fp32 cannot represent: beta·m + (1 - beta)·g would not converge to g."""
     grad = piece(64, device=device)[1]
     tensors = [torch.ones_like(grad), grad, grad.clone(), grad.square()]
     for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Kernels between matrix products, by Triton and by torch, against their definitions in float64, with gradients from those."""
+"""Kernels between matrix products, by Triton and by torch, against their definitions and gradients in float64."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def exact_sum(branch: Tensor, bias: Tensor | None, keep: Tensor | None, residual
 
 
 def exact_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A pair (x_i, x_{i+d/2}) is one complex number."""
+    """Rotate pairs (x_i, x_{i+d/2}) as complex numbers."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.double(), sin.double())
     return torch.cat((turned.real, turned.imag), dim=-1)
@@ -50,7 +50,7 @@ def exact_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, its definition, and its inputs: of tensors of the activations' shape and of vectors, by seed."""
+    """A kernel, its definition, and its inputs: tensors of the activations' shape and vectors, by seed."""
 
     ours: Callable[..., Outputs]
     exact: Callable[..., Outputs]
@@ -95,7 +95,7 @@ def gated_case(ours: Any, activate: Callable[[Tensor], Tensor]) -> Case:
 
 
 def rope_case(own_positions: bool) -> Case:
-    """The tables are bound to the function, as they get no gradient."""
+    """Bind the tables to the function, because they get no gradient."""
     return Case(
         lambda x: rope.rope(x, *tables(x, own_positions)),
         lambda x: exact_rope(x, *tables(x, own_positions)),
@@ -151,7 +151,7 @@ FORMS = (
     "rope",
 )
 EACH_FORM = pytest.mark.parametrize("name", FORMS)
-"""The others differ in what is computed of an element, not in which elements are read and written."""
+"""The other kernels differ in arithmetic per element, not in the elements that they read and write."""
 NORMS = [name for name in CASES if "norm" in name]
 LARGE = (*((1027, n) for n in (128, 2048, 5120, 5504, 8192, 12288, 28672, 65536)),)
 
@@ -204,7 +204,7 @@ def test_every_form_of_the_sum(kernel: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [*NORMS, "torch rmsnorm", "torch layernorm"])
 def test_rows_longer_than_a_block(name: str, device: torch.device) -> None:
-    """The forward has its own kernel for these; in float64 the backward has for 2049 elements."""
+    """The forward has a separate kernel for these sizes; in float64 the backward has one for 2049 elements."""
     case, n = (CASES | TORCHS)[name], 8192 + 8
     slope = torch.linspace(0.0, 50.0, n, dtype=torch.float64, device=device)  # blocks have means of their own
     inputs = drawn(case, (2, n), device, view=lambda x: x + slope)
@@ -232,7 +232,7 @@ def test_any_strides(name: str, view: str, device: torch.device) -> None:
 
 @EACH_FORM
 def test_an_expanded_gradient(name: str, device: torch.device) -> None:
-    """That of a sum has strides of 0."""
+    """The gradient of a sum has strides of 0."""
     case = CASES[name]
     inputs, one = drawn(case, (4, 3, 2, 12), device), torch.ones((), device=device).double()
     found, expected = (
@@ -270,7 +270,7 @@ def test_the_same_bits_in_two_runs(name: str, shape: tuple[int, ...], device: to
 
 @pytest.mark.parametrize("name", [*CASES, *TORCHS])
 def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
-    """Inputs, outputs and a number or two a row; of rope the tables alone."""
+    """Saved tensors: inputs, outputs and one or two numbers per row; for rope only the tables."""
     case = (CASES | TORCHS)[name]
     inputs = drawn(case, (4, 3, 2, 64), device, torch.bfloat16)
     for value in inputs:
@@ -291,7 +291,7 @@ def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [*NORMS, "rope"])
 def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Squares beyond fp16, and sums beyond what bf16 can add up; a row of zeros."""
+    """Squares beyond fp16, sums beyond bf16's precision, and a row of zeros."""
     case = CASES[name]
     scale = torch.tensor([1e4, 0.0], device=device).view(2, 1, 1, 1)
     inputs = drawn(case, (2, 1, 2, 300), device, view=lambda x: x * scale)
@@ -305,7 +305,7 @@ def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> N
 
 
 def test_a_mean_far_from_zero(device: torch.device) -> None:
-    """The variance is that of the differences; a difference of squares would have none of its digits."""
+    """The variance is the mean of squared differences; a difference of squares would lose all digits."""
     case = CASES["layernorm"]
     x, *parameters = drawn(case, (3, 500), device, torch.float32)
     compare(case.ours, case.exact, [1e3 + x, *parameters], limit=1e-4)
@@ -342,7 +342,7 @@ def test_one_of_the_sums_outputs_is_not_used(used: int, device: torch.device) ->
 
 
 def test_dropped_elements_have_no_part(device: torch.device) -> None:
-    """Not even where the branch is not finite; and no gradient."""
+    """Dropped elements are 0 even if the branch is not finite, and get no gradient."""
     case = CASES["add_norm, layer"]
     branch, bias, keep, residual, *rest = drawn(case, (6, 40), device)
     branch = torch.where(keep, branch, float("inf"))
@@ -355,7 +355,7 @@ def test_dropped_elements_have_no_part(device: torch.device) -> None:
 @pytest.mark.parametrize("n", [256, 8192 + 8])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_what_is_normalised_is_the_sum_as_it_is_stored(n: int, kind: str, device: torch.device) -> None:
-    """Else the backward, which has only what is stored, would belong to another forward."""
+    """Otherwise the backward, which reads only stored values, would belong to another forward."""
     case = CASES[f"add_norm, {kind}"]
     inputs = drawn(case, (2, n), device, torch.bfloat16)
     normed, total = case.ours(*inputs)
@@ -376,7 +376,7 @@ def test_a_residual_in_fp32(device: torch.device) -> None:
 
 
 def test_rows_that_programs_of_bias_gelu_share(device: torch.device) -> None:
-    """More tiles than programs: 32 rows are a tile, and the interpreter runs 14 programs."""
+    """More tiles than programs: 32 rows are one tile, and the interpreter runs 14 programs."""
     case = CASES["bias_gelu"]
     compare(case.ours, case.exact, drawn(case, (20 * 32 + 3, 32), device, torch.float32), limit=3e-6)
 
@@ -385,7 +385,7 @@ def test_rows_that_programs_of_bias_gelu_share(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"])
 def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Far from 0 the functions are 0 or z and their slopes 0 or 1, and nothing overflows on the way."""
+    """Far from 0 the functions are 0 or z and their slopes 0 or 1, without intermediate overflow."""
     z = torch.tensor([-1e4, -300.0, -90.0, 0.0, 90.0, 300.0, 1e4], dtype=dtype, device=device)
     ones, relu = torch.ones_like(z), z.clamp(min=0.0)
     slope = torch.where(z == 0, 0.5, (z > 0).to(dtype))
@@ -399,7 +399,7 @@ def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: tor
 @pytest.mark.gpu
 @OURS
 def test_more_elements_than_32_bits_count(name: str, device: torch.device) -> None:
-    """The gradient is 0 but for the last rows, so that they alone make the sums over rows."""
+    """The gradient is 0 except in the last rows, which alone determine the sums over rows."""
     case, rows = CASES[name], 2**31 // 4096 + 5
     shape = (rows, 2, 16, 128) if "rope" in name else (rows, 4096)
 

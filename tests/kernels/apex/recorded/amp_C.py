@@ -13,7 +13,7 @@ _MOST_BLOCKS = 320
 
 
 def _launched(chunk: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> list[int]:
-    """How many chunks of each tensor are run. Those gathered when the lists end on an empty tensor are not."""
+    """Return the number of chunks run per tensor. Gathered chunks are lost if the lists end with an empty tensor."""
     require(len(lists) == depth, "tensor_lists.size() != depth")
     require(len(lists[0]) > 0, "tensor_lists[0].size() is not > 0")
     of_type(noop, torch.int32)

@@ -1,4 +1,4 @@
-"""Stands for apex's extension fused_layer_norm_cuda: csrc/layer_norm_cuda.cpp and layer_norm_cuda_kernel.cu."""
+"""Stand-in for apex's extension fused_layer_norm_cuda: csrc/layer_norm_cuda.cpp and layer_norm_cuda_kernel.cu."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Stands for apex's extension of this name: csrc/megatron/fused_rotary_positional_embedding*."""
+"""Stand-in for apex's extension of this name: csrc/megatron/fused_rotary_positional_embedding*."""
 
 from typing import Any
 

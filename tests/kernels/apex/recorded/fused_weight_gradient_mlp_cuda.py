@@ -1,4 +1,4 @@
-"""Stands for apex's extension of this name: csrc/megatron/fused_weight_gradient_dense*.cu."""
+"""Stand-in for apex's extension of this name: csrc/megatron/fused_weight_gradient_dense*.cu."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Stands for apex's extension of this name: csrc/megatron/scaled_upper_triang_masked_softmax*."""
+"""Stand-in for apex's extension of this name: csrc/megatron/scaled_upper_triang_masked_softmax*."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Stands for apex's extension xentropy_cuda: apex/contrib/csrc/xentropy."""
+"""Stand-in for apex's extension xentropy_cuda: apex/contrib/csrc/xentropy."""
 
 from typing import Any
 

@@ -1,3 +1,3 @@
-"""Stands for NVIDIA's package, which our code finds and never runs."""
+"""Stand-in for NVIDIA's package, which our code detects and never runs."""
 
 raise AssertionError("apex itself was imported")

@@ -1,1 +1,1 @@
-"""A file by which NVIDIA's package is known."""
+"""A file that identifies NVIDIA's package."""
