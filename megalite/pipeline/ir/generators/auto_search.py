@@ -147,8 +147,8 @@ def _changes(problem: Problem) -> Iterator[Change]:
     """Yield small changes of rules, those with a large effect first."""
     num_stages, num_ranks, most = len(problem.placement), len(problem.stages), problem.num_microbatches
     ranks = range(num_ranks)
-    yield from (partial(_changed, field="order", ranks=ranks, value=order) for order in _ORDERS)
-    yield from (partial(_changed, field="fill", ranks=ranks, value=fill) for fill in _FILLS)
+    yield from (partial(_reordered, ranks=ranks, order=order) for order in _ORDERS)
+    yield from (partial(_refilled, ranks=ranks, fill=fill) for fill in _FILLS)
     if num_stages > num_ranks:
         yield lambda rules: rules._replace(forward_deepest=not rules.forward_deepest)
         yield lambda rules: rules._replace(backward_deepest=not rules.backward_deepest)
@@ -159,13 +159,16 @@ def _changes(problem: Problem) -> Iterator[Change]:
     for stages in dict.fromkeys(groups):
         yield from (partial(_shifted, stages=stages, step=step, most=most) for step in (1, -1, 3, -3))
     for one in (range(rank, rank + 1) for rank in ranks):
-        yield from (partial(_changed, field="order", ranks=one, value=order) for order in _ORDERS)
-        yield from (partial(_changed, field="fill", ranks=one, value=fill) for fill in _FILLS)
+        yield from (partial(_reordered, ranks=one, order=order) for order in _ORDERS)
+        yield from (partial(_refilled, ranks=one, fill=fill) for fill in _FILLS)
 
 
-def _changed(rules: Rules, *, field: str, ranks: range, value: Order | float) -> Rules:
-    values = enumerate(getattr(rules, field))
-    return rules._replace(**{field: tuple(value if rank in ranks else own for rank, own in values)})
+def _reordered(rules: Rules, *, ranks: range, order: Order) -> Rules:
+    return rules._replace(order=tuple(order if rank in ranks else own for rank, own in enumerate(rules.order)))
+
+
+def _refilled(rules: Rules, *, ranks: range, fill: float) -> Rules:
+    return rules._replace(fill=tuple(fill if rank in ranks else own for rank, own in enumerate(rules.fill)))
 
 
 def _shifted(rules: Rules, *, stages: range, step: int, most: int) -> Rules:
