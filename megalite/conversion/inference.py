@@ -1,4 +1,4 @@
-"""A trained model, of a checkpoint or a Hugging Face folder, on the ranks of a topology; nothing is converted on disk."""
+"""Load a trained model from a checkpoint or a Hugging Face folder onto the ranks of a topology, without converting it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ from megalite.tokenizers.build import build_tokenizer, is_tiktoken_model
 from megalite.topology.topology import Topology
 
 T = TypeVar("T")
-Source = NativeWeights | HuggingFaceWeights  # of which a rank reads its slices
+Source = NativeWeights | HuggingFaceWeights  # formats from which a rank can read only its slices
 _WORD = "embedding.word.weight"
 
 
 def tokenizer_for(weights: Source, choice: DataConfig) -> Tokenizer:
-    """The tokenizer of the choice, or else the model's own. Raises ConfigError: there is none, it is not the one that a
-    checkpoint was trained with, or it has ids beyond the vocabulary."""
+    """Return the tokenizer of the settings `choice`, or else the model's own. Raises ConfigError: there is none, it
+    differs from the checkpoint's, or it has ids beyond the vocabulary."""
     native, size = weights if isinstance(weights, NativeWeights) else None, weights.model.vocab_size
     if choice.tokenizer_model is not None:
         pattern, hint = choice.tiktoken_pattern, weights.tokenizer_hints.tiktoken_pattern
@@ -63,29 +63,29 @@ def tokenizer_for(weights: Source, choice: DataConfig) -> Tokenizer:
 
 
 def end_ids(weights: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's end of document; and where transformers generates, the eos_token_id of
-    generation_config.json, else that of config.json."""
-    own = frozenset(() if tokenizer is None else (tokenizer.eod,))
+    """Return the tokens that end a text: the tokenizer's end of document and, for a Hugging Face model, the eos_token_id
+    of generation_config.json or else of config.json, as in transformers."""
+    eod = frozenset(() if tokenizer is None else (tokenizer.eod,))
     if not isinstance(weights, HuggingFaceWeights):
-        return own
+        return eod
     generation = read_json(weights.path, GENERATION) or {}
     where, named = weights.path / "config.json", weights.token_ids.get("eos_token_id")
     if generation.get("eos_token_id") is not None:
         where, named = weights.path / GENERATION, generation["eos_token_id"]
     ids = token_id(named, "eos_token_id", where)
-    return own | frozenset([] if ids is None else ids if isinstance(ids, list) else [ids])
+    return eod | frozenset([] if ids is None else ids if isinstance(ids, list) else [ids])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InferenceModel:
-    """One rank's part of a model that is not trained any more, and what its text is made of."""
+    """One rank's part of a model for inference, and its tokenizer."""
 
-    path: Path  # the checkpoint or folder that it was read from
+    path: Path  # source checkpoint or folder
     model: ModelConfig
-    seq_length: int  # longest sequence that it was made for
+    seq_length: int  # maximum sequence length of the model
     stage: GPTStage
     tokenizer: Tokenizer | None
-    tokenizer_sha256: str | None  # of the one that it was trained with, where a checkpoint says it
+    tokenizer_sha256: str | None  # of the training tokenizer, if the checkpoint records it
     end_ids: frozenset[int]  # tokens that end a text
     is_huggingface: bool
 
@@ -99,27 +99,29 @@ def open_model(
     topology: Topology,
     log: Callable[[str], None],
 ) -> Source:
-    """Find the weights in `folder`, and check what can be checked before they are read; the same on every rank. `folder`:
-    of checkpoints (the newest that verifies is taken, or that of `step`), one checkpoint, or a Hugging Face model. `dtype`:
-    what they are wanted in: main parameters (of bf16, fp16) have more digits. `ema`: their moving average. `log`: as in
-    `find_checkpoint`.
+    """Open the weights in `folder` and check them without reading tensors. All ranks return or raise the same.
+    `folder`: a folder of checkpoints (opens the newest that verifies, or that of `step`), one checkpoint, or a Hugging
+    Face model. `dtype`: the dtype to read; main parameters are read if it differs from the weights'. `ema`: read the
+    moving average. `log`: see `find_checkpoint`.
 
     Collectives: gathers over the world."""
 
-    def look() -> HuggingFaceWeights | None:
-        # Of a folder that is not there the checkpoints' reader says what is there instead.
+    def open_huggingface() -> HuggingFaceWeights | None:
+        # The checkpoint reader's error for a missing folder suggests similar names.
         kind = detect_format(folder) if folder.is_dir() else "native"
         if kind == "megatron":
-            raise ConversionError(f"{folder} is Megatron-LM's; run megalite convert {folder} NEW --to native")
+            raise ConversionError(
+                f"{folder} is a Megatron-LM checkpoint; run megalite convert {folder} NEW --to native"
+            )
         if kind == "native":
             return None
         if step is not None:
-            raise ConversionError(f"--ckpt-step {step} has no effect on {folder} of Hugging Face; leave it out")
+            raise ConversionError(f"--ckpt-step {step} has no effect on {folder}, a Hugging Face folder; leave it out")
         if ema:
-            raise ConversionError(f"--weights ema has no effect on {folder} of Hugging Face; leave it out")
+            raise ConversionError(f"--weights ema has no effect on {folder}, a Hugging Face folder; leave it out")
         return HuggingFaceWeights(folder)
 
-    weights = _agreed(look, folder, topology)
+    weights = _agreed(open_huggingface, folder, topology)
     if weights is not None:
         return weights
     folder, step = chosen_step(folder, step, "--ckpt-step")
@@ -129,7 +131,7 @@ def open_model(
 
 
 def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
-    """What `work` returns; what it raises on some rank is raised on all."""
+    """Return the result of `work`. An error on any rank is raised on all."""
     with topology.world.errors_on_all_ranks():
         try:
             return work()
@@ -138,13 +140,13 @@ def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
 
 
 def run_of(model: ModelConfig, seq_length: int, *, tp: int = 1, pp: int = 1) -> RunConfig:
-    """The run that would train a model in a layout; layers that predict further tokens have no part in it."""
+    """Return the config of a run with this model and layout, without its MTP layers."""
     training, parallel = TrainingConfig(seq_length=seq_length), ParallelConfig(tp=tp, pp=pp)
     return RunConfig(model=replace(model, mtp_num_layers=0), training=training, parallel=parallel)
 
 
 def build_stage(model: ModelConfig, seq_length: int, topology: Topology, dtype: torch.dtype) -> GPTStage:
-    """The layers of this rank, cut as training cuts them, without values."""
+    """Build this rank's layers, with uninitialized parameters. The stages are those of training."""
     config = run_of(model, seq_length)
     part = cut_stages(config, range(topology.pp.size))[topology.pp.rank]
     factory = ParameterFactory(
@@ -171,9 +173,10 @@ def load_model(
     needs_tokenizer: bool = True,
     log: Callable[[str], None],
 ) -> InferenceModel:
-    """A model on the ranks of `topology`, which has neither cp nor ep: each rank reads what it holds. `folder, step,
-    ema, log`: see `open_model`. `dtype`: of parameters and activations; None: the type that the weights are stored in.
-    `tokenizer`: says another than its own. `needs_tokenizer`: False: leave the tokenizer alone; nothing ends a text then.
+    """Load a model onto the ranks of `topology`, which has cp 1 and ep 1. Each rank reads only its slices. `folder,
+    step, ema, log`: see `open_model`. `dtype`: dtype of parameters and activations; None: the stored one. `tokenizer`:
+    settings of a tokenizer to use instead of the model's own. `needs_tokenizer`: if False, load no tokenizer; then no
+    token ends a text.
 
     Collectives: gathers over the world."""
     folder, layout = Path(folder), topology.layout

@@ -1,4 +1,4 @@
-"""megalite's own checkpoints: read whatever the layout that wrote them, written as weights alone."""
+"""Read weights from megalite's checkpoints of any layout, and write converted weights as a checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -76,17 +76,19 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-"""Types of weights by what --dtype and --precision call them."""
+"""Dtypes of weights -> their names in --dtype and --precision."""
 
 TOKENIZER_FOLDER, CONFIG_NAME = "tokenizer", "config.yaml"
 _CPU = torch.device("cpu")
 
 
 class NativeWeights(Weights):
-    """A verified checkpoint of megalite's. Where it has main parameters (of a run in bf16 or fp16) these are the
-    weights: nothing else has all their digits. `folder`: of checkpoints, one in it, or one that is open. `step`: which of
-    a folder of checkpoints; default the newest. There is no falling back to an older one. `main`: take main parameters.
-    `ema`: the moving average of the weights in their place."""
+    """The weights of a verified megalite checkpoint. If the checkpoint has main parameters (of a bf16 or fp16 run),
+    they are read instead of the rounded weights.
+
+    `folder`: a folder of checkpoints, one of them, or an open checkpoint. `step`: step to read from a folder of
+    checkpoints; default: the newest, without fallback to an older one. `main`: read main parameters. `ema`: read the
+    moving average of the weights instead."""
 
     format = "megalite"
 
@@ -118,31 +120,31 @@ class NativeWeights(Weights):
             self._keys[name] = key
         others = sorted({key.partition(":")[2] for key in self._checkpoint.manifest.tensors} - self._keys.keys())
         if others:
-            raise ConversionError(f"{self.path} holds {others[0]}, which a model of its settings does not have")
+            raise ConversionError(f"{self.path} contains {others[0]}, which a model of its settings does not have")
 
     @cached_property
     def tokenizer_files(self) -> Sequence[Path]:  # type: ignore[override]
-        """See `Weights`. Looked at when it is asked for: who leaves the tokenizer out need not repair it."""
+        """See `Weights`. Checked on first access, so that a damaged tokenizer can be left out of a conversion."""
         files = saved_tokenizer_files(self._data, self.path.parent)
         if files and self.recorded_tokenizer is not None:
             tokenizer = open_tokenizer(files, self.tokenizer_hints, self.model.vocab_size)
             if tokenizer is not None and tokenizer.fingerprint() != self.recorded_tokenizer:
                 raise ConversionError(
                     f"{', '.join(map(str, files))}: not the tokenizer that {self.path} was trained with (sha256 "
-                    f"{self.recorded_tokenizer[:12]}...); give that one with --tokenizer-model, or leave it out"
+                    f"{self.recorded_tokenizer[:12]}...); give that one with --tokenizer-model, or use --without-tokenizer"
                 )
         return files
 
     @cached_property
     def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
-        home = self.path.parent / TOKENIZER_FOLDER
-        return (read_json(home, GENERATION) or {}) if home.is_dir() else {}
+        folder = self.path.parent / TOKENIZER_FOLDER
+        return (read_json(folder, GENERATION) or {}) if folder.is_dir() else {}
 
     def dtype(self, name: str) -> torch.dtype:
         return TORCH_DTYPES[self._checkpoint.entry(self._keys[name]).dtype]
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
-        """See `Weights`. `part`: that slice of it."""
+        """See `Weights`. `part`: slice to read; None for all."""
         return self._checkpoint.read(self._keys[name], part, device=_CPU)
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read]:
@@ -158,7 +160,8 @@ class NativeWeights(Weights):
 
 
 def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
-    """Where all digits of a tensor are; with `ema`, of its moving average (buffers have none).
+    """Return the key of a tensor in its highest stored precision or, with `ema`, of its moving average. Buffers have
+    neither main parameters nor averages; their weight key is returned.
 
     Raises:
         ConversionError: the run kept no average.
@@ -167,12 +170,13 @@ def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
         raise ConversionError(
             f"{checkpoint.path} has no moving average of the weights: its run had no --ema-decay; use --weights trained"
         )
-    keys = [optimizer_key(state, name) for state in ((EMA, "main_param") if ema else ("main_param",))]
+    states = (EMA, "main_param") if ema else ("main_param",)
+    keys = (optimizer_key(state, name) for state in states)
     return next(filter(checkpoint.has, keys), weight_key(name))
 
 
 def chosen_step(folder: Path, step: int | None, flag: str) -> tuple[Path, int | None]:
-    """A folder of checkpoints, and the step that is asked for: `folder` may be one of them."""
+    """Return the folder of checkpoints and the requested step. `folder` may be one checkpoint. `flag` sets the step."""
     own = step_of(folder.absolute().name)
     if own is None or not (folder / MANIFEST_NAME).exists():
         return folder, step
@@ -188,21 +192,20 @@ def _open(folder: Path, step: int | None) -> Checkpoint:
         world = Group.solo("world")
         return find_checkpoint(folder, step=steps[-1], world=world, log=lambda line: None)
     except CheckpointError as error:
-        older = f"; --step {steps[-2]} takes the one before" if len(steps) > 1 else ""
+        older = f"; --step {steps[-2]} takes the previous one" if len(steps) > 1 else ""
         raise CheckpointError(f"{error}{older}") from None
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
-    """The settings of a checkpoint that say what its network and tokenizer are, checked."""
-    config = checkpoint.manifest.config
+    """Return a checkpoint's settings of model, sequence length and tokenizer, validated."""
+    source = f"{checkpoint.path}/{MANIFEST_NAME}"
     wanted = {"model": None, "training": ("seq_length",), "data": TOKENIZER_SETTINGS}
     tree = {}
     for section, names in wanted.items():
-        values = config.get(section)
+        values = checkpoint.manifest.config.get(section)
         if not isinstance(values, dict):
-            raise ConversionError(f"{checkpoint.path}/{MANIFEST_NAME}: config has no section {section}")
+            raise ConversionError(f"{source}: config has no section {section}")
         tree[section] = values if names is None else {name: values[name] for name in names if name in values}
-    source = f"{checkpoint.path}/{MANIFEST_NAME}"
     return validate(merge([level_from_text(json.dumps(tree), source)]).config, 1)
 
 
@@ -215,47 +218,42 @@ def write_native(
     advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
-    """A folder of checkpoints with one; returns the folder. It is of step 0 and of weights alone, unless they were opened
-    with their `training`. Beside it lie `config.yaml` (the settings of the model, for `--config`) and `tokenizer/`."""
+    """Write a folder of checkpoints that contains one, and return the folder. The checkpoint has step 0 and only
+    weights, unless `weights` were opened with their `training`. Beside it are `config.yaml` (the model's settings, for
+    `--config`) and `tokenizer/`."""
     folder = folder.resolve()
     training: Training | None = getattr(innermost(weights), "training", None)
     model, shapes = weights.model, parameter_shapes(weights.model)
-    targets = [
-        Target(Piece(name, name, shape.shape, first_rows(shape.shape[0])), dtype or weights.dtype(name))
-        for name, shape in shapes.items()
-    ]
+    dtypes = {weight_key(name): dtype or weights.dtype(name) for name in shapes}
+    if training is not None:
+        weights = _WithStates(weights, training)
+        buffers = {shape.name for shape in buffer_shapes(model, 0, model.num_layers)}
+        trained = [name for name in shapes if name not in buffers]
+        dtypes |= {optimizer_key(state, name): torch.float32 for name in trained for state in training.states}
+    keys = {file_key(key): key for key in dtypes}
+    targets = []
+    for name, key in keys.items():
+        shape = shapes[key.partition(":")[2]].shape
+        targets.append(Target(Piece(name, name, shape, first_rows(shape[0])), dtypes[key]))
     files = weights.tokenizer_files
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     data = tokenizer_settings(named, weights.tokenizer_hints, folder / TOKENIZER_FOLDER)
     config = _run_config(weights, targets, data, training)
-    keys = {target.key: weight_key(target.key) for target in targets}
-    if training is not None:
-        weights = _WithStates(weights, training)
-        trained = [shape for shape in shapes.values() if shape not in buffer_shapes(model, 0, model.num_layers)]
-        for whole in trained:
-            for state in training.states:
-                parameter = whole.name
-                key = optimizer_key(state, parameter)
-                keys[file_key(key)] = key
-                rows = first_rows(whole.shape[0])
-                targets.append(Target(Piece(file_key(key), file_key(key), whole.shape, rows), torch.float32))
     fingerprint = _fitting_tokenizer(weights)
-    settings: dict[str, Any] = {"writer": "native", "dtype": dtype, "max_file_bytes": max_file_bytes, "folder": folder}
-    settings["states"] = sorted(training.states) if training else []
+    options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "states": sorted(training.states) if training else []}
+    identity = identity_of(weights, writer="native", folder=folder, **options)
     at = training.step if training else 0
     parts, step, kept = split_files(targets, max_file_bytes), step_name(at), LastRead(weights)
     names = [f"weights-{number:05d}.safetensors" for number in range(len(parts))]
-    planned = [f"{step}/{name}" for name in names]
-    output = Output(folder, identity=identity_of(weights, **settings), files=planned, log=log)
+    output = Output(folder, identity=identity, files=[f"{step}/{name}" for name in names], log=log)
     entries: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, part in zip(names, parts, strict=True):
         entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT)
         for target in part:
-            shape = target.piece.shape
-            parts_of_it = (Part(name, tuple((0, size) for size in shape)),)
-            name_of_it = keys[target.key].partition(":")[2]
-            tensors[keys[target.key]] = TensorEntry(name_of_it, DTYPE_NAMES[target.dtype], shape, parts_of_it)
+            key, shape = keys[target.key], target.piece.shape
+            whole = Part(name, tuple((0, size) for size in shape))
+            tensors[key] = TensorEntry(key.partition(":")[2], DTYPE_NAMES[target.dtype], shape, (whole,))
     for name, path in named.items():
         output.write(f"{TOKENIZER_FOLDER}/{name}", path.read_bytes())
     if weights.generation and GENERATION not in named:
@@ -265,7 +263,7 @@ def write_native(
         step=at,
         files=entries,
         tensors=tensors,
-        counters=dict(training.counters) if training else _AT_THE_START,
+        counters=dict(training.counters) if training else _INITIAL_COUNTERS,
         config=_sections(config, training),
         layout=asdict(ParallelLayout()),
         megalite_version=__version__,
@@ -278,11 +276,11 @@ def write_native(
     return output.commit()
 
 
-_AT_THE_START = {"step": 0, "consumed_samples": 0, "optimizer_updates": 0, "loss_scaler": {}}
+_INITIAL_COUNTERS = {"step": 0, "consumed_samples": 0, "optimizer_updates": 0, "loss_scaler": {}}
 
 
 class _WithStates(Wrapped):
-    """The optimizer's states too, under the keys that they have in a file."""
+    """Weights that also read optimizer states, by their keys in a safetensors file."""
 
     def __init__(self, inner: Weights, training: Training) -> None:
         super().__init__(inner)
@@ -294,7 +292,7 @@ class _WithStates(Wrapped):
 
 
 def _sections(config: RunConfig, training: Training | None) -> dict[str, Any]:
-    """The settings of the manifest: those of the network and, as far as they are known, of the run."""
+    """Return the manifest's settings: those of the model, and the known ones of the run."""
     sections = asdict(config)
     for name, values in (training.config if training else {}).items():
         sections[name] = sections[name] | values
@@ -304,7 +302,7 @@ def _sections(config: RunConfig, training: Training | None) -> dict[str, Any]:
 def _run_config(
     weights: Weights, targets: Sequence[Target], data: DataConfig, run: Training | None = None
 ) -> RunConfig:
-    """The config that a run of this model would have, as far as the weights tell."""
+    """Return the config of a run of this model. Its precision is the run's or, without a run, that of most elements."""
     elements = dict.fromkeys(PRECISIONS, 0)
     for target in targets:
         if target.dtype not in elements:
@@ -319,7 +317,7 @@ def _run_config(
 
 
 def _fitting_tokenizer(weights: Weights) -> str | None:
-    """The fingerprint of the tokenizer, which must have no ids beyond the vocabulary."""
+    """Return the tokenizer's fingerprint, or None without a tokenizer. Reject ids beyond the vocabulary."""
     try:
         tokenizer = tokenizer_of(weights)
     except ConfigError as error:
@@ -335,9 +333,9 @@ def _fitting_tokenizer(weights: Weights) -> str | None:
 
 
 def _model_yaml(config: RunConfig) -> str:
-    """What `--config` needs to train on from these weights in any layout."""
+    """Return the config file for training from these weights in any layout."""
     defaults, data = asdict(DataConfig()), asdict(config.data)
     training = {"seq_length": config.training.seq_length, "precision": config.training.precision}
     tree = {"model": asdict(config.model), "training": training}
-    given = {name: value for name, value in data.items() if value != defaults[name]}
-    return yaml.safe_dump({**tree, **({"data": given} if given else {})}, sort_keys=False)
+    changed = {name: value for name, value in data.items() if value != defaults[name]}
+    return yaml.safe_dump({**tree, **({"data": changed} if changed else {})}, sort_keys=False)

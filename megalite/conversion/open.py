@@ -1,4 +1,4 @@
-"""A model on disk, whatever wrote it."""
+"""Open a model on disk in any supported format."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ def open_weights(
     with_optimizer: bool = False,
     ema: bool = False,
 ) -> Weights:
-    """`with_optimizer`: with all that the run continues from. `ema`: the moving average of the weights."""
+    """Open the model at `path`. `with_optimizer`: also its training state. `ema`: the moving average of the weights."""
     format = format or detect_format(path)
     if ema and format != "native":
-        raise ConversionError(f"--weights ema has no effect on {path}, a {format} folder: it holds one set of weights")
+        raise ConversionError(f"--weights ema has no effect on {path}, a {format} folder, which has one set of weights")
     if with_optimizer:
         folder = step_folder(path, step) if format == "megatron" else None
         if folder is None or not is_dist(folder):
@@ -39,7 +39,7 @@ def open_weights(
     if format == "megatron":
         return open_megatron(path, iteration=step)
     if step is not None:
-        raise ConversionError(f"--step {step} has no effect on {path}: a Hugging Face folder holds one model")
+        raise ConversionError(f"--step {step} has no effect on {path}: a Hugging Face folder contains one model")
     return HuggingFaceWeights(path)
 
 
@@ -50,13 +50,13 @@ def open_megatron(folder: Path, *, iteration: int | None = None) -> Weights:
 
 def detect_format(path: Path) -> Format:
     if not path.is_dir():
-        what = "is a file; give the folder that holds it" if path.exists() else "does not exist"
+        what = "is a file; give its folder" if path.exists() else "does not exist"
         raise ConversionError(f"{path} {what}")
     names = {entry.name for entry in path.iterdir()}
     fitting: list[Format] = []
     if MANIFEST_NAME in names or any(step_of(name) is not None for name in names):
         fitting.append("native")
-    # A folder of ours may hold the files of a tokenizer, but not these.
+    # A native folder may contain tokenizer files, but not these.
     if "config.json" in names or any(name.endswith(".safetensors.index.json") for name in names):
         fitting.append("huggingface")
     if names & {TRACKER, ".metadata", "common.pt"} or any(n.startswith(("iter_", "mp_rank_")) for n in names):
@@ -64,15 +64,15 @@ def detect_format(path: Path) -> Format:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise ConversionError(f"{path} could be of {' or '.join(fitting)}; say which with --from {fitting[0]}")
+        raise ConversionError(f"{path} could be of {' or '.join(fitting)}; choose one with --from {fitting[0]}")
     try:
         candidates(path)
     except CheckpointMissing:
         pass
-    except CheckpointError as error:  # they are one level below
+    except CheckpointError as error:  # for example: the checkpoints are one level below
         raise ConversionError(str(error)) from None
     shown = ", ".join(sorted(names)[:5]) or "nothing"
     raise ConversionError(
         f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "
-        f"(huggingface), no {TRACKER}, iter_* or mp_rank_* (megatron); it holds {shown}"
+        f"(huggingface), no {TRACKER}, iter_* or mp_rank_* (megatron); it contains {shown}"
     )

@@ -1,11 +1,11 @@
-"""Where a conversion writes: a folder beside the target that keeps finished files across interruptions, then one rename.
+"""Write a conversion to a staging folder, which keeps finished files across interruptions, then rename it to the target.
 
 .tmp-convert-NAME/        beside the target NAME
-  progress.json           which conversion it is, and the files that are finished
-  files/                  what becomes the target by one rename
+  progress.json           the identity of the conversion, and the finished files
+  files/                  becomes the target by a rename
 
-Safetensors files are written from `Weights` a tensor at a time by the checkpoints' own writer: the safetensors library
-writes a file from tensors that are all in memory, and hashes nothing.
+The checkpoint's writer writes safetensors files from `Weights` one tensor at a time. The safetensors library needs all
+tensors in memory and computes no hashes.
 """
 
 import json
@@ -38,25 +38,25 @@ from megalite.conversion.weights import ConversionError, Piece, Weights, blocks,
 
 Advance = Callable[[int], None]  # called with the number of bytes just written, for a progress bar
 
-Log = Callable[[str], None]  # called with a line for people
+Log = Callable[[str], None]  # called with a line for the user
 
 STAGING_PREFIX = ".tmp-convert-"
 
 
-def silent(said: object) -> None:
-    """The `Log` and the `Advance` of who wants none."""
+def silent(_: object) -> None:
+    """A `Log` and `Advance` that does nothing."""
 
 
-DEFAULT_FILE_BYTES = 5 * 10**9  # where the next safetensors file begins; a larger tensor has a file for itself
+DEFAULT_FILE_BYTES = 5 * 10**9  # maximum of a safetensors file; a larger tensor gets its own file
 
 
 class Output:
-    """The folder `target` in the making.
+    """The unfinished folder `target` of a conversion.
 
-    Files are written to `staging`, beside the target. One that is finished is noted with `mark`; a later conversion of
-    the same `identity` into the same target finds it there and does not write it again. `commit` renames the folder.
+    Files are written to `staging`, beside the target. `mark` records a finished file, which a later conversion of the
+    same `identity` into the same target does not write again. `commit` renames the folder.
 
-    `target`: must not exist yet, or be an empty folder."""
+    `target`: must not exist, or be an empty folder."""
 
     def __init__(
         self, target: Path, *, identity: Mapping[str, Any], files: Sequence[str] = (), log: Log = silent
@@ -67,12 +67,12 @@ class Output:
         self._identity = json.loads(json.dumps(identity))
         _refuse_existing(self._target, self._workplace)
         self._workplace.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
+        self._unlock = self._lock()
         is_new = not (self._workplace / "progress.json").exists()
-        former = self._former_marks()
-        self._marks = former or {}
-        if former is not None:
-            done = sum(name in former and _is_whole(self.staging / name, former[name]["length"]) for name in files)
+        previous = self._previous_marks()
+        self._marks = previous or {}
+        if previous is not None:
+            done = sum(name in previous and _is_whole(self.staging / name, previous[name]["length"]) for name in files)
             log(f"continues: {done} of {len(files)} files are done")
         elif not is_new:
             log("starts again: the source or a setting has changed since the interruption")
@@ -85,7 +85,7 @@ class Output:
         sync_folder(self._workplace.parent)
 
     def finished(self, name: str) -> Mapping[str, Any] | None:
-        """The facts that a finished file was marked with; None if it must be written (what is there of it is gone)."""
+        """Return the facts passed to `mark` for a finished file. Otherwise remove its remains and return None."""
         mark = self._marks.get(name)
         if mark is not None and _is_whole(self.staging / name, mark["length"]):
             facts: Mapping[str, Any] = mark["facts"]
@@ -97,46 +97,47 @@ class Output:
         return None
 
     def mark(self, name: str, facts: Mapping[str, Any]) -> None:
-        """The file is complete and on the disk."""
+        """Record that a file is complete and synced. `facts`: JSON that `finished` returns in a later conversion."""
         sync_folder((self.staging / name).parent)
         length = file_length(self.staging / name)
         self._marks[name] = {"length": length, "facts": json.loads(json.dumps(facts))}
         self._save_progress()
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file, written by every run."""
+        """Write a small file. It is rewritten after an interruption."""
         path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_tree(path)
         write_durably(path, data)
 
     def commit(self) -> Path:
-        """Give the folder its name, durably; returns it."""
+        """Rename the staging folder to the target durably, and return the target."""
         for folder in sorted({self.staging, *(path for path in self.staging.rglob("*") if path.is_dir())}):
             sync_folder(folder)
         _refuse_existing(self._target, self._workplace)
         self.staging.rename(self._target)  # an empty folder there is replaced
         sync_folder(self._target.parent)
         remove_tree(self._workplace)
-        self._lock()
+        self._unlock()
         return self._target
 
-    def _locked(self) -> Callable[[], Any]:
-        """Keep other processes out; returns what lets them in again, at the latest when this object goes."""
+    def _lock(self) -> Callable[[], Any]:
+        """Lock the folder. Return the function that unlocks it, which also runs when this object is deleted."""
         try:
             descriptor = lock_folder(self._workplace)
         except BlockingIOError:
             raise ConversionError(f"another process is converting into {self._target}; give another target") from None
         return weakref.finalize(self, os.close, descriptor) if descriptor is not None else lambda: None
 
-    def _former_marks(self) -> dict[str, Any] | None:
-        """What an interrupted conversion of the same identity has finished; None, and no files, of any other."""
+    def _previous_marks(self) -> dict[str, Any] | None:
+        """Return the marks of an interrupted conversion of the same identity. Otherwise remove its files, return None."""
         try:
-            former = json.loads(read_text(self._workplace / "progress.json"))
-            if former["identity"] == self._identity and all(
-                isinstance(mark["length"], int) and isinstance(mark["facts"], dict) for mark in former["marks"].values()
+            progress = json.loads(read_text(self._workplace / "progress.json"))
+            if progress["identity"] == self._identity and all(
+                isinstance(mark["length"], int) and isinstance(mark["facts"], dict)
+                for mark in progress["marks"].values()
             ):
-                return dict(former["marks"])
+                return dict(progress["marks"])
         except (CheckpointError, ValueError, LookupError, TypeError, AttributeError):
             pass  # nothing to continue
         remove_tree(self.staging)
@@ -148,7 +149,7 @@ class Output:
 
 
 def check_target(target: Path) -> None:
-    """Find out early, and without making anything, what would stop an `Output`."""
+    """Raise early, without creating anything, if an `Output` could not be created or written."""
     workplace, resolved = workplace_of(target), target.resolve()
     _refuse_existing(resolved, workplace)
     if (fault := not_writable(resolved.parent)) is not None:
@@ -156,18 +157,18 @@ def check_target(target: Path) -> None:
 
 
 def workplace_of(target: Path) -> Path:
-    """The folder beside `target` that an unfinished conversion keeps its files in."""
+    """Return the folder beside `target` that contains the files of an unfinished conversion."""
     resolved = target.resolve()
     if not resolved.name:
-        raise ConversionError(f"the target is {resolved}, which is there already; give a folder below it")
+        raise ConversionError(f"the target {resolved} already exists; give a folder below it")
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")
 
 
 def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
-    """All that the result of a conversion depends on: the source's files with their sizes and times, and settings."""
+    """Return everything that determines the result of a conversion: the source's files with size and time, and settings."""
     files = []
     for folder, folders, names in os.walk(weights.path):
-        # A target inside the source is not of the source.
+        # Leave out the staging folder of a target inside the source.
         folders[:] = sorted(name for name in folders if not name.startswith(STAGING_PREFIX))
         files += [Path(folder, name) for name in sorted(names)]
     return {
@@ -183,7 +184,7 @@ def identity_of(weights: Weights, **settings: object) -> dict[str, Any]:
 
 
 def _state(path: Path) -> list[Any]:
-    """What changes when a file does; the last two also when its time is set back."""
+    """Return file metadata that changes with the content. The last two change even if the modification time is reset."""
     try:
         status = path.stat()
     except OSError:
@@ -195,12 +196,12 @@ def _refuse_existing(target: Path, workplace: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConversionError(f"{target} is there already and is not a folder; give another target")
+        raise ConversionError(f"{target} already exists and is not a folder; give another target")
     names = sorted(path.name for path in target.iterdir())
     if not names:
         return
     if workplace.is_dir() and not (workplace / "files").exists():
-        remove_tree(workplace)  # killed between the rename and the tidying up: the target is whole
+        remove_tree(workplace)  # left by a kill after the rename: the target is complete
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     raise ConversionError(f"{target} exists and is not empty ({shown}); give another target, or remove it")
 
@@ -212,7 +213,7 @@ def _is_whole(path: Path, length: int) -> bool:
         return False
 
 
-_HEADER_ROOM = 160  # bytes that a tensor takes in a file's header at most, beside its key: dtype, shape and two offsets
+_HEADER_ROOM = 160  # maximum bytes of a tensor in a file's header, beside its key: dtype, shape and two offsets
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Target:
 
 
 def split_files(targets: Sequence[Target], max_file_bytes: int) -> list[list[Target]]:
-    """The targets in order, in files of at most that many bytes; a larger tensor gets a file for itself."""
+    """Split the targets, in order, into files of at most `max_file_bytes`. A larger tensor gets its own file."""
     files: list[list[Target]] = []
     room = 0
     for target in targets:
@@ -253,10 +254,10 @@ def write_file(
     digest: bool,
     metadata: Mapping[str, str],
 ) -> FileEntry:
-    """Write one file, or, if an earlier run has finished it, pass over it (and advance by its bytes all the same).
-    `name`: below `output.staging`; folders are made. `targets`: in the order of the file. Those that are pieces of
-    one tensor should follow each other: then it is read once, if `weights` is a `LastRead`.
-    `digest`: hash what is written."""
+    """Write one file. If an earlier run has finished it, skip it, but still advance by its bytes.
+
+    `name`: path below `output.staging`; its folders are created. `targets`: in the order of the file. Pieces of one
+    tensor should be consecutive, so that a `LastRead` reads it once. `digest`: compute the hash of the file."""
     done = output.finished(name)
     if done is not None:
         advance(sum(target.record.nbytes for target in targets))
@@ -276,8 +277,9 @@ def write_file(
 
 
 def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The elements of a piece in contiguous blocks of a type, then zeros; each in new memory, so that who writes
-    or hashes it late keeps no more. What lies together is read block by block, if the weights can; else the whole is."""
+    """Yield the elements of a piece as contiguous blocks of `dtype`, then zeros for padding. Each block is a new
+    tensor, so that a queued write or hash keeps no more memory alive. Contiguous elements are read block by block if
+    the weights support it; otherwise the whole tensor is read."""
     left, streamed = math.prod(piece.shape), weights.elements(piece)
     whole = weights.read(piece.ours) if streamed is None else torch.empty(streamed[0], device="meta")
     for _, place in piece.places(whole):
@@ -286,9 +288,8 @@ def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterato
                 values = streamed[1](int(block.storage_offset()), block.numel(), None)
                 stored = values.to(dtype)
             else:
-                if streamed is None:
-                    values = block
-                else:
+                values = block
+                if streamed is not None:
                     values = weights.read(piece.ours).as_strided(block.shape, block.stride(), block.storage_offset())
                 stored = torch.empty(block.shape, dtype=dtype).copy_(values)
             refuse_overflow(piece.ours, values, stored)
@@ -298,7 +299,7 @@ def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterato
 
 
 def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    """No finite value may become infinite, as large ones do in float16."""
+    """Raise ConversionError if the conversion made a finite value infinite, as float16 does with large ones."""
     if before.numel() == 0 or not before.dtype.is_floating_point:
         return
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
@@ -311,4 +312,4 @@ def refuse_overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> Non
         lost = row.isfinite() & ~stored.isfinite()
         if lost.any():
             worst = float(row[lost].double().abs().max())
-            raise ConversionError(f"{name} holds {worst:g}, above the {limit:g} of {after.dtype}; use bf16 or fp32")
+            raise ConversionError(f"{name} has {worst:g}, above the {limit:g} of {after.dtype}; use bf16 or fp32")

@@ -1,5 +1,6 @@
-"""What a run takes from what it loads, where its settings leave that open: the model, the longest sequence, the tokenizer.
-Without torch: a dry run asks for it too."""
+"""Read the model, sequence length and tokenizer of the folder that a run loads, for settings that the user left out.
+
+Imports no torch, because a dry run needs them too."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -28,9 +29,10 @@ from megalite.conversion.weights import ConversionError
 
 
 def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
-    """Settings by name, of a Hugging Face folder (`hf:FOLDER`), or of the newest checkpoint with a readable manifest, or that
-    of `step`. None: there is no checkpoint. How it was trained (dropout, auxiliary losses) is not among them."""
-    if is_address(load):  # its files are fetched when the ranks have met
+    """Return settings by name from a Hugging Face folder (`hf:FOLDER`) or a checkpoint; None if there is none. The
+    checkpoint is that of `step`, or the newest with a readable manifest. Settings of training (dropout, auxiliary
+    losses) are not included."""
+    if is_address(load):  # reads manifests only; the other files are downloaded after the ranks have connected
         return _of_checkpoint(imported("megalite.data.remote:manifests_at")(load, step), Path())
     folder = hugging_face_folder(load)
     if folder is None:
@@ -40,22 +42,23 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
         return None
     if not folder.is_dir():
         raise ConversionError(
-            f"{load}: there is no folder {folder}; give one on disk, as {HUGGING_FACE}models/llama. A run that began from it and "
-            "has saved since resumes with --load and its checkpoints' folder"
+            f"{load}: there is no folder {folder}; give one on disk, as {HUGGING_FACE}models/llama. A run that started from "
+            "it and has saved checkpoints resumes with --load and their folder"
         )
     config = read_config(folder)
     files = [folder / name for name in TOKENIZER_FILES if find_file(folder, name) is not None]
     tokenizer = {"tokenizer_model": str(folder)} if has_tokenizer(files) else {}
-    return {**_shape(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
+    return {**_architecture(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
 
 
 def _of_checkpoint(manifests: Iterable[tuple[str, Path | str]], home: Path) -> Mapping[str, Any] | None:
-    """Of the first that can be read of manifests, given as files or texts by name; None: there is none. `home`: the folder of
-    the checkpoints, or where the run is started; their tokenizer is looked for from there."""
+    """Return the settings in the first readable manifest; None if there are no manifests. `manifests`: pairs of a name
+    and a file or text. `home`: the folder of the checkpoints or the run's working directory, where the tokenizer is
+    searched."""
     faults = []
-    for name, given in manifests:
+    for name, source in manifests:
         try:
-            text = read_text(given) if isinstance(given, Path) else given
+            text = read_text(source) if isinstance(source, Path) else source
             config = Manifest.from_json(text, source=name).config
         except CheckpointError as error:
             faults.append(error)
@@ -64,18 +67,18 @@ def _of_checkpoint(manifests: Iterable[tuple[str, Path | str]], home: Path) -> M
             section if isinstance(section := config.get(name), dict) else {} for name in ("model", "training", "data")
         )
         length = {name: training[name] for name in ("seq_length",) if name in training}
-        return {**_shape(model), **length, **_tokenizer(data, home)}
+        return {**_architecture(model), **length, **_tokenizer(data, home)}
     if faults:
         raise faults[0]
     return None
 
 
-def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
+def _architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if name not in TRAINING_FIELDS}
 
 
 def _tokenizer(data: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """The settings of the checkpoint's tokenizer, where its files are there."""
+    """Return the settings of the checkpoint's tokenizer, if its files exist."""
     saved = DataConfig(**{name: data[name] for name in TOKENIZER_SETTINGS if name in data})
     if missing_tokenizer(saved, home) is not None:
         return {}

@@ -1,4 +1,4 @@
-"""A tokenizer's files under the names that everybody looks for, and the settings that go with them."""
+"""Find a tokenizer's files, map them to their standard names, and derive the tokenizer settings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,20 +18,20 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *(SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION),
 )
-"""Files beside the weights that travel with them."""
+"""Files beside the weights that a conversion copies."""
 TOKENIZER_SETTINGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
-"""Of section `data`: they say which tokenizer it is."""
+"""Settings of section `data` that define the tokenizer."""
 
 MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
-_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # make no tokenizer
-_NO_HINTS, _OWN = DataConfig(), "tokenizer"
+_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # not a tokenizer by themselves
+_NO_HINTS, _FOLDER = DataConfig(), "tokenizer"
 
 
 def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
-    """The tokenizer's files that `path`, a file or a folder of Hugging Face's, Meta's or OpenAI's kind, stands for."""
+    """Return the tokenizer's files at `path`, a file or a folder in the layout of Hugging Face, Meta or OpenAI."""
     if path.is_file():
-        # They name the end of document, and say how messages become text.
+        # They define the end of document and the chat template.
         beside = [path.with_name(name) for name in (SETTINGS, TEMPLATE)] if path.name == MODEL_JSON else []
         return [path, *(file for file in beside if file.is_file())]
     if path.is_dir():
@@ -45,61 +45,62 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
             raise ConversionError(str(error)) from None
         chosen = [Path(file) for file in (model, vocab_file, merge_file) if file is not None]
         return found if chosen[0].name == MODEL_JSON else chosen
-    raise ConversionError(f"there is no tokenizer {path}; give its file, or the folder that holds it")
+    raise ConversionError(f"there is no tokenizer {path}; give its file or its folder")
 
 
 def saved_tokenizer_files(data: DataConfig, home: Path) -> list[Path]:
-    """The files of the tokenizer that a checkpoint was trained with; none if one of them is gone. `home`: the folder of
-    the checkpoint's step folders; files that have moved along with it are in `tokenizer/`."""
+    """Return the files of a checkpoint's tokenizer, or none if one of them is missing. `home`: the folder of the
+    checkpoint's step folders. Files that were moved together with it are in `tokenizer/`."""
     places = [place for place in _places(data, home).values() if place is not None]
     if len(places) < len(_places(data, home)):
         return []
-    own = home.resolve() / _OWN
+    own = home.resolve() / _FOLDER
     if any(path.parent == own for path in places):
-        return tokenizer_folder_files(own)  # with their companions
+        return tokenizer_folder_files(own)
     return [file for path in places for file in tokenizer_folder_files(path, data.tokenizer_type)]
 
 
 def missing_tokenizer(data: DataConfig, home: Path) -> str | None:
-    """That a file of the tokenizer that a checkpoint was trained with is gone: its place on record, and those looked at."""
+    """Return a message with the recorded path and the searched folders if a tokenizer file is missing, else None."""
     for name, place in _places(data, home).items():
         if place is None:
             text = getattr(data, name)
-            looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, home.resolve() / _OWN))
+            looked = dict.fromkeys(str(folder) for folder in (Path(text).absolute().parent, home.resolve() / _FOLDER))
             above = "" if Path(text).is_absolute() else f", and from the folders above {home.resolve()}"
-            return f"is not there (recorded as {text}, looked in {' and '.join(looked)}{above})"
+            return f"is missing (recorded as {text}, looked in {' and '.join(looked)}{above})"
     return None
 
 
 def tokenizer_as_it_is_now(data: DataConfig, home: Path) -> DataConfig:
-    """The settings of the tokenizer; of one that lies in the checkpoints' own folder also where that was moved to."""
+    """Return the tokenizer settings with the current paths of the files, which may have moved with the checkpoints."""
     found: dict[str, Any] = {name: str(place) for name, place in _places(data, home).items() if place is not None}
     return replace(data, **found)
 
 
 def _places(data: DataConfig, home: Path) -> dict[str, Path | None]:
-    """Setting -> where the file is that it records: there, or in the checkpoints' own folder; None: it is gone. A relative
-    path begins at a folder above the checkpoints: that the run was started in, wherever it has been moved to."""
+    """Map each file setting to the file's current path, or None if it is missing. Searches the recorded path, then
+    `tokenizer/` in `home`. A relative path is relative to the run's working directory, assumed to be a parent of
+    `home`, because both may have been moved together."""
     recorded = ("tokenizer_model",) if data.tokenizer_model else ("vocab_file", "merge_file")
     found: dict[str, Path | None] = {}
     for name in recorded:
         if (text := getattr(data, name)) is not None:
-            own, starts = home.resolve(), (*home.resolve().parents, Path())
-            places = (*(start / text for start in starts), own / _OWN / Path(text).name)
+            starts = (*home.resolve().parents, Path())
+            places = (*(start / text for start in starts), home.resolve() / _FOLDER / Path(text).name)
             found[name] = next((path for path in places if path.exists()), None)
     return found
 
 
 def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
-    """Each file by the name it is looked for under. It may be called anything: its content decides. tiktoken's is
-    called tokenizer.model, as Meta calls Llama 3's."""
+    """Map standard names to the files. The content decides the name, whatever the file is called. A tiktoken file is named
+    tokenizer.model, as in Meta's Llama 3."""
     contents = {path: read_tokenizer_file(path) for path in files}
     vocabulary = any(_canonical_name(path, content) == VOCAB for path, content in contents.items())
     named: dict[str, Path] = {}
     for path, content in contents.items():
         name = _canonical_name(path, content)
         if name == MODEL_SENTENCEPIECE and path.name != name and vocabulary:
-            name = MERGES  # GPT-2 calls the two encoder.json and vocab.bpe
+            name = MERGES  # GPT-2's files are called encoder.json and vocab.bpe
         if name in named and contents[named[name]] != content:
             raise ConversionError(f"{path}: a second {name} beside {named[name]}; a model has one tokenizer")
         named[name] = path
@@ -109,24 +110,24 @@ def named_tokenizer_files(files: Sequence[Path]) -> dict[str, Path]:
 def _canonical_name(path: Path, content: bytes) -> str:
     if path.name in _COMPANIONS:
         return path.name
-    if path.suffix != ".txt" and is_tiktoken(content):  # lines of a merges.txt could look like it
+    if path.suffix != ".txt" and is_tiktoken(content):  # a merges.txt could look like a tiktoken file
         return MODEL_SENTENCEPIECE
     if path.name in TOKENIZER_FILES:
         return path.name
     if content.lstrip()[:1] == b"{":
-        # In a vocab.json, "model" may be a word.
+        # A vocab.json may contain the word "model".
         is_whole = isinstance(parse_json(content, path).get("model"), dict)
         return MODEL_JSON if is_whole else VOCAB
     return MERGES if path.suffix == ".txt" or content.startswith(b"#version") else MODEL_SENTENCEPIECE
 
 
 def has_tokenizer(files: Sequence[Path]) -> bool:
-    """There are more than companions of a tokenizer."""
+    """Return whether the files contain a tokenizer, not only settings."""
     return any(path.name not in _COMPANIONS for path in files)
 
 
 def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, folder: Path | None = None) -> DataConfig:
-    """The settings of the tokenizer that these files make, read from `folder` (default: from where they are)."""
+    """Return the settings of the tokenizer in these files. `folder`: their future folder; default: the current paths."""
     if not named and hints.tokenizer_type in WITHOUT_FILES:
         return DataConfig(tokenizer_type=hints.tokenizer_type)
     place = {name: str(path if folder is None else folder / name) for name, path in named.items()}
@@ -148,5 +149,5 @@ def open_tokenizer(
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
-    """The tokenizer of a model, or None if it has none; raises as `open_tokenizer`."""
+    """Return the tokenizer of a model, or None if it has none."""
     return open_tokenizer(weights.tokenizer_files, weights.tokenizer_hints, weights.model.vocab_size)

@@ -1,4 +1,4 @@
-"""Is what was written what was read? Every weight bit for bit, and the logits of both on the same tokens."""
+"""Verify a conversion: compare every weight bit for bit, and the logits of source and target on the same tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from megalite.models.shapes import parameter_count
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 
-OLDEST = 5  # first major version that spells the settings as they are used here
+OLDEST = 5  # first major version of transformers with the argument names used here
 
 
 def stock_version() -> str | None:
-    """The version of transformers, if it is installed and new enough."""
+    """Return the version of transformers, or None if it is missing or too old."""
     try:
         found = version("transformers")
     except PackageNotFoundError:
@@ -27,13 +27,13 @@ def stock_version() -> str | None:
 
 @torch.no_grad()
 def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool) -> torch.Tensor:
-    """Logits [b, s, vocab_size] of tokens [b, s] by `AutoModelForCausalLM`, computed in `dtype` on the CPU.
-    transformers computes norms, rotary tables and softmaxes in float32 whatever `dtype` is. No code of the folder is
+    """Compute logits [b, s, vocab_size] of tokens [b, s] with `AutoModelForCausalLM` in `dtype` on the CPU.
+    transformers computes norms, rotary tables and softmaxes in float32 for every `dtype`. No code from the folder is
     run and nothing is downloaded."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    # Grouped products take no float64.
+    # transformers' grouped matrix products do not support float64.
     plain = {"experts_implementation": "eager"} if has_experts else {}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,14 +46,14 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
             **plain,
         )
         logits: torch.Tensor = model.eval()(tokens, use_cache=False).logits
-    except Exception as error:  # of many kinds, for whatever is wrong in the folder
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise ConversionError(f"{folder}: transformers does not load it: {type(error).__name__}: {said}") from None
+    except Exception as error:  # the type depends on the fault in the folder
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConversionError(f"{folder}: transformers does not load it: {type(error).__name__}: {reason}") from None
     return logits
 
 
-DOUBLE_BELOW = 10_000_000  # parameters of a model that is computed in float64; larger ones in float32
-SEQUENCES, TOKENS = 2, 64  # of the batch that both sides are run on; no more tokens than the model takes
+DOUBLE_BELOW = 10_000_000  # parameters below which logits are computed in float64, else in float32
+SEQUENCES, TOKENS = 2, 64  # maximum size of the batch for the logits
 _OURS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _STOCK_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 _CHUNK = 1 << 22
@@ -62,21 +62,21 @@ OURS, STOCK = "megalite", "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What the comparison found: by name, and of logits, the largest absolute differences."""
+    """Result of a comparison: the largest absolute differences of tensors, by name, and of logits."""
 
-    wrong: dict[str, float]  # tensors that are not the source's, rounded to their type, bit for bit
-    rounded: dict[str, float]  # tensors that rounding to a narrower type has changed
+    wrong: dict[str, float]  # tensors that differ bitwise from the source's, rounded to their dtype
+    rounded: dict[str, float]  # tensors that were changed by rounding to a narrower dtype
     logits: float
-    # What of it rounding does not explain: between the target's logits and those of the source's weights rounded to the
-    # target's types, or, if it is larger, between the source's by two programs.
+    # Difference that rounding does not explain: between the target's logits and those of the source's weights rounded
+    # to the target's dtypes or, if larger, between transformers and megalite on the source's weights.
     unexplained: float
-    scale: float
-    tolerance: float  # on `unexplained`, for a scale of 1
-    computed: str  # who computed the source's logits, the target's, in which type and on what
+    scale: float  # largest absolute logit of the source
+    tolerance: float  # maximum of `unexplained`, relative to `scale`
+    computed: str  # the programs that computed the logits, dtype and number of tokens
 
     @property
     def passed(self) -> bool:
-        """Nothing differs but by rounding."""
+        """Whether rounding explains all differences."""
         return not self.wrong and self.unexplained <= self.tolerance * max(self.scale, 1e-30)
 
     def lines(self) -> list[str]:
@@ -99,7 +99,7 @@ class Verification:
 
 
 class Rounded(Wrapped):
-    """Weights rounded to the types that another model stores them in."""
+    """Weights rounded to the dtypes of another model's weights."""
 
     def __init__(self, inner: Weights, other: Weights) -> None:
         super().__init__(inner)
@@ -113,8 +113,8 @@ class Rounded(Wrapped):
 
 
 def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_stock: bool = True) -> Verification:
-    """Compare a converted model, opened again, with what it was made from. Logits of a Hugging Face folder come from
-    stock transformers where that is installed, others from this package. One model at a time is in memory."""
+    """Compare a converted and reopened model with its source. Logits of a Hugging Face folder are computed by
+    transformers if it is installed, others by megalite. Only one model at a time is in memory."""
     ours, theirs = parameter_shapes(source.model), parameter_shapes(target.model)
     if source.model.vocab_size != target.model.vocab_size:
         sizes = f"vocab_size {source.model.vocab_size} and {target.model.vocab_size}"
@@ -134,7 +134,7 @@ def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_
     if rounded:
         log("computing logits of the source's weights after rounding")
         unexplained = _worst(our_logits(Rounded(source, target), tokens, dtype), second)
-        if first_by != OURS:  # or nothing would tell that this package misreads the source
+        if first_by != OURS:  # detect that megalite misreads the source
             unexplained = max(unexplained, _worst(first, our_logits(source, tokens, dtype)))
     tolerance = (_OURS_TOLERANCE if first_by == second_by == OURS else _STOCK_TOLERANCE)[dtype]
     by = first_by if first_by == second_by else f"{first_by} and {second_by}"
@@ -150,7 +150,7 @@ def verify(source: Weights, target: Weights, *, log: Callable[[str], None], use_
 
 
 def _compare_weights(source: Weights, target: Weights) -> tuple[dict[str, float], dict[str, float]]:
-    """(tensors that are wrong, tensors that rounding changed); padding of the vocabulary is left out."""
+    """Return `wrong` and `rounded` of a `Verification`. Padding of the vocabulary is not compared."""
     vocab = source.model.vocab_size
     assert vocab is not None
     wrong: dict[str, float] = {}
@@ -164,7 +164,7 @@ def _compare_weights(source: Weights, target: Weights) -> tuple[dict[str, float]
         worst, worst_rounding, same = 0.0, 0.0, True
         for a, b in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK)):
             expected = a.to(b.dtype)
-            # What is too large for the type was not rounded to it.
+            # A value that overflows the dtype was not rounded.
             if not torch.equal(a.isfinite(), expected.isfinite()):
                 same, worst = False, float("inf")
                 continue
@@ -180,13 +180,13 @@ def _compare_weights(source: Weights, target: Weights) -> tuple[dict[str, float]
 
 
 def _worst(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest absolute difference; infinite where only one of two elements is a finite number."""
+    """Return the largest absolute difference; infinite if an element is NaN or infinite on either side."""
     difference = (one.double() - other.double()).abs()
     return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
 
 
 def _tokens(source: Weights, target: Weights) -> torch.Tensor:
-    """int64 [SEQUENCES, s], drawn from a fixed seed: which they are does not matter to the comparison."""
+    """Draw random tokens, int64 [SEQUENCES, s], from a fixed seed."""
     assert source.model.vocab_size is not None
     length = min(TOKENS, source.seq_length, target.seq_length)
     generator = torch.Generator().manual_seed(0)
@@ -194,10 +194,10 @@ def _tokens(source: Weights, target: Weights) -> torch.Tensor:
 
 
 def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool) -> tuple[torch.Tensor, str]:
-    """Logits [b, s, vocab_size] and who computed them."""
+    """Return logits [b, s, vocab_size] and the name of the program that computed them."""
     found = stock_version()
-    scaled = getattr(weights, "dequantised", None) is not None  # transformers needs a GPU for these
-    if weights.format == "huggingface" and use_stock and found is not None and not scaled:
+    quantized = getattr(weights, "dequantised", None) is not None  # transformers needs a GPU for these
+    if weights.format == "huggingface" and use_stock and found is not None and not quantized:
         has_experts = weights.model.num_experts is not None
         return stock_logits(weights.path, tokens, dtype, has_experts=has_experts), f"{STOCK} {found}"
     return our_logits(weights, tokens, dtype), OURS
@@ -205,11 +205,11 @@ def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stoc
 
 @torch.no_grad()
 def our_logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Logits [b, s, vocab_size] of tokens [b, s] by `GPTStage` on the CPU."""
+    """Compute logits [b, s, vocab_size] of tokens [b, s] with `GPTStage` on the CPU."""
     stage = build_stage(weights.model, tokens.shape[1], Topology.solo(), dtype)
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
         values = weights.read(parameter.info.spec.name)
-        parameter[: len(values)].copy_(values[: len(parameter)])  # rows of padding, more or fewer, make no logits
+        parameter[: len(values)].copy_(values[: len(parameter)])  # the number of padding rows may differ
     logits: torch.Tensor = stage.eval()(tokens, stage.context())
     return logits.transpose(0, 1)[..., : weights.model.vocab_size]

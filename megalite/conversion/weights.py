@@ -1,8 +1,9 @@
-"""What every format is turned into: a model's settings and its tensors under megalite's names and shapes.
+"""Define the common interface of all formats: a model's settings, and its tensors under megalite's names and shapes.
 
-A tensor of another format is a piece of exactly one of ours. One table of pieces serves both directions, so that import
-and export cannot disagree. Elements are copied in blocks: beside one tensor of ours, whole, a conversion holds a few.
-torch is not imported here: a dry run reads config.json by the same tables.
+Throughout the package `ours` is a tensor of megalite, and `theirs` one of the other format. Each of their tensors is a
+piece of exactly one of ours. Import and export use the same table of pieces, so they cannot disagree. Elements are
+copied in blocks: a conversion holds one whole tensor of ours and a few blocks.
+Imports no torch, because a dry run reads config.json with the same tables.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ if TYPE_CHECKING:
 Format = Literal["native", "huggingface", "megatron"]
 FORMATS: tuple[Format, ...] = ("native", "huggingface", "megatron")
 TRANSFORMER_IMPLEMENTATIONS = ("transformer_engine", "local")
-"""Megatron-LM's `--transformer-impl`: with the first a norm has the name of the linear layer after it."""
+"""Values of Megatron-LM's `--transformer-impl`. The first names a norm after the linear layer that follows it."""
 
 BLOCK = 4 << 20  # bytes that are read, converted, hashed or written at once
 
 View = Callable[["torch.Tensor"], "torch.Tensor"]
-"""From one of our tensors, whole, to the view of it that is their tensor. A view, never a copy: importing writes
-through it. Indexing, `view`, `unflatten`, `transpose` and `narrow` give views."""
+"""Maps a whole tensor of ours to the view of it that is their tensor. It must not copy, because importing writes through
+the view. Indexing, `view`, `unflatten`, `transpose` and `narrow` return views."""
 
 Read = Callable[[int, int, "torch.Tensor | None"], "torch.Tensor"]
-"""(start, count, room) -> elements of a stored tensor, flat: in the room if there is some of their type, else in new memory."""
+"""(start, count, room) -> `count` elements of a stored tensor, flat, in `room` if it has their dtype, else in new memory."""
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Theirs is ours."""
+    """Return the whole tensor: both formats store the same elements."""
     return tensor
 
 
 def first_rows(rows: int, first: int = 0) -> View:
-    """Rows [first, first + rows), or as many of them as there are."""
+    """Return a view of rows [first, first + rows), clipped to the tensor's rows."""
     return lambda tensor: tensor[first : first + rows]
 
 
@@ -51,17 +52,17 @@ def part_at(*index: int) -> View:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of theirs, of `shape`: a `view` of the tensor of ours named `ours`, in the same order of elements.
-    Elements of theirs beyond the view's pad the vocabulary: zeros when written, not read."""
+    """A tensor of the other format, named `theirs`, of `shape`: a `view` of our tensor `ours`, in the same element
+    order. Their elements beyond the view's are padding of the vocabulary: written as zeros, and not read."""
 
     theirs: str
     ours: str
     shape: tuple[int, ...]
     view: View = whole
-    rest: tuple[View, ...] = ()  # what comes behind `view` in their tensor, where the whole is not one view of ours
+    rest: tuple[View, ...] = ()  # views that follow `view` in their tensor, if it is not a single view of ours
 
     def places(self, ours: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each view, behind the number of elements that come before it in their tensor."""
+        """Yield each view of `ours` with the number of elements before it in their tensor."""
         first = 0
         for view in (self.view, *self.rest):
             place = view(ours)
@@ -70,7 +71,7 @@ class Piece:
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `BLOCK` bytes that make up the tensor, in the order of its elements (row by row)."""
+    """Split a tensor into views of at most `BLOCK` bytes, in row-major order."""
     size = tensor.numel() * tensor.element_size()
     if size <= BLOCK:
         if size:
@@ -83,8 +84,8 @@ def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fill(place: torch.Tensor, read: Read, wanted: range | None = None, start: int = 0) -> None:
-    """Copy elements of a stored tensor, from the `start`-th on, into a view of one of ours, converting their type to ours.
-    `wanted`: elements of ours, as they lie in memory; blocks without any of them are neither read nor touched."""
+    """Copy elements of a stored tensor, from index `start`, into the view `place` of our tensor, converting the dtype.
+    `wanted`: range of memory offsets in our tensor. Blocks outside of it are neither read nor written."""
     for block in blocks(place):
         first = block.storage_offset()
         last = first + sum((size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True))
@@ -97,8 +98,8 @@ def fill(place: torch.Tensor, read: Read, wanted: range | None = None, start: in
 
 
 def parts_within(place: torch.Tensor, start: int, stop: int, before: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parts of a view of one of ours that lie in its elements [start, stop), each behind the number of the view's
-    elements, in its order, that come before it (and `before` it)."""
+    """Yield the parts of the view `place` with memory offsets in [start, stop) of our tensor, each with the number of the
+    view's elements before it, plus `before`."""
     low = place.storage_offset()
     high = low + sum((size - 1) * step for size, step in zip(place.shape, place.stride(), strict=True)) + 1
     if place.numel() == 0 or high <= start or low >= stop:
@@ -110,7 +111,7 @@ def parts_within(place: torch.Tensor, start: int, stop: int, before: int = 0) ->
     row, span = place.numel() // rows, high - low - (rows - 1) * step
     touched = range(max(0, (start - span - low) // step + 1), min(rows, -((low - stop) // step)))
     first = max(0, -((low - start) // step))
-    last = max(first, min(rows, (stop - span - low) // step + 1))  # rows [first, last) lie in it whole
+    last = max(first, min(rows, (stop - span - low) // step + 1))  # rows [first, last) are completely inside
     for index in range(touched.start, min(first, touched.stop)):
         yield from parts_within(place[index], start, stop, before + index * row)
     if first < last:
@@ -120,63 +121,63 @@ def parts_within(place: torch.Tensor, start: int, stop: int, before: int = 0) ->
 
 
 class ConversionError(ConfigError):
-    """Weights cannot be converted; the message names the file or the field, and what would work. Every function of this
+    """Weights cannot be converted. The message names the file or the field, and what would work. Every function of this
     package may raise it."""
 
 
-ReadWhole = Callable[[str], "torch.Tensor"]  # a tensor of ours by its name, whole
+ReadWhole = Callable[[str], "torch.Tensor"]  # reads a whole tensor by our name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a checkpoint of a run has beside weights, and a run that continues needs."""
+    """State beside the weights that a run needs to continue."""
 
     step: int
-    counters: Mapping[str, Any]  # as a manifest has them
-    config: Mapping[str, Mapping[str, Any]]  # sections of settings, as far as the checkpoint says them
-    states: Mapping[str, ReadWhole]  # of the optimizer, in fp32: exp_avg, ...
+    counters: Mapping[str, Any]  # see `Manifest.counters`
+    config: Mapping[str, Mapping[str, Any]]  # known settings, by section
+    states: Mapping[str, ReadWhole]  # fp32 optimizer states by name: exp_avg, ...
 
 
 class Weights:
-    """A model on disk, whatever its format, open for reading. Nothing is read before it is asked for. Subclasses give
-    each tensor of `parameter_shapes(model)` under its name, whole and unsharded, on the CPU. Rows of the word embedding
-    and of the head beyond `model.vocab_size` are padding: a writer makes as many as the target has."""
+    """A model on disk in any format, open for reading. Tensors are read on demand. Subclasses return each tensor of
+    `parameter_shapes(model)` by name, whole and unsharded, on the CPU. Rows of the word embedding and head beyond
+    `model.vocab_size` are padding; a writer writes as many as the target format has. Weights that were opened with
+    optimizer states also have an attribute `training: Training`."""
 
     path: Path
     format: str  # `megalite`, `huggingface` or `megatron`
-    kind: str = "trained"  # or `ema`: their moving average
+    kind: str = "trained"  # or `ema`: the moving average
     model: ModelConfig  # with vocab_size and (for learned positions) max_position_embeddings resolved
     seq_length: int
     tokenizer_files: Sequence[Path]
-    tokenizer_hints: DataConfig  # a tokenizer_type that has no files, and tiktoken_pattern
-    generation: Mapping[str, Any]  # of generation_config.json, as far as it is known
-    # `training: Training` is there as well, where it was asked for.
+    tokenizer_hints: DataConfig  # tokenizer_type, if it needs no files, and tiktoken_pattern
+    generation: Mapping[str, Any]  # known values of generation_config.json
 
     def dtype(self, name: str) -> torch.dtype:
         raise NotImplementedError
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in its stored type; the caller may change it."""
+        """Return the whole tensor in its stored dtype. The caller may modify it."""
         raise NotImplementedError
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """The shape of the tensor that `piece` is of, and what reads the elements of the piece in order; None: it is read whole."""
+        """Return our tensor's shape and a reader of the piece's elements in order, or None if it must be read whole."""
         return None
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, ParameterShape]:
-    """Every tensor of the whole model by name, in the order of the forward pass."""
+    """Return the shape of every tensor of the model by name, in the order of the forward pass."""
     buffers = buffer_shapes(model, 0, model.num_layers)
     return {shape.name: shape for shape in (*stage_shapes(model, 0, model.num_layers, True, True), *buffers)}
 
 
 class Wrapped(Weights):
-    """The weights `inner`, unchanged; subclasses change one thing."""
+    """Delegate everything to the weights `inner`. Subclasses override one aspect."""
 
     def __init__(self, inner: Weights) -> None:
         self.inner = inner
 
-    def __getattr__(self, name: str) -> Any:  # the attributes of Weights, when they are asked for
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -186,19 +187,19 @@ class Wrapped(Weights):
         return self.inner.read(name)
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """Those of `inner`, unless a subclass changes what is read."""
+        """Return `inner`'s, unless a subclass overrides `read`."""
         return self.inner.elements(piece) if type(self).read is Wrapped.read else None
 
 
 def innermost(weights: Weights) -> Weights:
-    """The weights as they were opened, out of everything that they are wrapped in."""
+    """Return the weights inside all wrappers."""
     while isinstance(weights, Wrapped):
         weights = weights.inner
     return weights
 
 
 class LastRead(Wrapped):
-    """Keeps the tensor read last, which must not be changed: several of theirs are often pieces of one of ours."""
+    """Cache the last tensor, because consecutive pieces often belong to it. The caller must not modify it."""
 
     def __init__(self, inner: Weights) -> None:
         super().__init__(inner)
@@ -206,7 +207,7 @@ class LastRead(Wrapped):
 
     def read(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one takes its room
+            self._last = None  # free the memory before the next read
             self._last = name, self.inner.read(name)
         return self._last[1]
 
@@ -215,7 +216,7 @@ class LastRead(Wrapped):
 
 
 class Repadded(Wrapped):
-    """The vocabulary's rows padded to another multiple: who writes adds rows of zeros, or leaves out padding."""
+    """Pad the vocabulary to another multiple. The writer adds rows of zeros or drops padding rows."""
 
     def __init__(self, inner: Weights, divisible_by: int) -> None:
         super().__init__(inner)
@@ -223,8 +224,9 @@ class Repadded(Wrapped):
 
 
 class WithTokenizer(Wrapped):
-    """Another tokenizer's files, or none, in place of the source's own. Ids of another tokenizer are others; of the
-    hints only the pattern stays, which a tiktoken file may need."""
+    """Replace the source's tokenizer files by others, or by none. Token ids of the source's generation settings are
+    dropped, because another tokenizer has other ids. Only the pattern of the hints is kept, which a tiktoken file may
+    need."""
 
     def __init__(self, inner: Weights, files: Sequence[Path]) -> None:
         super().__init__(inner)

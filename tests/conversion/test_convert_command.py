@@ -136,9 +136,9 @@ def test_the_target_and_the_family_are_looked_at_before_the_source(
     for target, flags, says in [
         (tmp_path / "file" / "deep", [], "Not a directory; give another target"),
         (tmp_path / "new", ["--family", "bert"], "bert"),
-        (tmp_path / "new", ["--family", ""], "'' is no family of ours; use gpt2, llama"),
+        (tmp_path / "new", ["--family", ""], "'' is not a supported family; use gpt2, llama"),
         (tmp_path / ("n" * 256), [], "File name too long; give a shorter path"),
-        (Path("/"), [], "the target is /"),
+        (Path("/"), [], "the target / already exists"),
     ]:
         assert run(tmp_path / "nowhere", target, "--to", "huggingface", *flags) == 2
         said = capsys.readouterr()

@@ -141,10 +141,10 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "theirs")
     native = made_up(tmp_path / "ours")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (tmp_path / "empty", {}, "is no model of a known format: .* it holds nothing"),
+        (tmp_path / "empty", {}, "is no model of a known format: .* it contains nothing"),
         (tmp_path / "our", {}, "no checkpoint: .*our does not exist; there is .*ours"),
         (tmp_path / "file", {}, "file"),
-        (tmp_path / "megatron", {}, "is Megatron-LM's; run megalite convert .* --to native"),
+        (tmp_path / "megatron", {}, "is a Megatron-LM checkpoint; run megalite convert .* --to native"),
         (tmp_path / "theirs", {"step": 3}, "--ckpt-step 3 has no effect on .*theirs"),
         (tmp_path / "theirs", {"needs_tokenizer": True}, "theirs has no tokenizer; give one with --tokenizer-model"),
         (native, {"step": 3}, "has no checkpoint of step 3; it has steps 0"),
@@ -168,7 +168,7 @@ def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
     model = open_plain(large, needs_tokenizer=True)
     assert (model.tokenizer.eod, model.end_ids) == (256, {256})
     shutil.rmtree(large / "tokenizer")
-    with pytest.raises(ConfigError, match=r"is not there \(recorded as"):
+    with pytest.raises(ConfigError, match=r"is missing \(recorded as"):
         open_plain(large, needs_tokenizer=True)
     assert open_plain(large, needs_tokenizer=True, tokenizer=choice).tokenizer.vocab_size == 257
     with pytest.raises(ConfigError, match="--tiktoken-pattern gpt2 has no effect without --tokenizer-model"):

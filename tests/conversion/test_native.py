@@ -82,7 +82,7 @@ class TestReading:
         assert NativeWeights(tmp_path / "a").path == newer
         weights = newer / "weights-00000.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-        with pytest.raises(CheckpointError, match=r"weights-00000.*sha256.*--step 0 takes the one before"):
+        with pytest.raises(CheckpointError, match=r"weights-00000.*sha256.*--step 0 takes the previous one"):
             NativeWeights(tmp_path / "a")
         assert NativeWeights(tmp_path / "a", step=0).model.num_layers == 2
 
@@ -90,7 +90,7 @@ class TestReading:
         ("change", "says"),
         [
             ({"num_layers": 3}, "there is no weight:layers.2"),
-            ({"num_layers": 1}, "holds layers.1.* does not have"),
+            ({"num_layers": 1}, "contains layers.1.* does not have"),
             ({"hidden_size": 64}, r"has shape \[304, 32\]; a model of its settings has \[304, 64\]"),
             ({"hidden_size": "wide"}, "hidden_size takes a whole number"),
             ({"num_attention_heads": 0}, "num_attention_heads is 0"),

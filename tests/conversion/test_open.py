@@ -40,7 +40,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
     with pytest.raises(ConversionError, match=r"no model of a known format.*step-\*.*config.json.*notes.txt"):
         open_weights(tmp_path)
-    with pytest.raises(ConversionError, match="is a file; give the folder that holds it"):
+    with pytest.raises(ConversionError, match="is a file; give its folder"):
         open_weights(tmp_path / "notes.txt")
     with pytest.raises(ConversionError, match="missing does not exist"):
         open_weights(tmp_path / "missing")
@@ -50,7 +50,7 @@ def test_two_formats_in_one_folder_must_be_told_apart(models: Path, tmp_path: Pa
     for name in ("native", "huggingface"):
         for entry in (models / name).iterdir():
             (tmp_path / entry.name).symlink_to(entry)
-    with pytest.raises(ConversionError, match=r"native or huggingface; say which with --from native"):
+    with pytest.raises(ConversionError, match=r"native or huggingface; choose one with --from native"):
         open_weights(tmp_path)
     assert open_weights(tmp_path, format="native").format == "megalite"
 

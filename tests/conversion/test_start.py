@@ -78,8 +78,8 @@ def test_the_dump_of_such_a_run_loads_again(llama: Path, tmp_path: Path) -> None
     ("changes", "message"),
     [
         (None, "there is no folder .*/llama; give one on disk, as hf:models/llama"),
-        ({"model_type": "bert"}, "model_type is 'bert'; what can be read is gpt2, llama"),
-        ({"auto_map": {"a": "b"}}, "names code of the folder's own, which is never run"),
+        ({"model_type": "bert"}, "model_type is 'bert'; supported: gpt2, llama"),
+        ({"auto_map": {"a": "b"}}, "names code in the folder, which is never run"),
     ],
 )
 def test_folders_that_cannot_be_read(llama: Path, changes: dict[str, object] | None, message: str) -> None:

@@ -88,7 +88,7 @@ def test_a_recorded_tokenizer_that_is_gone_or_changed(tmp_path: Path, capsys: py
     assert "without tokenizer (--without-tokenizer)" in capsys.readouterr().out
     merges.unlink()
     assert run(source, tmp_path / "c", "--to", "native", "--no-verify") == 0
-    gone = f"the checkpoint's tokenizer is not there (recorded as {merges}, looked in {merges.parent})"
+    gone = f"the checkpoint's tokenizer is missing (recorded as {merges}, looked in {merges.parent})"
     assert f"without tokenizer: {gone}; --tokenizer-model PATH adds it" in capsys.readouterr().out
 
 

@@ -67,7 +67,7 @@ def test_tiktoken(write: Callable[[Path], Path], pattern: str, end: int, tmp_pat
 
     assert run(source, tmp_path / "hf", "--to", "huggingface") == 2
     error = capsys.readouterr().err
-    assert "is tiktoken's; give a tokenizer.json, or --without-" in error
+    assert "is a tiktoken file; give a tokenizer.json, or --without-" in error
     assert run(source, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
     said = capsys.readouterr().out
     assert "verify   passed" in said

@@ -1,4 +1,4 @@
-"""config.json of a folder that someone else has made: no file leads out of the folder, and every value has its type."""
+"""Read config.json and other JSON files of an untrusted folder: reject links out of it and values of the wrong type."""
 
 import json
 import re
@@ -14,15 +14,14 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.conversion.weights import ConversionError
 
-MAX_JSON = 256 << 20  # bytes of a JSON file that is read: the largest tokenizers take a tenth of it
+MAX_JSON = 256 << 20  # maximum bytes of a JSON file; the largest tokenizers need a tenth of it
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}")
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Where the content of a file of `folder` is; None if there is none of that name. A link may stay inside the
-    folder. In Hugging Face's cache, `.../snapshots/REVISION/`, files are links to `.../blobs/`: those are followed too,
-    and no others."""
+    """Return the resolved path of a file in `folder`, or None if it does not exist. Links must stay inside the folder.
+    In Hugging Face's cache, `.../snapshots/REVISION/`, files may also be links to `.../blobs/`."""
     if not _NAME.fullmatch(name):
         raise ConversionError(f"{folder}: {name[:200]!r} is not the name of a file in this folder")
     path = folder / name
@@ -31,7 +30,7 @@ def find_file(folder: Path, name: str) -> Path | None:
     try:
         root, target = folder.resolve(strict=True), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise ConversionError(f"{path}: a link that leads nowhere: {error}") from None
+        raise ConversionError(f"{path}: broken link: {error}") from None
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
@@ -67,23 +66,25 @@ def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
 
 
 def refuse_code(values: Mapping[str, Any], where: Path | str) -> None:
-    """Nothing from a folder is ever run, so a file that asks for it describes something else than is read here."""
+    """Reject a file that requires the folder's code, which is never run: without it the model may be another one."""
     for key in ("auto_map", "trust_remote_code", "custom_pipelines"):
         if values.get(key):
-            raise ConversionError(f"{where}: {key} names code of the folder's own, which is never run; remove {key}")
+            raise ConversionError(f"{where}: {key} names code in the folder, which is never run; remove {key}")
 
 
-MAX_LAYERS = 1 << 16  # more than any network has: what is checked layer by layer must end
+MAX_LAYERS = 1 << 16  # bounds the time of checks that loop over layers
 
-Table = Sequence[tuple[Any, ...]]  # of (our setting, their key, a method of `ModelFile`[, default])
+Table = Sequence[tuple[Any, ...]]  # rows (our setting, their key, name of a method of `ModelFile`[, default])
 
 
 def written(model: ModelConfig, table: Table) -> dict[str, Any]:
-    """What a table's keys say of the network."""
+    """Return the config.json values of the model for the keys of a table."""
     return {theirs: getattr(model, ours) for ours, theirs, *_ in table}
 
 
 class ModelFile:
+    """Checked access to the values of a config.json. Every method raises ConversionError for a wrong value."""
+
     def __init__(self, values: Mapping[str, Any], where: Path | str) -> None:
         self.values = values
         self.where = where
@@ -94,7 +95,7 @@ class ModelFile:
         return value
 
     def integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int:
-        """A whole number of at least 1; without default it must be there."""
+        """Return a whole number of at least 1. Without a default the key must exist."""
         value = self.optional_integer(name, default, limit=limit)
         if value is None:
             raise self.fault(f"{name} is {'null' if name in self.values else 'missing'}; it must be a number")
@@ -116,15 +117,15 @@ class ModelFile:
         return self.finite(name, self.values.get(name, default))
 
     def epsilon(self, name: str, default: float) -> float:
-        """What a norm adds to a variance: no more than 1, or it would not normalise."""
+        """Return the epsilon of a norm, at most 1; a larger one would dominate the variance."""
         value = self.number(name, default)
         if value > 1.0:
             raise self.fault(f"{name} is {value:g}; it must be at most 1, such as 1e-05")
         return value
 
     def finite(self, name: str, value: Any) -> float:
-        """`value`, which stands under `name`, as a finite number."""
-        ok = type(value) in (int, float) and -1e30 < value < 1e30  # NaN is not
+        """Return `value`, the value of `name`, as a finite number."""
+        ok = type(value) in (int, float) and -1e30 < value < 1e30  # False for NaN
         return float(self._checked(name, value, ok, "a number"))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -132,18 +133,18 @@ class ModelFile:
         return bool(self._checked(name, value, type(value) is bool, "true or false"))
 
     def activation(self, name: str, default: str, choices: Mapping[str, str]) -> str:
-        """The activation in our words, from one of `choices` (their word -> ours)."""
+        """Return our name of the activation. `choices`: their name -> ours."""
         value = self.values.get(name, default)
         if not isinstance(value, str) or value not in choices:
             known = ", ".join(choices)
-            raise self.fault(f"{name} is {str(value)[:60]!r}; what can be expressed is {known}")
+            raise self.fault(f"{name} is {str(value)[:60]!r}; supported: {known}")
         return choices[value]
 
     def fault(self, text: str) -> ConversionError:
         return ConversionError(f"{self.where}: {text}")
 
     def model(self, *, seq_length: int, **settings: Any) -> ModelConfig:
-        """The network with these settings, checked, what they leave open filled in."""
+        """Return the validated model config with these settings."""
         try:
             return resolved(replace(RunConfig(), **settings).model, seq_length)
         except ConfigError as error:
@@ -151,12 +152,12 @@ class ModelFile:
 
 
 def resolved(model: ModelConfig, seq_length: int) -> ModelConfig:
-    """The network with its derived sizes filled in, and settings that have no effect at their defaults."""
+    """Return the model config with derived sizes filled in and settings without effect at their defaults."""
     return validate(replace(RunConfig(model=model), seq_length=seq_length), 1).model
 
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "dynamic")
-"""Every rope_type that can be expressed."""
+"""Supported values of rope_type."""
 
 
 def read_rope(
@@ -167,24 +168,23 @@ def read_rope(
     kinds: Sequence[str] = SCALINGS,
     partial: float | None = None,
 ) -> dict[str, Any]:
-    """Settings of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
-
-    `kinds`: the values of rope_type that the family has; `partial`: its default of partial_rotary_factor, if it has one.
-    """
+    """Read RoPE settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (older).
+    `kinds`: values of rope_type that the family supports. `partial`: the family's default of partial_rotary_factor;
+    None: RoPE must rotate whole heads."""
     values = _rope_values(file)
     base = file.finite("rope_theta", values.get("rope_theta", default_base))
-    turned = values.get("partial_rotary_factor", partial)
-    share = 1.0 if turned is None else file.finite("partial_rotary_factor", turned)
+    rotated = values.get("partial_rotary_factor", partial)
+    share = 1.0 if rotated is None else file.finite("partial_rotary_factor", rotated)
     if partial is None and share != 1.0:
-        raise file.fault(f"partial_rotary_factor is {turned}; RoPE can only turn whole heads (1.0)")
+        raise file.fault(f"partial_rotary_factor is {rotated}; RoPE can only rotate whole heads (1.0)")
     settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": share}
     if "factor" in values and "rope_type" not in values:
-        raise file.fault(f"RoPE has a factor, {str(values['factor'])[:60]}, and no rope_type, such as linear")
+        raise file.fault(f"RoPE has factor {str(values['factor'])[:60]} without rope_type, such as linear")
     kind = values.get("rope_type", "default")
     if kind == "default":
         return settings
     if kind not in kinds:
-        raise file.fault(f"rope_type is {str(kind)[:60]!r}; what can be expressed is {', '.join(kinds)}")
+        raise file.fault(f"rope_type is {str(kind)[:60]!r}; supported: {', '.join(kinds)}")
 
     def needed(name: str) -> float:
         if name not in values:
@@ -196,13 +196,13 @@ def read_rope(
         name = "original_max_position_embeddings"
         original = file.finite(name, values.get(name, max_positions))
         if original < 1 or not original.is_integer():
-            raise file.fault(f"{name} is {original}; it must be a whole number from 1 on")
+            raise file.fault(f"{name} is {original}; it must be a whole number of at least 1")
         settings["rope_original_max_positions"] = int(original)
         if kind == "yarn":
             growth = max_positions / original if values.get("factor") is None else needed("factor")
             return settings | {"rope_scaling_factor": growth} | _read_yarn(file, values)
     settings["rope_scaling_factor"] = needed("factor")
-    if kind == "dynamic":  # transformers goes by max_position_embeddings, whatever else stands there
+    if kind == "dynamic":  # transformers always uses max_position_embeddings here
         settings["rope_original_max_positions"] = max_positions
     if kind == "llama3":
         settings |= {
@@ -216,27 +216,27 @@ _YARN = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "atte
 
 
 def _read_yarn(file: ModelFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What does not stand there, or is 0, is the default; of mscale and mscale_all_dim one alone says nothing."""
-    given = {name: values[name] for name in _YARN if values.get(name) not in (None, 0) or values.get(name) is False}
-    found = {f"rope_{name}": file.finite(name, value) for name, value in given.items() if name != "truncate"}
-    if "truncate" in given:
-        if type(given["truncate"]) is not bool:
-            raise file.fault(f"truncate is {str(given['truncate'])[:60]!r}; it must be true or false")
-        found["rope_truncate"] = given["truncate"]
+    """Read YaRN's settings. Missing values and 0 mean the default. mscale needs mscale_all_dim, and vice versa."""
+    present = {name: values[name] for name in _YARN if values.get(name) not in (None, 0) or values.get(name) is False}
+    found = {f"rope_{name}": file.finite(name, value) for name, value in present.items() if name != "truncate"}
+    if "truncate" in present:
+        if type(present["truncate"]) is not bool:
+            raise file.fault(f"truncate is {str(present['truncate'])[:60]!r}; it must be true or false")
+        found["rope_truncate"] = present["truncate"]
     if not {"rope_mscale", "rope_mscale_all_dim"} <= found.keys() or "rope_attention_factor" in found:
         found = {name: value for name, value in found.items() if not name.startswith("rope_mscale")}
     return found
 
 
 def _rope_values(file: ModelFile) -> dict[str, Any]:
-    """What the places that RoPE's settings may stand in say together."""
+    """Merge the RoPE settings of all places where config.json may have them. Raise if they contradict each other."""
     merged: dict[str, Any] = {}
 
     def add(values: Mapping[str, Any], place: str) -> None:
         for name, value in values.items():
             key = "rope_type" if name == "type" else name
             if isinstance(value, Mapping):
-                raise file.fault(f"{place} has a separate RoPE for {name!r}; all layers must have the same")
+                raise file.fault(f"{place} has a separate RoPE for {name!r}; all layers must have the same RoPE")
             if merged.setdefault(key, value) != value:
                 raise file.fault(f"{key} is {merged[key]} in one place and {value} in {place}; keep one of the two")
 
@@ -253,7 +253,7 @@ def _rope_values(file: ModelFile) -> dict[str, Any]:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """RoPE's settings under the names that every version of transformers reads."""
+    """Return RoPE's settings under the names that every version of transformers reads."""
     scaling: dict[str, Any] | None = None
     if model.rope_scaling != "none":
         scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}

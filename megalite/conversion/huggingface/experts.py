@@ -1,4 +1,4 @@
-"""Experts of the Hugging Face families: what their config.json says of them, and the names and shapes of their tensors."""
+"""Map the experts of the Hugging Face families: their settings in config.json, tensor names and shapes."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -11,32 +11,35 @@ from megalite.conversion.weights import Piece, part_at
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKeys:
-    """What a family calls the settings and the tensors of its experts. Defaults are Mixtral's: every layer has experts, as
-    wide as intermediate_size says, with weights that add up to 1."""
+    """A family's config.json keys, defaults and tensor names of its experts. The defaults here are Mixtral's: experts
+    in every layer, of width intermediate_size, with weights that sum to 1."""
 
-    count: tuple[str, int] = ("num_local_experts", 8)  # its key in published files, and what stands for a missing one
-    topk: int | None = 2  # default of num_experts_per_tok; None: it must be there
-    width: int | None = None  # default of moe_intermediate_size; None: it is intermediate_size
-    normalises: bool | None = None  # default of norm_topk_prob: the weights add up to 1; None: always
-    # The shared expert: by its width (Qwen2), or by how many experts wide it is (DeepSeek). Its key and default.
+    count: tuple[str, int] = (
+        "num_local_experts",
+        8,
+    )  # key of the number of experts in published files, and its default
+    topk: int | None = 2  # default of num_experts_per_tok; None: the key is required
+    width: int | None = None  # default of moe_intermediate_size; None: the width is intermediate_size
+    normalises: bool | None = None  # default of norm_topk_prob (the weights sum to 1); None: always true
+    # Key and default of the shared expert: its width (Qwen2) or its width in experts (DeepSeek).
     shared: tuple[str, int] | None = None
     shared_gate: bool = False
-    scaling: float | None = None  # default of routed_scaling_factor, on the weights; None: there is none
-    sigmoid: bool = False  # scores, with a bias per expert and groups
+    scaling: float | None = None  # default of routed_scaling_factor on the weights; None: the family has no such key
+    sigmoid: bool = False  # sigmoid scores, with a bias per expert and groups
     groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
     first_dense: int = 1  # default of first_k_dense_replace
-    # decoder_sparse_step (and mlp_only_layers), or first_k_dense_replace; None: no dense layer.
+    # Key of the dense layers: decoder_sparse_step (with mlp_only_layers) or first_k_dense_replace; None: there are none.
     dense: str | None = None
-    layer: str = "mlp"  # where in a layer they are
+    layer: str = "mlp"  # name of the experts' module in a layer
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def _counts(self) -> bool:
-        """The shared expert is so many experts wide."""
+        """Whether the shared expert's width is given as a number of experts."""
         return self.shared is not None and self.shared[0] == "n_shared_experts"
 
     def read(self, file: ModelFile) -> dict[str, Any]:
-        # transformers 5 saves the number under its own name for it.
+        # transformers 5 saves the number under this key for all families.
         key = "num_local_experts" if "num_local_experts" in file.values else self.count[0]
         experts, topk = file.integer(key, self.count[1]), file.integer("num_experts_per_tok", self.topk)
         found: dict[str, Any] = {"num_experts": experts, "moe_router_topk": topk, **self._read_dense(file)}
@@ -52,14 +55,14 @@ class ExpertKeys:
             found["moe_router_topk_scaling_factor"] = file.number("routed_scaling_factor", self.scaling)
         if not self.sigmoid:
             if whole and self.scaling is not None:
-                raise file.fault("norm_topk_prob is true; beside a routed_scaling_factor only false can be expressed")
+                raise file.fault("norm_topk_prob is true; with a routed_scaling_factor only false is supported")
             return found | {"moe_router_pre_softmax": not whole}
         if not whole and topk > 1:
-            raise file.fault("norm_topk_prob is false; with sigmoid scores only true can be expressed")
+            raise file.fault("norm_topk_prob is false; with sigmoid scores only true is supported")
         groups, chosen = file.integer("n_group", self.groups[0]), file.integer("topk_group", self.groups[1])
         if groups > chosen:
             if topk // chosen != 2:
-                # There groups are compared by their best two experts, here by as many as are chosen of each.
+                # transformers ranks groups by their best two experts, megalite by their best topk / topk_group.
                 raise file.fault(f"num_experts_per_tok is {topk} and topk_group {chosen}; it must be twice as many")
             found |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
         return found | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -80,8 +83,8 @@ class ExpertKeys:
             return {"moe_first_dense_layers": len(only)}
         if only or every > layers:
             raise file.fault(
-                f"mlp_only_layers is {str(only)[:60]} with {self.dense} {every}; what can be expressed are dense layers at the "
-                f"start ([0, 1, ...] and 1), or one of every {self.dense} layers having experts ([] and up to {layers})"
+                f"mlp_only_layers is {str(only)[:60]} with {self.dense} {every}; supported are dense layers at the start "
+                f"([0, 1, ...] and 1), or experts in one of every {self.dense} layers ([] and up to {layers})"
             )
         return {"moe_first_dense_layers": every - 1, "moe_layer_freq": every}
 
@@ -110,7 +113,7 @@ class ExpertKeys:
         return values
 
     def pieces(self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
-        """As published (one tensor per matrix of an expert) or as transformers 5 holds them (merged)."""
+        """Yield the experts' tensors, as published (one tensor per matrix and expert) or merged as in transformers 5."""
         h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
         assert experts is not None
         there = f"{layer}.{self.layer}"

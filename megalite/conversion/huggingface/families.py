@@ -1,4 +1,4 @@
-"""The families that can be read and written: config.json and tensor names of each, and which one expresses a model."""
+"""List the families that can be read and written, and choose the family that expresses a model."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -31,6 +31,8 @@ _GPT2 = (
 
 
 class GPT2(Family):
+    """GPT-2: LayerNorm, learned positions, and linear weights stored transposed."""
+
     buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
@@ -40,7 +42,7 @@ class GPT2(Family):
             ("add_cross_attention", False),
         ):
             if file.flag(name, needed) != needed:
-                raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} can be expressed")
+                raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} is supported")
         positions = file.integer("n_positions", 1024)
         dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
         if dropouts[0] != dropouts[1]:
@@ -67,7 +69,7 @@ class GPT2(Family):
         }
 
     def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
-        # In the files the names have no prefix where it is the inner model that was saved.
+        # Names have no prefix if the inner model was saved.
         prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
         assert model.vocab_size is not None and model.max_position_embeddings is not None
         h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
@@ -92,13 +94,13 @@ def _norm(theirs: str, ours: str, size: int) -> Iterator[Piece]:
 
 
 def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[Piece]:
-    """A matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` puts our rows into theirs' order."""
+    """Yield a matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` permutes our rows to theirs."""
     yield Piece(f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0))
     yield Piece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
 
 
 def _query_key_value(model: ModelConfig) -> View:
-    """Our rows come by head (query, key, value of one, of the next, ...), theirs are all queries, keys, values."""
+    """Our rows are ordered by head, each with query, key and value; theirs are all queries, all keys, all values."""
     return lambda tensor: tensor.unflatten(0, (model.num_attention_heads, 3, model.head_size)).movedim(1, 0)
 
 
@@ -188,7 +190,7 @@ _ALL = (
         max_positions=4096,
         norm_epsilon=1e-5,
         partial_rotary=1.0,
-        scalings=("default",),  # transformers takes every other rope_type of a Phi-3 for longrope
+        scalings=("default",),  # transformers treats every other rope_type of a Phi-3 as longrope
         window=None,
         whole_heads=True,
         fused_qkv=True,
@@ -294,46 +296,46 @@ _ALL = (
 )
 SAME = {"kimi_k2": "deepseek_v3"}
 """model_type of published folders -> the family that has this architecture."""
-FAMILIES = {family.name: family for family in _ALL}  # by model_type. Where several express a model, the first is taken.
+FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen
 
 
 class FolderConfig(NamedTuple):
-    """What config.json of a folder says."""
+    """The content of a folder's config.json."""
 
     family: Family
     model: ModelConfig
-    seq_length: int  # the longest
+    seq_length: int  # maximum sequence length
     values: dict[str, Any]
 
 
 def read_config(folder: Path) -> FolderConfig:
     if not folder.is_dir():
-        raise ConversionError(f"{folder} is not a folder; give the folder that holds config.json")
+        raise ConversionError(f"{folder} is not a folder; give the folder with config.json")
     values, where = read_json(folder, "config.json"), folder / "config.json"
     if values is None:
         raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
     name = values.get("model_type")
     name = SAME.get(name, name) if isinstance(name, str) else name
-    # The code that published folders of these name is of before transformers had classes for them.
+    # Published folders of these families name code from before transformers supported them; it is not needed.
     outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3") else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
-    quantized_kinds(ModelFile(values, where))  # or it is a kind of quantized weights that is not read
+    quantized_kinds(ModelFile(values, where))  # raises for unsupported quantization
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; what can be read is {', '.join(FAMILIES)}")
+        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; supported: {', '.join(FAMILIES)}")
     return FolderConfig(FAMILIES[name], *FAMILIES[name].read(ModelFile(values, where)), values)
 
 
 def family_named(name: str) -> Family:
     if name not in FAMILIES:
-        raise ConversionError(f"{name[:60] or repr(name)} is no family of ours; use {', '.join(FAMILIES)}")
+        raise ConversionError(f"{name[:60] or repr(name)} is not a supported family; use {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Family:
-    """The family `name`, or without a name the first, that expresses the network."""
+    """Return the family `name` or, without a name, the first that expresses the model."""
     candidates = list(FAMILIES.values()) if name is None else [family_named(name)]
     found = [(differences(family, model, seq_length), family) for family in candidates]
-    # Another kind of network is further away than any number of settings.
+    # A different kind of network is a larger difference than any number of settings.
     differing, family = min(found, key=lambda item: (len(_KINDS & item[0].keys()), len(item[0])))
     if not differing:
         return family
@@ -344,13 +346,13 @@ def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Fami
     raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings that say the same in several ways, in one of them."""
+def _normal_form(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with several equivalent forms in a normal form."""
     model = ModelConfig(**values)
-    windows, turned = ([int(has(i)) for i in range(model.num_layers)] for has in (model.has_window, model.has_rope))
+    windows, ropes = ([int(has(i)) for i in range(model.num_layers)] for has in (model.has_window, model.has_rope))
     found: dict[str, Any] = {"softmax_scale": model.softmax_scale or model.head_size**-0.5}
     found["window_attn_skip_freq"] = windows if len(set(windows)) > 1 else None
-    found["no_rope_freq"] = None if all(turned) else [1 - one for one in turned]
+    found["no_rope_freq"] = None if all(ropes) else [1 - one for one in ropes]
     if not any(windows):
         found |= {"sliding_window": None, "rotary_base_local": None}
     if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:
@@ -359,34 +361,35 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str, str]:
-    """What a folder of the family would give back with other values: by field a text with both; empty if nothing."""
+    """Return the settings that would change if the model were written as this family and read again. Maps each field to
+    a text with both values; empty if the family expresses the model."""
     written = family.write(model, seq_length)
     try:
-        there = asdict(family.read(ModelFile(written, f"a {family.name} config.json"))[0])
+        theirs = asdict(family.read(ModelFile(written, f"a {family.name} config.json"))[0])
         ours = asdict(resolved(model, seq_length))
-        for values in (there, ours):
-            values |= _plain(values)
+        for values in (theirs, ours):
+            values |= _normal_form(values)
     except ConfigError as error:
         return {"": str(error)}
-    # How far the vocabulary is padded changes no token's logit.
-    free = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
-    # Of a part that the other side has not, its settings say no more than that.
-    if there["num_experts"] is None or ours["num_experts"] is None:
-        free |= {field for field in ours if field.startswith("moe_")}
-    if there["position_embedding_type"] != ours["position_embedding_type"]:
-        free |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
+    # The padding of the vocabulary does not change the tokens' logits.
+    ignored = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
+    # If one side lacks a component, its settings need not be compared.
+    if theirs["num_experts"] is None or ours["num_experts"] is None:
+        ignored |= {field for field in ours if field.startswith("moe_")}
+    if theirs["position_embedding_type"] != ours["position_embedding_type"]:
+        ignored |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
     if ours["rope_scaling"] == "dynamic":
-        free.add("max_position_embeddings")
-    if there["num_experts"] is not None and ours["num_experts"] is not None:
-        # A width of one expert that is not given is the dense MLP's; where no layer is dense that is all there is.
-        there["moe_ffn_hidden_size"] = there["moe_ffn_hidden_size"] or there["ffn_hidden_size"]
+        ignored.add("max_position_embeddings")
+    if theirs["num_experts"] is not None and ours["num_experts"] is not None:
+        # An unset expert width means the dense MLP's width, which has no other effect if no layer is dense.
+        theirs["moe_ffn_hidden_size"] = theirs["moe_ffn_hidden_size"] or theirs["ffn_hidden_size"]
         ours["moe_ffn_hidden_size"] = model.expert_ffn_size
         if all(model.is_moe_layer(index) for index in range(model.num_layers)):
-            free.add("ffn_hidden_size")
+            ignored.add("ffn_hidden_size")
     found = {
-        field: f"{field} is {ours[field]}, {family.name} has {there[field]}"
+        field: f"{field} is {ours[field]}, {family.name} has {theirs[field]}"
         for field in ours
-        if field not in free and ours[field] != there[field]
+        if field not in ignored and ours[field] != theirs[field]
     }
     if family.whole_heads and model.hidden_size % model.num_attention_heads:
         found["hidden_size"] = (

@@ -1,5 +1,4 @@
-"""Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: what their config.json says, and the names and shapes of their
-tensors."""
+"""Map Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: their config.json, tensor names and shapes."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -35,58 +34,59 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers: its config.json, and the names and shapes of its tensors."""
+    """An architecture of transformers: its config.json, tensor names and shapes."""
 
     name: str  # model_type
     architecture: str
     _: KW_ONLY
     whole_heads: bool = False  # num_attention_heads must divide hidden_size
-    mtp: bool = False  # layers that predict further tokens may come behind the others
-    buffers: ClassVar[re.Pattern[str]]  # tensors of old files that are no weights: masks, frequencies
+    mtp: bool = False  # MTP layers may follow the others
+    buffers: ClassVar[re.Pattern[str]]  # names of tensors in old files that are not weights: masks, frequencies
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
-        """config.json -> network and its longest sequence."""
+        """Read config.json. Return the model config and its maximum sequence length."""
         raise NotImplementedError
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
-        """Network -> config.json, as far as that can say it."""
+        """Return the config.json of a model, without the settings that it cannot express."""
         raise NotImplementedError
 
     def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
-        """Every tensor of the architecture, in the order of ours. `present`: the names in the files, which tell the
-        variants apart. None: to write."""
+        """Yield every tensor of the architecture, in the order of ours. `present`: the tensor names in the files, which
+        determine the variant; None when writing."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike(Family):
-    """Its features, and what its configuration class of transformers takes for a key that is missing."""
+    """A Llama-like architecture: its features, and the defaults of transformers' configuration class for missing keys."""
 
     buffers = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
     max_positions: int
     norm_epsilon: float = 1e-6
     rotary_base: float = 1e4
-    key_value_heads: int | None = None  # None: as many as there are query heads
+    key_value_heads: int | None = None  # None: as many as query heads
     head_size: int | None = None  # None: hidden_size / num_attention_heads
     linear_biases: bool = False  # attention_bias and mlp_bias exist
-    attention_bias: bool = False  # of the two the first alone exists
-    # Query, key and value have a bias; (key, what stands for a missing one): as that says.
+    attention_bias: bool = False  # attention_bias exists, mlp_bias does not
+    # Query, key and value have a bias: a fixed value, or (key, default).
     qkv_bias: bool | tuple[str, bool] = False
     scalings: tuple[str, ...] = SCALINGS  # rope_type
-    partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE turns whole heads
-    interleaved: bool = False  # RoPE turns neighbouring channels against each other
-    qk_norm: bool | str = False  # always; a name: as that key says, by default not
-    # The default of sliding_window, or `switched` (use_sliding_window is on and the layer reaches max_window_layers).
+    partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE rotates whole heads
+    interleaved: bool = False  # RoPE rotates pairs of adjacent channels
+    qk_norm: bool | str = False  # a fixed value, or the name of a key with default False
+    # Default of sliding_window; `none`: no window; `refused`: use_sliding_window must be false; `switched`: the layers from
+    # max_window_layers on have the window if use_sliding_window is true.
     window: int | str | None = "none"
-    mixed: bool = False  # layer_types may say of each layer whether it has the window
-    activation: tuple[str, str] = ("hidden_act", "silu")  # its key, and what stands for a missing one
-    tied: bool = False  # the default of tie_word_embeddings
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that all models of the family have
+    mixed: bool = False  # layer_types may select the layers with the window
+    activation: tuple[str, str] = ("hidden_act", "silu")  # key and default
+    tied: bool = False  # default of tie_word_embeddings
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings of all models of the family
     experts: ExpertKeys | None = None
     fused_qkv: bool = False  # query, key and value are one tensor
-    fused_mlp: bool = False  # gate and up projection are
-    # Where branches have norms behind them: the norms behind attention, before the MLP and behind it.
+    fused_mlp: bool = False  # gate and up projection are one tensor
+    # Names of the norms after attention, before the MLP and after it, if the branches have norms after them.
     sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward")
 
     def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
@@ -130,7 +130,7 @@ class LlamaLike(Family):
             self.activation[0]: _WRITTEN.get(model.activation, "silu"),
             **write_rope(model),
         }
-        if model.rope_scaling == "dynamic":  # beyond which the base grows
+        if model.rope_scaling == "dynamic":  # the base grows for longer sequences
             values["max_position_embeddings"] = model.rope_original_max_positions
         if self.attention_bias or self.linear_biases:
             values["attention_bias"] = self.linear_biases and model.add_bias_linear
@@ -157,7 +157,7 @@ class LlamaLike(Family):
         return values
 
     def _read_biases(self, file: ModelFile) -> bool:
-        """Ours are in every linear layer or in none (or in query, key and value alone: Qwen2)."""
+        """Return whether all linear layers have biases. megalite has biases in all, none, or only qkv (Qwen2)."""
         attention = (self.linear_biases or self.attention_bias) and file.flag("attention_bias", False)
         mlp = self.linear_biases and file.flag("mlp_bias", False)
         if attention != mlp:
@@ -169,7 +169,7 @@ class LlamaLike(Family):
 
     def _read_window(self, file: ModelFile) -> dict[str, Any]:
         if self.window == "refused" and file.flag("use_sliding_window", False):
-            raise file.fault("use_sliding_window is true; of this family only false can be expressed")
+            raise file.fault("use_sliding_window is true; for this family only false is supported")
         if self.window in ("none", "refused"):
             return {"sliding_window": None}
         layers = file.layers("num_hidden_layers")
@@ -184,15 +184,15 @@ class LlamaLike(Family):
             wanted = {"full_attention"} if window is None else set(_KINDS) if self.mixed else {"sliding_attention"}
             if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in wanted for kind in kinds):
                 raise file.fault(
-                    f"layer_types does not say {' or '.join(sorted(wanted))} for each of {layers} layers; with "
-                    f"{'no window' if window is None else f'a window of {window}'} nothing else can be expressed"
+                    f"layer_types is not {' or '.join(sorted(wanted))} for each of {layers} layers; with "
+                    f"{'no window' if window is None else f'a window of {window}'} nothing else is supported"
                 )
             windows = [kind == "sliding_attention" for kind in kinds]
         if window is None or not any(windows):
             return {"sliding_window": None}
         if all(windows):
             return {"sliding_window": window}
-        every = windows.index(False) + 1  # as every such layer is full, or else layer by layer
+        every = windows.index(False) + 1  # period of the full layers, if they are regular
         regular = every > 1 and windows == [(index + 1) % every != 0 for index in range(layers)]
         return {
             "sliding_window": window,
@@ -200,17 +200,17 @@ class LlamaLike(Family):
         }
 
     def _windows(self, file: ModelFile, layers: int) -> list[bool]:
-        """Which layers have the window, without layer_types."""
+        """Return which layers have the window if layer_types is missing."""
         return [True] * layers
 
     def _read_switched_window(self, file: ModelFile, layers: int) -> tuple[int | None, list[bool]]:
-        """Qwen's window: on, and from layer max_window_layers on."""
+        """Read Qwen's window, which layers from max_window_layers on have if use_sliding_window is true."""
         if not file.flag("use_sliding_window", False):
             return None, []
         window = file.optional_integer("sliding_window", 4096)
         first = file.values.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
-            raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number from 0 on")
+            raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number of at least 0")
         return window, [index >= first for index in range(layers)]
 
     def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
@@ -219,7 +219,7 @@ class LlamaLike(Family):
         rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
         word, head = "model.embed_tokens.weight", "lm_head.weight"
         if model.tie_embeddings and present is not None and word not in present and head in present:
-            word = head  # of the two names of one tensor the writer kept this one
+            word = head  # the writer stored the tied tensor under this name
         yield Piece(word, "embedding.word.weight", rows, vocabulary)
         for i in range(model.mtp_layers.stop if self.mtp else model.num_layers):
             there, here = f"model.layers.{i}", f"layers.{i}"
@@ -246,7 +246,7 @@ class LlamaLike(Family):
     def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
         h, d, groups = model.hidden_size, model.head_size, model.query_groups
         queries = model.num_attention_heads // groups
-        # In each of our groups of rows: where its query heads, its key, its value begin and end.
+        # Ranges of the query heads, the key and the value in each of our groups of rows.
         parts = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
 
         def rows(first: int, last: int) -> View:
@@ -276,12 +276,12 @@ class LlamaLike(Family):
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
-    """`layer_types` of config.json."""
+    """Return `layer_types` of config.json."""
     return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
 
 
 def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
-    """What such a layer has beside a layer; embedding and head are there once more, and read from where they belong."""
+    """Yield the tensors of an MTP layer beside those of a normal layer. Its copies of embedding and head are only written."""
     assert model.vocab_size is not None
     h = model.hidden_size
     yield Piece(f"{there}.enorm.weight", f"{here}.embedding_norm.weight", (h,))

@@ -1,4 +1,4 @@
-"""Matrices that are stored in fewer bits than they are read in: fp8 with a scale per block, and gpt-oss's MXFP4."""
+"""Dequantize matrices while reading: fp8 with a scale per block, and gpt-oss's MXFP4."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -9,24 +9,24 @@ from megalite.conversion.huggingface.config_json import ModelFile
 if TYPE_CHECKING:
     import torch
 
-ReadElements = Callable[[str, int, int], "torch.Tensor"]  # (name, start, count) -> elements as stored, flat
+ReadElements = Callable[[str, int, int], "torch.Tensor"]  # (name, start, count) -> stored elements, flat
 
 
 class BlockFp8:
-    """DeepSeek-V3, Qwen3-FP8: of a matrix in e4m3 each `block` of rows and columns has a factor; those at the end are
+    """Matrices in e4m3 with a factor per `block` of rows and columns (DeepSeek-V3, Qwen3-FP8). The last blocks may be
     smaller."""
 
     read_as, _scales = "float32", ("F32", "BF16")
 
     def __init__(self, block: tuple[int, int]) -> None:
         self._block = block
-        self.said = f"those in fp8 are read as fp32 times their blocks' scales ({block[0]} x {block[1]})"
+        self.description = f"those in fp8 are read as fp32 times their block scales ({block[0]} x {block[1]})"
 
     def scales_of(self, name: str) -> str:
         return f"{name}_scale_inv"
 
     def fault(self, record: Record, scales: Record | None) -> str | None:
-        """What is wrong with a matrix; None: nothing."""
+        """Return what is wrong with a matrix, or None."""
         if scales is None:
             return f"is {record.dtype}, and {self.scales_of(record.key)} is missing"
         if len(record.shape) != 2:
@@ -34,42 +34,44 @@ class BlockFp8:
         expected = tuple(-(-size // step) for size, step in zip(record.shape, self._block, strict=True))
         if scales.shape != expected or scales.dtype not in self._scales:
             found, block = f"{scales.dtype} {list(scales.shape)}", list(self._block)
-            return f"has scales {found}; of blocks of {block} it is {' or '.join(self._scales)} {list(expected)}"
+            return (
+                f"has scales {found}; with blocks of {block} they must be {' or '.join(self._scales)} {list(expected)}"
+            )
         return None
 
     def read(self, read: ReadElements, record: Record, start: int, count: int, _room: object = None) -> "torch.Tensor":
-        """`count` elements from the `start`-th on, flat."""
+        """Read elements [start, start + count), flat."""
         (height, width), columns = self._block, record.shape[1]
-        first, last = start // columns, (start + count - 1) // columns  # the rows that these elements are in
+        first, last = start // columns, (start + count - 1) // columns  # first and last row of these elements
         across, top = -(-columns // width), first // height
         scales = read(self.scales_of(record.key), top * across, (last // height + 1 - top) * across)
-        of_rows = scales.float().view(-1, across).repeat_interleave(height, dim=0)
-        of_rows = of_rows[first - top * height : last + 1 - top * height]
-        factors = of_rows.repeat_interleave(width, dim=1)[:, :columns].flatten()[start - first * columns :][:count]
+        per_row = scales.float().view(-1, across).repeat_interleave(height, dim=0)
+        per_row = per_row[first - top * height : last + 1 - top * height]
+        factors = per_row.repeat_interleave(width, dim=1)[:, :columns].flatten()[start - first * columns :][:count]
         return read(record.key, start, count).float().mul_(factors)
 
 
-PACKED = "_blocks"  # what a name ends with
-_GROUP = 32  # numbers that share a scale: a power of two, of which the byte is the exponent + 127
+PACKED = "_blocks"  # suffix of a packed tensor's name
+_GROUP = 32  # numbers per scale; a scale is a power of two, stored as a byte with its exponent + 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # of four bits; the lower ones of a byte come first
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))  # values of the 4-bit codes; a byte's low half comes first
 
 
 def packed_shape(experts: int, rows: int, width: int) -> tuple[int, ...]:
-    """Of the bytes of matrices [experts, rows, width], in groups along the width."""
+    """Return the shape of the packed bytes of matrices [experts, rows, width], in groups along the width."""
     return experts, rows, -(-width // _GROUP), _GROUP // 2
 
 
 class Mxfp4:
-    """Two numbers of four bits a byte; all of them are numbers of bf16."""
+    """Matrices with two 4-bit numbers in each byte. bf16 represents all values exactly."""
 
-    read_as, said = "bfloat16", "those in MXFP4 are read as bf16"
+    read_as, description = "bfloat16", "those in MXFP4 are read as bf16"
 
     def scales_of(self, name: str) -> str:
         return f"{name.removesuffix(PACKED)}_scales"
 
     def fault(self, record: Record, scales: Record | None) -> str | None:
-        """What is wrong with packed matrices; None: nothing."""
+        """Return what is wrong with packed matrices, or None."""
         if not record.key.endswith(PACKED):
             return f"is {record.dtype}; weights must be BF16, F16, F32 or F64"
         if scales is None:
@@ -80,7 +82,7 @@ class Mxfp4:
         return None
 
     def read(self, read: ReadElements, record: Record, start: int, count: int, _room: object = None) -> "torch.Tensor":
-        """`count` numbers from the `start`-th on, flat."""
+        """Read numbers [start, start + count), flat."""
         first, last = start // _GROUP, -(-(start + count) // _GROUP)
         packed = read(record.key, first * _GROUP // 2, (last - first) * _GROUP // 2)
         exponents = read(self.scales_of(record.key), first, last - first).int() - 127
@@ -92,15 +94,15 @@ class Mxfp4:
 
 
 def quantized_kinds(file: ModelFile) -> Mapping[str, BlockFp8 | Mxfp4]:
-    """Stored type -> how it is read; fp8 alone where quantization_config says its blocks. Raises ConversionError: it
-    says another kind."""
-    found: dict[str, BlockFp8 | Mxfp4] = {"U8": Mxfp4()}  # a tensor's name says that it is packed
+    """Map stored dtypes to their dequantization. fp8 is included only if quantization_config defines its blocks. Raises
+    ConversionError: quantization_config has another kind."""
+    found: dict[str, BlockFp8 | Mxfp4] = {"U8": Mxfp4()}  # packed tensors are recognized by their names
     values = file.values.get("quantization_config")
     if not values or (isinstance(values, dict) and values.get("quant_method") == "mxfp4"):
         return found
-    known = "only mxfp4, and fp8 with weight_block_size, such as [128, 128], is read"
+    known = "supported: mxfp4, and fp8 with weight_block_size, such as [128, 128]"
     if not isinstance(values, dict) or values.get("quant_method") != "fp8" or values.get("fmt", "e4m3") != "e4m3":
-        raise file.fault(f"quantization_config: {known}; convert the model that it was made from")
+        raise file.fault(f"quantization_config: {known}; convert the original, unquantized model instead")
     size = values.get("weight_block_size")
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 1 <= n < 1 << 20 for n in size):
         raise file.fault(f"quantization_config: weight_block_size is {str(size)[:60]!r}; {known}")

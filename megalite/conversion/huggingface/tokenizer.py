@@ -1,9 +1,9 @@
-"""Tokenizer files for a Hugging Face folder: those of one as they are, and others under the names that it has.
+"""Write the tokenizer files of a Hugging Face folder. Files from such a folder are copied, others are converted.
 
-`AutoTokenizer` builds the tokenizer from tokenizer.json alone where tokenizer_config.json names the class
-PreTrainedTokenizerFast, in all versions of transformers; other classes replace parts of it. So a tokenizer.json is made
-where there is none. The fields of a SentencePiece model are read here one by one: the sentencepiece library shows the
-pieces but not how text is normalized, and protobuf, which transformers uses, is not installed with it.
+If tokenizer_config.json names the class PreTrainedTokenizerFast, `AutoTokenizer` in all versions of transformers builds
+the tokenizer from tokenizer.json alone; other classes replace parts of it. So a missing tokenizer.json is created.
+This module parses SentencePiece models itself, because the sentencepiece library does not expose the normalization of
+text, and protobuf, which transformers uses, is not installed with it.
 """
 
 import base64
@@ -24,7 +24,7 @@ from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import is_tiktoken
 from megalite.tokenizers.subword import END_OF_DOCUMENT, GPT2_END
 
-# The field numbers of the messages, and the values of the enums.
+# Protobuf field numbers and enum values of sentencepiece_model.proto.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE_TEXT, _PIECE_SCORE, _PIECE_KIND = 1, 2, 3
 _MODEL_TYPE, _SUFFIX_SPACES, _BYTE_FALLBACK = 3, 24, 35
@@ -37,21 +37,21 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a .model file says, as far as ids depend on it."""
+    """The fields of a .model file that determine ids."""
 
     pieces: list[tuple[str, float, int]]  # by id: text, score and kind
-    unigram: bool  # the unigram model; else byte-pair encoding
+    unigram: bool  # unigram model; otherwise byte-pair encoding
     byte_fallback: bool
-    bos: int  # ids; below 0: there is none
-    eos: int  # ids; below 0: there is none
-    pad: int  # ids; below 0: there is none
-    character_map: bytes  # the compiled normalisation of characters; empty: none
-    space_in_front: bool  # a space is put in front of a text
-    one_space: bool  # runs of spaces become one, those at both ends none
+    bos: int  # id; negative: none
+    eos: int  # id; negative: none
+    pad: int  # id; negative: none
+    character_map: bytes  # compiled normalization of characters; empty: none
+    space_in_front: bool  # add a space in front of a text
+    one_space: bool  # collapse runs of spaces, and strip spaces at both ends
 
     @cached_property
     def unknown(self) -> int:
-        """The id of the unknown piece; -1: there is none."""
+        """Id of the unknown piece; -1 if there is none."""
         return next((i for i, (_, _, kind) in enumerate(self.pieces) if kind == _UNKNOWN), -1)
 
 
@@ -72,7 +72,7 @@ def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel
     }
     for reason, holds in unlike.items():
         if holds:
-            raise ConversionError(f"{where}: {reason}; give a tokenizer.json of it as the model's tokenizer")
+            raise ConversionError(f"{where}: {reason}; give the tokenizer as a tokenizer.json")
     return SentencePieceModel(
         pieces=pieces,
         unigram=kind == _UNIGRAM,
@@ -87,9 +87,9 @@ def parse_sentencepiece(content: bytes, where: Path | str) -> SentencePieceModel
 
 
 def sentencepiece_json(model: SentencePieceModel) -> dict[str, Any]:
-    """The tokenizer.json of the same ids: no start or end of text is added."""
-    # A control piece is cut out of the text as it is given; pieces of users out of what its normalisation makes of it,
-    # so that what is beside them is normalised in one.
+    """Return a tokenizer.json that produces the same ids. It adds no start or end of text."""
+    # Control pieces are matched in the original text, user-defined pieces in the normalized text, so that the text around
+    # the latter is normalized as a whole.
     added = [
         _added(i, text, special=kind != _USER)
         for i, (text, _, kind) in enumerate(model.pieces)
@@ -125,7 +125,7 @@ def _unigram(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def _bpe(model: SentencePieceModel) -> dict[str, Any]:
-    """SentencePiece merges the neighbours that make the piece of the best score; a merge list says it pair by pair."""
+    """Convert scores to a merge list: SentencePiece merges the adjacent pieces that give the piece of the best score."""
     ids = {text: i for i, (text, _, _) in enumerate(model.pieces)}
     scores = {text: score for text, score, kind in model.pieces if kind == _NORMAL}
     merges = []
@@ -160,7 +160,7 @@ def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
         found.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     users = [re.escape(text) for text, _, kind in model.pieces if kind == _USER]
     if model.space_in_front and users:
-        # Pieces of users are normalised too before they are looked for: they must stay as they are.
+        # User-defined pieces are normalized before matching, so a text that is one of them must get no space.
         none = rf"\A(?!(?:{'|'.join(users)})?\z)"
         found.append({"type": "Replace", "pattern": {"Regex": none}, "content": _SPACE})
     elif model.space_in_front:
@@ -189,18 +189,18 @@ def _piece(content: bytes) -> tuple[str, float, int]:
 
 
 def _last(fields: list[tuple[int, int | float | bytes]], number: int) -> dict[int, Any]:
-    """The fields of the message under a number; none if it is not there."""
+    """Return the fields of the last submessage with a field number; empty if there is none."""
     found = [value for key, value in fields if key == number and isinstance(value, bytes)]
     return dict(_fields(found[-1])) if found else {}
 
 
 def _signed(value: int) -> int:
-    """A varint holds negative numbers as 64-bit two's complement."""
+    """Decode a varint's 64-bit two's complement."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """Number and value of each field of a message: varints, 32-bit floats and bytes."""
+    """Yield number and value of each field of a protobuf message: varints, 32-bit floats and bytes."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
@@ -222,7 +222,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | float | bytes]]:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """A number in groups of 7 bits, the lowest first, and where the next field begins."""
+    """Decode a varint (groups of 7 bits, lowest first). Return it and the offset after it."""
     value = shift = 0
     while True:
         byte = content[at]
@@ -237,7 +237,7 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2's tokenizer cuts text into words."""
+"""Regular expression with which Qwen2's tokenizer splits text into words."""
 _PARSED = (SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION)
 _NAMED_TOKENS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 
@@ -250,9 +250,9 @@ class Exported:
 
 
 def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exported:
-    """The files that make `AutoTokenizer` give the ids of the tokenizer in `paths`. Files of a Hugging Face folder (it
-    has a tokenizer_config.json) stay as they are. Else the tokenizer is a tokenizer.json, a SentencePiece model, or
-    vocab.json and merges.txt, under whatever names; its end of document is the eos token."""
+    """Return files with which `AutoTokenizer` produces the ids of the tokenizer in `paths`. Files of a Hugging Face
+    folder (with a tokenizer_config.json) are copied. Otherwise the tokenizer is a tokenizer.json, a SentencePiece
+    model, or vocab.json and merges.txt, with any file names; its end of document becomes the eos token."""
     where = _named(paths)
     files = {name: read_tokenizer_file(path) for name, path in where.items()}
     parsed = {name: parse_json(files[name], where[name]) for name in _PARSED if name in files}
@@ -276,14 +276,14 @@ def _named(paths: Sequence[Path]) -> dict[str, Path]:
         found = named_tokenizer_files(paths)
         for path in (found[name] for name in ("tokenizer.model", "tokenizer.json") if name in found):
             if is_tiktoken(read_tokenizer_file(path)):
-                raise ConversionError(f"{path} is tiktoken's; give a tokenizer.json, or --without-tokenizer")
+                raise ConversionError(f"{path} is a tiktoken file; give a tokenizer.json, or --without-tokenizer")
     except ConfigError as error:
         raise ConversionError(str(error)) from None
     return found
 
 
 def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_length: int) -> dict[str, Any]:
-    """The tokenizer_config.json of a tokenizer that has none; adds a tokenizer.json to the files if they lack it."""
+    """Create a tokenizer_config.json. Also add a tokenizer.json to the files if it is missing."""
     tokens: dict[str, str] = {}
     if "tokenizer.json" in files:
         vocabulary = _vocabulary(files)
@@ -298,7 +298,7 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
         files["tokenizer.json"] = _compact(_byte_level_bpe(files, where))
         tokens = {name: GPT2_END for name in ("bos_token", "eos_token", "unk_token")}
     else:
-        raise ConversionError(f"{', '.join(map(str, where.values()))} are no tokenizer; give a tokenizer.json")
+        raise ConversionError(f"{', '.join(map(str, where.values()))} are not a tokenizer; give a tokenizer.json")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_length,
@@ -308,14 +308,15 @@ def _make_settings(files: dict[str, bytes], where: Mapping[str, Path], seq_lengt
 
 
 def _require_qwen2(content: bytes) -> None:
-    """transformers 5 takes Qwen2's own tokenizer class for every qwen2, which keeps no more than vocabulary and merges."""
+    """Reject other tokenizers for qwen2: transformers 5 always uses Qwen2's tokenizer class for this family, which keeps
+    only vocabulary and merges."""
     tokenizer = parse_json(content, "tokenizer.json")
     steps = tokenizer.get("pre_tokenizer") or {}
     split, *rest = steps.get("pretokenizers") or [{}]
     kinds = [step.get("type") for step in rest]
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if (split.get("pattern"), kinds, normalizer) != ({"Regex": _QWEN2_WORDS}, ["ByteLevel"], "NFC"):
-        raise ConversionError("transformers cuts text of a qwen2 as Qwen2's tokenizer does; use --without-tokenizer")
+        raise ConversionError("transformers splits text of a qwen2 like Qwen2's tokenizer; use --without-tokenizer")
 
 
 def _byte_level_bpe(files: Mapping[str, bytes], where: Mapping[str, Path]) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def _token_ids(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[
 
 
 def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
-    """Ids of all tokens, added ones among them."""
+    """Return the ids of all tokens, including added ones."""
     if "tokenizer.json" in files:
         content = parse_json(files["tokenizer.json"], "tokenizer.json")
         model = content.get("model")

@@ -1,5 +1,4 @@
-"""DeepSeek-V2 and V3 (Moonlight, Kimi-K2), Gemma 2 and 3, gpt-oss: what their config.json and their tensors say beside
-what Llama's do."""
+"""Map DeepSeek-V2 and V3 (Moonlight, Kimi-K2), Gemma 2 and 3, and gpt-oss: their differences from Llama."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,43 +18,45 @@ _SIZES = (
     ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64),
     ("v_head_dim", "v_head_dim", 128),
 )
-"""Our setting, their key, what stands for a missing one."""
+"""Our setting, their key, their default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeek(LlamaLike):
-    scores: tuple[str, str]  # what scoring_func and topk_method are, where published files say it
+    """DeepSeek: multi-head latent attention."""
+
+    scores: tuple[str, str]  # required values of scoring_func and topk_method, if the file has them
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         fixed: dict[str, Any] = dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         fixed |= {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
         for key, only in fixed.items():
             if file.values.get(key, only) != only:
-                raise file.fault(f"{key} is {str(file.values[key])[:60]!r}; what can be expressed is {only!r}")
+                raise file.fault(f"{key} is {str(file.values[key])[:60]!r}; only {only!r} is supported")
         settings = super()._settings(file, positions)
         heads = settings["num_attention_heads"]
         if settings.pop("num_query_groups") != heads:
-            raise file.fault(f"num_key_value_heads is not num_attention_heads {heads}; every head has its own key")
-        # head_dim, which some files have, is that of the part with rope.
+            raise file.fault(f"num_key_value_heads must equal num_attention_heads {heads}; every head has its own key")
+        # head_dim, which some files have, is only the size of the part with RoPE.
         settings |= {"kv_channels": None, "multi_latent_attention": True, "qk_norm": True}
         settings["q_lora_rank"] = file.optional_integer("q_lora_rank", 1536)
         settings |= {ours: file.integer(theirs, default) for ours, theirs, default in _SIZES}
         if settings.get("rope_scaling") == "yarn" and "rope_mscale_all_dim" not in settings:
             scaling = file.values.get("rope_scaling") or file.values.get("rope_parameters") or {}
             if scaling.get("mscale_all_dim"):
-                raise file.fault("mscale_all_dim stands without mscale; what can be expressed is both or neither")
+                raise file.fault("mscale_all_dim is set without mscale; set both or neither")
         return settings
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
         values = super().write(model, seq_length)
         del values["head_dim"]
         values |= {theirs: getattr(model, ours) for ours, theirs, _ in _SIZES}
-        # The last two are for other readers than transformers.
+        # transformers does not need scoring_func and topk_method, but other readers do.
         values |= dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         return values | {"q_lora_rank": model.q_lora_rank, "attention_bias": False}
 
     def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
-        """Rows are in the same order there and here: by head, without rope before with, keys before values."""
+        """See `LlamaLike`. Both formats order rows by head, channels without RoPE before those with, keys before values."""
         h, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
         q, rows = model.q_lora_rank, heads * model.head_size
         if q is None:
@@ -74,24 +75,24 @@ class DeepSeek(LlamaLike):
 
 GEMMA: Mapping[str, Any] = MappingProxyType(
     {"norm_zero_centered": True, "scale_embeddings": True, "post_norms": True}
-)  # settings of all of them
+)  # settings of all Gemma models
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma(LlamaLike):
-    """Windows in most layers, scores and logits that may be capped, and another scale of the scores."""
+    """Gemma: a window in most layers, optional soft-capping of scores and logits, and a configurable scale of scores."""
 
-    caps: tuple[float | None, float | None]  # of attention scores and of logits
-    full_every: int  # layers with the window end with a full one
-    rotary_base_local: float | None = None  # layers with the window have another base than the others
+    caps: tuple[float | None, float | None]  # default soft caps of attention scores and of logits
+    full_every: int  # every n-th layer has full attention, the others have the window
+    rotary_base_local: float | None = None  # RoPE base of layers with the window, if it differs
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         if file.values.get("use_bidirectional_attention"):
-            raise file.fault("use_bidirectional_attention is true; only causal attention can be expressed")
+            raise file.fault("use_bidirectional_attention is true; only causal attention is supported")
         if self.rotary_base_local is None:
             settings, base = super()._settings(file, positions), None
         else:
-            file, base = self._of_full_layers(file)
+            file, base = self._split_rope(file)
             settings = super()._settings(file, positions)
         if settings["sliding_window"] is not None:
             settings["rotary_base_local"] = base
@@ -120,23 +121,21 @@ class Gemma(LlamaLike):
             every = file.integer("sliding_window_pattern", self.full_every)
         return [(index + 1) % every != 0 for index in range(layers)]
 
-    def _of_full_layers(self, file: ModelFile) -> tuple[ModelFile, float]:
-        """The file with the RoPE of layers without the window alone, and the base of those with it."""
+    def _split_rope(self, file: ModelFile) -> tuple[ModelFile, float]:
+        """Return the file with only the RoPE of full-attention layers, and the RoPE base of layers with the window."""
         rope = file.values.get("rope_parameters")
         local: Mapping[str, Any] = {}
         if isinstance(rope, Mapping) and {"full_attention", "sliding_attention"} & rope.keys():
             full, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
             if len(rope.keys() - {"full_attention", "sliding_attention"}) or not isinstance(local, Mapping):
-                raise file.fault(
-                    "rope_parameters has more than full_attention and sliding_attention, or no object there"
-                )
+                raise file.fault("rope_parameters must have only full_attention and sliding_attention, both objects")
             if local.get("rope_type", "default") != "default":
                 raise file.fault(
                     f"rope_type of sliding_attention is {str(local['rope_type'])[:60]!r}; it must be default"
                 )
             file = ModelFile({**file.values, "rope_parameters": full}, file.where)
         base = local.get("rope_theta", file.values.get("rope_local_base_freq", self.rotary_base_local))
-        return file, file.finite("RoPE's base of layers with a window", base)
+        return file, file.finite("the RoPE base of layers with a window", base)
 
 
 _ALPHA = 1.702
@@ -145,11 +144,11 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class GptOss(LlamaLike):
-    """Every second layer has the window, from the first on; RoPE is stretched even where the file does not say so."""
+    """gpt-oss: layers 0, 2, 4, ... have the window, and RoPE uses YaRN by default."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         if file.number("swiglu_alpha", _ALPHA) != _ALPHA:
-            raise file.fault(f"swiglu_alpha is {file.values['swiglu_alpha']}; only {_ALPHA} can be expressed")
+            raise file.fault(f"swiglu_alpha is {file.values['swiglu_alpha']}; only {_ALPHA} is supported")
         if file.values.get("rope_parameters") is None and file.values.get("rope_scaling") is None:
             file = ModelFile({**file.values, "rope_scaling": _YARN}, file.where)
         settings = super()._settings(file, positions)
@@ -175,7 +174,7 @@ class GptOss(LlamaLike):
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssExperts(ExpertKeys):
-    """Matrices are the other way round, and a channel's gate and up projection stand beside each other."""
+    """Experts of gpt-oss: transposed matrices, with the gate and up projections of a channel adjacent."""
 
     def pieces(self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
         h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
@@ -183,7 +182,7 @@ class GptOssExperts(ExpertKeys):
         yield Piece(f"{layer}.mlp.router.weight", f"{here}.router.weight", (experts, h))
         yield Piece(f"{layer}.mlp.router.bias", f"{here}.router.linear_bias", (experts,))
         there = f"{layer}.mlp.experts"
-        # Packed ones have the rows of ours: [2·f, h] with gates in even rows, and [h, f].
+        # Packed matrices are not transposed: [2·f, h] with gates in even rows, and [h, f].
         ups: dict[bool, View] = {True: lambda up: up.transpose(1, 2), False: lambda up: up.permute(0, 3, 2, 1)}
         downs: dict[bool, View] = {True: lambda down: down, False: lambda down: down.transpose(1, 2)}
         sizes = (("gate_up_proj", "up", ups, h, 2 * f), ("down_proj", "down", downs, f, h))

@@ -1,7 +1,7 @@
-"""Hugging Face folders, read and written.
+"""Read and write the weights of Hugging Face folders.
 
-The checkpoints' own reader opens the safetensors files: it refuses links out of the folder, and it reads parts of a file
-into memory that is counted; the safetensors library maps all of it.
+Safetensors files are opened with the checkpoint reader, which rejects links out of the folder and reads only parts of a
+file into memory. The safetensors library maps the whole file.
 """
 
 import dataclasses
@@ -58,6 +58,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class Shards:
+    """The safetensors files of a folder: one, or several with an index."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._readers: dict[str, SafetensorsReader] = {}
@@ -71,7 +73,7 @@ class Shards:
             raise _no_weights(folder)
 
     def read_elements(self, name: str, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
-        """`count` elements of a tensor from the `start`-th on, flat, in the stored type; in `room` if it fits."""
+        """Read elements [start, start + count) of a tensor, flat, in the stored dtype; into `room` if it has that dtype."""
         try:
             return self._readers[self._file_of[name]].read_elements(name, start, count, room)
         except CheckpointError as error:
@@ -99,7 +101,7 @@ class Shards:
         where = self._folder / INDEX
         places = index.get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise ConversionError(f"{where}: weight_map must say for each tensor the name of its file")
+            raise ConversionError(f"{where}: weight_map must map each tensor to the name of its file")
         for file in sorted(set(places.values())):
             if not file.endswith(".safetensors"):
                 raise ConversionError(f"{where}: names {file[:200]!r}, which is no safetensors file")
@@ -107,10 +109,10 @@ class Shards:
         for name, file in places.items():
             if self._file_of.get(name) != file:
                 found = self._file_of.get(name, "no file")
-                raise ConversionError(f"{where}: says that {name[:200]} is in {file}; it is in {found}")
+                raise ConversionError(f"{where}: weight_map says that {name[:200]} is in {file}; it is in {found}")
         unlisted = [name for name in self._file_of if name not in places]
         if unlisted:
-            raise ConversionError(f"{self.path_of(unlisted[0])}: holds {unlisted[0]}, which {INDEX} does not name")
+            raise ConversionError(f"{self.path_of(unlisted[0])}: contains {unlisted[0]}, which {INDEX} does not name")
 
 
 def _no_weights(folder: Path) -> ConversionError:
@@ -118,23 +120,23 @@ def _no_weights(folder: Path) -> ConversionError:
     if pickled:
         return ConversionError(f"{folder} has {pickled[0]}, a pickle, which can run code; save it as safetensors")
     if (folder / "adapter_config.json").exists():
-        return ConversionError(f"{folder} holds an adapter, not a model; merge it into its base model first")
+        return ConversionError(f"{folder} contains an adapter, not a model; merge it into its base model first")
     return ConversionError(f"{folder} has no {SINGLE} and no {INDEX}; give the folder of a model")
 
 
 HEAD = "lm_head.weight"
 _COPIES = ("embed_tokens", "shared_head.head")
-"""Of a layer that predicts a further token: the word embedding and the head once more."""
+"""Names of an MTP layer's copies of the word embedding and the head."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HuggingFaceWeights(Weights):
-    """A model saved by transformers, open for reading; nothing in the folder is run.
+    """A model saved by transformers, open for reading. No code in the folder is run.
 
-    Opening checks all names, shapes and types against config.json; of the values it reads none, but where a tied head
-    is stored beside the word embedding: then the two must be equal.
+    Opening checks all names, shapes and dtypes against config.json. It reads no values, except to check that a tied head
+    that is stored beside the word embedding equals it.
 
-    `token_ids` has what config.json says of `TOKEN_IDS`; for others transformers takes what the family's class has."""
+    `token_ids` has the values of `TOKEN_IDS` in config.json; for missing ones transformers uses the family's defaults."""
 
     format = "huggingface"
     tokenizer_hints = DataConfig()
@@ -142,17 +144,17 @@ class HuggingFaceWeights(Weights):
     def __init__(self, folder: str | Path, *, divisible_by: int | None = None) -> None:
         self.path = Path(folder)
         self.family, self.model, self.seq_length, values = read_config(self.path)
-        if divisible_by is not None:  # how the vocabulary is padded, which no folder says
+        if divisible_by is not None:  # the folder does not define the padding of the vocabulary
             self.model = dataclasses.replace(self.model, make_vocab_size_divisible_by=divisible_by)
         where = self.path / "config.json"
         self.token_ids = {name: token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
         if self.family.mtp and values.get("num_nextn_predict_layers") != 0:
-            said, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
-            # transformers says how many there may be, and leaves them out of what it saves.
-            held = (f"model.layers.{first + k}.eh_proj.weight" in self._shards.records for k in range(said))
-            self.model = dataclasses.replace(self.model, mtp_num_layers=sum(itertools.takewhile(bool, held)))
+            most, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
+            # Count the MTP layers in the files, because transformers does not save them but writes their number.
+            stored = (f"model.layers.{first + k}.eh_proj.weight" in self._shards.records for k in range(most))
+            self.model = dataclasses.replace(self.model, mtp_num_layers=sum(itertools.takewhile(bool, stored)))
         self._pieces = self._find_pieces()
         self.tokenizer_files: Sequence[Path] = [
             self.path / name for name in TOKENIZER_FILES if find_file(self.path, name) is not None
@@ -160,26 +162,27 @@ class HuggingFaceWeights(Weights):
 
     @cached_property
     def generation(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """See `Weights`: config.json's ids, and over them generation_config.json."""
+        """See `Weights`. generation_config.json takes precedence over the ids in config.json."""
         values = read_json(self.path, GENERATION) or {}
         refuse_code(values, self.path / GENERATION)
         return {name: i for name, i in {**self.token_ids, **values}.items() if i is not None}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The stored type; of several that make up one tensor of ours the one that holds all their values."""
+        """Return the stored dtype. If the pieces of our tensor differ, return the dtype that represents all their values."""
         read_as = TORCH_DTYPES | {dtype: getattr(torch, kind.read_as) for dtype, kind in self._quantized.items()}
         types = (self._shards.records[piece.theirs].dtype for piece in self._pieces[name])
         return reduce(torch.promote_types, (read_as[dtype] for dtype in types))
 
     @property
     def dequantised(self) -> str | None:
-        """Which matrices are stored in fewer bits, and as what they are read; None: there are none."""
+        """Describe the quantized weights and the dtype in which they are read; None if there are none."""
         dtypes = {self._shards.records[piece.theirs].dtype for pieces in self._pieces.values() for piece in pieces}
-        return next((kind.said for dtype, kind in self._quantized.items() if dtype in dtypes), None)
+        return next((kind.description for dtype, kind in self._quantized.items() if dtype in dtypes), None)
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
-        """See `Weights`. `part`: that slice of it, as a view. Blocks without any of it are not read, and memory that is
-        never touched is never taken: one of many ranks reads and holds little more than what it keeps."""
+        """See `Weights`. `part`: slice to return, as a view of the whole tensor; None for all. Blocks outside of the
+        slice are not read, and their memory, never written, is not allocated by the system. So a rank reads and uses
+        little more than its slice."""
         bounds = tuple((0, size) for size in self._shapes[name]) if part is None else part
         ours = torch.empty(self._shapes[name], dtype=self.dtype(name))
         first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))
@@ -189,11 +192,11 @@ class HuggingFaceWeights(Weights):
             for offset, place in piece.places(ours):
                 fill(place, read, range(first, last + 1), offset)
         if name in ("embedding.word.weight", "head.weight"):
-            ours[self.model.vocab_size :] = 0.0  # rows that pad the vocabulary: nothing of theirs is put into them
+            ours[self.model.vocab_size :] = 0.0  # padding rows, which the files do not contain
         return ours[tuple(slice(*bound) for bound in bounds)]
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """See `Weights`: of what lies in their file as it does here."""
+        """See `Weights`. Supported for tensors that are stored with our order of elements."""
         shape, (theirs, *others) = self._shapes[piece.ours], self._pieces[piece.ours]
         ours = torch.empty(shape, device="meta")
         place = theirs.view(ours)
@@ -208,11 +211,10 @@ class HuggingFaceWeights(Weights):
         return partial(read, theirs) if kind is None else partial(kind.read, read, record)
 
     def _find_pieces(self) -> dict[str, list[Piece]]:
-        """Their tensors by the tensor of ours that they are pieces of, checked."""
-        records = self._shards.records
-        if self.model.num_layers > len(records):  # before anything is made for every layer
-            said = f"says {self.model.num_layers} layers, the files hold {len(records)} tensors"
-            raise ConversionError(f"{self.path / 'config.json'} {said}")
+        """Return the checked pieces of each of our tensors."""
+        records, config = self._shards.records, self.path / "config.json"
+        if self.model.num_layers > len(records):  # check before allocating anything per layer
+            raise ConversionError(f"{config} has {self.model.num_layers} layers, the files have {len(records)} tensors")
         found: dict[str, list[Piece]] = {}
         used = set()
         for piece in self.family.pieces(self.model, records.keys()):
@@ -228,18 +230,18 @@ class HuggingFaceWeights(Weights):
             unknown.remove(HEAD)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            raise ConversionError(f"{self._shards.path_of(unknown[0])}: no {self.family.name} has {unknown[0]}{more}")
+            raise ConversionError(f"{self._shards.path_of(unknown[0])}: {self.family.name} has no {unknown[0]}{more}")
         self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
-        assert found.keys() == self._shapes.keys(), "the table of pieces is not that of our parameters"
+        assert found.keys() == self._shapes.keys(), "the pieces do not match our parameters"
         return found
 
     def _check(self, piece: Piece) -> None:
         record = self._shards.records.get(piece.theirs)
         if record is None:
-            raise ConversionError(f"{self.path}: {piece.theirs} is missing, which its config.json asks for")
+            raise ConversionError(f"{self.path}: {piece.theirs} is missing, which its config.json requires")
         where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
         if record.shape != piece.shape:
-            raise ConversionError(f"{where} is {list(record.shape)}; by config.json it is {list(piece.shape)}")
+            raise ConversionError(f"{where} is {list(record.shape)}; config.json requires {list(piece.shape)}")
         if (kind := self._quantized.get(record.dtype)) is not None:
             if fault := kind.fault(record, self._shards.records.get(kind.scales_of(record.key))):
                 raise ConversionError(f"{where} {fault}")
@@ -249,7 +251,7 @@ class HuggingFaceWeights(Weights):
             raise ConversionError(f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64")
 
     def _check_tied(self, word: str) -> None:
-        """A head that is stored though it is tied must be the word embedding, bit for bit."""
+        """Require that a tied head that is stored equals the word embedding bit for bit."""
         head, embedding = self._shards.records[HEAD], self._shards.records[word]
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         count, step = math.prod(head.shape), BLOCK // 8
@@ -262,7 +264,7 @@ class HuggingFaceWeights(Weights):
 
 
 def token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
-    """The value that stands under `name` in the file `where`, checked."""
+    """Check and return the token id or ids in key `name` of the file `where`."""
     ids = value if isinstance(value, list) else [value]
     if value is not None and not all(type(i) is int for i in ids):
         raise ConversionError(f"{where}: {name} is {str(value)[:60]!r}; it must be a number, several, or null")
@@ -279,11 +281,11 @@ def write_huggingface(
     advance: Advance = silent,
     log: Log = silent,
 ) -> Path:
-    """Write a model so that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load it.
+    """Write a model that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
-    Rows that pad the vocabulary are left out. What is interrupted continues, when called again, at that file.
+    Padding rows of the vocabulary are left out. After an interruption, another call continues at the unfinished file.
 
-    `family` is a name of `FAMILIES`; None: that of a Hugging Face source, else the first that expresses it."""
+    `family`: a key of `FAMILIES`; None: the family of a Hugging Face source, else the first that expresses the model."""
     opened = innermost(weights)
     theirs = opened if isinstance(opened, HuggingFaceWeights) else None
     if family is None and theirs is not None:
@@ -292,9 +294,9 @@ def write_huggingface(
     tokenizer = export_tokenizer(weights.tokenizer_files, weights.seq_length, chosen.name)
     token_ids: Mapping[str, Any]
     generation: Mapping[str, Any] | None
-    # Ids of tokens mean what they did where the folder's own tokenizer goes along, or none.
-    going = [path.resolve() for path in weights.tokenizer_files]
-    if theirs is not None and going in ([], [path.resolve() for path in theirs.tokenizer_files]):
+    # Token ids stay valid if the source's own tokenizer or none is written.
+    files_to_write = [path.resolve() for path in weights.tokenizer_files]
+    if theirs is not None and files_to_write in ([], [path.resolve() for path in theirs.tokenizer_files]):
         token_ids, generation = theirs.token_ids, read_json(theirs.path, GENERATION)
         refuse_code(generation or {}, theirs.path / GENERATION)
     else:
@@ -305,7 +307,7 @@ def write_huggingface(
         known = {name: value for name, value in token_ids.items() if value is not None}
         generation = {**before, **known, **tokenizer.generation}
     if weights.model.mtp_num_layers and not chosen.mtp:
-        log(f"{chosen.name} has no layers that predict further tokens: {weights.model.mtp_num_layers} left out")
+        log(f"{chosen.name} has no layers for multi-token prediction: {weights.model.mtp_num_layers} left out")
     targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
@@ -332,7 +334,7 @@ def _config(family: Family, weights: Weights, targets: list[Target], token_ids: 
     sizes: Counter[torch.dtype] = Counter()
     for target in targets:
         sizes[target.dtype] += target.record.nbytes
-    # Which type transformers loads the model in; the old key, which all its versions read.
+    # transformers loads the model in this dtype. All its versions read the old key torch_dtype.
     (dtype, _), *_ = sizes.most_common(1)
     return {
         "architectures": [family.architecture],
@@ -344,7 +346,7 @@ def _config(family: Family, weights: Weights, targets: list[Target], token_ids: 
 
 
 def _end_of_document(weights: Weights, log: Log) -> int | None:
-    """What ends a document, by the tokenizer that goes along or else by the one that the model was trained with."""
+    """Return the end of document of the tokenizer that is written or else of the model's training tokenizer."""
     try:
         tokenizer = tokenizer_of(weights if has_tokenizer(weights.tokenizer_files) else innermost(weights))
     except ConfigError as error:
@@ -358,8 +360,8 @@ def _write_json(output: Output, name: str, value: Mapping[str, Any]) -> None:
 
 
 class HuggingFaceSource:
-    """What training reads: slices per rank, under the keys of a checkpoint. `model` says how the vocabulary is padded;
-    else it must be the folder's own."""
+    """A Hugging Face folder as a source for training: each rank reads slices, by the keys of a checkpoint. `model`:
+    must be the folder's model, except for the padding of the vocabulary, which it defines."""
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._weights = HuggingFaceWeights(folder, divisible_by=model.make_vocab_size_divisible_by)
@@ -380,8 +382,8 @@ class HuggingFaceSource:
 
 
 def export_checkpoint(checkpoints: Path, step: int, target: Path, advance: Advance, log: Log, ema: bool) -> Path:
-    """What `megalite convert` makes of a checkpoint, byte for byte."""
+    """Write a checkpoint as a Hugging Face folder, with the same bytes as `megalite convert`."""
     weights = NativeWeights(checkpoints, step=step, ema=ema)
     if weights.missing_tokenizer is not None:
-        log(f"warning: no tokenizer goes into {target}: that of the run {weights.missing_tokenizer}")
+        log(f"warning: {target} gets no tokenizer: that of the run {weights.missing_tokenizer}")
     return write_huggingface(weights, target, advance=advance)

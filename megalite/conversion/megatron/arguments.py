@@ -1,4 +1,4 @@
-"""The `args` of a Megatron-LM checkpoint, of which only plain values are believed, and the network that they describe."""
+"""Read the `args` of a Megatron-LM checkpoint, accepting only plain values, and derive the model config."""
 
 import math
 from argparse import Namespace
@@ -25,13 +25,13 @@ norm_epsilon tensor_model_parallel_size pipeline_model_parallel_size expert_mode
 virtual_pipeline_model_parallel_size expert_tensor_parallel_size layernorm_epsilon bias_gelu_fusion quick_geglu
 multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """.split()  # noqa: SIM905
-"""Arguments that all files of a checkpoint must agree on."""
+"""Arguments that must be equal in all files of a checkpoint."""
 
 _LARGEST_WHOLE, _LARGEST_NUMBER, _BITS = 2**31 - 1, 1e30, 63
 
 
 class Arguments:
-    """The `args` of a checkpoint, with the values that older versions had where they lack a name."""
+    """Checked access to the `args` of a checkpoint. Defaults are the behaviour of versions that lack an argument."""
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self._values = values
@@ -39,16 +39,16 @@ class Arguments:
 
     @classmethod
     def of(cls, content: Any, path: Path) -> "Arguments":
-        """Those in the content of a file."""
+        """Return the args in the content of a file."""
         if not isinstance(content, dict) or not isinstance(content.get("args"), Namespace):
-            raise ConversionError(f"{path} has no args, which say what the model is")
+            raise ConversionError(f"{path} has no args, which define the model")
         return cls(vars(content["args"]), path)
 
     def without(self, name: str) -> "Arguments":
         return Arguments({key: value for key, value in self._values.items() if key != name}, self.path)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A plain value: None, bool, number, string or a sequence of these."""
+        """Return a plain value: None, bool, number, string or a sequence of these."""
         value = self._values.get(name)
         if value is None:
             return default
@@ -71,7 +71,7 @@ class Arguments:
         raise ConversionError(f"{self.path}: args.{name} is {value!r}; {what}")
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A positive whole number below 2^31."""
+        """Return a positive whole number below 2^31."""
         what = f"a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
         return int(self._needed(name, default, int, lambda value: 0 < value <= _LARGEST_WHOLE, what))
 
@@ -79,16 +79,16 @@ class Arguments:
         return bool(self._needed(name, default, bool, lambda value: True, "True or False is needed"))
 
     def whole_or_none(self, name: str) -> int | None:
-        """`whole`; None where the argument is 0 or not there."""
+        """Return a positive whole number, or None if the argument is 0 or missing."""
         return self.whole(name) if self.get(name) else None
 
     def number(self, name: str, default: float) -> float:
-        """A finite number, at most 1e30 in size."""
+        """Return a finite number of magnitude at most 1e30."""
         what = f"a number is needed, of at most {_LARGEST_NUMBER:g}"
         return float(self._needed(name, default, int | float, lambda value: abs(value) <= _LARGEST_NUMBER, what))
 
     def differences(self, other: "Arguments") -> list[str]:
-        """Arguments of the network and the layout that another file has otherwise."""
+        """Return the `STRUCTURE` arguments that differ in another file, with both values."""
         return [
             f"{name} {self.get(name)!r} and {other.get(name)!r}"
             for name in STRUCTURE
@@ -111,13 +111,14 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
 }
-"""Argument -> the values with which the network is one of ours; None: the version did not have it."""
+"""Argument -> supported values; None: the version lacks the argument."""
 
 
 def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConfig:
+    """Return the model config that args describe. `padded_vocabulary`: rows of the embedding over all `tp` ranks."""
     wrong = [f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed]
     if wrong:
-        raise ConversionError(f"{args.path} is of a model that megalite does not have: args.{', args.'.join(wrong)}")
+        raise ConversionError(f"{args.path} has a model that megalite does not support: args.{', args.'.join(wrong)}")
     h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
     biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear", False))
     groups = args.whole("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
@@ -145,7 +146,7 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
         "glu_linear_offset": args.number("glu_linear_offset", 0.0),
         "softmax_type": args.get("softmax_type") or "vanilla",
         "add_bias_linear": biases,
-        # Megatron-LM sets it wherever all linear layers have biases.
+        # Megatron-LM also sets it if all linear layers have biases.
         "add_qkv_bias": args.flag("add_qkv_bias", False) and not biases,
         "tie_embeddings": not args.flag("untie_embeddings_and_output_weights", False),
         "hidden_dropout": args.number("hidden_dropout", 0.0),
@@ -155,20 +156,22 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
     positions = _positions(args)
     if args.flag("multi_latent_attention", False):
         settings |= _latent_attention(args)
-        positions |= _stretched(args)
+        positions |= _latent_rope(args)
     elif args.get("rope_type") == "yarn":
-        raise ConversionError(f"{args.path}: args.rope_type is yarn without multi_latent_attention, which has it alone")
+        raise ConversionError(
+            f"{args.path}: args.rope_type is yarn without multi_latent_attention; only that supports it"
+        )
     model = ModelConfig(**settings, **positions, **_experts(args, biases))
     length = args.whole("seq_length", args.whole("max_position_embeddings"))
     try:
         validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
     except ConfigError as error:
-        raise ConversionError(f"{args.path}: its args are of no model that megalite could train: {error}") from None
+        raise ConversionError(f"{args.path}: megalite cannot train the model of its args: {error}") from None
     return model
 
 
 def _window(args: Arguments) -> int | None:
-    """Theirs is (keys before the query, keys after it), -1 without limit; ours counts the query's own."""
+    """Theirs is (keys before the query, keys after it), with -1 for no limit; ours includes the query's own key."""
     window = args.get("window_size")
     if window is None:
         return None
@@ -179,25 +182,25 @@ def _window(args: Arguments) -> int | None:
     ):
         raise ConversionError(f"{args.path}: args.window_size is {window!r}; it must be two whole numbers")
     if window[1] not in (0, -1):
-        raise ConversionError(f"{args.path}: args.window_size is {window!r}; (left, 0) is what megalite has")
+        raise ConversionError(f"{args.path}: args.window_size is {window!r}; megalite supports (left, 0)")
     return None if window[0] < 0 else window[0] + 1
 
 
 def _layers(args: Arguments, name: str) -> list[int] | None:
-    """One number n, for every n-th layer, or a 0 or 1 for each layer; 0: none."""
-    given = args.get(name)
-    if given is None or (type(given) is int and given == 0):
+    """Read a list of layers: a number n for every n-th layer, or a 0 or 1 for each layer; 0: none."""
+    value = args.get(name)
+    if value is None or (type(value) is int and value == 0):
         return None
-    layers = [given] if type(given) is int else given
+    layers = [value] if type(value) is int else value
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 10_000 for layer in layers):
         raise ConversionError(
-            f"{args.path}: args.{name} is {str(given)[:60]}; it must be a number or a list of 0 and 1"
+            f"{args.path}: args.{name} is {str(value)[:60]}; it must be a number or a list of 0 and 1"
         )
     return layers
 
 
 def _activation(args: Arguments, biases: bool) -> str:
-    """Megatron-LM's fused bias and GELU is the tanh approximation; without biases nothing is fused."""
+    """Megatron-LM's fused bias and GELU uses the tanh approximation. Without biases, it does not fuse them."""
     if args.flag("swiglu", False):
         return "swiglu"
     for name in ("squared_relu", "quick_geglu"):
@@ -210,13 +213,14 @@ def _activation(args: Arguments, biases: bool) -> str:
 
 
 def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
-    """Size and multiple, such that our padding is theirs; the padded size is the size where the true one is not known."""
+    """Return vocabulary size and padding multiple, with which our padded size equals theirs. If the true size is
+    unknown, the padded size is returned as the size."""
     stated = args.whole("padded_vocab_size", padded)
     if stated != padded:
         raise ConversionError(f"{args.path}: args.padded_vocab_size is {stated}, the embedding has {padded} rows")
     multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
     size = None if args.get("vocab_size") is None else args.whole("vocab_size")
-    # The NullTokenizer counts its end-of-document token or not, by version.
+    # Some versions include the end-of-document token in the NullTokenizer's vocab_size, others do not.
     if size is not None and args.get("tokenizer_type") != "NullTokenizer" and -(-size // multiple) * multiple == padded:
         return size, multiple
     return padded, multiple if padded % multiple == 0 else 1
@@ -236,7 +240,9 @@ def _positions(args: Arguments) -> dict[str, Any]:
     factor = args.number("rotary_seq_len_interpolation_factor", 1)
     if kind == "rope" and args.flag("use_rope_scaling", False):
         if factor != 1:
-            raise ConversionError(f"{args.path}: args.use_rope_scaling with interpolation factor {factor} is not ours")
+            raise ConversionError(
+                f"{args.path}: args.use_rope_scaling with interpolation factor {factor} is not supported"
+            )
         settings |= {"rope_scaling": "llama3", "rope_scaling_factor": args.number("rope_scaling_factor", 8.0)}
     elif kind == "rope" and factor != 1:
         settings |= {"rope_scaling": "linear", "rope_scaling_factor": factor}
@@ -244,10 +250,10 @@ def _positions(args: Arguments) -> dict[str, Any]:
 
 
 def _yarn(args: Arguments) -> dict[str, Any]:
-    """YaRN of attention without latents."""
+    """Read YaRN's settings of normal attention; multi-latent attention has other arguments."""
     growth = args.number("mscale", 1.0), args.number("mscale_all_dim", 0.0)
     if growth != (1.0, 0.0):
-        raise ConversionError(f"{args.path}: args.mscale and mscale_all_dim are {growth}; only (1.0, 0.0) is ours")
+        raise ConversionError(f"{args.path}: args.mscale and mscale_all_dim are {growth}; only (1.0, 0.0) is supported")
     return {
         "rope_scaling": "yarn",
         "rope_scaling_factor": args.number("rotary_scaling_factor", 1.0),
@@ -265,15 +271,16 @@ def _latent_attention(args: Arguments) -> dict[str, Any]:
     return {"multi_latent_attention": True, "q_lora_rank": q_rank, **sizes, **unused}
 
 
-def _stretched(args: Arguments) -> dict[str, Any]:
-    """The rope of multi-latent attention, YaRN unless its factor is 1; neighbouring channels turn, whatever args say."""
+def _latent_rope(args: Arguments) -> dict[str, Any]:
+    """Read the RoPE of multi-latent attention: YaRN unless its factor is 1. It always rotates pairs of adjacent channels, so
+    rotary_percent and rotary_interleaved have no effect and keep their defaults."""
     found: dict[str, Any] = {"rotary_percent": 1.0, "rotary_interleaved": False}
     factor = args.number("rotary_scaling_factor", 1.0)
     if factor == 1.0:
         return found
     if args.get("rope_type") == "rope":
         raise ConversionError(
-            f"{args.path}: args.rope_type is rope with rotary_scaling_factor {factor:g}; that is yarn's"
+            f"{args.path}: args.rope_type is rope with rotary_scaling_factor {factor:g}; that requires yarn"
         )
     found |= {"rope_scaling": "yarn", "rope_scaling_factor": factor, "rope_original_max_positions": 4096}
     scale, all_dim = args.number("mscale", 1.0), args.number("mscale_all_dim", 0.0)
@@ -284,19 +291,21 @@ def _stretched(args: Arguments) -> dict[str, Any]:
 
 def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
     experts = args.get("num_experts")
-    if isinstance(experts, list | tuple):  # of 2023, one number for each group of layers
+    if isinstance(experts, list | tuple):  # versions of 2023 have a number for each group of layers
         experts = None if list(experts) in ([], [1]) else experts[0] if len(experts) == 1 else experts
     if experts is None:
         return {}
     if not isinstance(experts, int) or isinstance(experts, bool):
         raise ConversionError(f"{args.path}: args.num_experts is {experts!r}; one number for all layers is needed")
     if biases and args.get("moe_shared_expert_intermediate_size"):
-        raise ConversionError(f"{args.path}: args.add_bias_linear with shared experts, which have no biases there")
+        raise ConversionError(
+            f"{args.path}: args.add_bias_linear is not supported with shared experts, which have no biases"
+        )
     etp = args.get("expert_tensor_parallel_size")
     if etp not in (None, args.get("tensor_model_parallel_size", 1)):
         raise ConversionError(
-            f"{args.path}: args.expert_tensor_parallel_size is {etp}; only that of the other layers, "
-            f"{args.get('tensor_model_parallel_size', 1)}, can be read. Save it again with that value"
+            f"{args.path}: args.expert_tensor_parallel_size is {etp}; only the tensor_model_parallel_size "
+            f"{args.get('tensor_model_parallel_size', 1)} can be read. Save the checkpoint again with that value"
         )
     first, every = _expert_layers(args)
     capacity = args.number("moe_expert_capacity_factor", -1.0)
@@ -326,12 +335,12 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
 
 
 def _coefficient(args: Arguments, name: str) -> float:
-    """Of one loss; where there are several they are not ours."""
+    """Return the coefficient of a loss. A list, for several losses, is not supported and gives 0."""
     return 0.0 if isinstance(args.get(name), list | tuple) else args.number(name, 0.0)
 
 
 def _expert_layers(args: Arguments) -> tuple[int, int]:
-    """Dense layers at the start and every how-many-th layer after them has experts."""
+    """Return the number of dense layers at the start, and n if every n-th layer after them has experts."""
     pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
     if isinstance(pattern, int):
         return 0, args.whole("moe_layer_freq", 1)

@@ -1,9 +1,9 @@
-"""Megatron-LM's `torch_dist` format, read: tensors of the whole model in blocks, one file or more for each rank.
+"""Read Megatron-LM's `torch_dist` format: tensors of the whole model in blocks, with one or more files for each rank.
 
-The layers of a homogeneous model are one tensor with the layer as its first dimension, experts likewise. `.metadata` is
-a pickle, which torch.distributed.checkpoint would run. Here the standard library's disassembler gives the opcodes, and
-nothing is imported, called or made: a class is a `Name` that must be in a list, a call of it a `Made` that keeps the
-arguments. (torch's own restricted unpickler reads protocol 2 alone; these files are of protocol 4.)
+The layers of a homogeneous model are one tensor with the layer as its first dimension; so are experts. `.metadata` is a
+pickle, and torch.distributed.checkpoint would run code in it. This module disassembles it with `pickletools` and imports,
+calls or creates nothing: a class becomes a `Name`, which must be in a list, and a call of it a `CallRecord` with its arguments.
+(torch's own restricted unpickler reads only protocol 2; these files have protocol 4.)
 """
 
 import math
@@ -19,23 +19,23 @@ from megalite.conversion.megatron.arguments import Arguments
 from megalite.conversion.megatron.layout import WORD, Shard, Stage, common_name, stage_pieces
 from megalite.conversion.megatron.read import MegatronModel, refuse_unknown
 from megalite.conversion.megatron.torch_file import TorchFile, refusal, require_readable
-from megalite.conversion.weights import ConversionError, Piece
+from megalite.conversion.weights import ConversionError, Piece, fill
 
 
 class PickleError(ValueError):
-    """The bytes are no pickle, or one with something that is not in the list."""
+    """The bytes are not a pickle, or a pickle with a name that is not in the list."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class, function or constant of a module, by name alone."""
+    """The name of a class, function or constant in a module. It is never imported."""
 
     name: str
 
 
 @dataclass(eq=False)
-class Made:
-    """What calling `name` with `arguments` would have made, the state that it would have been given, and its items."""
+class CallRecord:
+    """An unexecuted call of `name` with `arguments`, and the state and items that the result would receive."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -55,14 +55,14 @@ _VALUES = frozenset(
     BINUNICODE8 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8
     """.split()  # noqa: SIM905
 )
-# How many values an opcode takes from the stack; None: all above the last mark.
+# Number of values that an opcode takes from the stack; None: all above the last mark.
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
 _ITEMS = {"APPEND": 1, "SETITEM": 2, "APPENDS": None, "ADDITEMS": None, "SETITEMS": None}
 
 
 def describe(data: bytes, allowed: Collection[str]) -> Any:
-    """The value that a pickle describes: dicts, lists, tuples, numbers, strings, `Name` (one of `allowed`) and `Made`.
-    Raises PickleError: another name occurs, or the bytes are not a pickle of plain data."""
+    """Return the value of a pickle: dicts, lists, tuples, numbers, strings, `Name` (only `allowed` ones) and `CallRecord`.
+    Raises PickleError: it has another name, or the bytes are not a pickle of plain data."""
     try:
         (value,) = _stack(data, allowed)
     except PickleError:
@@ -111,20 +111,20 @@ def _stack(data: bytes, allowed: Collection[str]) -> list[Any]:
         elif code in ("REDUCE", "NEWOBJ"):
             called, arguments = pop(2)
             if not isinstance(called, Name) or not isinstance(arguments, tuple):
-                raise PickleError("it calls what is not a class")
-            stack.append(Made(called.name, arguments))
+                raise PickleError("it calls something that is not a class")
+            stack.append(CallRecord(called.name, arguments))
         elif code == "BUILD":
             (state,) = pop(1)
-            if not isinstance(stack[-1], Made):
-                raise PickleError("it gives a state to what is not an object")
+            if not isinstance(stack[-1], CallRecord):
+                raise PickleError("it sets the state of something that is not an object")
             stack[-1].state = state
         elif code not in ("PROTO", "FRAME", "STOP"):
-            raise PickleError(f"it has the opcode {code}, which no data need")
+            raise PickleError(f"it has the opcode {code}, which plain data do not need")
     return stack
 
 
 def _add(target: Any, items: list[Any], *, in_pairs: bool) -> None:
-    if isinstance(target, Made):
+    if isinstance(target, CallRecord):
         target.items.extend(items)
     elif in_pairs:
         target.update(zip(map(_key, items[::2]), items[1::2], strict=True))
@@ -135,8 +135,8 @@ def _add(target: Any, items: list[Any], *, in_pairs: bool) -> None:
 
 
 def _key(value: Any) -> Any:
-    """Tuples in tuples, 100,000 deep, would overflow the stack of the function that hashes them."""
-    if not isinstance(value, str | bytes | int | float | Name | Made | None):
+    """Check a dict key or set item. Deeply nested tuples are rejected, because hashing them overflows the C stack."""
+    if not isinstance(value, str | bytes | int | float | Name | CallRecord | None):
         raise PickleError(f"it has a {type(value).__name__} as a key or in a set")
     return value
 
@@ -163,7 +163,7 @@ ALLOWED = frozenset(
         *_DTYPES,
     )
 )
-"""Names that the file may hold. They stay names: nothing of them is imported or called."""
+"""Names that the file may contain. None of them is imported or called."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
 
-Place = tuple[str, int, int]  # a file of the folder, and which of its bytes: (name, start, length)
+Place = tuple[str, int, int]  # bytes of a file in the folder: (name, start, length)
 
 
 def read_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Place]]:
-    """The tensors of a folder, and the objects that are none, which lie in its files too."""
+    """Return the tensors of a folder, and the locations of other objects in its files."""
     try:
         described = describe(path.read_bytes(), ALLOWED)
     except PickleError as error:
@@ -208,20 +208,20 @@ def read_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Place]
         raise ConversionError(f"{path} is not what this torch writes ({error!r}); use --ckpt-format torch") from None
 
 
-def _tensor(name: str, stored: Made, places: dict[Any, Place]) -> StoredTensor:
+def _tensor(name: str, stored: CallRecord, places: dict[Any, Place]) -> StoredTensor:
     shape = _whole(stored.get("size"))
     pieces = []
     for chunk in stored.get("chunks"):
         offsets, sizes = _whole(chunk.get("offsets")), _whole(chunk.get("sizes"))
         if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"{name} has pieces of other dimensions")
+            raise ValueError(f"{name} has pieces with another number of dimensions")
         if any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"{name} has a piece outside of it")
+            raise ValueError(f"{name} has a piece outside of its shape")
         pieces.append(StoredPiece(offsets, sizes, *places[name, offsets]))
     return StoredTensor(shape, _dtype(stored.get("properties")), tuple(pieces))
 
 
-def _dtype(properties: Made) -> torch.dtype:
+def _dtype(properties: CallRecord) -> torch.dtype:
     found = properties.get("dtype")
     if found is None:
         found = properties.state[0]
@@ -231,20 +231,20 @@ def _dtype(properties: Made) -> torch.dtype:
     return dtype
 
 
-def _place(info: Made) -> Place:
-    """The file must be one of the folder."""
+def _place(info: CallRecord) -> Place:
+    """Return the location of a tensor. Its file must be in the folder."""
     name, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if _only(str, name) != Path(name).name or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no file of the folder")
     if info.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed")
     if not (isinstance(start, int) and isinstance(length, int)) or min(start, length) < 0:
-        raise ValueError(f"{name} has no place for a tensor")
+        raise ValueError(f"{name} has no valid offset and length for a tensor")
     return name, start, length
 
 
 def _whole(size: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size; none of None, as entries that are no tensors have it."""
+    """Return the numbers of a torch.Size; empty for None, which entries of other objects have."""
     if size is None:
         return ()
     numbers = tuple(size.arguments[0])
@@ -254,9 +254,9 @@ def _whole(size: Any) -> tuple[int, ...]:
 
 
 def _only(kind: type, value: Any) -> Any:
-    """The value, if it is of that kind; nothing else of a file is hashed, compared or shown: it may be endless."""
+    """Return the value if it has the type. Other values are not hashed, compared or printed: they may be recursive."""
     if not isinstance(value, kind):
-        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
+        raise ValueError(f"found a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
@@ -267,7 +267,7 @@ _MODEL = ("embedding.", "decoder.", "encoder.", "output_layer.", "mtp.")
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor of theirs: an element of a stored one, by its first indices."""
+    """A piece in a stored tensor. `index`: its position along the stored tensor's first dimensions (layer, expert)."""
 
     stored: StoredTensor
     index: tuple[int, ...]
@@ -275,19 +275,19 @@ class _Source:
 
 
 ByName = Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
-"""A stored tensor and the indices that lead to a part of it, by the name of that part in the local layers."""
+"""A stored tensor and the index of a part of it, by that part's name in the local layers."""
 Sources = Mapping[str, Sequence[_Source]]
 
 
 class MegatronDistWeights(MegatronModel):
-    """A `torch_dist` checkpoint of a GPT, whatever the layout that saved it. `whole_vocabulary`: rows that pad it count
-    too, as they do in Megatron-LM's softmax."""
+    """A `torch_dist` checkpoint of a GPT, saved in any layout. `whole_vocabulary`: treat padding rows of the vocabulary
+    as tokens, as Megatron-LM's softmax does."""
 
     def __init__(self, step: Path, *, whole_vocabulary: bool = False) -> None:
         self.path = step
         path = step / "common.pt"
         if not path.is_file():
-            raise ConversionError(f"{path} is missing, which has the args; save with --ckpt-format torch")
+            raise ConversionError(f"{path} is missing, which contains the args; save with --ckpt-format torch")
         self.common = TorchFile(path)
         self.args = args = Arguments.of(self.common.content, path)
         if whole_vocabulary:
@@ -296,14 +296,14 @@ class MegatronDistWeights(MegatronModel):
         by_name = _by_common_name(step, self.stored, args)
         word = by_name.get(WORD)
         if word is None or len(word[0].shape) != 2:
-            raise ConversionError(f"{step} has no {WORD}: it holds no GPT")
+            raise ConversionError(f"{step} has no {WORD}: it is not a GPT")
         self.vocabulary = word[0].shape[0]
         self.describe(args, padded_vocabulary=self.vocabulary, tp=args.whole("tensor_model_parallel_size", 1))
         self._files: dict[StoredPiece, TorchFile] = {}
         self._sources = self._of_whole_tensors(by_name)
 
     def whole_tensors(self, stored: dict[str, StoredTensor]) -> Sources:
-        """Where each tensor of ours is, among stored ones that have the names and shapes of the model's."""
+        """Return the sources of each of our tensors among stored ones with the names and shapes of the model."""
         return self._of_whole_tensors(_by_common_name(self.path, stored, self.args))
 
     def _of_whole_tensors(self, by_name: ByName) -> Sources:
@@ -332,7 +332,7 @@ class MegatronDistWeights(MegatronModel):
         return output
 
     def open_block(self, block: StoredPiece, dtype: torch.dtype, name: str) -> TorchFile:
-        """The file of a block; its `content` is a tensor of the block's sizes."""
+        """Open the file of a block. Its `content` is a tensor with the block's sizes."""
         file = self._files.get(block)
         if file is None:
             file = self._files[block] = self.open_bytes((block.file, block.start, block.length))
@@ -340,7 +340,7 @@ class MegatronDistWeights(MegatronModel):
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != block.sizes:
             raise ConversionError(f"{file.name} is not the block {list(block.sizes)} of {name}")
         if tensor.dtype != dtype:
-            raise ConversionError(f"{file.name} is of the type {tensor.dtype}, not {dtype}")
+            raise ConversionError(f"{file.name} has dtype {tensor.dtype}, not {dtype}")
         return file
 
     def open_bytes(self, place: Place) -> TorchFile:
@@ -350,7 +350,7 @@ class MegatronDistWeights(MegatronModel):
         return TorchFile(path, *place[1:])
 
     def _fill(self, place: torch.Tensor, source: _Source, block: StoredPiece) -> int:
-        """Copy the block's part of a tensor; the number of its elements."""
+        """Copy a block's part of a tensor into `place`, and return the number of elements."""
         leading = len(source.index)
         within = zip(source.index, block.offsets[:leading], block.sizes[:leading], strict=True)
         if not all(first <= index < first + size for index, first, size in within):
@@ -360,17 +360,17 @@ class MegatronDistWeights(MegatronModel):
         for index, first in zip(source.index, block.offsets, strict=False):
             tensor = tensor[index - first]
         spans = zip(block.offsets[leading:], block.sizes[leading:], strict=True)
-        file.fill(place[tuple(slice(first, first + size) for first, size in spans)], tensor)
+        fill(place[tuple(slice(first, first + size) for first, size in spans)], file.reader(tensor, tensor.numel()))
         return tensor.numel()
 
     def _source(self, piece: Piece, by_name: ByName) -> _Source:
         found = by_name.get(piece.theirs)
         if found is None:
-            raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args ask for")
+            raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args require")
         stored, index = found
         if stored.shape[len(index) :] != piece.shape:
             shape = list(stored.shape[len(index) :])
-            raise ConversionError(f"{self.path}: {piece.theirs} is {shape}; its args make it {list(piece.shape)}")
+            raise ConversionError(f"{self.path}: {piece.theirs} is {shape}; its args require {list(piece.shape)}")
         require_readable(self.path, piece.theirs, stored.dtype)
         return _Source(stored, index, piece)
 
@@ -378,7 +378,7 @@ class MegatronDistWeights(MegatronModel):
 def _by_common_name(
     step: Path, stored: dict[str, StoredTensor], args: Arguments
 ) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
-    """The model's tensors by the names of megatron.core's local layers, each with the indices that lead to it."""
+    """Return the model's tensors and their indices, by the names of megatron.core's local layers."""
     layers = args.whole("num_layers")
     files = {step / piece.file for tensor in stored.values() for piece in tensor.pieces}
     room = sum(path.stat().st_size for path in files if path.is_file())
@@ -389,7 +389,7 @@ def _by_common_name(
         if not name.startswith(_MODEL) or common_name(name) is None:
             continue
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        if size > room:  # before a name is made for each of its layers and experts
+        if size > room:  # check before creating a name for each layer and expert
             raise ConversionError(f"{step}: {key} takes {size} bytes, but all files together have {room}")
         names: list[tuple[str, tuple[int, ...]]] = [(name, ())]
         rest = name.removeprefix(_LAYERS)
@@ -410,7 +410,7 @@ def _by_common_name(
 
 
 def _experts(name: str, index: tuple[int, ...], tensor: StoredTensor) -> list[tuple[str, tuple[int, ...]]]:
-    """Each expert of a stack; anything else as it is."""
+    """Split a stack of experts into its experts. Return other tensors unchanged."""
     stacked = len(index) + (2 if name.endswith(".bias") else 3)
     if _EXPERTS not in name or len(tensor.shape) != stacked:
         return [(name, index)]

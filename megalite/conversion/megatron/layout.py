@@ -1,8 +1,8 @@
-"""Which slice of which of our tensors a Megatron-LM rank holds, under which name in which version.
+"""Map the tensors of a Megatron-LM rank, in all versions, to slices of our tensors.
 
-The rows of qkv are grouped by key/value head there as here. A gate is the first half of each rank's rows of fc1, which
-is why the whole fc1 is not the ranks' rows one after the other. The vocabulary is padded to a multiple of the
-tensor-parallel size, so the rows of its padding may differ in number.
+Both formats group the rows of qkv by key/value head. In Megatron-LM the gate is the first half of each rank's rows of
+fc1, so the whole fc1 is not the concatenation of the ranks' rows. The vocabulary is padded to a multiple of the
+tensor-parallel size, so the number of padding rows may differ.
 """
 
 import re
@@ -21,7 +21,7 @@ _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
         (r"^(module\.)+", ""),
-        # Before megatron.core: nested dicts, here with their keys joined.
+        # Versions before megatron.core have nested dicts; their keys are joined.
         (r"^language_model\.(encoder|transformer|embedding|output_layer)\.", r"\1."),
         (r"^language_model\.(word_embeddings|position_embeddings)\.", r"embedding.\1."),
         (r"^(encoder|transformer)\.", "decoder."),
@@ -33,15 +33,15 @@ _RENAMED = tuple(
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.final_norm\.", ".final_layernorm."),
-        # Transformer Engine's layers that have the norm before them inside.
+        # Transformer Engine's linear layers that contain the preceding norm.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
         (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
-        # Its grouped experts.
+        # Transformer Engine's grouped experts.
         (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
     )
 )
-_DEEPEST = 16  # dicts in each other; the oldest versions had 4
+_DEEPEST = 16  # maximum nesting of dicts; the oldest versions have 4 levels
 _IGNORED = re.compile(r"(\._extra_state\d*(/.*)?|(^|\.)rotary_pos_emb\.inv_freq)$")
 _FUSED = (
     (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
@@ -51,7 +51,7 @@ _LATENT = (re.compile(r"\.(q|kv)_layernorm\.(weight|bias)$"), r".linear_\1_up_pr
 
 
 def common_name(name: str) -> str | None:
-    """The name in megatron.core's local layers; None for what is no weight (fp8 state, RoPE's frequencies)."""
+    """Return a tensor's name in megatron.core's local layers; None if it is not a weight (fp8 state, RoPE frequencies)."""
     if _IGNORED.search(name):
         return None
     for pattern, replacement in _RENAMED:
@@ -60,8 +60,9 @@ def common_name(name: str) -> str | None:
 
 
 def fused_name(name: str, *, has_experts: bool, latent: bool = False) -> str:
-    """The name in Transformer Engine's layers, where a norm belongs to the linear layer after it. The norm before
-    experts has no linear layer after it, that before `latent` attention has two."""
+    """Return a tensor's name in Transformer Engine's layers, where a norm belongs to the linear layer after it. The
+    norm before experts stays separate, because no linear layer follows it; so does the norm before `latent` attention,
+    because two follow it."""
     before_attention, before_mlp = _FUSED
     for pattern, replacement in (_LATENT if latent else before_attention, *(() if has_experts else (before_mlp,))):
         name = pattern.sub(replacement, name)
@@ -69,8 +70,8 @@ def fused_name(name: str, *, has_experts: bool, latent: bool = False) -> str:
 
 
 class Named(dict[str, torch.Tensor]):
-    """Tensors by common name. `old_qkv`: names of those that are stored as `query_key_value`, with other orders of rows
-    at first."""
+    """Tensors by common name. `old_qkv`: names of tensors stored as `query_key_value`, of which early versions have
+    another order of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Named(dict[str, torch.Tensor]):
 
 
 def tensors_of(content: Mapping[Any, Any]) -> Named:
-    """The tensors of a `model` entry, nested or not, by common name."""
+    """Return the tensors of a `model` entry, nested or not, by common name."""
     found = Named()
     _collect(content, "", found, {id(content)}, 1)
     return found
@@ -86,12 +87,12 @@ def tensors_of(content: Mapping[Any, Any]) -> Named:
 
 def _collect(content: Mapping[Any, Any], prefix: str, found: Named, seen: set[int], depth: int) -> None:
     if depth > _DEEPEST:
-        raise ConversionError(f"its model has dicts more than {_DEEPEST} deep in each other")
+        raise ConversionError(f"its model has dicts nested more than {_DEEPEST} deep")
     for key, value in content.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             if id(value) in seen:
-                raise ConversionError(f"its model has one dict in more than one place, or in itself: {name}")
+                raise ConversionError(f"its model contains one dict twice, or in itself: {name}")
             seen.add(id(value))
             _collect(value, f"{name}.", found, seen, depth + 1)
         elif isinstance(value, torch.Tensor):
@@ -99,7 +100,7 @@ def _collect(content: Mapping[Any, Any], prefix: str, found: Named, seen: set[in
             if common is None:
                 continue
             if common in found:
-                raise ConversionError(f"{common} is there twice, under the names of two versions or models")
+                raise ConversionError(f"{common} exists twice, under the names of two versions or models")
             found[common] = value
             if ".query_key_value." in name:
                 found.old_qkv.add(common)
@@ -111,7 +112,7 @@ HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """The place of a rank: tensor-parallel rank r of tp, expert-parallel rank e of ep."""
+    """The position of a rank: tensor-parallel rank r of tp, expert-parallel rank e of ep."""
 
     tp: int
     r: int
@@ -121,7 +122,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage (or one chunk of it) holds: layers [first, last), counted over the whole model."""
+    """A pipeline stage, or one chunk of it: layers [first, last) of the whole model, embedding and head."""
 
     first: int
     last: int
@@ -132,9 +133,9 @@ class Stage:
 def stage_pieces(
     model: ModelConfig, stage: Stage, shard: Shard, *, vocabulary: int, grouped: bool = False
 ) -> Iterator[Piece]:
-    """The tensors of one file's model under their common names, in the order of the forward pass. `vocabulary`: their
-    padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP, two matrices for all. Layers that
-    predict further tokens are left out."""
+    """Yield the tensors of one file's model by common name, in the order of the forward pass, without MTP layers.
+    `vocabulary`: Megatron-LM's padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP,
+    with two matrices for all experts."""
     model = replace(model, mtp_num_layers=0)
     if stage.has_embedding:
         for shape in embedding_shapes(model):
@@ -194,7 +195,7 @@ _LAYER_NAMES = {
 
 
 def _sliced(name: str, shape: ParameterShape, shard: Shard) -> Piece:
-    """The shard of one of our tensors; [2, f/tp, ...] of gate and up is [2·f/tp, ...] there."""
+    """Return the shard of one of our tensors. [2, f/tp, ...] of gate and up is [2·f/tp, ...] in Megatron-LM."""
     dim = shape.shard_dim
     if dim is None:
         return Piece(name, shape.name, shape.shape)
@@ -213,34 +214,35 @@ def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, sh
 def _experts(
     model: ModelConfig, shape: ParameterShape, there: str, rest: str, shard: Shard, grouped: bool
 ) -> Iterator[Piece]:
-    """Our stack of experts: one piece for each expert of this rank, or one for all of them."""
+    """Yield the pieces of our stack of experts: one for each expert of this rank or, if `grouped`, one for all."""
     matrix, _, kind = rest.rpartition(".")
     layer = "linear_fc1" if matrix == "moe.experts.up" else "linear_fc2"
-    # The bias of fc2 is whole on every rank.
+    # The bias of fc2 is replicated on every rank.
     dim, h = shape.shard_dim or 1, model.hidden_size
     parts, place = (1, 0) if shape.shard_dim is None else (shard.tp, shard.r)
     size, count = shape.shape[dim] // parts, shape.shape[0] // shard.ep
     first = shard.e * count
     width = 2 * size if layer == "linear_fc1" and model.is_gated else size
 
-    def held(tensor: torch.Tensor) -> torch.Tensor:
-        """[count, 2, f/tp, h] (gated) or [count, f/tp, h] of fc1, [count, h, f/tp] of fc2; of biases without the last."""
+    def local_part(tensor: torch.Tensor) -> torch.Tensor:
+        """Return [count, 2, f/tp, h] (gated) or [count, f/tp, h] of fc1, [count, h, f/tp] of fc2; biases lack the last."""
         return tensor.narrow(dim, place * size, size)[first : first + count]
 
-    if grouped and layer == "linear_fc1":  # [count, h, width], without its first boundary
-        yield Piece(f"{there}.mlp.experts.weight1", shape.name, (h, count * width), lambda up: held(up).movedim(-1, 1))
-    elif grouped:  # [count, f/tp, h], likewise
+    if grouped and layer == "linear_fc1":  # [count, h, width], flattened to the piece's shape
+        name = f"{there}.mlp.experts.weight1"
+        yield Piece(name, shape.name, (h, count * width), lambda up: local_part(up).movedim(-1, 1))
+    elif grouped:  # [count, f/tp, h], flattened
         name = f"{there}.mlp.experts.weight2"
-        yield Piece(name, shape.name, (count * size, h), lambda down: held(down).transpose(1, 2))
+        yield Piece(name, shape.name, (count * size, h), lambda down: local_part(down).transpose(1, 2))
     else:
         local = (width,) if kind == "bias" else (width, h) if layer == "linear_fc1" else (h, size)
         for expert in range(count):
             name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.{kind}"
-            yield Piece(name, shape.name, local, partial(lambda index, tensor: held(tensor)[index], expert))
+            yield Piece(name, shape.name, local, partial(lambda index, tensor: local_part(tensor)[index], expert))
 
 
 def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
-    """qkv of checkpoints before version 2: each rank's rows are [3, heads, d] (version 0) or [heads, d, 3] (version 1)."""
+    """Return a qkv piece of checkpoint versions before 2, with rows [3, heads, d] (version 0) or [heads, d, 3] (1)."""
     dims = (0, 1) if version < 1.0 else (1, 2)
     return replace(
         piece, view=lambda tensor: piece.view(tensor).unflatten(0, (-1, 3, model.head_size)).transpose(*dims)

@@ -1,4 +1,4 @@
-"""Megatron-LM checkpoints, read: the `torch` format, of which the ranks' slices make whole tensors."""
+"""Read Megatron-LM checkpoints in the `torch` format, and join the ranks' slices to whole tensors."""
 
 import itertools
 import math
@@ -39,14 +39,14 @@ from megalite.models.shapes import ParameterShape
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-Place = tuple[int, int, int]  # Tensor-, pipeline- and expert-parallel rank
+Place = tuple[int, int, int]  # tensor-, pipeline- and expert-parallel rank
 _STEP = re.compile(r"iter_(\d{7,})$")
 _RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,})*)$")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The files of a `torch` checkpoint by (tensor-, pipeline-, expert-parallel rank)."""
+    """The parallel sizes and the rank files of a `torch` checkpoint."""
 
     tp: int
     pp: int
@@ -55,7 +55,7 @@ class Grid:
 
 
 class MegatronModel(Weights):
-    """What both formats share: Megatron-LM keeps tokenizers elsewhere, and `args` describe the network."""
+    """Base class of both Megatron-LM formats: no tokenizer files, and `args` that describe the model."""
 
     format = "megatron"
     tokenizer_files: Sequence[Path] = ()
@@ -63,15 +63,16 @@ class MegatronModel(Weights):
     generation: Mapping[str, Any] = {}
 
     def describe(self, args: Arguments, *, padded_vocabulary: int, tp: int) -> None:
+        """Set the model config, sequence length and tensor shapes from the args."""
         self.model = read_model(args, padded_vocabulary=padded_vocabulary, tp=tp)
         self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
         self.shapes = parameter_shapes(self.model)
 
 
 def refuse_unknown(path: Path, unknown: Collection[str]) -> None:
-    """A tensor that is not a part of the model would be lost."""
+    """Raise if there are tensors that the conversion would drop."""
     if unknown:
-        raise ConversionError(f"{path} has tensors that a GPT of its args has not: {', '.join(sorted(unknown)[:4])}")
+        raise ConversionError(f"{path} has tensors that do not belong to its args: {', '.join(sorted(unknown)[:4])}")
 
 
 def is_step(folder: Path) -> bool:
@@ -83,7 +84,7 @@ def is_dist(step: Path) -> bool:
 
 
 def step_folder(folder: Path, iteration: int | None = None) -> Path:
-    """The folder of one iteration: `folder` itself, or the one in it that the tracker file or `iteration` names."""
+    """Return the folder of one iteration: `folder` itself, or its subfolder in the tracker file or of `iteration`."""
     if iteration is None and is_step(folder):
         return folder
     if iteration is not None:
@@ -95,13 +96,13 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
         return found
     tracker = folder / TRACKER
     if not tracker.is_file():
-        raise ConversionError(f"{folder} is no Megatron-LM checkpoint: no {TRACKER}; it has {_known(folder)}")
+        raise ConversionError(f"{folder} is not a Megatron-LM checkpoint: no {TRACKER}; it has {_known(folder)}")
     text = tracker.read_text(errors="replace")[:100].strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
-        raise ConversionError(f"{tracker} holds {text!r}; it must be a number or {RELEASE}")
+        raise ConversionError(f"{tracker} contains {text!r}; it must be a number or {RELEASE}")
     found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not is_step(found):
-        raise ConversionError(f"{tracker} names {found.name}, which is not there; {folder} has {_known(folder)}")
+        raise ConversionError(f"{tracker} names {found.name}, which does not exist; {folder} has {_known(folder)}")
     return found
 
 
@@ -111,8 +112,9 @@ def _known(folder: Path) -> str:
 
 
 def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
-    """The model files of a `torch` step; every rank of the grid must have one. `mp_rank_TT_NNN` is a pipeline rank, or
-    with one pipeline stage an expert-parallel rank: only the arguments tell."""
+    """Return the model files of a `torch` step. Every rank of the grid must have one. In `mp_rank_TT_NNN`, NNN is the
+    pipeline rank or, with a single pipeline stage, the expert-parallel rank. Only the args in a file distinguish the
+    two."""
     found: dict[tuple[int, int, int], Path] = {}
     for path in sorted(step.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
@@ -120,13 +122,13 @@ def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
             continue
         others = [int(part) for part in match[2].split("_")[1:]]
         if len(others) > 2:
-            raise ConversionError(f"{path}: the name has more ranks than tensor, pipeline and expert")
+            raise ConversionError(f"{path}: the name has more than tensor, pipeline and expert ranks")
         if len(others) == 1 and expert_parallel > 1:
             others = [0, *others]
         pipeline, expert = (*others, 0, 0)[:2]
         file = next((path / name for name in MODEL_FILES if (path / name).is_file()), None)
         if file is None:
-            raise ConversionError(f"{path / MODEL_FILES[0]} is missing: the folder has no file of weights")
+            raise ConversionError(f"{path / MODEL_FILES[0]} is missing: the folder has no weights")
         found[int(match[1]), pipeline, expert] = file
     if not found:
         raise ConversionError(f"{step} has no mp_rank_*/{MODEL_FILES[0]}")
@@ -134,34 +136,34 @@ def rank_files(step: Path, *, expert_parallel: int = 1) -> Grid:
     for place in itertools.product(range(tp), range(pp), range(ep)):
         if place not in found:
             raise ConversionError(
-                f"{step / rank_folder(*place, pp=pp, ep=ep) / MODEL_FILES[0]} is missing of {tp} x {pp} x {ep} ranks"
+                f"{step / rank_folder(*place, pp=pp, ep=ep) / MODEL_FILES[0]} is missing; {step} has {tp} x {pp} x {ep} ranks"
             )
     return Grid(tp, pp, ep, found)
 
 
 def rank_folder(tensor: int, pipeline: int, expert: int = 0, *, pp: int, ep: int = 1) -> str:
-    """The folder's name for a rank: the pipeline and the expert rank are in it where there are several."""
+    """Return the folder name of a rank. It has the pipeline rank if pp > 1 and the expert rank if ep > 1."""
     name = f"mp_rank_{tensor:02d}"
     name += f"_{pipeline:03d}" if pp > 1 else ""
     return name + (f"_{expert:03d}" if ep > 1 else "")
 
 
 class RankFile:
-    """What is known of one file without its elements: arguments, version and the chunks' tensors."""
+    """The metadata of one rank's file: args, version and the tensors of its model chunks, without elements."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = TorchFile(path)
-        content, self.file.content = self.file.content, None  # the optimizer's part of it may go
+        content, self.file.content = self.file.content, None  # lets the optimizer's part be freed
         self.args = Arguments.of(content, path)
         self.version = content.get("checkpoint_version", 0)
         if not isinstance(self.version, int | float) or not 0 <= self.version < 4:
-            raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; 0 to 3.0 are known")
+            raise ConversionError(f"{path}: checkpoint_version is {self.version!r}; supported: 0 to 3.0")
         self.chunks = list(_chunks(path, content))
 
 
 def _chunks(path: Path, content: Mapping[Any, Any]) -> Iterator[Named]:
-    """The tensors of `model`, or of `model0`, `model1`, ... of a virtual pipeline."""
+    """Yield the tensors of `model`, or of `model0`, `model1`, ... of a virtual pipeline."""
     names = ["model"]
     if "model" not in content:
         names = [f"model{index}" for index in range(sum(f"model{index}" in content for index in range(len(content))))]
@@ -187,7 +189,7 @@ class _Source:
 
 
 class MegatronWeights(MegatronModel):
-    """A `torch` checkpoint of a GPT: megatron.core's or an older one, of any tensor, pipeline and expert sizes."""
+    """A `torch` checkpoint of a GPT, from megatron.core or older, with any tensor, pipeline and expert sizes."""
 
     def __init__(self, step: Path) -> None:
         self.path = step
@@ -195,11 +197,13 @@ class MegatronWeights(MegatronModel):
         first = files[0, 0, 0]
         embedding = first.chunks[0].get(WORD)
         if embedding is None or embedding.dim() != 2:
-            raise ConversionError(f"{first.path} has no {WORD}: it is no GPT's first stage")
+            raise ConversionError(f"{first.path} has no {WORD}: it is not the first stage of a GPT")
         self._vocabulary = embedding.shape[0] * self._grid.tp
-        self._stages = _stages(self._grid, files)  # before the number of layers is believed
+        self._stages = _stages(self._grid, files)  # also checks the number of layers in the args
         self.describe(first.args, padded_vocabulary=self._vocabulary, tp=self._grid.tp)
-        self._check_divisible(first)
+        heads, tp = self.model.num_attention_heads, self._grid.tp
+        if heads % tp:
+            raise ConversionError(f"{first.path}: args.num_attention_heads is {heads}, not divisible by its tp {tp}")
         self._sources: dict[str, list[_Source]] = {name: [] for name in self.shapes}
         self._copies: dict[str, list[tuple[_Source, _Source]]] = {name: [] for name in self.shapes}
         self._index(files)
@@ -212,7 +216,7 @@ class MegatronWeights(MegatronModel):
         return self._reader(name)(0, math.prod(shape), None).view(shape)
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
-        """See `Weights`. For a piece that is the whole tensor: a checksum covers all elements."""
+        """See `Weights`. Supported for a piece that is the whole tensor, because a checksum covers all elements."""
         shape = self.shapes[piece.ours].shape
         wanted = sum(place.numel() for _, place in piece.places(torch.empty(shape, device="meta")))
         return (shape, self._reader(piece.ours)) if wanted == math.prod(shape) else None
@@ -221,16 +225,13 @@ class MegatronWeights(MegatronModel):
         for source, copy in self._copies[name]:
             self._compare(source, copy)
         shape, dtype = self.shapes[name].shape, self.dtype(name)
-        ours, readers, padding = torch.empty(shape, device="meta"), list[tuple[torch.Tensor, Read]](), math.prod(shape)
+        ours, readers = torch.empty(shape, device="meta"), list[tuple[torch.Tensor, Read]]()
         for source in self._sources[name]:
             place = source.piece.view(ours)
             readers.append((place, source.file.reader(source.tensor, place.numel())))
-            padding -= place.numel()
 
         def read(start: int, count: int, room: torch.Tensor | None) -> torch.Tensor:
             output = room if room is not None and room.dtype == dtype else torch.empty(count, dtype=dtype)
-            if padding:  # rows of the vocabulary that theirs has not
-                output.zero_()
             for place, elements in readers:
                 for before, part in parts_within(place, start, start + count):
                     target = output.as_strided(part.shape, part.stride(), part.storage_offset() - start)
@@ -239,18 +240,8 @@ class MegatronWeights(MegatronModel):
 
         return read
 
-    def _check_divisible(self, first: RankFile) -> None:
-        model, tp, ep = self.model, self._grid.tp, self._grid.ep
-        for name, value, ranks in (
-            ("num_attention_heads", model.num_attention_heads, tp),
-            ("ffn_hidden_size", model.ffn_size, tp),
-            ("num_experts", model.num_experts or 0, ep),
-        ):
-            if value % ranks:
-                raise ConversionError(f"{first.path}: args.{name} is {value}, which {ranks} ranks cannot share")
-
     def _compare(self, source: _Source, copy: _Source) -> None:
-        """The same elements in two files; the padding of the vocabulary does not matter."""
+        """Raise if two copies of a tensor differ. Padding of the vocabulary is not compared."""
         count = source.tensor.numel()
         if source.piece.theirs in (WORD, HEAD):
             assert self.model.vocab_size is not None
@@ -260,23 +251,24 @@ class MegatronWeights(MegatronModel):
         for start in range(0, count, step):
             length = min(step, count - start)
             one, other = (each.file.read(each.tensor, start, length) for each in (source, copy))
-            # As bytes too, because NaN is not equal to itself.
+            # Compare unequal blocks as bytes, because NaN is not equal to itself.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 names = [f"{each.piece.theirs} of {each.file.name}" for each in (source, copy)]
                 raise ConversionError(f"{names[0]} and {names[1]} differ")
 
     def _index(self, files: Mapping[Place, RankFile]) -> None:
-        """For each tensor of ours the pieces of it, and their copies; every tensor of every file must be one."""
-        firsts: dict[tuple[str, int], _Source] = {}
-        for (tensor, pipeline, expert), file in files.items():
-            shard = Shard(self._grid.tp, tensor, self._grid.ep, expert)
-            for chunk, held in enumerate(file.chunks):
-                unknown = set(held)
+        """Find the pieces of each of our tensors and their replicas. Raise for tensors that are neither."""
+        firsts: dict[Any, _Source] = {}
+        for (tensor, pipeline, rank), file in files.items():
+            shard = Shard(self._grid.tp, tensor, self._grid.ep, rank)
+            for chunk, tensors in enumerate(file.chunks):
+                unknown = set(tensors)
                 for piece in self._pieces(file, chunk, self._stages[pipeline, chunk], shard):
                     unknown.discard(piece.theirs)
-                    source = _Source(file.file, _checked(file.path, held, piece), piece)
+                    source = _Source(file.file, _checked(file.path, tensors, piece), piece)
                     shape = self.shapes[piece.ours]
-                    which = piece.ours, shard.r if shape.shard_dim is not None else 0
+                    expert = (shard.e, piece.theirs) if shape.expert else None
+                    which = piece.ours, shard.r if shape.shard_dim is not None else 0, expert
                     if is_first_copy(piece, shape, shard):
                         self._sources[piece.ours].append(source)
                         firsts[which] = source
@@ -287,22 +279,25 @@ class MegatronWeights(MegatronModel):
             types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
             if len(types) != 1:
                 raise ConversionError(f"{self.path}: the slices of {name} have the types {sorted(map(str, types))}")
+            elements, expected = sum(math.prod(s.piece.shape) for s in sources), math.prod(self.shapes[name].shape)
+            if elements != expected:
+                raise ConversionError(f"{self.path}: the slices of {name} have {elements} of {expected} elements")
 
     def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[Piece]:
-        """What a chunk of a file should hold, the rows of qkv in the order that they have there."""
-        held = file.chunks[chunk]
-        if held.old_qkv and file.version < 2.0 and self.model.query_groups != self.model.num_attention_heads:
+        """Yield the tensors that a chunk of a file must contain, with the file's order of qkv rows."""
+        tensors = file.chunks[chunk]
+        if tensors.old_qkv and file.version < 2.0 and self.model.query_groups != self.model.num_attention_heads:
             raise ConversionError(f"{file.path}: checkpoint_version {file.version} has no args.num_query_groups")
-        grouped = any(name.endswith(".mlp.experts.weight1") for name in held)
+        grouped = any(name.endswith(".mlp.experts.weight1") for name in tensors)
         for piece in stage_pieces(self.model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
-            old = file.version < 2.0 and piece.theirs in held.old_qkv
+            old = file.version < 2.0 and piece.theirs in tensors.old_qkv
             yield old_order(piece, self.model, file.version) if old else piece
-        if self.model.tie_embeddings and HEAD in held and stage.has_embedding:
+        if self.model.tie_embeddings and HEAD in tensors and stage.has_embedding:
             yield vocabulary_piece(HEAD, WORD_OURS, self._vocabulary, self.model.hidden_size, shard)
 
 
 def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
-    """Every file's contents without elements; all must be of one run."""
+    """Read the metadata of every file, and check that all belong to one run."""
     grid = rank_files(step)
     first = RankFile(grid.files[0, 0, 0])
     experts = first.args.whole("expert_model_parallel_size", 1)
@@ -325,7 +320,7 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
 
 
 def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int], Stage]:
-    """The layers of each (pipeline rank, chunk) as found: chunk v of every rank comes before chunk v + 1 of any."""
+    """Return the layers of each (pipeline rank, chunk), as found in the files. Chunk v of all ranks precedes chunk v + 1."""
     first = files[0, 0, 0]
     chunks, layers = len(first.chunks), first.args.whole("num_layers")
     for place, file in files.items():
@@ -335,8 +330,8 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
     next_layer = 0
     for chunk in range(chunks):
         for pipeline in range(grid.pp):
-            held = files[0, pipeline, 0].chunks[chunk]
-            count = len({name.split(".")[2] for name in held if name.startswith("decoder.layers.")})
+            tensors = files[0, pipeline, 0].chunks[chunk]
+            count = len({name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")})
             found[pipeline, chunk] = Stage(
                 next_layer,
                 next_layer + count,
@@ -349,20 +344,18 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
     return found
 
 
-def _checked(path: Path, held: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    tensor = held.get(piece.theirs)
+def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    tensor = tensors.get(piece.theirs)
     if tensor is None:
-        raise ConversionError(f"{path} lacks {piece.theirs}, which its args ask for")
+        raise ConversionError(f"{path} lacks {piece.theirs}, which its args require")
     if tuple(tensor.shape) != piece.shape:
-        raise ConversionError(f"{path}: {piece.theirs} is {list(tensor.shape)}; its args make it {list(piece.shape)}")
+        raise ConversionError(f"{path}: {piece.theirs} is {list(tensor.shape)}; its args require {list(piece.shape)}")
     require_readable(path, piece.theirs, tensor.dtype)
     return tensor
 
 
 def is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
-    """No other file has this slice: replicated tensors are taken from rank 0, a tied head from the embedding."""
+    """Return whether a slice is read from this file: replicas are read from rank 0, a tied head from the embedding."""
     if piece.theirs == HEAD and shape.name == WORD_OURS:
         return False
-    if shape.expert:
-        return True
-    return shard.e == 0 and (shape.shard_dim is not None or shard.r == 0)
+    return (shape.expert or shard.e == 0) and (shape.shard_dim is not None or shard.r == 0)

@@ -1,8 +1,8 @@
-"""A `torch_dist` checkpoint with all that its run continues from: the optimizer's states, and where it stood.
+"""Read a `torch_dist` checkpoint with its training state: optimizer states, counters and settings.
 
-Megatron-LM saves the states in two forms. One has a tensor for each of the model's, under `optimizer.state.`: without
-the distributed optimizer, and with `--dist-ckpt-optim-fully-reshardable`. The distributed optimizer's own form has the
-flat buckets of each model-parallel rank: its parameters in reverse order, each starting at a multiple of 64 elements.
+Megatron-LM saves optimizer states in two forms. Without the distributed optimizer, and with
+`--dist-ckpt-optim-fully-reshardable`, there is a tensor `optimizer.state.*` for each parameter. Otherwise the distributed
+optimizer saves the flat buckets of each model-parallel rank: its parameters in reverse order, each aligned to 64 elements.
 """
 
 import re
@@ -22,22 +22,22 @@ from megalite.conversion.megatron.torch_file import TorchFile
 from megalite.conversion.weights import ConversionError, Piece, ReadWhole, Training, fill
 
 _STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main_param": ("fp32_param", "param")}
-"""State -> its names there; of main parameters without and with the distributed optimizer."""
+"""Our state -> Megatron-LM's names. Main parameters have one name without and one with the distributed optimizer."""
 _WHOLE = "optimizer.state."
 _BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
-_ALIGNED = 64  # elements that a parameter starts at a multiple of in a bucket
+_ALIGNED = 64  # alignment of a parameter in a bucket, in elements
 
 
 class MegatronRun(MegatronDistWeights):
-    """Weights, in the precision of the optimizer's main parameters, and `training`. Rows that pad the vocabulary count:
-    they are in Megatron-LM's softmax, so without them the losses would be others."""
+    """Weights in the precision of the optimizer's main parameters, and `training`. Padding rows of the vocabulary are
+    kept as tokens: Megatron-LM's softmax includes them, so the losses depend on them."""
 
     def __init__(self, step: Path) -> None:
         super().__init__(step, whole_vocabulary=True)
         states = self._whole_states() or self._bucket_states()
         if not {"exp_avg", "exp_avg_sq"} <= states.keys():
             raise ConversionError(
-                f"{step} has no states of Adam to continue from (--no-save-optim, or another optimizer); leave out "
+                f"{step} has no Adam states to continue from (--no-save-optim, or another optimizer); leave out "
                 "--with-optimizer"
             )
         self._main = states.pop("main_param", None)
@@ -59,7 +59,7 @@ class MegatronRun(MegatronDistWeights):
                     try:
                         found[state] = partial(self.read_from, self.whole_tensors(stored))
                     except ConversionError as error:
-                        raise ConversionError(f"{error} (of {prefix}*)") from None
+                        raise ConversionError(f"{error} (in {prefix}*)") from None
         return found
 
     def _bucket_states(self) -> dict[str, ReadWhole]:
@@ -73,8 +73,8 @@ class MegatronRun(MegatronDistWeights):
         sinks = self.model.softmax_type == "learnable"
         if self.model.num_experts or self.model.multi_latent_attention or sinks:
             raise ConversionError(
-                f"{self.path} has a distributed optimizer's states of experts, latents or sinks in buckets; save it with "
-                "--dist-ckpt-optim-fully-reshardable"
+                f"{self.path} has a distributed optimizer's states of experts, latent attention or sinks in buckets; "
+                f"{_RESHARDABLE}"
             )
         places = _Buckets(self, self.args, buckets)
         names = {state: name for state, names in _STATES.items() for name in names if name in places.kinds}
@@ -83,7 +83,7 @@ class MegatronRun(MegatronDistWeights):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a rank's slice of one of our tensors is: in which bucket of which buffer, from which element on."""
+    """The location of a rank's slice of one of our tensors: buffer, bucket and first element."""
 
     piece: Piece
     buffer: tuple[int, int]
@@ -92,7 +92,7 @@ class _Slice:
 
 
 class _Buckets:
-    """The buckets of all model-parallel ranks. `buckets`: by (rank, buffer) and kind of state, in their order."""
+    """The buckets of all model-parallel ranks. `buckets`: by (rank, buffer), name of the state and bucket index."""
 
     def __init__(
         self,
@@ -120,36 +120,38 @@ class _Buckets:
             last = index == pp * chunks - 1
             stage = Stage(index * each, (index + 1) * each, has_embedding=index == 0, has_head=last)
             if last and stage.last != layers:
-                raise ConversionError(f"{args.path}: {layers} layers on {pp} ranks are split unevenly; {_RESHARDABLE}")
+                raise ConversionError(
+                    f"{args.path}: {layers} layers are split unevenly over {pp} ranks; {_RESHARDABLE}"
+                )
             for tensor in range(tp):
                 yield (tensor + tp * (index % pp), index // pp), Shard(tp, tensor), stage
 
     def _placed(self, buffer: tuple[int, int], shard: Shard, stage: Stage, local: bool) -> Iterator[_Slice]:
-        """Each of a chunk's parameters. A bucket ends where the next parameter would be beyond its size."""
+        """Yield the location of each parameter of a chunk. A bucket ends when it is full."""
         weights = self._weights
         sizes = self._sizes(buffer)
         bucket = cursor = 0
         every = stage_pieces(weights.model, stage, shard, vocabulary=weights.vocabulary)
-        pieces = [piece for piece in every if not piece.theirs.endswith(".expert_bias")]  # it has no gradient
+        pieces = [piece for piece in every if not piece.theirs.endswith(".expert_bias")]  # a buffer without gradient
         for piece in reversed(_in_module_order(pieces, local)):
             start = -(-cursor // _ALIGNED) * _ALIGNED
             cursor = start + torch.Size(piece.shape).numel()
             if bucket == len(sizes) or cursor > sizes[bucket]:
-                raise self._other(buffer)
+                raise self._size_error(buffer)
             yield _Slice(piece, buffer, bucket, start)
             if -(-cursor // _ALIGNED) * _ALIGNED >= sizes[bucket]:
                 bucket, cursor = bucket + 1, 0
         if bucket != len(sizes):
-            raise self._other(buffer)
+            raise self._size_error(buffer)
 
     def _sizes(self, buffer: tuple[int, int]) -> list[int]:
-        held = self._buckets[buffer]["exp_avg"]
-        return [held[bucket].shape[0] for bucket in sorted(held)]
+        buckets = self._buckets[buffer]["exp_avg"]
+        return [buckets[bucket].shape[0] for bucket in sorted(buckets)]
 
-    def _other(self, buffer: tuple[int, int]) -> ConversionError:
+    def _size_error(self, buffer: tuple[int, int]) -> ConversionError:
         return ConversionError(
             f"{self._weights.path}: the buckets of model-parallel rank {buffer[0]} have {self._sizes(buffer)} elements, "
-            f"which its args do not explain; {_RESHARDABLE}"
+            f"which do not match its args; {_RESHARDABLE}"
         )
 
     def read(self, kind: str, name: str) -> torch.Tensor:
@@ -160,7 +162,7 @@ class _Buckets:
         return output
 
     def _elements(self, stored: StoredTensor, place: _Slice, start: int, count: int, _room: object) -> torch.Tensor:
-        """`count` elements of a slice from the `start`-th on, out of the blocks that hold a part of them."""
+        """Read elements [start, start + count) of a slice from the blocks that contain them."""
         first = place.start + start
         found, done = torch.empty(count, dtype=stored.dtype), 0
         for block in sorted(stored.pieces, key=lambda block: block.offsets):
@@ -171,7 +173,7 @@ class _Buckets:
                 found[low - first : high - first] = values
                 done += high - low
         if done != count:
-            raise ConversionError(f"{self._weights.path}: the state of {place.piece.theirs} is not all there")
+            raise ConversionError(f"{self._weights.path}: the state of {place.piece.theirs} is incomplete")
         return found
 
 
@@ -181,8 +183,8 @@ _LAYER_ORDER = (
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1"),
     "mlp.linear_fc2",
 )
-"""The modules of a layer as megatron.core's local layers register them. In Transformer Engine's a norm belongs to the
-linear layer after it, and comes before that weight."""
+"""Modules of a layer in the order in which megatron.core's local layers register them. In Transformer Engine's layers a
+norm belongs to the linear layer after it, and precedes its weight."""
 
 
 def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
@@ -201,8 +203,6 @@ def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
     return [piece for _, piece in sorted(enumerate(pieces), key=place)]
 
 
-# ---- where the run stood
-
 _SETTINGS: Mapping[str, Sequence[str]] = {
     "training": ("seed", "seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples"),
     "data": ("split", "data_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -213,18 +213,18 @@ _SETTINGS: Mapping[str, Sequence[str]] = {
         *("start_weight_decay", "end_weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
     ),
 }
-"""Settings that have one name and meaning on both sides, by section."""
+"""Settings with the same name and meaning in Megatron-LM, by section."""
 _FILLED_IN = {"lr_decay_iters": "train_iters", "lr_decay_samples": "train_samples"}
-"""Arguments that Megatron-LM itself gives the value of another one."""
+"""Arguments that Megatron-LM fills in with the value of another one."""
 
 
 def _progress(run: MegatronRun) -> dict[str, Any]:
-    """Step, counters and settings of the run, as `Training` has them."""
+    """Return step, counters and settings of the run, as arguments of `Training`."""
     args, content = run.args, run.common.content
     step = content.get("iteration")
     samples = args.get("consumed_train_samples")
     if not _is_count(step) or not _is_count(samples):
-        raise ConversionError(f"{args.path} does not say how far its run is: iteration {step!r}, samples {samples!r}")
+        raise ConversionError(f"{args.path} lacks the progress of its run: iteration {step!r}, samples {samples!r}")
     file, states = _state_dict(run)
     updates = next(filter(None, (_number(file, value) for value in _named(states, ("common_step", "step")))), step)
     scheduler = content.get("opt_param_scheduler")
@@ -241,7 +241,7 @@ def _progress(run: MegatronRun) -> dict[str, Any]:
 
 
 def _state_dict(run: MegatronRun) -> tuple[TorchFile, Any]:
-    """What the optimizer keeps beside tensors of the model's shapes, and the file that it is in."""
+    """Return the file and content of the optimizer's state dict, without the tensors in parameter shape."""
     place = run.objects.get("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
     if place is None:
         return run.common, run.common.content.get("optimizer")
@@ -250,7 +250,7 @@ def _state_dict(run: MegatronRun) -> tuple[TorchFile, Any]:
 
 
 def _named(content: Any, names: Sequence[str], depth: int = 6) -> Iterator[Any]:
-    """The values of these keys, in dicts and lists in each other."""
+    """Yield the values of these keys in nested dicts and lists."""
     if depth and isinstance(content, dict):
         for key, value in content.items():
             if key in names:
@@ -272,7 +272,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _settings(args: Arguments) -> dict[str, dict[str, Any]]:
-    """Sections of a config, as far as the args say them: what a later run is compared with."""
+    """Return the known settings in the args, by section. A resuming run compares its settings with them."""
     found: dict[str, dict[str, Any]] = {}
     for section, names in _SETTINGS.items():
         values = {name: args.get(name) for name in names}

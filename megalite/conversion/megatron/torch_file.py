@@ -1,7 +1,7 @@
-"""Files of `torch.save`, read and written a tensor at a time; nothing in them is run.
+"""Read and write files of `torch.save` one tensor at a time, without running code in them.
 
-torch.load does not compare checksums and reads whole storages; torch.save needs all tensors in memory. Here a file is
-opened under a FakeTensorMode (`weights_only=True`, listed classes), and elements are read and written where they lie.
+torch.load checks no checksums and reads whole storages; torch.save needs all tensors in memory. This module loads a file
+under a FakeTensorMode (`weights_only=True`, listed classes), and reads and writes elements at their file offsets.
 """
 
 import argparse
@@ -25,20 +25,16 @@ from megalite.checkpoint.files import BackgroundWork, sync_file, write_at
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, bytes_of
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Read, Weights, fill
+from megalite.conversion.weights import BLOCK, ConversionError, Piece, Read, Weights
 
 
 class Inert:
-    """What stands for an object that a checkpoint holds and a conversion has no use for: it keeps and does nothing."""
+    """Placeholder for objects in a checkpoint that a conversion does not need. It ignores its arguments and state."""
 
     def __new__(cls, *_args: object) -> "Inert":
         return super().__new__(cls)
 
-    def __init__(self, *_args: object) -> None:
-        """Of any arguments."""
-
-    def __setstate__(self, _state: object) -> None:
-        """Of any state."""
+    def __setstate__(self, _state: object) -> None: ...
 
 
 _NUMPY = ("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType") + tuple(
@@ -62,39 +58,32 @@ _MEGATRON = (
 )
 
 ALLOWED: list[Any] = [argparse.Namespace, *((Inert, name) for name in (*_NUMPY, *_PYTHON, *_MEGATRON))]
-"""For `torch.serialization.safe_globals`, beside what torch allows by itself (tensors, dtypes, OrderedDict).
+"""Classes for `torch.serialization.safe_globals`, in addition to torch's own (tensors, dtypes, OrderedDict).
 
-Only `argparse.Namespace` is real, a bag of attributes. The others (random states, enumerations, the loss scaler of an
-optimizer) become `Inert`: their code need not be installed, and is not run where it is.
+Only `argparse.Namespace`, which only stores attributes, is created. The others (random states, enumerations, loss scalers)
+become `Inert`: their code need not be installed and is never run.
 """
 
 
-def open_span(path: Path, start: int = 0, length: int | None = None) -> BinaryIO:
-    """Open the bytes [start, start + length) of a file for reading; all of it by default."""
-    if length is None:
-        return path.open("rb")
-    return io.BufferedReader(Span(path.open("rb", buffering=0), start, start + length))
-
-
 def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
-    """Refuse a weight of whole numbers, and one in a type that has scales elsewhere (fp8 and the like)."""
+    """Raise for a weight of integers or of a quantized dtype (such as fp8): its scales are stored elsewhere."""
     if not dtype.is_floating_point:
-        raise ConversionError(f"{path}: {name} is of the type {dtype}, not of floating-point numbers")
+        raise ConversionError(f"{path}: {name} has dtype {dtype}, which is not floating-point")
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(kind) for kind in DTYPE_NAMES if kind.is_floating_point)
-        raise ConversionError(f"{path}: {name} is of the type {dtype}: quantized, not read; save it as {known}")
+        raise ConversionError(f"{path}: {name} has the quantized dtype {dtype}, which is not read; save it as {known}")
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of name and extra field
 
-LARGEST_ENTRY = 1 << 30  # bytes of an entry that is no tensor: settings and names take far less
+LARGEST_ENTRY = 1 << 30  # maximum bytes of an entry that is not a tensor; settings and names need far less
 
-_DIRECTORY_ENTRY = 46  # bytes of an entry in the archive's directory, without name, extra field and comment
+_DIRECTORY_ENTRY = 46  # bytes of an entry in the zip directory, without name, extra field and comment
 
 
 @dataclass(frozen=True)
 class Record:
-    """The bytes of one storage in the file, and its entry in the archive's directory."""
+    """The location of one storage in the file. `entry`: offset of its entry in the zip directory."""
 
     name: str
     start: int
@@ -104,15 +93,16 @@ class Record:
 
 
 class TorchFile:
-    """What `torch.save` wrote: `content` with tensors that have type and shape, and `read` for their elements.
+    """A file of `torch.save`: `content` has tensors with dtype and shape only, and `read` reads their elements.
 
-    torch's unpickler with `weights_only=True` builds the content, of `ALLOWED` names and torch's own; under a
-    FakeTensorMode it reads no storage, and each says where in the file it is. Elements are read from there and
-    compared with the zip archive's CRC-32, which `torch.load` leaves unread.
+    torch's unpickler with `weights_only=True` builds the content from `ALLOWED` and torch's own classes. Under a
+    FakeTensorMode it reads no storage, but records each storage's offset in the file. Elements are read from there and
+    checked against the zip archive's CRC-32, which `torch.load` does not check.
 
-    The file is opened for each call and closed again: a checkpoint has hundreds of them."""
+    The file is reopened for each call, because a checkpoint has hundreds of files."""
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
+        """Open bytes [start, start + length) of a file; default: all."""
         self.name = str(path) if length is None else f"{path} (bytes {start} to {start + length})"
         self._span = (path, start, length)
         self._sound: set[int] = set()
@@ -120,41 +110,38 @@ class TorchFile:
             self._records = _read_directory(self.name, stream)
             self.content: Any = self._load(stream)
 
-    def fill(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy the first elements of a tensor in `content` into a view of one of ours."""
-        fill(place, self.reader(tensor, place.numel()))
-
     def reader(self, tensor: torch.Tensor, count: int) -> Read:
-        """`read` for the first `count` elements of a tensor in their order. Where these are a whole storage its checksum is
-        taken on the way and compared at the last one, so that it is read once."""
-        record, crc, behind = self.record(tensor), 0, 0
+        """Return a function that reads the first `count` elements of a tensor. If they are a whole storage and are read
+        in order, the checksum is computed on the way and compared after the last element, so that the storage is read
+        once."""
+        record, crc, position = self.record(tensor), 0, 0
 
         def in_order(start: int, length: int, room: torch.Tensor | None = None) -> torch.Tensor:
-            nonlocal crc, behind
-            if start != behind or record.start in self._sound or count * tensor.element_size() != record.length:
+            nonlocal crc, position
+            if start != position or record.start in self._sound or count * tensor.element_size() != record.length:
                 return self.read(tensor, start, length, room)
             values = self._elements(tensor, start, length, room)
-            crc, behind = zlib.crc32(bytes_of(values), crc), start + length
-            if behind == count:
+            crc, position = zlib.crc32(bytes_of(values), crc), start + length
+            if position == count:
                 self._require_sound(record, crc)
             return values
 
         return in_order
 
     def read(self, tensor: torch.Tensor, start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:
-        """`count` elements of a tensor in `content` from the `start`-th on, of one dimension: in `room` if it is of their
-        type, else a new one. The first read of a storage compares all of it with its checksum."""
+        """Read elements [start, start + count) of a tensor in `content`, flat; into `room` if it has their dtype. The
+        first read of a storage checks the checksum of the whole storage."""
         record = self.record(tensor)
         if count and record.start not in self._sound:
             self._require_sound(record)
         return self._elements(tensor, start, count, room)
 
     def _require_sound(self, record: Record, crc: int | None = None) -> None:
-        """`crc`: of all its bytes, if they have been read already."""
+        """Raise if a storage's checksum is wrong. `crc`: the checksum of its bytes, if already computed."""
         if crc is None:
             with self._opened() as stream:
                 crc = _crc(stream, record)
-        # 0: space that torch.serialization.skip_data reserved and somebody filled later.
+        # 0: the storage was reserved by torch.serialization.skip_data and filled later.
         if record.crc not in (0, crc):
             raise ConversionError(f"{self.name} is damaged: checksum {crc:08x}, not {record.crc:08x}")
         self._sound.add(record.start)
@@ -168,7 +155,7 @@ class TorchFile:
         if first + tensor.numel() * size > record.length:
             raise ConversionError(f"{self.name} is damaged: a tensor is longer than its bytes")
         if not tensor.is_contiguous():
-            raise ConversionError(f"{self.name} has a tensor of strides {tensor.stride()}; save contiguous() ones")
+            raise ConversionError(f"{self.name} has a tensor of strides {tensor.stride()}; save contiguous tensors")
         buffer = bytes_of(output)
         with self._opened() as stream:
             stream.seek(record.start + first + start * size)
@@ -178,17 +165,19 @@ class TorchFile:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
+        path, start, length = self._span
         try:
-            with open_span(*self._span) as stream:
-                yield stream
+            with path.open("rb") as file:
+                yield file if length is None else io.BufferedReader(Span(file, start, start + length))
         except OSError as error:
             raise ConversionError(f"{self.name} cannot be read: {error}") from None
 
     def record(self, tensor: torch.Tensor) -> Record:
+        """Return the location of a tensor's storage."""
         storage = tensor.untyped_storage()
         record = self._records.get(getattr(storage, "_checkpoint_offset", -1))
         if record is None or record.length != storage.nbytes():
-            raise ConversionError(f"{self.name} is damaged: a tensor's bytes are not where it says")
+            raise ConversionError(f"{self.name} is damaged: a tensor has the wrong offset or length")
         return record
 
     def _load(self, stream: BinaryIO) -> Any:
@@ -197,12 +186,12 @@ class TorchFile:
             with warnings.catch_warnings(), FakeTensorMode(), torch.serialization.safe_globals(ALLOWED):
                 warnings.simplefilter("ignore")
                 return torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:  # of any type: the content decides what the unpickler stumbles over
+        except Exception as error:  # the type depends on the content
             raise ConversionError(refusal(self.name, str(error))) from None
 
 
 def _read_directory(name: str, stream: BinaryIO) -> dict[int, Record]:
-    """Every entry of the archive by where its data start; the small ones are checked here."""
+    """Return the entries of the archive by the offset of their data. Check the entries that are not tensors."""
     try:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -213,19 +202,19 @@ def _read_directory(name: str, stream: BinaryIO) -> dict[int, Record]:
                     raise ConversionError(f"{name} is a compressed archive, which torch.save never writes")
                 if "/data/" not in entry.filename:
                     if entry.file_size > LARGEST_ENTRY:
-                        said = f"{entry.file_size} bytes; settings and names have at most {LARGEST_ENTRY}"
-                        raise ConversionError(f"{name}: {entry.filename} has {said}")
-                    data = archive.read(entry)  # compared with its CRC-32
+                        size_fault = f"{entry.file_size} bytes; settings and names have at most {LARGEST_ENTRY}"
+                        raise ConversionError(f"{name}: {entry.filename} has {size_fault}")
+                    data = archive.read(entry)  # checks the CRC-32
                     if entry.filename.endswith("/byteorder") and data != b"little":
                         raise ConversionError(f"{name} was written on a big-endian machine")
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
-        raise ConversionError(f"{name} is not a whole file of torch.save (torch 1.6 on): {error}") from None
+        raise ConversionError(f"{name} is not a whole file of torch.save (torch 1.6 or later): {error}") from None
     records = {}
     for entry in entries:
         stream.seek(entry.header_offset)
         header = stream.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-            raise ConversionError(f"{name} is damaged: {entry.filename} is not where it should be")
+            raise ConversionError(f"{name} is damaged: {entry.filename} is not at its offset")
         _, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if start + entry.file_size > size:
@@ -244,32 +233,32 @@ def _crc(stream: BinaryIO, record: Record) -> int:
 
 
 def refusal(name: str, fault: str) -> str:
-    """What to say of a pickle that was not read, naming the class or function if that is the reason."""
+    """Return the error message for a rejected pickle, with the name of the class or function if that is the reason."""
     found = re.search(r"GLOBAL ([\w.]+)", fault)
     if found:
         return (
-            f"{name} contains {found[1]}, which is none of the harmless classes that a checkpoint is made of; nothing in "
-            "it was run. Save the checkpoint again without it (weights as plain tensors, args as an argparse.Namespace)"
+            f"{name} contains {found[1]}, which is not in the list of harmless classes; nothing in the file was run. "
+            "Save the checkpoint again without it (weights as plain tensors, args as an argparse.Namespace)"
         )
     lines = [line for line in fault.splitlines() if line.strip()]
     reason = next((line.split("message:", 1)[1] for line in lines if "message:" in line), lines[0] if lines else "")
     return f"{name} cannot be read as a file of tensors and settings: {reason.strip()}"
 
 
-Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # without elements yet
+Reserve = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # returns a tensor; its elements are written later
 
-_DESCRIPTOR = b"PK\7\x08"  # what stands behind the bytes of an entry without a checksum in its header; it comes next
-_CHECKSUM_IN_ENTRY = 16  # where the checksum is in an entry of the archive's directory
+_DESCRIPTOR = b"PK\7\x08"  # signature after the data of an entry without a checksum in its header; the checksum follows
+_CHECKSUM_IN_ENTRY = 16  # offset of the checksum in an entry of the zip directory
 
 
 class TorchFileWriter:
-    """A file that `torch.load` reads, made of plain content and the tensors that `fill` brings, in its order.
+    """Write a file for `torch.load`: plain content, and tensors that are filled later, in order, with `fill`.
 
-    `torch.save` under `skip_data` leaves holes where the elements belong. The checksums of the zip archive, which it
-    cannot know, are put in at the end, so that the file is one that every unzip finds sound.
+    `torch.save` under `skip_data` leaves space for the elements. The checksums of the zip archive are written at the end,
+    so that the file is a valid archive.
 
-    `path`: replaced if it exists. `content`: makes what is to be saved; of tensors only those that it reserves, each
-    with elements. A thread takes checksums and writes."""
+    `path`: replaced if it exists. `content`: called to build the content. Its tensors must all come from the `Reserve`
+    argument and have at least one element. A thread computes checksums and writes."""
 
     def __init__(self, path: Path, content: Callable[[Reserve], Mapping[str, Any]]) -> None:
         dtypes: list[torch.dtype] = []
@@ -281,7 +270,7 @@ class TorchFileWriter:
         with FakeTensorMode():
             saved = content(reserve)
         try:
-            # By its path torch would write it itself, and turn a full disk into a RuntimeError.
+            # Given a path, torch would report a full disk as a RuntimeError.
             with torch.serialization.skip_data(materialize_fake_tensors=True), path.open("wb") as stream:
                 torch.save(dict(saved), stream)
         except OSError as error:
@@ -290,12 +279,14 @@ class TorchFileWriter:
         self._file = path.open("r+b", buffering=0)
         with path.open("rb") as written:
             stored = [record for record in _read_directory(str(path), written).values() if "/data/" in record.name]
-        stored.sort(key=lambda record: int(record.name.rpartition("/")[2]))  # torch counts storages as it comes to them
+        stored.sort(
+            key=lambda record: int(record.name.rpartition("/")[2])
+        )  # torch numbers storages in the order of saving
         self._left = iter(zip(stored, dtypes, strict=True))
         self._checksums: dict[Record, int] = {}
 
     def fill(self, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
-        """Write the elements of the next tensor that was reserved, converted to its type block by block."""
+        """Write the elements of the next reserved tensor, converted to its dtype block by block."""
         record, dtype = next(self._left)
         start = record.start
         for stored in stored_blocks(weights, piece, dtype):
@@ -306,7 +297,7 @@ class TorchFileWriter:
         assert start == record.start + record.length, (record, start)
 
     def finish(self) -> None:
-        """Write the checksums and bring everything to the disk."""
+        """Write the checksums and sync the file to the disk."""
         self._behind.results()
         for record, crc in self._checksums.items():
             end = record.start + record.length

@@ -1,4 +1,4 @@
-"""Megatron-LM's `torch` format, written: the slices of each tensor- and pipeline-parallel rank in its file."""
+"""Write Megatron-LM's `torch` format: a file for each tensor- and pipeline-parallel rank with its slices."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import detect_kind
 
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
-"""What megatron.core's llama3 scaling has built in."""
+"""Constants of megatron.core's llama3 scaling."""
 _YARN = {
     "rope_original_max_positions": 4096,
     "rope_beta_fast": 32.0,
@@ -36,18 +36,18 @@ _YARN = {
     "rope_truncate": True,
     "rope_attention_factor": None,
 }
-"""What its YaRN of multi-latent attention has built in, or no argument for."""
+"""Constants of megatron.core's YaRN in multi-latent attention."""
 _GROWTH = ("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor")
 
 
 def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
-    """Refuse a model that Megatron-LM does not have, or cannot split that way."""
+    """Raise for a model that Megatron-LM does not support, or cannot split by tp and pp."""
     wrong = list(_inexpressible(model))
     if wrong:
-        raise ConversionError(f"Megatron-LM has no such model: {'; '.join(wrong)}")
+        raise ConversionError(f"Megatron-LM does not support this model: {'; '.join(wrong)}")
     for name, value, size in (
         ("num_attention_heads", model.num_attention_heads, tp),
-        # Rows of qkv are cut evenly: ranks may share a key/value head.
+        # Rows of qkv are split evenly, so ranks may share a key/value head.
         ("the rows of qkv", (model.num_attention_heads + 2 * model.query_groups) * model.head_size, tp),
         ("ffn_hidden_size", model.ffn_size, tp),
         ("moe_ffn_hidden_size", model.expert_ffn_size if model.num_experts else tp, tp),
@@ -61,10 +61,11 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
 
 
 def _inexpressible(model: ModelConfig) -> Iterator[str]:
+    """Yield the settings that Megatron-LM does not support, with the supported values."""
     if model.block != "gpt":
         yield f"block {model.block}"
     if model.activation in ("geglu", "geglu_tanh"):
-        yield f"activation {model.activation} (it has gelu, gelu_tanh with biases, squared_relu, swiglu, quick_geglu)"
+        yield f"activation {model.activation} (supported: gelu, gelu_tanh with biases, squared_relu, swiglu, quick_geglu)"
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         yield "activation gelu_tanh without add_bias_linear (it is part of the fused bias)"
     for name in (
@@ -80,12 +81,12 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
     if not model.pre_norms:
         yield "pre_norms false"
     if model.activation != "quick_geglu" and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
-        yield f"activation_func_clamp_value or glu_linear_offset with activation {model.activation} (quick_geglu has them)"
+        yield f"activation_func_clamp_value or glu_linear_offset with activation {model.activation} (only with quick_geglu)"
     for name in ("softmax_scale", "rotary_base_local"):
         if getattr(model, name) is not None:
             yield f"{name} {getattr(model, name):g}"
     if model.num_experts is not None and model.add_bias_linear != model.moe_add_bias_linear:
-        yield "add_bias_linear without moe_add_bias_linear, or that alone (its experts have biases where all layers have)"
+        yield "add_bias_linear without moe_add_bias_linear, or vice versa (its experts have biases if all layers have)"
     if model.moe_add_bias_linear and model.moe_shared_expert_intermediate_size:
         yield "moe_shared_expert_intermediate_size with moe_add_bias_linear"
     if model.position_embedding_type == "rope":
@@ -100,13 +101,13 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
     if model.rope_scaling == "dynamic":
         yield "rope_scaling dynamic"
     elif model.rope_scaling == "yarn":
-        # Other attention has arguments for the first four.
+        # Normal attention has arguments for the first four.
         built_in = _YARN if model.multi_latent_attention else dict.fromkeys(_GROWTH)
         for name, value in built_in.items():
             if getattr(model, name) != value:
                 yield f"{name} {getattr(model, name)} (built in: {value})"
     elif model.multi_latent_attention and model.rope_scaling != "none":
-        yield f"rope_scaling {model.rope_scaling} with multi_latent_attention (it has yarn)"
+        yield f"rope_scaling {model.rope_scaling} with multi_latent_attention (supported: yarn)"
     if model.rope_scaling == "llama3":
         for name, value in _LLAMA3.items():
             if getattr(model, name) != value:
@@ -114,8 +115,8 @@ def _inexpressible_positions(model: ModelConfig) -> Iterator[str]:
 
 
 def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
-    """(multiple, padded size): Megatron-LM pads to `multiple · tp`. A model that was imported from `tp` ranks comes out
-    with the rows it had."""
+    """Return (multiple, padded size). Megatron-LM pads to a multiple of `multiple · tp`. A model that was imported from
+    `tp` ranks gets its original number of rows."""
     multiple = model.make_vocab_size_divisible_by
     if multiple % (128 * tp) == 0:
         multiple //= tp
@@ -123,9 +124,9 @@ def vocabulary_of(model: ModelConfig, tp: int) -> tuple[int, int]:
     return multiple, -(-model.vocab_size // (multiple * tp)) * multiple * tp
 
 
-def _layers(given: list[int] | None) -> int | list[int] | None:
-    """Megatron-LM's form of the settings `LAYER_LISTS`."""
-    return given[0] if given is not None and len(given) == 1 else given
+def _layers(layers: list[int] | None) -> int | list[int] | None:
+    """Return Megatron-LM's form of the settings `LAYER_LISTS`."""
+    return layers[0] if layers is not None and len(layers) == 1 else layers
 
 
 _SAME = (
@@ -140,11 +141,12 @@ _SAME_EXPERTS = (
     *("moe_aux_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
     "moe_pad_expert_input_to_capacity",
 )
-"""Settings of one name and meaning on both sides."""
+"""Settings with the same name and meaning in Megatron-LM."""
 
 
 def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> argparse.Namespace:
-    """What `--use-checkpoint-args` takes over, what loading compares, and the rest of the network's arguments."""
+    """Return the args of the checkpoint: all arguments of the model, which include those that Megatron-LM reads with
+    `--use-checkpoint-args` or compares while loading."""
     model = weights.model
     multiple, padded = vocabulary_of(model, tp)
     length = model.max_position_embeddings or weights.seq_length
@@ -204,19 +206,19 @@ def megatron_args(weights: Weights, *, dtype: torch.dtype, tp: int, pp: int) -> 
 def _latent_args(model: ModelConfig) -> dict[str, Any]:
     if not model.multi_latent_attention:
         return {}
-    stretched = model.rope_scaling == "yarn"
+    yarn = model.rope_scaling == "yarn"
     return {
         "multi_latent_attention": True,
         **{name: getattr(model, name) for name in LATENT_SIZES},
-        "rope_type": "yarn" if stretched else "rope",
-        "rotary_scaling_factor": model.rope_scaling_factor if stretched else 1.0,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_scaling_factor": model.rope_scaling_factor if yarn else 1.0,
         "mscale": model.rope_mscale or 1.0,
         "mscale_all_dim": model.rope_mscale_all_dim or 0.0,
     }
 
 
 def _yarn_args(model: ModelConfig) -> dict[str, Any]:
-    """Of attention without latents; that has other names."""
+    """Return YaRN's arguments of normal attention. Multi-latent attention has other arguments."""
     if model.position_embedding_type != "rope" or model.rope_scaling != "yarn" or model.multi_latent_attention:
         return {}
     return {
@@ -233,12 +235,11 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer_type(files: Sequence[Path]) -> str | None:
-    """The kind that the source's files are of, under Megatron-LM's name for it; None of none. Its files do not go
-    along."""
+    """Return Megatron-LM's name of the source's kind of tokenizer, or None. The tokenizer's files are not written."""
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     if MODEL_JSON in named:
         return "HuggingFaceTokenizer"
-    if MODEL_SENTENCEPIECE in named:  # or so it is called
+    if MODEL_SENTENCEPIECE in named:  # also the standard name of tiktoken files
         path = named[MODEL_SENTENCEPIECE]
         return detect_kind(read_tokenizer_file(path), path)
     return "GPT2BPETokenizer" if {VOCAB, MERGES} <= named.keys() else None
@@ -271,23 +272,23 @@ def write_megatron(
     implementation: str = "transformer_engine",
     log: Log = silent,
 ) -> Path:
-    """Write a model for Megatron-LM to load on tp x pp ranks: `release/mp_rank_*/model_optim_rng.pt` and the tracker.
+    """Write a model for Megatron-LM on tp x pp ranks: `release/mp_rank_*/model_optim_rng.pt` and the tracker file.
 
-    As a release it is loaded without optimizer and random states. Each of our tensors is read once and cut into the
-    files of its pipeline stage, which are filled together; a conversion that was interrupted continues with the first
-    stage that is not finished.
+    Megatron-LM loads a release without optimizer and random states. Each of our tensors is read once and split into the
+    files of its pipeline stage, which are written together. An interrupted conversion continues with the first unfinished
+    stage.
 
-    Tensor- and pipeline-parallel sizes must divide heads, groups, MLP width, and layers."""
+    tp must divide heads, rows of qkv and MLP widths; pp must divide the layers."""
     if implementation not in TRANSFORMER_IMPLEMENTATIONS:
         raise ConversionError(f"--transformer-impl {implementation!r}; use {', '.join(TRANSFORMER_IMPLEMENTATIONS)}")
     require_expressible(weights.model, tp=tp, pp=pp)
     if weights.model.multi_latent_attention and implementation == "local" and tp > 1:
         raise ConversionError(
-            f"--transformer-impl local splits the projections down to latents over tp {tp}, other layers do not; use "
-            "--transformer-impl transformer_engine, or --tp 1"
+            f"--transformer-impl local splits the down-projections to latents over tp {tp}, transformer_engine does not; "
+            "use --transformer-impl transformer_engine, or --tp 1"
         )
     if weights.model.mtp_num_layers:
-        log(f"layers that predict further tokens are left out: {weights.model.mtp_num_layers}")
+        log(f"layers for multi-token prediction are left out: {weights.model.mtp_num_layers}")
     identity = identity_of(weights, to="megatron", dtype=dtype, tp=tp, pp=pp, implementation=implementation)
     export = _Export(weights, dtype, tp, pp, implementation)
     planned = [name for stage in range(pp) for name in export.files(stage)]
@@ -303,7 +304,7 @@ def write_megatron(
 
 
 def written_bytes(weights: Weights, *, dtype: torch.dtype | None, tp: int, pp: int) -> int:
-    """Bytes of tensors that `write_megatron` writes: what its calls of `advance` add up to."""
+    """Return the bytes of tensors that `write_megatron` writes, the sum of its calls of `advance`."""
     export = _Export(weights, dtype, tp, pp, "local")
     return sum(export.bytes_of(stage, rank) for stage in range(pp) for rank in range(tp))
 
@@ -320,9 +321,8 @@ class _Export:
         return [f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)]
 
     def pieces(self, stage: int, rank: int) -> list[Piece]:
-        held = self._stage(stage)
         vocabulary = vocabulary_of(self.weights.model, self.tp)[1]
-        return list(stage_pieces(self.weights.model, held, Shard(self.tp, rank), vocabulary=vocabulary))
+        return list(stage_pieces(self.weights.model, self._stage(stage), Shard(self.tp, rank), vocabulary=vocabulary))
 
     def bytes_of(self, stage: int, rank: int) -> int:
         pieces = self.pieces(stage, rank)
@@ -364,7 +364,7 @@ class _Export:
         return self.dtype or self.weights.dtype(piece.ours)
 
     def _name(self, piece: Piece, stage: int) -> str:
-        """The name in the layers that will load it."""
+        """Return the tensor's name in the layers of `implementation`."""
         if self.implementation == "local":
             return piece.theirs
         parts = piece.theirs.split(".")

@@ -160,31 +160,31 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "endless": (large, "more than 268435456 are not read"),
     "a folder": (both(remove("config.json"), lambda f: (f / "config.json").mkdir()), "not a plain file"),
     "a pipe": (both(remove("config.json"), lambda f: os.mkfifo(f / "config.json")), "not a plain file"),
-    "unknown family": (config(model_type="falcon"), "model_type is 'falcon'; what can be read is gpt2, llama"),
+    "unknown family": (config(model_type="falcon"), "model_type is 'falcon'; supported: gpt2, llama"),
     "no family": (config(model_type=...), "model_type is 'None'"),
     "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "quantization_config: only mxfp4, and fp8"),
+    "quantized": (config(quantization_config={"quant_method": "gptq"}), "config: supported: mxfp4, and fp8"),
     "quantized without blocks": (config(quantization_config={"quant_method": "fp8"}), "weight_block_size is 'None'"),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
     "absurd layers": (config(num_hidden_layers=10**9), "num_hidden_layers is '1000000000'; .* to 65536"),
-    "too many layers": (config(num_hidden_layers=6_000), "says 6000 layers, the files hold 21 tensors"),
-    "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight is \[11, 8\]; by config"),
+    "too many layers": (config(num_hidden_layers=6_000), "has 6000 layers, the files have 21 tensors"),
+    "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight is \[11, 8\]; config"),
     "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps is 'nan'; it must be a number"),
     "flag of text": (config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; it must be true or false"),
     "token of text": (config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     # The index.
     "index leads out": (place(NORM, "../x.safetensors"), r"'\.\./x\.safetensors' is not the name of a file"),
     "index names a pickle": (place(NORM, "pytorch_model.bin"), "'pytorch_model.bin', which is no safetensors"),
-    "index with a number": (place(NORM, 1), "weight_map must say for each tensor the name"),
+    "index with a number": (place(NORM, 1), "weight_map must map each tensor to the name"),
     "index names the other file": (place(NORM, TWO), f"{NORM} is in {TWO}; it is in {ONE}"),
     "index names what is nowhere": (place("model.ghost", ONE), f"model.ghost is in {ONE}; it is in no file"),
     "missing file": (remove(TWO), f"{TWO}, which {INDEX} names, is missing"),
     # The tensors.
     "nothing": (remove(ONE, TWO, INDEX), r"has no model\.safetensors and no model\.safetensors\.index\.json"),
     "pickle alone": (pickled, "pytorch_model.bin, a pickle, which can run code; save it as safetensors"),
-    "adapter": (both(remove(ONE, TWO, INDEX), text("adapter_config.json", "{}")), "holds an adapter, not a model"),
-    "not indexed": (tensor(TWO, "model.extra", torch.ones(2)), f"holds model.extra, which {INDEX} does not"),
+    "adapter": (both(remove(ONE, TWO, INDEX), text("adapter_config.json", "{}")), "contains an adapter, not a model"),
+    "not indexed": (tensor(TWO, "model.extra", torch.ones(2)), f"contains model.extra, which {INDEX} does not"),
     "twice": (tensor(TWO, NORM, torch.ones(8)), f"{NORM} is in {ONE} and in {TWO}"),
     "missing": (
         both(remove(TWO, INDEX), lambda f: (f / ONE).rename(f / "model.safetensors")),
@@ -192,9 +192,9 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     ),
     "unknown": (
         both(tensor(ONE, "model.extra", torch.ones(2)), place("model.extra", ONE)),
-        r"no llama has model\.extra",
+        r"llama has no model\.extra",
     ),
-    "shape": (tensor(ONE, NORM, torch.ones(9)), r"model\.norm\.weight is \[9\]; by config.json it is \[8\]"),
+    "shape": (tensor(ONE, NORM, torch.ones(9)), r"model\.norm\.weight is \[9\]; config.json requires \[8\]"),
     "whole numbers": (tensor(ONE, NORM, torch.ones(8, dtype=torch.int64)), "is I64; weights must be BF16, F16"),
     "eight bits": (tensor(ONE, NORM, torch.ones(8).to(torch.float8_e4m3fn)), "is F8_E4M3 and config.json has no quant"),
     "no scales": (both(FP8, tensor(TWO, UP, EIGHT)), f"{UP} is F8_E4M3, and {UP}_scale_inv is missing"),
@@ -202,7 +202,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
         both(
             FP8, tensor(TWO, UP, EIGHT), tensor(TWO, f"{UP}_scale_inv", torch.ones(3, 2)), place(f"{UP}_scale_inv", TWO)
         ),
-        r"has scales F32 \[3, 2\]; of blocks of \[4, 4\] it is F32 or BF16 \[2, 2\]",
+        r"has scales F32 \[3, 2\]; with blocks of \[4, 4\] they must be F32 or BF16 \[2, 2\]",
     ),
     "a vector in eight bits": (
         both(
@@ -214,14 +214,14 @@ HOSTILE: dict[str, tuple[Break, str]] = {
         r"is F8_E4M3 of shape \[8\]; only matrices",
     ),
     "truncated": (cut, f"{ONE}: its tensors take"),
-    "huge header": (huge_header, f"{ONE}: says that its header has"),
+    "huge header": (huge_header, f"{ONE}: declares a header of"),
     "a petabyte": (lying_header, f"{ONE}: its tensors take 4398046511104 bytes"),
     "empty file": (text(ONE, ""), f"{ONE}: 0 bytes are too few"),
     # Links.
     "weights elsewhere": (link(ONE, "../elsewhere/one.safetensors"), f"{ONE} is a link to .*elsewhere"),
     "no blobs outside a cache": (link(ONE, "../../blobs/one"), "is a link to .*outside of the folder"),
-    "link to nowhere": (both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")), "a link that leads nowhere"),
-    "link to itself": (loop, "a link that leads nowhere"),
+    "link to nowhere": (both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")), "broken link"),
+    "link to itself": (loop, "broken link"),
 }
 
 
@@ -277,7 +277,7 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
         ("tokenizer.json", '{"model": {"vocab": 7}}', "it has no model.vocab"),
         ("tokenizer.model", "not one", "not a SentencePiece model"),
         ("tokenizer.model", "", "it has no pieces"),
-        ("vocab.json", '{"a": 0}', "vocab.json are no tokenizer; give a tokenizer.json"),
+        ("vocab.json", '{"a": 0}', "vocab.json are not a tokenizer; give a tokenizer.json"),
     ],
 )
 def test_tokenizer_files_that_are_refused(name: str, content: str, message: str, tmp_path: Path) -> None:

@@ -224,11 +224,11 @@ def test_faults(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3's is called
     (tmp_path / "list.json").write_text('[{"rank": 0, "token_bytes": "IQ==", "token_str": "!"}]')
     for names, message in (
-        (["list.json"], r"list\.json is tiktoken's; .*--without-tokenizer"),
-        (["tokenizer.model"], r"tokenizer\.model is tiktoken's; .*--without-tokenizer"),
+        (["list.json"], r"list\.json is a tiktoken file; .*--without-tokenizer"),
+        (["tokenizer.model"], r"tokenizer\.model is a tiktoken file; .*--without-tokenizer"),
         (["a.json", "b.json"], r"b\.json: a second tokenizer\.json beside .*a\.json"),
         (["vocab.json", "merges.txt"], r"<\|endoftext\|> is not in the vocabulary"),
-        (["merges.txt"], "are no tokenizer"),
+        (["merges.txt"], "are not a tokenizer"),
         (["gone.json"], "cannot be read"),
     ):
         with pytest.raises(ConversionError, match=message):

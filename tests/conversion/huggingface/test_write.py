@@ -154,7 +154,7 @@ def test_further_tokens_go_along(tmp_path: Path) -> None:
     tensors = plain_llama.tensors | {name: torch.ones(1) for name in parameter_shapes(llama)}
     source = InMemory(tmp_path / "llama", llama, 12, plain_llama.tensors | tensors | plain_llama.tensors)
     write(source, tmp_path / "without", log=said.append)
-    assert any("llama has no layers that predict further tokens: 1 left out" in line for line in said)
+    assert any("llama has no layers for multi-token prediction: 1 left out" in line for line in said)
     assert tensors_of(tmp_path / "without").keys() == tensors_of(write(plain_llama, tmp_path / "plain")).keys()
 
 
@@ -287,7 +287,7 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, what is
     (None, varied(GPT, activation="swiglu", ffn_hidden_size=20), "gpt2, differs: activation is swiglu"),
     ("llama", varied(LLAMA, hidden_size=18, num_attention_heads=4), "--family mistral is the same model"),
     ("qwen3", LLAMA, "qwen3 differs: qk_norm is False, qwen3 has True; --family llama is the same model"),
-    ("gemma", LLAMA, "gemma is no family of ours; use gpt2, llama, mistral"),
+    ("gemma", LLAMA, "gemma is not a supported family; use gpt2, llama, mistral"),
 ]
 
 

@@ -44,7 +44,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
         ("layers", {"num_layers": 3}, r"args.num_layers is 3, but .* is \[2, 32\]"),
         ("bias", {"add_qkv_bias": True}, "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
         ("norm", {"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.q_layernorm.weight"),
-        ("width", {"ffn_hidden_size": 40}, r"is \[96, 32\]; its args make it \[80, 32\]"),
+        ("width", {"ffn_hidden_size": 40}, r"is \[96, 32\]; its args require \[80, 32\]"),
         ("rope", {"rope_type": "yarn"}, "args.rope_type"),
     ):
         with pytest.raises(ConversionError, match=message):
