@@ -1,4 +1,4 @@
-"""Prompts on their way to texts: how tokens are chosen, the texts that grow, and the batches that they travel in."""
+"""Read prompts, choose tokens, build the texts incrementally, and group continuations into batches."""
 
 import hashlib
 import math
@@ -21,17 +21,16 @@ from megalite.preprocess.inputs import STDIN, Input, Kind, open_regular
 from megalite.preprocess.pieces import Limits
 from megalite.preprocess.sft import messages_of
 
-NOT_A_NUMBER = -1  # in the place of a token where the logits hold a NaN: every rank must hear of it
+NOT_A_NUMBER = -1  # replaces a token if its logits contain a NaN, so that every rank raises the error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen, in the order of the fields.
+    """Settings of choosing the next token, applied in the order of the fields.
 
-    `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that the text has already, prompt included,
-    by r, or multiplies them by it where they are negative. `temperature` 0 takes the likeliest; else logits are divided
-    by it. `top_k` and then `top_p` keep the k likeliest tokens, and the fewest that together reach p, before one
-    is drawn."""
+    `repetition_penalty` r (arXiv 1909.05858) divides the logits of tokens that occur in the prompt or text by r, or
+    multiplies them by r if they are negative. `temperature` 0 chooses the likeliest token; otherwise it divides the
+    logits. Sampling is restricted to the `top_k` likeliest tokens, and among them to the fewest that reach `top_p`."""
 
     max_new_tokens: int = 100
     repetition_penalty: float = 1.0
@@ -54,9 +53,8 @@ class Sampling:
 
 
 class Draws:
-    """Numbers in (0, 1) for the tokens of one text. A pure function of the arguments: neither the other prompts nor the
-    layout changes them. `prompt`: its tokens. `copy`: how many prompts of the same tokens come before this one, so that
-    equal prompts get different texts."""
+    """Random numbers in (0, 1) for the tokens of one text. They depend only on the arguments, not on the other prompts or
+    the layout. `prompt`: token ids. `copy`: number of equal prompts before this one, so that they get different texts."""
 
     def __init__(self, seed: int, prompt: Sequence[int], copy: int) -> None:
         words = f"{seed}\0{copy}\0{' '.join(map(str, prompt))}".encode()
@@ -71,9 +69,9 @@ class Draws:
 def choose(
     logits: torch.Tensor, sampling: Sampling, draws: Sequence[float], *, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The next token of each row, int64 [b]; NOT_A_NUMBER where a logit is a NaN. `logits`: [b, vocab_size], the same
-    bits on every rank that calls this. `draws`: [b] in (0, 1); not read if the temperature is 0. `seen`: boolean [b,
-    vocab_size], the tokens that a text has already, for a repetition penalty."""
+    """Choose the next token of each row, int64 [b]; NOT_A_NUMBER if a logit is NaN. `logits`: [b, vocab_size], bitwise
+    equal on every calling rank. `draws`: [b] in (0, 1), unused if the temperature is 0. `seen`: boolean [b,
+    vocab_size], the tokens of prompt and text, for a repetition penalty."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     broken = logits.isnan().any(dim=-1)
     if seen is not None:
@@ -84,16 +82,16 @@ def choose(
 
 
 def _drawn(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
-    """The token by the part of the distribution function in which a row's draw falls."""
+    """Sample the token of each row by inverting the cumulative distribution at the row's draw."""
     size = logits.shape[-1]
     scaled, order = logits.double() / sampling.temperature, None
-    # A stable sort: of equal logits the lower id comes first on every device.
+    # The sort is stable, so that equal logits are ordered by id on every device.
     if sampling.top_k is not None or sampling.top_p is not None:
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         size = min(sampling.top_k or size, size)
     probabilities = scaled[:, :size].softmax(dim=-1)
     if sampling.top_p is not None:
-        # A token stays if those before it have not reached p yet: the likeliest always does.
+        # Keep a token if the tokens before it do not reach p, so the likeliest is always kept.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     reached = probabilities.cumsum(dim=-1)
@@ -107,10 +105,10 @@ _MAX_BYTES = 1 << 30
 
 
 def read_prompts(path: str, key: str | None, *, chat: bool = False) -> list[Any]:
-    """The prompts of a file: of a .jsonl the texts under `key`, of any other, and of standard input, its lines. Blank
-    lines are left out. `path`: `-` is standard input. `key`: None: `prompt`, or of a chat `messages`. `chat`: a list of
-    messages is a prompt too.
-    Raises ConfigError: the file cannot be read, has a line that is no prompt or none at all, or `key` has no effect."""
+    """Read the prompts of a file: the texts under `key` of a .jsonl file, otherwise the non-blank lines. `path`: a
+    file, or `-` for standard input. `key`: default `prompt`, or `messages` with `chat`. `chat`: also accept lists of
+    messages as prompts. Raises ConfigError: the file cannot be read, has an invalid line or no prompt, or `key` has no
+    effect."""
     is_json = Path(path).suffix.lower() in _JSON_SUFFIXES
     if key is not None and not is_json:
         raise ConfigError(f"--prompt-key {key} has no effect on {path}; leave it out, or give a .jsonl file")
@@ -120,7 +118,7 @@ def read_prompts(path: str, key: str | None, *, chat: bool = False) -> list[Any]
     found = good_texts([source], key, limits, _parse_chat if chat else None)
     prompts = [prompt for texts in found for prompt in texts]
     if not prompts:
-        raise ConfigError(f"{path} has no prompts; write one on each line")
+        raise ConfigError(f"{path} has no prompts; write one per line")
     return prompts
 
 
@@ -140,49 +138,48 @@ def _source(path: str, kind: Kind) -> Input:
     return Input(path, kind, None, size)
 
 
-_HALF_A_CHARACTER = "\ufffd"
-_BEFORE = 6  # tokens of the prompt decoded with the first new one: some tokenizers drop a first space
+_INCOMPLETE = "\ufffd"  # decoded from incomplete UTF-8
+_BEFORE = 6  # prompt tokens decoded together with the first new one, because some tokenizers drop a leading space
 
 
 class GrowingText:
-    """The text of new tokens. What `take` has returned is never changed by tokens that come later.
+    """The text of new tokens, decoded incrementally. Later tokens never change text that `take` has returned.
 
-    A token may end in the middle of a character: its part of the text waits for the rest. And what may be the beginning of
-    a stop string waits until that is certain.
+    So incomplete characters at the end, and text that may be the beginning of a stop string, are held back.
 
-    `decode`: text of token ids. `prompt`: the tokens before. `stops`: the text ends before the first of these strings.
+    `decode`: decodes token ids. `prompt`: tokens of the prompt. `stops`: the text ends before the first of these strings.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self.text = ""
-        self.stopped = False  # a stop string has come
+        self.stopped = False  # whether a stop string was found
         self._decode, self._stops = decode, stops
         self._held_back = max(map(len, stops), default=1) - 1
         self._ids = list(prompt[-_BEFORE:])
         self._first, self._decoded = 0, len(self._ids)
-        self._given = 0
+        self._taken = 0
 
     def push(self, token: int) -> None:
-        """One more token. Only the last few are decoded, so that a long text costs no more a token than a short one."""
+        """Add a token. Decodes only the last few tokens, so the time per token does not grow with the text."""
         self._ids.append(token)
         new = self._new()
-        if new and not new.endswith(_HALF_A_CHARACTER):
+        if new and not new.endswith(_INCOMPLETE):
             self._first, self._decoded = self._decoded, len(self._ids)
             self._add(new)
 
     def finish(self) -> None:
-        """No token will come: what is not a whole character will not become one."""
+        """End the text: add the text that was held back, including incomplete characters."""
         if not self.stopped:
             self._add(self._new())
         self._decoded = len(self._ids)
         self._held_back = 0
 
     def take(self) -> str:
-        """What has become certain since the last call."""
-        end = len(self.text) if self.stopped else max(self._given, len(self.text) - self._held_back)
-        start, self._given = self._given, end
+        """Return the text that has become final since the last call."""
+        end = len(self.text) if self.stopped else max(self._taken, len(self.text) - self._held_back)
+        start, self._taken = self._taken, end
         return self.text[start:end]
 
     def _new(self) -> str:
@@ -198,24 +195,26 @@ class GrowingText:
             self.stopped = True
 
 
-MakeText = Callable[[Sequence[int]], GrowingText]  # from a prompt's tokens to its text
+MakeText = Callable[[Sequence[int]], GrowingText]  # creates the text for a prompt's tokens
 
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
+    """A prompt and its new tokens."""
+
     index: int
     prompt: tuple[int, ...]
     draws: Draws
     text: GrowingText | None
-    new: list[int] = field(default_factory=list)  # tokens after the prompt, without the end of document
-    finish: str | None = None  # why it has ended: `eod`, a `stop` string, or its `length`; None: it has not
+    new: list[int] = field(default_factory=list)  # new tokens, without the end of document
+    finish: str | None = None  # why it has ended: `eod`, `stop` (string) or `length`; None: it has not
 
     @property
     def last(self) -> int:
         return self.new[-1] if self.new else self.prompt[-1]
 
     def take(self, token: int, *, end_ids: frozenset[int], max_new_tokens: int) -> None:
-        """One more token has been chosen. Raises ConfigError: there was nothing to choose from; the same on every rank."""
+        """Add a chosen token. Raises ConfigError, on every rank: the token is NOT_A_NUMBER."""
         if token == NOT_A_NUMBER:
             raise ConfigError(f"prompt {self.index + 1}: logits are not numbers; try --dtype fp32")
         if token in end_ids:
@@ -235,19 +234,18 @@ class Continuation:
 def continuations_of(
     prompts: Sequence[Sequence[int]], sampling: Sampling, make_text: MakeText | None
 ) -> list[Continuation]:
-    met: Counter[tuple[int, ...]] = Counter()
+    copies: Counter[tuple[int, ...]] = Counter()
     found = []
     for index, prompt in enumerate(map(tuple, prompts)):
         text = None if make_text is None else make_text(prompt)
-        draws = Draws(sampling.seed, prompt, met[prompt])
+        draws = Draws(sampling.seed, prompt, copies[prompt])
         found.append(Continuation(index=index, prompt=prompt, draws=draws, text=text))
-        met[prompt] += 1
+        copies[prompt] += 1
     return found
 
 
 def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Every prompt has tokens, which the model knows, and leaves room for the new ones. Raises ConfigError: one does
-    not."""
+    """Raise ConfigError if a prompt is empty, has unknown tokens, or leaves too few positions for the new tokens."""
     limit, vocab_size = model.max_position_embeddings, model.vocab_size
     assert vocab_size is not None
     if not prompts:
@@ -269,18 +267,18 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling
 
 
 class Lane:
-    """Continuations that go through the model together: one step gives each of them one token.
+    """A batch of continuations that are processed together. Each step produces one token per row.
 
-    The first step takes their prompts, padded at the end to the longest: no token sees what comes behind it, so nothing
-    needs a mask. Later ones take one token a row, each at its own position. Those that have ended leave the batch.
+    The first step processes the prompts, padded at the end to the longest; attention is causal, so no mask is needed.
+    Later steps process one token per row, each at its own position. Rows that have ended are removed.
 
-    `rows`: at least one. `max_new_tokens`: of each."""
+    `rows`: at least one. `max_new_tokens`: per row."""
 
     def __init__(self, rows: Sequence[Continuation], max_new_tokens: int) -> None:
         self.rows = list(rows)
-        self.lengths = [0 for _ in rows]  # tokens of each row that are in the cache
+        self.lengths = [0 for _ in rows]  # tokens of each row in the KV cache
         self.cache = KeyValueCache(max(len(row.prompt) for row in rows) + max_new_tokens)
-        self.chosen: torch.Tensor | None = None  # on the last stage: int64 [b], the tokens of the last step
+        self.chosen: torch.Tensor | None = None  # on the last stage: int64 [b], tokens of the last step
         self.seen: torch.Tensor | None = None  # on the last stage, for a repetition penalty: boolean [b, vocab_size]
 
     @property
@@ -289,11 +287,11 @@ class Lane:
 
     @property
     def width(self) -> int:
-        """Tokens of a row in the next step."""
+        """Number of tokens per row in the next step."""
         return max(len(row.prompt) for row in self.rows) if self.is_new else 1
 
     def tokens(self, device: torch.device) -> torch.Tensor:
-        """What the next step takes in, int64 [b, width]."""
+        """Return the input of the next step, int64 [b, width]."""
         rows = [row.prompt if self.is_new else (row.last,) for row in self.rows]
         padded = [[*row, *[0] * (self.width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=device)
@@ -303,8 +301,8 @@ class Lane:
         self.lengths = [len(row.prompt) if new else length + 1 for row, length in zip(self.rows, self.lengths)]
 
     def take(self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int) -> Iterator[Continuation]:
-        """Hand out the tokens of a step; gives each row as it is with its own, and then lets those that ended go.
-        Raises ConfigError: as `Continuation.take`."""
+        """Add the tokens of a step to the rows, yield each row, then remove the rows that have ended. Raises
+        ConfigError: see `Continuation.take`."""
         for row, token in zip(self.rows, tokens, strict=True):
             row.take(token, end_ids=end_ids, max_new_tokens=max_new_tokens)
             yield row
@@ -321,8 +319,8 @@ class Lane:
 def lanes_of(
     continuations: Sequence[Continuation], *, batch_size: int, in_flight: int, max_new_tokens: int
 ) -> list[Lane]:
-    """Batches of at most `batch_size`, about equal, prompts of like length together; at least `in_flight` of them where
-    there are that many prompts, so that no pipeline stage is without one."""
+    """Split continuations, sorted by prompt length, into about equal batches of at most `batch_size`. There are at
+    least `in_flight` batches, if there are as many prompts, to keep all pipeline stages busy."""
     by_length = sorted(continuations, key=lambda one: len(one.prompt))
     total = len(by_length)
     count = max(-(-total // batch_size), min(in_flight, total))

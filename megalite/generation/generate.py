@@ -1,4 +1,4 @@
-"""Text token by token, with a key/value cache, over tensor and pipeline parallel ranks."""
+"""Generate text token by token with a KV cache, on tensor- and pipeline-parallel ranks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 
 SEND_WINDOW = 64
-"""Sends that may be under way on an edge: more than batches of a generation in flight ever have, so that none waits for
-a stage that waits for this one."""
+"""Maximum number of pending sends on an edge. It exceeds those of the batches in flight, so that no send blocks on a stage
+that waits for this one."""
 
 
 class Chain:
-    """This rank's stage and its neighbours.
+    """This rank's pipeline stage and its connections to other stages.
 
-    Activations go from stage to stage, tokens from the last round to the first and on to those between: a message on
-    each edge at a time, in the one order that all ranks know from the tokens.
+    Activations are sent from stage to stage, tokens from the last stage to the first and from there to the stages
+    between. All ranks derive the order of the messages from the tokens.
 
-    `stage`: the one stage here. `topology`: of the pipeline; None: the model is in one stage. `send_window`: sends that
-    may be under way on an edge; where nothing goes round, few of them save memory."""
+    `stage`: the only stage of this rank. `topology`: topology of the pipeline; None for a single stage. `send_window`:
+    maximum of pending sends on an edge; a small value saves memory if no tokens are sent back."""
 
     def __init__(self, stage: GPTStage, topology: Topology | None = None, *, send_window: int = SEND_WINDOW) -> None:
         pp, edges = (Group.solo("pp"), {}) if topology is None else (topology.pp, dict(topology.edges))
@@ -43,32 +43,32 @@ class Chain:
         self._channels = Channels(edges, rank=pp.rank, send_window=send_window)
         self.drain = self._channels.drain
 
-    def activations(self, length: int, rows: int) -> torch.Tensor:
+    def receive_activations(self, length: int, rows: int) -> torch.Tensor:
         hidden_size, factory = self.stage.config.hidden_size, self.stage.factory
         x = torch.empty(length, rows, hidden_size, dtype=factory.dtype, device=factory.device)
         self._channels.receive(x, source=self._rank - 1).wait()
         return x
 
-    def pass_on(self, x: torch.Tensor) -> None:
+    def send_activations(self, x: torch.Tensor) -> None:
         self._channels.send(x.contiguous(), to=self._rank + 1)
 
-    def announce(self, tokens: torch.Tensor) -> None:
-        """On the last stage: send the tokens that were chosen round to the first."""
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        """Send the chosen tokens from the last stage to the first."""
         if self.size > 1:
             self._channels.send(tokens, to=0)
 
-    def hear(self, rows: int) -> list[int]:
-        """On the other stages: the tokens of the last one, passed to the next stage that does not have them."""
+    def receive_tokens(self, rows: int) -> list[int]:
+        """Receive the tokens of the last stage on another stage, and forward them to the next stage that lacks them."""
         tokens = torch.empty(rows, dtype=torch.int64, device=self.stage.device)
         source = self.size - 1 if self.is_first else self._rank - 1
         self._channels.receive(tokens, source=source).wait()
         if self._rank < self.size - 2:
             self._channels.send(tokens, to=self._rank + 1)
-        heard: list[int] = tokens.tolist()
-        return heard
+        received: list[int] = tokens.tolist()
+        return received
 
 
-BATCH_SIZE = 16  # default of the prompts in a batch at most
+BATCH_SIZE = 16  # default maximum of prompts in a batch
 
 
 def generate_batch(
@@ -80,40 +80,39 @@ def generate_batch(
     batch_size: int = BATCH_SIZE,
     make_text: MakeText | None = None,
 ) -> Iterator[Continuation]:
-    """Continue all prompts; gives a continuation each time that it has one more token or has ended.
+    """Continue all prompts. Yield a continuation each time it gets another token or ends.
 
-    Every rank runs this to its end with equal arguments and gets the same tokens. A text depends on its own prompt and the
-    seed: other prompts, the batch size and the layout change logits by rounding alone.
+    Every rank must run this to the end with equal arguments and gets the same tokens. A text depends on its own prompt
+    and the seed: other prompts, the batch size and the layout change logits only by rounding.
 
-    Over pp as many batches are in flight as there are stages. The stages agree on nothing: each hears all tokens, and what
-    follows from them (who has ended, which batch is next) is the same arithmetic everywhere.
+    With pp, as many batches are in flight as there are stages. The stages need no agreement: each receives all tokens
+    and derives from them which rows have ended and which batch is next.
 
-    `end_ids`: tokens that end a text. `make_text`: where texts are wanted as such, and for stop strings. Raises
-    ConfigError: a prompt is empty, has unknown tokens or too many for learned positions; logits that are not numbers.
-    The same on every rank.
+    `end_ids`: tokens that end a text. `make_text`: creates the texts, also needed for stop strings. Raises ConfigError,
+    on every rank: a prompt is empty, has unknown tokens or too many for learned positions; logits are NaN.
 
-    Collectives: those of the forward; for each batch and token on the last stage one all-gather of the logits and one
-    broadcast of the tokens over tp; over pp one message of activations, and one of tokens, an edge."""
+    Collectives: those of the forward; per batch and token on the last stage one all-gather of the logits and one
+    broadcast of the tokens over tp; over pp one message of activations and one of tokens per edge."""
     check_prompts(chain.stage.config, prompts, sampling)
     chain.stage.eval()
     continuations = continuations_of(prompts, sampling, make_text)
     most = sampling.max_new_tokens
     waiting = deque(lanes_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most))
-    flying: deque[Lane] = deque()
+    in_flight: deque[Lane] = deque()
     try:
-        while waiting or flying:
-            if waiting and len(flying) < chain.size:
+        while waiting or in_flight:
+            if waiting and len(in_flight) < chain.size:
                 lane = waiting.popleft()
             else:
-                lane = flying.popleft()
+                lane = in_flight.popleft()
                 yield from lane.take(_tokens(chain, lane), end_ids=end_ids, max_new_tokens=most)
                 if not lane.rows:
                     continue
             _step(chain, lane, sampling)
-            flying.append(lane)
+            in_flight.append(lane)
     except ConfigError:
-        # Every rank has come here at the same token: what is under way arrives before the connections are let go.
-        for lane in flying:
+        # All ranks raise at the same token. Receive the pending messages before the connections are closed.
+        for lane in in_flight:
             _tokens(chain, lane)
         chain.drain()
         raise
@@ -122,7 +121,7 @@ def generate_batch(
 
 def _tokens(chain: Chain, lane: Lane) -> list[int]:
     if not chain.is_last:
-        return chain.hear(len(lane.rows))
+        return chain.receive_tokens(len(lane.rows))
     assert lane.chosen is not None
     chosen: list[int] = lane.chosen.tolist()
     return chosen
@@ -130,27 +129,27 @@ def _tokens(chain: Chain, lane: Lane) -> list[int]:
 
 @torch.no_grad()
 def _step(chain: Chain, lane: Lane, sampling: Sampling) -> None:
-    """This stage's part of one step of a lane."""
+    """Run this stage's part of one step of a batch."""
     stage, width = chain.stage, lane.width
-    x = lane.tokens(stage.device) if chain.is_first else chain.activations(width, len(lane.rows))
+    x = lane.tokens(stage.device) if chain.is_first else chain.receive_activations(width, len(lane.rows))
     wanted = None
     if lane.is_new:
         context = stage.generation_context(width)
         wanted = torch.tensor([len(row.prompt) - 1 for row in lane.rows], device=stage.device)
     else:
         context = stage.next_token_context(lane.lengths)
-    with torch.inference_mode():  # no counts of versions, no records of views: less of the host's time
+    with torch.inference_mode():  # skips version counters and view tracking, which saves CPU time
         x = stage(x, context, cache=lane.cache, wanted=wanted)
     if chain.is_last:
         lane.chosen = _chosen(stage, lane, x[0], sampling)
-        chain.announce(lane.chosen)
+        chain.send_tokens(lane.chosen)
     else:
-        chain.pass_on(x)
+        chain.send_activations(x)
     lane.advance()
 
 
 def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The next token of each row, int64 [b]: one rank chooses for its tp group."""
+    """Return the next token of each row, int64 [b]. One rank chooses for its tp group."""
     whole = whole_vocabulary(stage, logits)
     if sampling.repetition_penalty != 1.0:
         if lane.seen is None:
@@ -169,9 +168,7 @@ def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Samplin
 
 
 def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
-    """[b, V/tp] -> [b, vocab_size], without the padding.
-
-    Collectives: an all-gather over tp."""
+    """Gather logits [b, V/tp] to [b, vocab_size], without padding. Collectives: an all-gather over tp."""
     parts = logits.new_empty(stage.tp.size * logits.shape[0], logits.shape[1])
     stage.tp.all_gather(parts, logits.contiguous())
     whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""How likely a model finds tokens given those before them: the perplexity of a text, and the ends of given sequences."""
+"""Compute the perplexity of texts, and the log-likelihoods of the last tokens of sequences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from megalite.topology.topology import Topology
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Arrays of token ids, one after the other; those of token files stay on the disk until they are read."""
+    """Concatenated arrays of token ids. Arrays of token files stay on the disk until they are read."""
 
     parts: Sequence[NDArray[np.integer]]
-    text_bytes: int | None = None  # of UTF-8 text that it stands for; None: not known
+    text_bytes: int | None = None  # UTF-8 bytes of the text, if known
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -39,9 +39,9 @@ class TokenStream:
 
 
 def stream_of_files(prefixes: Sequence[str], vocab_size: int, tokenizer: str | None = None) -> TokenStream:
-    """The documents of token files, in their order, as they were written. `tokenizer`: fingerprint of the model's, where
-    it is known. Raises ConfigError: one is missing or damaged, has ids that the model does not know, or records another
-    tokenizer."""
+    """Open the documents of token files, in order. `tokenizer`: fingerprint of the model's tokenizer, if known.
+
+    Raises ConfigError: a file is missing or damaged, has ids beyond `vocab_size`, or records another tokenizer."""
     files = TokenFiles(vocab_size)
     if tokenizer is not None:
         for prefix in prefixes:
@@ -50,9 +50,9 @@ def stream_of_files(prefixes: Sequence[str], vocab_size: int, tokenizer: str | N
 
 
 def stream_of_texts(patterns: Sequence[str], *, key: str, limits: Limits, tokenizer: Tokenizer) -> TokenStream:
-    """The documents of text, jsonl or parquet files, each with an end of document behind it. `patterns`: as those of
-    `find_inputs`. `key`: of the text in a line of JSON or a row. Raises ConfigError: a file cannot be read, or has a
-    line that is no document."""
+    """Tokenize the documents of text, jsonl or parquet files, each followed by an end of document. `patterns`: see
+    `find_inputs`. `key`: key of the text in a line of JSON or a row. Raises ConfigError: a file cannot be read, or has
+    an invalid line."""
     parts, text_bytes = [], 0
     end = np.array([tokenizer.eod], dtype=np.int32)
     for texts in good_texts(find_inputs(patterns), key, limits):
@@ -60,20 +60,20 @@ def stream_of_texts(patterns: Sequence[str], *, key: str, limits: Limits, tokeni
             text_bytes += len(text.encode())
             parts += [np.asarray(ids, dtype=np.int32), end]
     if not parts:
-        raise ConfigError(f"{' '.join(patterns)}: there is no text")
+        raise ConfigError(f"{' '.join(patterns)}: no text found")
     return TokenStream([np.concatenate(parts)], text_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How a sequence of `tokens` tokens is cut into inputs of at most `length`, each `stride` behind the one before.
+    """Windows over a sequence of `tokens` tokens: inputs of at most `length`, each `stride` after the previous one.
 
-    Every token but the first is predicted, and counted once: in the first window that has it as a label. Windows that
-    do not overlap (stride = length) take one pass over the tokens, and a token sees from none to length - 1 others before
-    the one that predicts it; with a smaller stride each but the first few sees length - stride at least, for length/stride
-    times the work.
+    Every token except the first is predicted and counted once, in the first window that has it as a label. Without
+    overlap (stride = length) this is one pass over the tokens, with 0 to length - 1 tokens of context before the input
+    that predicts a token. A smaller stride gives all but the first few at least length - stride, for length/stride times
+    the work.
 
-    Raises ConfigError: sizes that cannot be."""
+    Raises ConfigError: invalid sizes."""
 
     tokens: int
     length: int
@@ -91,7 +91,7 @@ class Windows:
         return 1 + -(-max(0, self.tokens - 1 - self.length) // self.stride)
 
     def span(self, window: int) -> tuple[int, int, int]:
-        """(first input, first input with a prediction that counts, end of inputs): places among the tokens."""
+        """Return token positions (first input, first input with a counted prediction, end of inputs) of a window."""
         start = window * self.stride
         counted = start if window == 0 else start - self.stride + self.length
         return start, counted, min(start + self.length, self.tokens - 1)
@@ -99,10 +99,10 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    loss: float  # mean cross-entropy of a predicted token, in nats
+    loss: float  # mean cross-entropy per predicted token, in nats
     tokens: int  # predicted tokens
     windows: int
-    text_bytes: int | None  # bytes of the text that the tokens stand for, if that is known
+    text_bytes: int | None  # UTF-8 bytes of the text, if known
 
     @property
     def perplexity(self) -> float:
@@ -110,31 +110,31 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Cross-entropy of the whole text in bits over its bytes: models with different tokenizers can be compared by it."""
+        """Cross-entropy of the text in bits per byte, which is comparable between tokenizers."""
         if self.text_bytes is None:
             return None
         return self.loss * self.tokens / math.log(2) / self.text_bytes
 
 
 def check_windows(model: ModelConfig, windows: Windows) -> None:
-    """Raises ConfigError unless learned positions reach as far as a window."""
+    """Raise ConfigError if a window is longer than the learned positions."""
     limit = model.max_position_embeddings
     if model.position_embedding_type == "learned_absolute" and limit is not None and windows.length > limit:
         raise ConfigError(f"seq_length {windows.length} is above {limit} positions; --seq-length {limit} works")
 
 
 def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topology, *, batch_size: int) -> Perplexity:
-    """The perplexity of a stream, the same on every rank and, up to the rounding of the losses themselves, in every layout.
+    """Compute the perplexity of a stream. It is equal on all ranks and, except for rounding of the losses, in all layouts.
 
-    Batches of windows are dealt out over dp, and run through the stages one after the other. The losses of windows are added up
-    exactly, so that neither dp nor the batch size changes a bit of their sum.
+    Batches of windows are distributed over dp and run through the stages one after the other. The losses of windows are
+    summed exactly, so that dp and batch size do not change the sum.
 
-    `windows`: of this stream, and of lengths that the model takes. `batch_size`: windows that go through the model
-    together. Raises ConfigError: a loss is not a number; the same on every rank.
+    `windows`: windows of this stream, not longer than the model's positions. `batch_size`: windows per forward. Raises
+    ConfigError, on every rank: the loss is not finite.
 
-    Collectives: those of the forward; over the world one all-reduce of a number for each window."""
+    Collectives: those of the forward; an all-reduce over the world with one number per window."""
     check_windows(chain.stage.config, windows)
-    losses = _dealt_out(
+    losses = _distribute(
         chain, range(len(windows)), topology, batch_size, lambda batch: _losses(chain, stream, windows, batch)
     )
     predicted = windows.tokens - 1
@@ -144,17 +144,15 @@ def measure(chain: Chain, stream: TokenStream, windows: Windows, topology: Topol
     return Perplexity(loss=loss, tokens=predicted, windows=len(windows), text_bytes=stream.text_bytes)
 
 
-def _dealt_out(
+def _distribute(
     chain: Chain,
     items: Sequence[int],
     topology: Topology,
     batch_size: int,
     score: Callable[[Sequence[int]], torch.Tensor | None],
 ) -> torch.Tensor:
-    """What `score` gives for each of the items 0 to n - 1, in float64 [n, numbers], the same on every rank. Batches are
-    dealt out over dp in the order of `items`.
-
-    Collectives: those of `score`; an all-reduce over the world."""
+    """Return the results of `score` for the items 0 to n - 1 on every rank, float64 [n, 2]. Batches are distributed
+    over dp in the order of `items`. Collectives: those of `score`; an all-reduce over the world."""
     found = torch.zeros(len(items), 2, dtype=torch.float64)
     for first in range(topology.dp.rank * batch_size, len(items), topology.dp.size * batch_size):
         batch = items[first : first + batch_size]
@@ -163,15 +161,15 @@ def _dealt_out(
             found[list(batch), : scores.shape[1]] = scores.cpu()
     chain.drain()
     found = found.to(topology.device)
-    topology.world.all_reduce(found)  # one rank has the numbers of an item, the others 0: nothing is rounded
+    topology.world.all_reduce(found)  # exact: for each item all ranks but one have 0
     return found
 
 
 @torch.no_grad()
 def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: Sequence[int]) -> torch.Tensor | None:
-    """This stage's part of the forward of some windows; on the last the sum of what counts in each, float64 [b, 1]."""
+    """Run this stage's forward of a batch of windows. The last stage returns their summed losses, float64 [b, 1]."""
     stage, width = chain.stage, min(windows.length, windows.tokens - 1)
-    # A window at the end may be shorter: nothing sees what is behind its end, and nothing of that counts.
+    # The last window may be shorter. Attention is causal, so its padding affects no counted prediction.
     tokens = torch.zeros(len(batch), width + 1, dtype=torch.int64)
     counts = torch.zeros(len(batch), width, dtype=torch.bool)
     if chain.is_first or chain.is_last:
@@ -180,9 +178,9 @@ def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: Sequence
             tokens[row, : stop + 1 - start] = torch.from_numpy(stream.read(start, stop + 1))
             counts[row, counted - start : stop - start] = True
     context = stage.generation_context(width)
-    x = tokens[:, :-1].to(stage.device) if chain.is_first else chain.activations(width, len(batch))
+    x = tokens[:, :-1].to(stage.device) if chain.is_first else chain.receive_activations(width, len(batch))
     if not chain.is_last:
-        chain.pass_on(stage(x, context))
+        chain.send_activations(stage(x, context))
         return None
     losses: torch.Tensor = stage(x, context, labels=tokens[:, 1:].to(stage.device))
     return losses.double().masked_fill(~counts.to(stage.device), 0.0).sum(dim=1, keepdim=True)
@@ -190,33 +188,33 @@ def _losses(chain: Chain, stream: TokenStream, windows: Windows, batch: Sequence
 
 class Scored(NamedTuple):
     tokens: Sequence[int]
-    last: int  # so many at the end are scored, given all those before
+    last: int  # number of tokens at the end to score, given the ones before
 
 
 def likelihoods(
     chain: Chain, requests: Sequence[Scored], topology: Topology, *, batch_size: int
 ) -> list[tuple[float, bool]]:
-    """Of each the sum of the log-probabilities of its last tokens, and whether each of them is the likeliest; the same on
-    every rank, in the order of the requests.
+    """Return for each request the summed log-probability of its last tokens, and whether greedy decoding gives them.
 
-    Sequences of like length go through together, padded at their ends, which nothing sees; batches are dealt out over dp.
+    The results are equal on all ranks. Sequences of similar length form a batch, padded at the end; batches are
+    distributed over dp.
 
-    Collectives: those of the forward; for each request an all-gather over tp; an all-reduce over the world."""
+    Collectives: those of the forward; per request an all-gather over tp; an all-reduce over the world."""
     order = sorted(range(len(requests)), key=lambda index: (-len(requests[index].tokens), index))
-    found = _dealt_out(chain, order, topology, batch_size, lambda batch: _score(chain, [requests[i] for i in batch]))
+    found = _distribute(chain, order, topology, batch_size, lambda batch: _score(chain, [requests[i] for i in batch]))
     return [(total, bool(greedy)) for total, greedy in found.tolist()]
 
 
 @torch.no_grad()
 def _score(chain: Chain, batch: Sequence[Scored]) -> torch.Tensor | None:
-    """This stage's part of a forward; on the last [b, 2] in float64."""
+    """Run this stage's forward of a batch. The last stage returns log-likelihood and greedy flag, float64 [b, 2]."""
     stage, width = chain.stage, len(batch[0].tokens) - 1
     rows = [[*one.tokens, *[0] * (width + 1 - len(one.tokens))] for one in batch]
     tokens = torch.tensor(rows, dtype=torch.int64, device=stage.device)
-    x = tokens[:, :-1] if chain.is_first else chain.activations(width, len(batch))
+    x = tokens[:, :-1] if chain.is_first else chain.receive_activations(width, len(batch))
     x = stage(x, stage.generation_context(width))
     if not chain.is_last:
-        chain.pass_on(x)
+        chain.send_activations(x)
         return None
     found = []
     for row, one in enumerate(batch):

@@ -68,7 +68,7 @@ def test_bad_texts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: no key 'text' .*fix the line"):
         stream_of_texts([str(path)], key="text", limits=Limits(), tokenizer=BYTES)
     path.write_text("\n\n")
-    with pytest.raises(ConfigError, match="there is no text"):
+    with pytest.raises(ConfigError, match="no text found"):
         stream_of_texts([str(path)], key="text", limits=Limits(), tokenizer=BYTES)
 
 
