@@ -167,7 +167,7 @@ def test_qwen2_has_its_own_tokenizer_only(trained: Path, tmp_path: Path) -> None
     """transformers 5 makes a Qwen2Tokenizer for every qwen2, whatever tokenizer_config.json says."""
     others = [[trained / "ours.model"], [trained / "whole.json"], sorted(trained.glob("my-*"))]
     for paths in others:
-        with pytest.raises(ConversionError, match=r"as Qwen2's tokenizer does; use --without-tokenizer"):
+        with pytest.raises(ConversionError, match=r"like Qwen2's tokenizer; use --without-tokenizer"):
             export_tokenizer(paths, 64, "qwen2")
     # Its own, as it saves itself.
     from transformers import Qwen2Tokenizer
