@@ -119,7 +119,7 @@ def _words(value: Any) -> list[str]:
 
 class _Cache:
     def __init__(self, folder: Path, say: Callable[[str], None], stopped: Callable[[], bool]) -> None:
-        self._folder, self._say, self._stopped = folder, say, stopped
+        self._folder, self._log, self._stopped = folder, say, stopped
 
     def _place(self, address: str) -> Path:
         return _place_in(self._folder, address)
@@ -153,7 +153,7 @@ class _Cache:
                 raise _Unusable(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
             note.unlink(missing_ok=True)
         note.write_text(json.dumps(origin))
-        self._say(f"fetched {shown(address)} ({state.size:,} bytes) to {place}")
+        self._log(f"fetched {shown(address)} ({state.size:,} bytes) to {place}")
         return place
 
     @contextlib.contextmanager
@@ -214,7 +214,7 @@ class _Cache:
         if not place.exists():
             with self._stored(address, place) as part:
                 rows.to_json(part)
-            self._say(f"fetched {address} ({len(rows):,} rows) to {place}")
+            self._log(f"fetched {address} ({len(rows):,} rows) to {place}")
         return place
 
     def token_files(self, prefix: str, *, sft: bool) -> str:
@@ -251,7 +251,7 @@ class _Cache:
                 if manifest is not None and not isinstance(error, _Unusable):
                     raise  # it is complete, but was not accepted
                 unusable.append(error)
-                self._say(f"checkpoint {shown(base)} is passed over: {error}")
+                self._log(f"checkpoint {shown(base)} is passed over: {error}")
                 continue
             for former in local.glob("of-*") if own else ():
                 if former != place.parent:
@@ -264,7 +264,7 @@ class _Cache:
                 f"no complete checkpoint at {shown(folder)}; use the address of the folder of steps, or start at "
                 "step 0 with --fresh-if-missing"
             )
-        self._say(f"no complete checkpoint at {shown(folder)}")
+        self._log(f"no complete checkpoint at {shown(folder)}")
         return str(local / "none")
 
 

@@ -169,9 +169,8 @@ class Executor:
             et al. 2021, section 4.1). None: each rank sends whole tensors.
         compression: A value of `pipeline_compression`.
         reducer: None in forward-only programs.
-        deferred: One for each stage of this rank with a split backward.
-        check_memory: After each action, compare the live tensors with the replay of the program; raise AssertionError
-            if they differ.
+        deferred: For each stage of this rank with a split backward.
+        check_memory: Compare the live tensors with the program's replay after each action; AssertionError if they differ.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
         raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
     targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]
     if (fault := not_writable(unfinished.parent)) is not None:
-        raise _not_writable(*fault)
+        raise ConfigError(f"the output cannot be written at {fault[0]}: {fault[1]}; {_REMEDY}")
     for target in targets:
         if target.is_dir() and not target.is_symlink():
             raise ConfigError(f"{target} is a folder, but the output needs that name; {_REMEDY}")
@@ -131,10 +131,6 @@ def require_free(job: PreprocessJob) -> None:
         for suffix in SUFFIXES:
             if os.path.lexists(f"{prefix}{suffix}"):
                 raise ConfigError(f"{prefix}{suffix} exists; {_REMEDY}, or --restart to replace it")
-
-
-def _not_writable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"the output cannot be written at {path}: {reason}; {_REMEDY}")
 
 
 def parse_shard(text: str) -> tuple[int, int]:

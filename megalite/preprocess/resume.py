@@ -192,11 +192,7 @@ def _read_kept(
 
 def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
     """Yield the next `count` items of a file, or fewer if it ends."""
-    while count > 0:
-        data = file.read(min(count * dtype.itemsize, _BLOCK))
-        block = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
-        if not len(block):
-            return
+    while len(block := np.fromfile(file, dtype, min(count, _BLOCK // dtype.itemsize))):
         count -= len(block)
         yield block
 

@@ -81,8 +81,8 @@ def parse_documents(text: str, dataset: IndexedDataset) -> range:
 
 
 def inspect(dataset: IndexedDataset) -> dict[str, Any]:
-    """The facts of a dataset; reads its index and side file. Memory does not grow with the files. Raises ConfigError:
-    the side file is damaged."""
+    """Describe a dataset from its index and side file, in constant memory. Raises ConfigError if the side file is
+    damaged."""
     statistics, empty = LengthStatistics(), 0
     for lengths in lengths_in_blocks(dataset, range(dataset.num_documents)):
         statistics.add(lengths)

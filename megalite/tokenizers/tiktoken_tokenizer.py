@@ -149,11 +149,11 @@ def _plan_lines(content: bytes, path: str | Path, pattern: str | None) -> _Plan:
     if known is None and pattern in ENCODINGS and len(ranks) == ENCODINGS[pattern].ranks:
         known = pattern
     if known is None and pattern is None:
-        alike = [name for name, encoding in ENCODINGS.items() if encoding.ranks == len(ranks)]
+        similar = [name for name, encoding in ENCODINGS.items() if encoding.ranks == len(ranks)]
         raise ConfigError(
             f"{path}: this file of {len(ranks)} ranks does not say which pattern splits text into words; give "
             f"--tiktoken-pattern NAME ({', '.join(PATTERNS)}) or the regular expression itself"
-            + (f"; it has as many ranks as {alike[0]}" if alike else "")
+            + (f"; it has as many ranks as {similar[0]}" if similar else "")
         )
     special = ENCODINGS[known].special if known is not None else (("<|endoftext|>", last + 1),)
     used, special_ids = set(ranks.values()), [i for _, i in special]

@@ -1,7 +1,6 @@
 """Run the action lists of all ranks, and explain a deadlock by its shortest cycle of waits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,21 +10,15 @@ from megalite.pipeline.ir.table import NOWHERE, Fault, IntArray
 from megalite.pipeline.ir.wiring import Wiring
 
 
-@dataclass(frozen=True)
-class Execution:
-    starts: list[float]
-    """By index, the start time of each action, after any wait for a message. 0 for actions never reached."""
-    finished: bool  # every rank ran its whole list
-
-
 def execute(
     wiring: Wiring,
     durations: Sequence[float],
     *,
     links: Sequence[tuple[float, float]] | None = None,
     rendezvous: bool = True,
-) -> Execution:
-    """Run the lists to the end or until no rank can continue, in time linear in the number of actions.
+) -> list[float] | None:
+    """Run the lists, in time linear in the number of actions. Return the start of each action, after any wait for a
+    message, by index; None if the ranks deadlock.
 
     A message occupies its link once its send and its receive have been posted and earlier messages of the channel have
     left the link; it arrives after the link's occupancy and latency. A computation starts when its rank is free and its
@@ -74,7 +67,7 @@ def execute(
                     ready.append(sleepers[message])
             index += 1
         cursors[rank], clocks[rank] = index, now
-    return Execution(starts, cursors == list(table.first[1:]))
+    return starts if cursors == list(table.first[1:]) else None
 
 
 class Wait(NamedTuple):
@@ -94,18 +87,18 @@ def prove_no_deadlock(wiring: Wiring) -> None:
     """Run the program with sends that complete only once their receive is posted; raise Fault if it gets stuck.
 
     Such a run waits for everything that a run with eager sends waits for, so its success covers both."""
-    if not execute(wiring, [0.0] * len(wiring.table.kind)).finished:
+    if execute(wiring, [0.0] * len(wiring.table.kind)) is None:
         raise deadlock(wiring)
 
 
 def deadlock(wiring: Wiring) -> Fault:
     """Return the Fault of a program that gets stuck: its shortest cycle of waits. Waits for a full send window are
     considered only if the program finishes with eager sends."""
-    eager = execute(wiring, [0.0] * len(wiring.table.kind), rendezvous=False)
-    cycle = _shortest_cycle(wiring, rendezvous=eager.finished)
+    rendezvous = execute(wiring, [0.0] * len(wiring.table.kind), rendezvous=False) is not None
+    cycle = _shortest_cycle(wiring, rendezvous=rendezvous)
     when = (
         f"when a send completes only once its receive is posted (send window {wiring.program.send_window})"
-        if eager.finished
+        if rendezvous
         else "whenever its sends complete"
     )
     return Fault(

@@ -124,11 +124,11 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     wiring = wire(program)
     table = wiring.table
     durations = _durations(table, costs)
-    execution = execute(wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels])
-    if not execution.finished:
+    times = execute(wiring, durations.tolist(), links=[costs.link(*channel) for channel in wiring.channels])
+    if times is None:
         raise deadlock(wiring)
     computes = np.flatnonzero(table.computes)
-    starts = np.array(execution.starts)
+    starts = np.array(times)
     actions = compress(chain.from_iterable(table.rows), table.computes.tolist())
     ends = (starts + durations)[computes].tolist()
     columns = zip(table.rank[computes].tolist(), actions, starts[computes].tolist(), ends)

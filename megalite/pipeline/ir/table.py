@@ -1,6 +1,5 @@
 """Action lists as integer arrays, for the checks, the simulation, lowering and the memory replay."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -101,9 +100,7 @@ class Table:
     @cached_property
     def crossings(self) -> tuple[StageMessage, ...]:
         """The dependencies of computations that need messages."""
-        return tuple(self._crossings())
-
-    def _crossings(self) -> Iterator[StageMessage]:
+        found: list[StageMessage] = []
         placement, stages = np.array(self.schedule.placement), np.arange(self.schedule.num_stages)
         for kind in (kind for kind in Kind if kind in COMPUTE):
             for need in NEEDS[kind]:
@@ -111,7 +108,8 @@ class Table:
                     inner = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
                     crossed = inner[placement[inner] != placement[inner + need.offset]]
                     send = SEND_OF[need.kinds[-1]]
-                    yield StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed)
+                    found.append(StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed))
+        return tuple(found)
 
     @cached_property
     def receives(self) -> BoolArray:

@@ -286,8 +286,8 @@ class _Run:
     def _start_gradient(self, rank: int, stage: int, now: float, kind: Kind) -> None:
         problem = self.problem
         # Right after its own F a microbatch still has its graph, so no R runs.
-        behind = self.lists[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
-        end = now + problem.input_grad[stage] + (0.0 if behind else problem.again[stage])
+        has_graph = self.lists[rank][-1] == (Kind.F, stage) and self.forwards[stage] - self.backwards[stage] == 1
+        end = now + problem.input_grad[stage] + (0.0 if has_graph else problem.again[stage])
         self.gradients[stage].popleft()
         self.backwards[stage] += 1
         self.last_was_forward[rank] = False
