@@ -198,14 +198,14 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
 
 def _exchanging(drawn: Drawn) -> int:
     """Return the number of context-parallel ranks that exchange heads."""
-    alone: int = drawn["cp"] if drawn.get("cp_comm_type") == "a2a" else 1
-    return drawn.get("hierarchical_context_parallel_sizes", [alone])[0]
+    default: int = drawn["cp"] if drawn.get("cp_comm_type") == "a2a" else 1
+    return drawn.get("hierarchical_context_parallel_sizes", [default])[0]
 
 
 def _latents(generator: random.Random) -> Drawn:
-    plain, turned = generator.randint(3, 8), 2 * generator.randint(1, 3)
+    plain, rotary = generator.randint(3, 8), 2 * generator.randint(1, 3)
     found: Drawn = {"multi_latent_attention": True, "kv_lora_rank": generator.randint(4, 12)}
-    found |= {"qk_head_dim": plain, "qk_pos_emb_head_dim": turned, "v_head_dim": generator.randint(3, plain + turned)}
+    found |= {"qk_head_dim": plain, "qk_pos_emb_head_dim": rotary, "v_head_dim": generator.randint(3, plain + rotary)}
     return found | ({"q_lora_rank": generator.randint(4, 12)} if generator.random() < 0.5 else {})
 
 

@@ -31,6 +31,10 @@ class Line:
     difference: float  # relative
     tensor: str | None = None  # name of the worst tensor
 
+    def __str__(self) -> str:
+        tensor = f" of {self.tensor}" if self.tensor else ""
+        return f"{self.what}{tensor}, {f'step {self.step}' if self.step else 'after the steps'}"
+
 
 def relative_difference(ours: float, reference: float) -> float:
     """Return |ours - reference| / |reference|; infinite if only one is finite, 0 if neither is."""
@@ -138,17 +142,11 @@ class Report:
         if self.failure is not None:
             return f"DIFFERENT: {self.failure}"
         worst = max(self.lines, key=lambda line: line.difference)
-        place = f"{worst.what}{f' of {worst.tensor}' if worst.tensor else ''}"
-        place += f", step {worst.step}" if worst.step else ", after the steps"
+        found = f"worst difference {worst.difference:.1e} ({worst}), tolerance {self.tolerance}"
         if self.same:
-            return f"SAME: worst difference {worst.difference:.1e} ({place}), tolerance {self.tolerance}"
+            return f"SAME: {found}"
         first = next(line for line in self.lines if not self.tolerance.allows(line))
-        where = f" of {first.tensor}" if first.tensor else ""
-        when = f" in step {first.step}" if first.step else " after the steps"
-        return (
-            f"DIFFERENT: first the {first.what}{where}{when}, by {first.difference:.1e}; worst {worst.difference:.1e} "
-            f"({place}), tolerance {self.tolerance}"
-        )
+        return f"DIFFERENT: first the {first}, by {first.difference:.1e}; {found}"
 
 
 def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:

@@ -82,8 +82,8 @@ def attention_changes(config: RunConfig) -> Changes:
         if model.num_query_groups is not None:
             changes["num_query_groups"] = small_groups
     # Heads of 8 channels, or such that all heads together are wider or narrower than the hidden size if they were.
-    together = model.head_size * model.num_attention_heads
-    per_head = 6 if together > model.hidden_size else 12 if together < model.hidden_size else 8
+    all_heads = model.head_size * model.num_attention_heads
+    per_head = 6 if all_heads > model.hidden_size else 12 if all_heads < model.hidden_size else 8
     changes["hidden_size"] = heads * per_head
     if model.kv_channels is not None:
         changes["kv_channels"] = 8
@@ -316,8 +316,8 @@ def _batch_changes(config: RunConfig, world: int) -> Changes:
     """Few microbatches, but more than pipeline ranks, and a number that the schedule supports."""
     p, training = config.parallel, config.training
     micro = min(training.micro_batch_size, MAX_MICRO_BATCH)
-    together = math.gcd(micro, training.moe_aux_loss_sequences)
-    changes: Changes = {"micro_batch_size": micro, "moe_aux_loss_sequences": together}
+    sequences = math.gcd(micro, training.moe_aux_loss_sequences)
+    changes: Changes = {"micro_batch_size": micro, "moe_aux_loss_sequences": sequences}
     group = p.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None and group > MAX_GROUP:
         changes["microbatch_group_size_per_virtual_pipeline_stage"] = None

@@ -54,8 +54,8 @@ class Clock:
         p = config.parallel
         self._period, self._each = 1, 2 * num_stages
         if p.schedule_name == "interleaved":
-            given = p.microbatch_group_size_per_virtual_pipeline_stage
-            self._period = given or smallest_group(p.pp, num_microbatches)
+            configured = p.microbatch_group_size_per_virtual_pipeline_stage
+            self._period = configured or smallest_group(p.pp, num_microbatches)
             # A smaller number of microbatches would change the default.
             config = replace(config, microbatch_group_size_per_virtual_pipeline_stage=self._period)
         self._config, self._num_microbatches = config, num_microbatches
@@ -101,7 +101,7 @@ class Clock:
         return taken + each * (self._num_microbatches - count)
 
     def _aligned(self, count: int, cycle: int) -> int:
-        """Return the largest number up to `count` that is a multiple of `cycle` less than the step's."""
+        """Return the largest number up to `count` that differs from the step's by whole cycles."""
         return count - (count - self._num_microbatches) % cycle
 
     def _simulate(self, count: int, costs: Costs) -> Timeline:

@@ -180,9 +180,9 @@ def matrix_volumes(config: RunConfig, plans: Sequence[StagePlan]) -> list[tuple[
             parts *= p.ep if shape.expert else 1
             parts *= (expert if shape.expert else dense) if p.strategy.shards_states else 1
             copies = max(1.0, len(owned) / parts)  # ranks with each element
-            size, there = main * math.prod(shape.shape[-2:]), copies / len(owned)
-            gathered += sends * size * (1.0 - there)
-            returned += returns * size * (copies - there)
+            size, local = main * math.prod(shape.shape[-2:]), copies / len(owned)
+            gathered += sends * size * (1.0 - local)
+            returned += returns * size * (copies - local)
         found.append((gathered, returned))
     return found
 

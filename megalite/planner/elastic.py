@@ -87,15 +87,15 @@ def relayout(
         if again is not None:
             return Relayout(_layout(again), f"the layout of the checkpoint of step {former.step}")
     if former is not None:
-        wished = former.layout
+        preferred = former.layout
     else:
-        wished = {name: value for name, value in _layout(config).items() if name in explicit}
+        preferred = {name: value for name, value in _layout(config).items() if name in explicit}
     cut = {name: settings()[name].default for name in ("pipeline_layers", "pipeline_layout") if name not in fixed}
     constraints = fixed_settings(config, fixed)
     request = request_for(
         replace(config, **cut), world_size=world_size, fixed=constraints, memory_limit=memory_limit, cluster=cluster
     )
-    return _planned(request, wished, cluster, stack)
+    return _planned(request, preferred, cluster, stack)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def _legal(config: RunConfig, world_size: int, explicit: frozenset[str]) -> RunC
         return None
 
 
-def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stack: SoftwareStack) -> Relayout:
+def _planned(request: Request, preferred: Mapping[str, Any], cluster: Cluster, stack: SoftwareStack) -> Relayout:
     """Return the planner's fastest layout, or an almost as fast one that keeps more of the previous settings."""
     best = _best(request, cluster, stack)
     fastest = best.prediction.step_seconds
-    shape = {name: (wished[name],) for name in KEPT if name in wished}
-    choices = _choices(wished)
+    shape = {name: (preferred[name],) for name in KEPT if name in preferred}
+    choices = _choices(preferred)
     for wish in ({**shape, **choices}, shape, choices):
         more = {name: values for name, values in wish.items() if name not in request.fixed}
         if not more:
@@ -132,18 +132,18 @@ def _planned(request: Request, wished: Mapping[str, Any], cluster: Cluster, stac
     return Relayout(_layout(best.config), f"planned: the fastest, predicted {fastest:.3g} s per step on {cluster.name}")
 
 
-def _choices(wished: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _choices(preferred: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
-    if "dp_strategy" in wished:
-        found["dp_strategy"] = ("zero-2",) if wished.get("shard_gradients") else (wished["dp_strategy"],)
-    if wished.get("dp_instances", 1) > 1:
-        found["dp_instances"] = (wished["dp_instances"],)
-    found |= {name: (wished[name],) for name in HOST if wished.get(name)}
-    if "pipeline_schedule" in wished:
-        schedule = wished["pipeline_schedule"]
+    if "dp_strategy" in preferred:
+        found["dp_strategy"] = ("zero-2",) if preferred.get("shard_gradients") else (preferred["dp_strategy"],)
+    if preferred.get("dp_instances", 1) > 1:
+        found["dp_instances"] = (preferred["dp_instances"],)
+    found |= {name: (preferred[name],) for name in HOST if preferred.get(name)}
+    if "pipeline_schedule" in preferred:
+        schedule = preferred["pipeline_schedule"]
         found["pipeline_schedule"] = ("1f1b", "interleaved") if schedule in (None, "interleaved") else (schedule,)
-    if "recompute_granularity" in wished:
-        found["recompute_granularity"] = (wished["recompute_granularity"],)
+    if "recompute_granularity" in preferred:
+        found["recompute_granularity"] = (preferred["recompute_granularity"],)
     return found
 
 

@@ -234,10 +234,10 @@ def refuse_taken(path: Path, flag: str) -> None:
 
 def save_machine(cluster: Cluster, stack: SoftwareStack, path: Path) -> Path:
     """Write the cluster to `path` and the stack to `stack_file(path)`, each named after its file; return the latter."""
-    beside = stack_file(path)
+    stack_path = stack_file(path)
     save_cluster(replace(cluster, name=path.stem), path)
-    save_stack(replace(stack, name=beside.stem), beside)
-    return beside
+    save_stack(replace(stack, name=stack_path.stem), stack_path)
+    return stack_path
 
 
 def cluster_of_device(name: str) -> str | None:

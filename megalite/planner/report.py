@@ -135,8 +135,8 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     slower = candidate.prediction.step_seconds - least
     if slower <= 1e-9 * least:
         speed = "as fast" if slower >= -1e-9 * least else f"{-slower / least:.1%} faster"
-        held, lowest = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
-        return f"{speed}, with {format_bytes(held)} per rank instead of {format_bytes(lowest)}"
+        own_bytes, best_bytes = candidate.fullest[1].total_bytes, best.fullest[1].total_bytes
+        return f"{speed}, with {format_bytes(own_bytes)} per rank instead of {format_bytes(best_bytes)}"
     longer = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {*own, *other}}
     ranked = sorted(longer, key=lambda name: (-longer[name], name))
     named = [name for name in ranked[:2] if longer[name] > 0.1 * longer[ranked[0]]]
@@ -254,7 +254,7 @@ def _best(data: dict[str, Any]) -> list[str]:
     best = data["layouts"][0]
     memory = best["memory"]
     sizes = {name: memory[f"{name.removesuffix('s')}_bytes"] for name in _MEMORY}
-    held = (f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+    contents = (f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
     layers = [f"  layers      {best['layers']} per stage, cut by predicted seconds"] if best["layers"] else []
     return [
         f"Best: {best['words']}; {best['microbatches']} microbatches",
@@ -262,7 +262,7 @@ def _best(data: dict[str, Any]) -> list[str]:
         f"  interval    {' to '.join(map(seconds_in_words, best['step_seconds_interval']))} per step: {_known(data['cluster'])}",
         f"  step        {_shares(best['parts'], best['step_seconds'], 5e-4)}",
         f"  exposed     {_shares(best['exposed_seconds'], best['step_seconds'], 0.0) or 'no communication'}",
-        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(held)}"
+        f"  memory      {format_bytes(memory['total_bytes'])} on pipeline rank {memory['pipeline_rank']}: {', '.join(contents)}"
         + _on_host(memory, "; {} in host memory"),
         *(f"  {line}" for line in whole_run_lines(data)),
     ]

@@ -45,15 +45,15 @@ class WholeRun:
         found: dict[str, Any] = {"computing_seconds": computing, "seconds": computing}
         if self.mtbf_hours is not None and self.save_seconds is not None:
             mtbf = 3600.0 * self.mtbf_hours / ranks
-            apart = math.sqrt(2.0 * self.save_seconds * mtbf)
-            share = goodput(apart, self.save_seconds, mtbf, self.restart_seconds)
+            interval = math.sqrt(2.0 * self.save_seconds * mtbf)
+            share = goodput(interval, self.save_seconds, mtbf, self.restart_seconds)
             found["seconds"] = computing / share if share > 0.0 else math.inf
             found["failures"] = {
                 "goodput": share,
                 "mean_seconds_between": mtbf,
                 "count": found["seconds"] / mtbf,
-                "save_interval_seconds": apart,
-                "save_interval": max(1, round(apart / step_seconds)),
+                "save_interval_seconds": interval,
+                "save_interval": max(1, round(interval / step_seconds)),
             }
         found["gpu_hours"] = hours = ranks * found["seconds"] / 3600.0
         price = cluster.gpu_hour_price if self.gpu_hour_price is None else self.gpu_hour_price
@@ -68,11 +68,11 @@ class WholeRun:
         return found
 
 
-def goodput(apart: float, save: float, mtbf: float, restart: float) -> float:
+def goodput(interval: float, save: float, mtbf: float, restart: float) -> float:
     """Return the fraction of time spent on training if a save of `save` seconds follows each `apart` seconds of it."""
-    if (apart + save + restart) / mtbf > 700.0:
+    if (interval + save + restart) / mtbf > 700.0:
         return 0.0
-    return apart / (mtbf * math.exp(restart / mtbf) * math.expm1((apart + save) / mtbf))
+    return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))
 
 
 def _computing(config: RunConfig, tokens: float, seconds: Callable[[int], float]) -> float:

@@ -57,13 +57,13 @@ def asymmetries(one: tuple[int, Journal], other: tuple[int, Journal]) -> Iterato
         own = None if left is None else (left.waits, *_signature(journal.operations[left.number]))
         expected = None if right is None else (right.waits, *_signature(other_journal.operations[right.number]))
         if own != expected:
-            here, there = (
+            first, second = (
                 "nothing more"
                 if event is None
-                else f"{'waits for' if event.waits else 'starts'} {of.operations[event.number]}"
-                for event, of in ((left, journal), (right, other_journal))
+                else f"{'waits for' if event.waits else 'starts'} {source.operations[event.number]}"
+                for event, source in ((left, journal), (right, other_journal))
             )
-            yield f"ranks {rank} and {peer} are at the same place, but rank {rank} {here}; rank {peer} {there}"
+            yield f"ranks {rank} and {peer} are at the same place, but rank {rank} {first}; rank {peer} {second}"
             return
 
 

@@ -235,10 +235,10 @@ def check_all(
 def _names(expansion: Expansion) -> tuple[list[str], list[str]]:
     """Return (settings that distinguish the runs, settings that any run changes). A setting that all runs change
     equally does not distinguish them; a single run is described by its changes."""
-    given = {name for candidate in expansion.candidates for name in candidate.settings}
+    changes = {name for candidate in expansion.candidates for name in candidate.settings}
     base, values = values_of(expansion.base), [each.values for each in expansion.candidates]
-    varying = [name for name in settings() if name in given and any(v[name] != values[0][name] for v in values)]
-    changed = [name for name in settings() if name in given and any(v[name] != base[name] for v in values)]
+    varying = [name for name in settings() if name in changes and any(v[name] != values[0][name] for v in values)]
+    changed = [name for name in settings() if name in changes and any(v[name] != base[name] for v in values)]
     return varying or changed, [name for name in settings() if name in {*varying, *changed}]
 
 

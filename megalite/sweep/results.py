@@ -137,16 +137,16 @@ def _identity(spec: SweepSpec, launcher: str) -> dict[str, Any]:
     }
 
 
-def _refuse_other(path: Path, here: Mapping[str, Any]) -> None:
+def _refuse_other(path: Path, wanted: Mapping[str, Any]) -> None:
     try:
-        there = json.loads(read_text(path))
+        stored = json.loads(read_text(path))
     except (ValueError, RecursionError):
-        there = None
-    if not isinstance(there, dict):
+        stored = None
+    if not isinstance(stored, dict):
         raise ConfigError(f"{path} is damaged; use another folder with --output")
-    for name, value in here.items():
-        if there.get(name) != value:
-            raise ConfigError(f"{path.parent} has a sweep with {name} {there.get(name)}, not {value}; change --output")
+    for name, value in wanted.items():
+        if stored.get(name) != value:
+            raise ConfigError(f"{path.parent} has a sweep with {name} {stored.get(name)}, not {value}; change --output")
 
 
 def read_results(path: Path) -> list[Result]:

@@ -74,20 +74,20 @@ class Condition:
             raise ConfigError(f"{self.where}: {self.text} cannot be evaluated: {error}") from None
 
 
-def read_condition(given: Any, where: str) -> Condition:
-    if isinstance(given, dict) and given:
-        return Condition(where, str(given), tuple(_allowed(name, value, where) for name, value in given.items()))
-    if not isinstance(given, str) or not given.strip():
-        raise ConfigError(f"{where} takes conditions such as {_EXAMPLE}, got {reprlib.repr(given)}")
+def read_condition(value: Any, where: str) -> Condition:
+    if isinstance(value, dict) and value:
+        return Condition(where, str(value), tuple(_allowed(name, each, where) for name, each in value.items()))
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where} takes conditions such as {_EXAMPLE}, got {reprlib.repr(value)}")
     try:
-        names = find_undeclared_variables(_FORMULAS.parse(f"{{{{ {given} }}}}"))
-        formula = _FORMULAS.compile_expression(given, undefined_to_none=False)
+        names = find_undeclared_variables(_FORMULAS.parse(f"{{{{ {value} }}}}"))
+        formula = _FORMULAS.compile_expression(value, undefined_to_none=False)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"{where}: {given} is not a formula such as {_EXAMPLE}: {error}") from None
+        raise ConfigError(f"{where}: {value} is not a formula such as {_EXAMPLE}: {error}") from None
     known = (*settings(), RANKS)
     for name in sorted(names.difference(known)):
         raise ConfigError(f"{where}: {name} is not a setting{nearest(name, known)}")
-    return Condition(where, given, formula=formula)
+    return Condition(where, value, formula=formula)
 
 
 def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
@@ -101,10 +101,10 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
         if each is None and canonical in settings():
             found.append(coerce(settings()[canonical], None, where))
             continue
-        given = plain_settings({name: each}, where)
-        if len(given) != 1:
-            raise ConfigError(f"{where}: {name} sets {' and '.join(given)}; write those")
-        ((canonical, plain),) = given.items()
+        found_settings = plain_settings({name: each}, where)
+        if len(found_settings) != 1:
+            raise ConfigError(f"{where}: {name} sets {' and '.join(found_settings)}; write those")
+        ((canonical, plain),) = found_settings.items()
         found.append(plain)
     return canonical, tuple(found)
 
@@ -145,8 +145,8 @@ def _decided() -> dict[str, Any]:
 
 def ignored(config: RunConfig) -> list[str]:
     """List settings of the base that differ from the default but are fixed by the sweep."""
-    given, plain = values_of(config), values_of(RunConfig())
-    return [name for name in settings() if _why(name) is not None and given[name] != plain[name]]
+    values, plain = values_of(config), values_of(RunConfig())
+    return [name for name in settings() if _why(name) is not None and values[name] != plain[name]]
 
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)

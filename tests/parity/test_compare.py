@@ -142,6 +142,6 @@ def test_a_report_says_what_is_wrong() -> None:
     text = format_report(report)
     marked = [line.split()[0] for line in text.splitlines() if line.endswith("<--")]
     assert marked == ["gradient", "after"]
-    assert report.verdict.startswith("DIFFERENT: first the gradient of a in step 2, by 5.0e-02; worst 2.0e-01")
+    assert report.verdict.startswith("DIFFERENT: first the gradient of a, step 2, by 5.0e-02; worst difference 2.0e-01")
     assert json.loads(json.dumps(as_data(report)))["same"] is False
     assert not Report(shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=[], failure="rank 1 of 2 failed").same

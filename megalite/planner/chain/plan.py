@@ -66,11 +66,6 @@ class Stage(NamedTuple):
     def replicas(self) -> int:
         return sum(self.devices)
 
-    @property
-    def spans_machines(self) -> bool:
-        """Whether its replicas reduce gradients over the network."""
-        return sum(count > 0 for count in self.devices) > 1
-
 
 Stages = tuple[Stage, ...]
 
@@ -165,8 +160,8 @@ def plan_costs(plan: ChainPlan, profile: ChainProfile, cluster: ChainCluster) ->
         backward.append(samples * _between(profile.backward, stage))
         reduce.append(all_reduce_seconds(stage.devices, _between(profile.parameters, stage), cluster))
     pairs = list(itertools.pairwise(plan.stages))
-    parts = tuple(shares(here.devices, there.devices) for here, there in pairs)
-    messages = tuple(float(profile.outputs[here.last]) * plan.microbatch_size for here, _ in pairs)
+    parts = tuple(shares(source.devices, target.devices) for source, target in pairs)
+    messages = tuple(float(profile.outputs[source.last]) * plan.microbatch_size for source, _ in pairs)
     latency = cluster.latency_us * 1e-6
     return PlanCosts(
         forward=tuple(forward),
@@ -335,7 +330,8 @@ def _reductions(plan: ChainPlan, costs: PlanCosts, ready: tuple[float, ...]) -> 
         stage = plan.stages[number]
         if stage.replicas == 1:
             continue
-        machines = [machine for machine, count in enumerate(stage.devices) if count] if stage.spans_machines else []
+        machines = [machine for machine, count in enumerate(stage.devices) if count]
+        machines = machines if len(machines) > 1 else []  # within a machine no network is used
         ends[number] = max([ready[number], *(free[machine] for machine in machines)]) + costs.reduce[number]
         for machine in machines:
             free[machine] = ends[number]

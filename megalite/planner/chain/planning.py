@@ -178,21 +178,21 @@ def _variants(plan: ChainPlan, judge: Judge) -> Iterator[ChainPlan]:
         warm_up = plan.warm_up if len(stages) > 1 else "pa"
         yield judge.problem.plan(stages, plan.microbatches, warm_up)
     counts = judge.problem.microbatch_counts()
-    here = counts.index(plan.microbatches)
-    for count in counts[max(0, here - 1) : here + 2]:
+    place = counts.index(plan.microbatches)
+    for count in counts[max(0, place - 1) : place + 2]:
         yield judge.problem.plan(plan.stages, count, plan.warm_up)
 
 
 def neighbours(stages: Stages, judge: Judge) -> Iterator[Stages]:
     """Yield stages with a cut moved by one or two layers, two joined, one split, or a device moved, added or removed."""
     for s in range(len(stages) - 1):
-        here, there = stages[s], stages[s + 1]
+        left, right = stages[s], stages[s + 1]
         for step in (-2, -1, 1, 2):
-            middle = here.last + step
-            if here.first < middle < there.last:
-                moved = (here._replace(last=middle), there._replace(first=middle))
+            middle = left.last + step
+            if left.first < middle < right.last:
+                moved = (left._replace(last=middle), right._replace(first=middle))
                 yield (*stages[:s], *moved, *stages[s + 2 :])
-        joined = Stage(here.first, there.last, _sum(here.devices, there.devices))
+        joined = Stage(left.first, right.last, _sum(left.devices, right.devices))
         yield (*stages[:s], joined, *stages[s + 2 :])
     yield from _splits(stages, judge)
     yield from _device_moves(stages, judge)

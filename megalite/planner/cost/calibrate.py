@@ -203,9 +203,9 @@ class _Approximation:
         busy = np.bincount(self._rank, weights=total)
         most = np.zeros(len(self._chunks))
         np.maximum.at(most, self._row_of_rank, busy)
-        together = np.bincount(self._row_of_rank, weights=busy)
+        summed = np.bincount(self._row_of_rank, weights=busy)
         slowest = np.array([slowest_share(ranks, machine.cluster) for ranks in self._ranks])
-        return self._microbatches * most * (1.0 + slowest) + (together - most) / self._chunks
+        return self._microbatches * most * (1.0 + slowest) + (summed - most) / self._chunks
 
     def at(self, logarithms: Array) -> Array:
         """Return the seconds of each row with other constants."""

@@ -131,16 +131,16 @@ def rotation(price: Pricing, elements: Number, operations: Number = 1.0) -> Piec
 
 def residual(price: Pricing) -> Piece:
     """Price bias, dropout and residual sum at the end of a branch."""
-    work, apart = price.work, 0.0 if price.stack.fused_elementwise else 1.0
+    work, extra = price.work, 0.0 if price.stack.fused_elementwise else 1.0
     elements = work.tokens * work.hidden / work.split
     mask = work.hidden_dropout / work.element
-    return price.passes(3.0 + apart * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * apart)
+    return price.passes(3.0 + extra * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * extra)
 
 
 def activation(price: Pricing, rows: Number, width: Number) -> Piece:
     """Price the MLP's nonlinearity with `width` output channels."""
-    gates, apart = price.work.gates, 0.0 if price.stack.fused_elementwise else 1.0
-    return price.passes(gates + 1.0 + 2.0 * gates * apart, 2.0 * gates + 1.0, rows * width, 1.0 + apart)
+    gates, extra = price.work.gates, 0.0 if price.stack.fused_elementwise else 1.0
+    return price.passes(gates + 1.0 + 2.0 * gates * extra, 2.0 * gates + 1.0, rows * width, 1.0 + extra)
 
 
 def attention_core(price: Pricing) -> Piece:
@@ -155,7 +155,7 @@ def attention_core(price: Pricing) -> Piece:
 def _scores_in_memory(price: Pricing) -> Piece:
     work, stack = price.work, price.stack
     batch, rows = work.batch * work.heads / work.tp, work.sequence / work.cp
-    apart = np.where(np.mod(batch, stack.softmax_multiple) > 0, 1.0, 0.0) if stack.fused_softmax else 1.0
+    extra = np.where(np.mod(batch, stack.softmax_multiple) > 0, 1.0, 0.0) if stack.fused_softmax else 1.0
     scores = price.gemm(rows, work.sequence, work.head_size, batch)
     context = price.gemm(rows, work.head_size, work.sequence, batch)
     backward = price.gemm(rows, work.sequence, work.head_size, batch)
@@ -164,15 +164,15 @@ def _scores_in_memory(price: Pricing) -> Piece:
     elements = batch * rows * work.sequence
     dropout, mask = work.attention_dropout, work.attention_dropout / work.element
     softmax = price.passes(
-        2.0 + 4.0 * apart + 2.0 * dropout + mask,
-        3.0 + 4.0 * apart + 2.0 * dropout + mask,
+        2.0 + 4.0 * extra + 2.0 * dropout + mask,
+        3.0 + 4.0 * extra + 2.0 * dropout + mask,
         elements,
-        1.0 + 4.0 * apart + dropout,
+        1.0 + 4.0 * extra + dropout,
     )
     # Heads and sequence are transposed on the way in and out.
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
-    turned = price.passes(2.0, 2.0, work.tokens * width, 4.0)
-    return Piece(scores + context, backward, Parts()) + softmax + turned
+    transposed = price.passes(2.0, 2.0, work.tokens * width, 4.0)
+    return Piece(scores + context, backward, Parts()) + softmax + transposed
 
 
 def _fused_core(price: Pricing) -> Piece:
@@ -226,7 +226,7 @@ def attention_projections(price: Pricing) -> Piece:
     if np.any(np.asarray(work.latent) > 0):
         return _latent_projections(price)
     queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
-    turned = work.tokens * (queries + kv / 2.0)
+    rotated = work.tokens * (queries + kv / 2.0)
     # Ranks that share a key/value head exchange the projection's output.
     share = price.tensor("all-to-all", work.tokens * (queries + 2.0 * work.head_size) * work.element)
     share = share * (work.groups < work.tp)
@@ -235,8 +235,8 @@ def attention_projections(price: Pricing) -> Piece:
         Piece(share, share, Parts())
         + price.linear(work.tokens, queries + kv, work.hidden)
         + price.linear(work.tokens, work.hidden, queries)
-        + rotation(price, turned)
-        + price.passes(2.0, 3.0, turned, 2.0) * work.qk_norm
+        + rotation(price, rotated)
+        + price.passes(2.0, 3.0, rotated, 2.0) * work.qk_norm
         + Piece(sums, sums, Parts())
     )
 
@@ -262,9 +262,9 @@ def latent_up(price: Pricing) -> Piece:
     heads, queries = work.heads / work.tp, np.where(work.q_rank > 0, work.q_rank, work.hidden)
     up = heads * (work.head_size - work.shared_key + work.value_size)
     found = price.linear(work.tokens, heads * work.head_size, queries) + price.linear(work.tokens, up, work.kv_rank)
-    turned = rotation(price, work.tokens * (heads + 1.0) * work.shared_key, 2.0)
+    rotated = rotation(price, work.tokens * (heads + 1.0) * work.shared_key, 2.0)
     # Queries are joined and scaled, keys joined, values padded.
-    return found + turned + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
+    return found + rotated + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
 
 def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
@@ -325,7 +325,7 @@ def mtp_inputs(price: Pricing) -> Piece:
 def head(price: Pricing) -> Piece:
     """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
 
-    An unfused loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
+    An extra loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
     sum, reads and writes it for the difference, its exponential and the quotient; in the backward it makes a further pass
     for the product with the loss gradient before the logits' gradient."""
     work = price.work

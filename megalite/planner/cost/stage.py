@@ -156,9 +156,9 @@ def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -
     cluster, stack = price.cluster, price.stack
     gradients = total.input_gradient + total.weight_gradient
     backward, recompute = gradients.seconds(cluster, stack), again.seconds(cluster, stack)
-    apart = backward + recompute
+    separate = backward + recompute
     both = (gradients + again).seconds(cluster, stack)
-    ratio = np.divide(both, apart, out=np.ones(np.shape(apart)), where=np.asarray(apart) > 0)
+    ratio = np.divide(both, separate, out=np.ones(np.shape(separate)), where=np.asarray(separate) > 0)
     backward, recompute = backward * ratio, recompute * ratio
     whole = gradients.device_seconds(cluster, stack)
     part = total.weight_gradient.device_seconds(cluster, stack)

@@ -124,8 +124,8 @@ def _exchange(
     sizes, machine, (stride, hop) = group_sizes(config), cluster.value, strides
     # The ends of a pipeline within a node are on the same node, whatever their distance.
     ends = hop if hop * sizes["pp"] <= machine.node.accelerators else hop * (sizes["pp"] - 1)
-    apart = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
-    apart |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
+    group_strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
+    group_strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
     reduce = gather = 0.0
     pieces = 0
     totals: dict[tuple[str, str], Counter[int]] = {}
@@ -135,7 +135,7 @@ def _exchange(
         volumes, times = np.array(list(counts)), np.array(list(counts.values()))
         # In a pod, one stage per pipeline is an end of it.
         part = 1.0 / float(rates.members_within(machine.pod, sizes["pp"], hop)) if group == "embedding" else 1.0
-        where = sizes[group], apart.get(group, stride), machine
+        where = sizes[group], group_strides.get(group, stride), machine
         each = rates.collective_seconds(operation, volumes, *where, taking_part=part)
         across, seconds = group.startswith("inter-"), float(np.sum(times * each))
         if operation == "all-gather" and not across:
@@ -190,8 +190,8 @@ def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
     model, optimizer, (rows, columns) = config.model, config.optimizer, shape.shape[-2:]
     sides = sides_of(optimizer, rows, columns).values()
     if sides:
-        turned = 8.0 * rows * columns * sum(sides)
-        return turned + sum((2.0 + 8.0 / 3.0) * n**3 for n in sides) / optimizer.soap_frequency
+        rotations = 8.0 * rows * columns * sum(sides)
+        return rotations + sum((2.0 + 8.0 / 3.0) * n**3 for n in sides) / optimizer.soap_frequency
     parts = [rows]
     if optimizer.muon_split_qkv and shape.name.endswith(".attention.qkv.weight"):
         parts = [heads * model.head_size for heads in (model.num_attention_heads, *[model.query_groups] * 2)]

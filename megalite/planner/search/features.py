@@ -56,8 +56,8 @@ def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: 
         return _zero_bubble(p, m, 1 if schedule == "zb-h1" else 2, ranks)
     if schedule in VEE:
         few = min(m, 2 * p + 2)  # more microbatches give the same counts
-        held = np.stack([_vee(schedule, p, few, rank) for rank in ranks.tolist()], axis=1)
-        return InFlight(held[:, :, :2], held[:, :, 2:])
+        stored = np.stack([_vee(schedule, p, few, rank) for rank in ranks.tolist()], axis=1)
+        return InFlight(stored[:, :, :2], stored[:, :, 2:])
     if schedule == "1f1b":
         graphs = np.minimum(m, left if warm_up == "pa" else 2 * left - 1)[None, :, None]
     elif schedule == "interleaved":
@@ -93,8 +93,8 @@ def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
     # Rank 0 postpones nothing: it runs B instead of I and W.
     put_off = np.where(behind == 0, 0, np.minimum(behind + 1, m))
     done = np.minimum(behind, m - 1)
-    held = np.where(behind == 0, 0, np.minimum(m, ahead + done) - (done + 1))
-    graphs = np.stack((last.graphs, held))[:, :, None]
+    stored = np.where(behind == 0, 0, np.minimum(m, ahead + done) - (done + 1))
+    graphs = np.stack((last.graphs, stored))[:, :, None]
     return InFlight(graphs, np.stack((last.deferred, put_off))[:, :, None])
 
 
@@ -122,8 +122,8 @@ def _vee(schedule: str, p: int, m: int, rank: int) -> Counts:
     changes = np.zeros((len(row), 2, 2), dtype=np.int64)
     for change, action in zip(changes, row, strict=True):
         change[:, int(action.stage >= p)] = _CHANGES[action.kind]
-    held = changes.reshape(-1, 4).cumsum(axis=0)
-    return held[np.argmax(held @ _WEIGHTS.T, axis=0)]
+    stored = changes.reshape(-1, 4).cumsum(axis=0)
+    return stored[np.argmax(stored @ _WEIGHTS.T, axis=0)]
 
 
 @dataclass(frozen=True)
@@ -213,14 +213,14 @@ class Counter:
         counts = self._given or partition_layers(len(self._is_moe), placement, layer_cost=costs, last_cost=head)
         ends = np.concatenate(([0], np.cumsum(counts)))
         experts = np.diff(self._experts_before[ends])
-        held = np.zeros((3, pp, vpp), dtype=np.int64)
+        stored = np.zeros((3, pp, vpp), dtype=np.int64)
         chunk = np.zeros(pp, dtype=np.int64)
         places = []
         for stage, rank in enumerate(placement):
-            held[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage], ends[stage]
+            stored[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage], ends[stage]
             places.append((rank, int(chunk[rank])))
             chunk[rank] += 1
-        return Cut(held[0], held[1], held[2], places[0], places[-1])
+        return Cut(stored[0], stored[1], stored[2], places[0], places[-1])
 
     def __call__(self, pipeline: Pipeline) -> Floats:
         """Return [rows, features]: the ranks and moments of which one needs most memory, whatever the share."""
@@ -263,12 +263,12 @@ class Counter:
             deferred = np.zeros_like(graphs)
         rows = np.repeat(self._static(cut)[None], len(graphs), axis=0)
         last = ranks == cut.last[0]
-        for counts, of_dense, of_experts, of_head, *held in (
+        for counts, of_dense, of_experts, of_head, *stored in (
             (graphs, Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.HEAD_ACTIVE, kept, kept_experts),
             (deferred, Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED, Feature.HEAD_DEFERRED, dense, experts),
         ):
-            rows[:, :, of_dense] = (counts * held[0]).sum(2)
-            rows[:, :, of_experts] = (counts * held[1]).sum(2)
+            rows[:, :, of_dense] = (counts * stored[0]).sum(2)
+            rows[:, :, of_experts] = (counts * stored[1]).sum(2)
             rows[:, :, of_head] = counts[:, :, cut.last[1]] * last
         rows[:, :, Feature.INPUT_ACTIVE] = (graphs * inputs).sum(2)
         rows[:, :, Feature.RESTORED] = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)

@@ -84,13 +84,13 @@ class Sizer:
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1] = -HOST_SLOTS * visiting
         return found
 
-    def on_rank(self, of: Floats, pp: int) -> Floats:
-        """Sum layers, embedding, head and copy on the pipeline rank with the largest end; `of` has the size of each."""
+    def on_rank(self, sizes: Floats, pp: int) -> Floats:
+        """Sum `sizes` of layers, embedding, head and copy on the pipeline rank with the largest end."""
         dense, moe = self.layers
-        ends = of[2] + of[3] if pp == 1 else np.maximum(of[2], of[3] + of[4])
-        return np.asarray((of[0] * dense + of[1] * moe) / pp + ends)
+        ends = sizes[2] + sizes[3] if pp == 1 else np.maximum(sizes[2], sizes[3] + sizes[4])
+        return np.asarray((sizes[0] * dense + sizes[1] * moe) / pp + ends)
 
-    def states(self, shares: Shares, of: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
+    def states(self, shares: Shares, value: Callable[[RunConfig, ParameterShape, int], float]) -> Floats:
         """Return the bytes, [5, shares], of parameters, gradients and optimizer states of a dense layer, an expert layer,
         the embedding, the head and the embedding's copy: local elements per tensor class times bytes per element."""
         expert_replicas, replicas = self._expert_replicas(shares), shares.dp * shares.cp // shares.dp_instances
@@ -98,9 +98,9 @@ class Sizer:
         def widths(place: int) -> list[float]:
             config = self.of_share(shares, place)
             counts = int(replicas[place]), int(expert_replicas[place])
-            return [of(config, shape, counts[shape.expert]) for shape in self._classes[1]]
+            return [value(config, shape, counts[shape.expert]) for shape in self._classes[1]]
 
-        each = self.by_kind(of, (shares.strategy, replicas, expert_replicas, shares.dp_instances), widths)
+        each = self.by_kind(value, (shares.strategy, replicas, expert_replicas, shares.dp_instances), widths)
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def _kept_in_fp8(self, shares: Shares) -> Floats:
@@ -120,14 +120,14 @@ class Sizer:
         expert = np.array([shape.expert for shape in self._classes[1]])
         return np.stack((local[:, :, ~expert].sum(2), local[:, :, expert].sum(2)), axis=1)
 
-    def by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], of: Callable[[int], Any]) -> Floats:
-        """Return `of` each share, [shares, ...]; `of` takes a share's index and runs once per combination of keys."""
+    def by_kind(self, what: Hashable, keys: Sequence[npt.NDArray[Any]], value: Callable[[int], Any]) -> Floats:
+        """Return `value` of each share, [shares, ...]; it takes a share's index and runs once per combination of keys."""
         index, of_kind = kinds(*keys)
         found = []
         for place in index.tolist():
             key = (what, *(column[place].item() for column in keys))
             if key not in self._known:
-                self._known[key] = of(place)
+                self._known[key] = value(place)
             found.append(self._known[key])
         return np.array(found, dtype=np.float64)[of_kind]
 
@@ -200,14 +200,14 @@ class Sizer:
         if not len(places):
             return
         some, model = shares.take(places), self.config.model
-        there = [kind for kind, index in enumerate(self._examples()) if index is not None]
-        per_layer = self._local(some)[:, there].sum(2).min(1)
+        present = [kind for kind, index in enumerate(self._examples()) if index is not None]
+        per_layer = self._local(some)[:, present].sum(2).min(1)
         # Three kinds of buckets are open at once; a quarter more is in flight.
         several = 3 + 3 * self.config.parallel.ddp_bucket_size // per_layer
         shown = model.moe_first_dense_layers + model.moe_layer_freq + several
         layers = np.minimum(-(-model.num_layers // pp), shown).astype(np.int64)
-        alone = np.full_like(layers, pp == 1)
-        keys = (some.tp, some.ep, dense[places], experts[places], some.strategy, some.sequence_parallel, layers, alone)
+        single = np.full_like(layers, pp == 1)
+        keys = (some.tp, some.ep, dense[places], experts[places], some.strategy, some.sequence_parallel, layers, single)
         each = self.by_kind("whole", keys, lambda place: self._whole_of(some, place, int(layers[place]), pp))
         found[Feature.PLAIN : Feature.BOTH_ENDS + 1, places] = each.T
 
@@ -216,8 +216,8 @@ class Sizer:
         config = self.of_share(shares, place)
         config = replace(config, model=replace(config.model, num_layers=layers))
         if pp == 1:
-            alone = _plan(0, layers=layers, embedding=True, head=True)
-            return [0.0, 0.0, 0.0, _whole_bytes(config, alone, (alone,))]
+            single = _plan(0, layers=layers, embedding=True, head=True)
+            return [0.0, 0.0, 0.0, _whole_bytes(config, single, (single,))]
         plain, first, last = (
             _plan(0, layers=layers, embedding=embedding, head=head, rank=rank)
             for embedding, head, rank in ((False, False, 1), (True, False, 0), (False, True, pp - 1))

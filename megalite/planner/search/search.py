@@ -164,8 +164,8 @@ class _Table:
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
         fits = self.memory <= self.request.memory_limit
         if shares.offload.any() or block.pipelines[0].offloaded:
-            alone = [counter(each._replace(offloaded=0)) for each in block.pipelines]
-            gone = fullest(alone, self.coefficients + shares.offload * self.relief) - self.memory
+            kept = [counter(each._replace(offloaded=0)) for each in block.pipelines]
+            gone = fullest(kept, self.coefficients + shares.offload * self.relief) - self.memory
             fits &= gone <= self.request.host_limit
         rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
         if len(rows):
@@ -184,18 +184,18 @@ class _Table:
         rows, columns = np.flatnonzero(lacking.any(1)), np.flatnonzero(lacking.any(0))
         if not len(rows):
             return
-        alone = self._times(rows, columns)
+        base = self._times(rows, columns)
         # No use of host memory makes a step faster.
-        lacking = lacking[np.ix_(rows, columns)] & (alone < bound)
+        lacking = lacking[np.ix_(rows, columns)] & (base < bound)
         kept, left = lacking.any(1), lacking.any(0)
         if not kept.any():
             return
         within, rows, columns = np.ix_(kept, left), rows[kept], columns[left]
-        where, alone, lacking = np.ix_(rows, columns), alone[within], lacking[within]
+        where, base, lacking = np.ix_(rows, columns), base[within], lacking[within]
         memory, seconds, host = self.memory[where], self.seconds[where], self.host[where]
         before = memory.copy()
         for some, size, longer, code in self._ways(rows, columns):
-            time = np.where(size <= self.request.memory_limit, alone[:, some] + longer, np.inf)
+            time = np.where(size <= self.request.memory_limit, base[:, some] + longer, np.inf)
             # If no use makes a layout fit, the smallest size is kept for the error message.
             better = (time < seconds[:, some]) | (
                 np.isinf(time) & np.isinf(seconds[:, some]) & (size < memory[:, some])
@@ -227,14 +227,14 @@ class _Table:
         sizes = list(map(len, counts))
         firsts = np.cumsum([0, *sizes[:-1]])
         whole = np.repeat(most, sizes)[:, None]
-        for of, longer, optimizer in starts:
+        for matrix, longer, optimizer in starts:
             # At each moment, a rank's memory is linear in the number of offloaded layers.
-            none, every = (np.concatenate(each) @ of[:, some] for each in (counts, without))
+            none, every = (np.concatenate(each) @ matrix[:, some] for each in (counts, without))
             layers = np.ceil(whole * (none - limit) / np.maximum(none - every, 1.0)).clip(1, whole)
             layers = np.maximum.reduceat(layers, firsts, axis=0)
-            held = none + (every - none) * np.repeat(layers, sizes, axis=0) / whole
-            late = longer[some] + self.clock.late(pipelines, layers, prices.take(some))
-            yield some, np.maximum.reduceat(held, firsts, axis=0), late, (2 * layers + optimizer).astype(np.int64)
+            stored = none + (every - none) * np.repeat(layers, sizes, axis=0) / whole
+            added = longer[some] + self.clock.late(pipelines, layers, prices.take(some))
+            yield some, np.maximum.reduceat(stored, firsts, axis=0), added, (2 * layers + optimizer).astype(np.int64)
 
 
 def nothing_legal(request: Request) -> ConfigError:

@@ -14,7 +14,7 @@ gpipe equals 1f1b and looped-bfs equals interleaved, and all strategies are equa
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -135,9 +135,9 @@ def refuse_not_searched(config: RunConfig, explicit: frozenset[str]) -> None:
 def fixed_settings(config: RunConfig, names: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """Return those of the settings `names` that the search decides as constraints: setting -> its one allowed value.
     Raises ConfigError for a strategy or schedule that is not searched."""
-    values, given = values_of(config), set(names)
-    fixed = {name: (values[name],) for name in SEARCHED if name in given and values[name] is not None}
-    if "shard_gradients" in given and values["shard_gradients"]:
+    values, explicit = values_of(config), set(names)
+    fixed = {name: (values[name],) for name in SEARCHED if name in explicit and values[name] is not None}
+    if "shard_gradients" in explicit and values["shard_gradients"]:
         fixed["dp_strategy"] = ("zero-2",)
     (strategy,) = fixed.get("dp_strategy", ("all-reduce",))
     if strategy not in STRATEGIES:
@@ -203,8 +203,8 @@ def _without_layout(config: RunConfig) -> RunConfig:
     searched["micro_batch_size"] = config.training.moe_aux_loss_sequences  # the smallest legal value
     cut = {"pipeline_layers": p.pipeline_layers, "pipeline_layout": p.pipeline_layout}
     bare = with_settings(config, **searched, **dict.fromkeys(cut))
-    alone = validate(with_settings(bare, **{name: default[name].default for name in AS_GIVEN}), 1)
-    return with_settings(alone, dp=None, etp=p.etp, **{name: value_of(config, name) for name in AS_GIVEN}, **cut)
+    validated = validate(with_settings(bare, **{name: default[name].default for name in AS_GIVEN}), 1)
+    return with_settings(validated, dp=None, etp=p.etp, **{name: value_of(config, name) for name in AS_GIVEN}, **cut)
 
 
 def _is_possible(config: RunConfig, strategy: str) -> bool:
@@ -379,25 +379,29 @@ def _shares(request: Request, pp: int) -> Shares:
     batch = config.training.global_batch_size
     assert batch is not None
     ranks = request.world_size // pp
-    tps = [tp for tp in _tensor_sizes(config, ranks) if request.allows("tp", tp)]
-    cps = [cp for cp in divisor_list(ranks) if (cp == 1 or s % (2 * cp) == 0) and request.allows("cp", cp)]
-    eps = [1] if model.num_experts is None else divisor_list(model.num_experts)
-    eps = [ep for ep in eps if request.allows("ep", ep)]
-    together = config.training.moe_aux_loss_sequences
-    micro = [b for b in divisor_list(batch) if request.allows("micro_batch_size", b) and b % together == 0]
-    recompute = [RECOMPUTE.index(name) for name in request.of("recompute_granularity")]
-    strategies = [STRATEGIES.index(name) for name in request.of("dp_strategy")]
-    sequence = [int(value) for value in request.of("sequence_parallel")]
-    offloads = [int(value) for value in request.fixed.get(HOST[0], (False,))]
-    # Numbers of instances: 1, or 0 as a placeholder for the number that keeps each instance within a node.
-    axes = (tps, cps, eps, micro, recompute, strategies, sequence, request.fixed.get("dp_instances", (1, 0)), offloads)
-    grid = np.meshgrid(*(np.array(values, dtype=np.int64) for values in axes), indexing="ij")
-    tp, cp, ep, micro_batch, recomputed, strategy, parallel, instances, offload = (axis.reshape(-1) for axis in grid)
+    experts, sequences = model.num_experts or 1, config.training.moe_aux_loss_sequences
+    axes: dict[str, Sequence[int]] = {
+        "tp": [tp for tp in _tensor_sizes(config, ranks) if request.allows("tp", tp)],
+        "cp": [cp for cp in divisor_list(ranks) if (cp == 1 or s % (2 * cp) == 0) and request.allows("cp", cp)],
+        "ep": [ep for ep in divisor_list(experts) if request.allows("ep", ep)],
+        "micro_batch_size": [
+            b for b in divisor_list(batch) if request.allows("micro_batch_size", b) and b % sequences == 0
+        ],
+        "recompute": [RECOMPUTE.index(name) for name in request.of("recompute_granularity")],
+        "strategy": [STRATEGIES.index(name) for name in request.of("dp_strategy")],
+        "sequence_parallel": [int(value) for value in request.of("sequence_parallel")],
+        # 1, or 0 as a placeholder for the number that keeps each instance within a node.
+        "dp_instances": request.fixed.get("dp_instances", (1, 0)),
+        "offload": [int(value) for value in request.fixed.get(HOST[0], (False,))],
+    }
+    grid = np.meshgrid(*(np.array(values, dtype=np.int64) for values in axes.values()), indexing="ij")
+    columns = {name: axis.reshape(-1) for name, axis in zip(axes, grid, strict=True)}
+    tp, cp, strategy, instances = (columns[name] for name in ("tp", "cp", "strategy", "dp_instances"))
     legal = ranks % (tp * cp) == 0
-    dp = ranks // (tp * cp)
+    dp = columns["dp"] = ranks // (tp * cp)
     for size in batch_sizes(config):  # each batch of a ramp-up or schedule is a whole number of microbatches
-        legal &= size % np.maximum(dp * micro_batch, 1) == 0
-    legal &= (parallel == 0) | ((tp > 1) & (s % (tp * cp) == 0))
+        legal &= size % np.maximum(dp * columns["micro_batch_size"], 1) == 0
+    legal &= (columns["sequence_parallel"] == 0) | ((tp > 1) & (s % (tp * cp) == 0))
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])
     sizes = config.parallel.hierarchical_context_parallel_sizes
@@ -410,27 +414,26 @@ def _shares(request: Request, pp: int) -> Shares:
     replicas = np.maximum(dp * cp, 1)
     inside = _in_node(request, pp, tp, cp, dp)
     legal &= (instances > 0) | (inside > 1)
-    instances = np.where(instances > 0, instances, replicas // inside)
+    instances = columns["dp_instances"] = np.where(instances > 0, instances, replicas // inside)
     sharded = (strategy != STRATEGIES.index("all-reduce")) & (replicas % instances == 0) & (replicas > instances)
     legal &= (instances == 1) | sharded
     if model.num_experts is not None:
-        grid_fits, expert_replicas = _experts_fit(config, pp, tp, cp, ep, dp)
+        grid_fits, expert_replicas = _experts_fit(config, pp, tp, cp, columns["ep"], dp)
         legal &= grid_fits & (expert_replicas % instances == 0)
         replicas = np.maximum(replicas, expert_replicas)
-    legal &= (replicas > 1) | (strategy == (strategies or [0])[0])
-    columns = (tp, cp, ep, dp, micro_batch, recomputed, strategy, parallel, instances, offload)
-    return Shares(*(column[legal] for column in columns))
+    legal &= (replicas > 1) | (strategy == (axes["strategy"] or [0])[0])
+    return Shares(**columns).take(legal)
 
 
 def _in_node(request: Request, pp: int, tp: Integers, cp: Integers, dp: Integers) -> Integers:
     """Return the largest number of replicas, per share, that fits into a node and divides the number of all replicas; 1
     if all replicas or no two fit into a node. Smaller instances need more memory and send more."""
-    apart = pp if request.config.parallel.rank_order == "tp-cp-ep-pp-dp" else 1
+    pp_stride = pp if request.config.parallel.rank_order == "tp-cp-ep-pp-dp" else 1
     found = np.ones_like(tp)
     for part in divisor_list(request.node) if request.node else ():
-        reach = tp * np.where(part > cp, apart, 1) * part
+        reach = tp * np.where(part > cp, pp_stride, 1) * part
         found = np.where((request.node % reach == 0) & (dp * cp % part == 0), part, found)
-    spread = tp * np.where(dp > 1, apart, 1) * dp * cp > request.node
+    spread = tp * np.where(dp > 1, pp_stride, 1) * dp * cp > request.node
     return np.where(spread, found, 1)
 
 

@@ -81,9 +81,9 @@ class Clock:
         reduce, gather, pieces, each = self._exchanges(shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         moved = self.sizer.on_rank(moved, pp)
-        held = self.sizer.on_rank(coefficients, pp) + shares.offload * moved
+        stored = self.sizer.on_rank(coefficients, pp) + shares.offload * moved
         # States are read and written, gradients read, parameters written: about twice all state bytes.
-        update = 2.0 * held / rate * self.stack.optimizer_slowdown
+        update = 2.0 * stored / rate * self.stack.optimizer_slowdown
         slower = rates.with_copies(update, moved, self.config, self.cluster) - update
         share = self._expert_share
         dense, experts = coefficients[Feature.DENSE_ACTIVE], coefficients[Feature.EXPERTS_ACTIVE]
@@ -157,17 +157,17 @@ class Clock:
         reduce, gather = prices.after
         overlapped = stack.overlap_gradients and p.overlap_grad_reduce
         # Earlier chunks run the forwards of pp (or all) microbatches before the last chunk starts.
-        one, turns = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
+        one, rounds = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
         one = one * (stack.overlap_gradients and p.overlap_param_gather)
-        late = np.maximum(np.maximum(gather / chunks - one, gather - turns * one), 0.0)
+        late = np.maximum(np.maximum(gather / chunks - one, gather - rounds * one), 0.0)
         # A stage's last backward hides all pieces but the first.
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
         exposed: Floats = np.maximum(end, each) + late
-        beside = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
+        slowdown = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
         waiting = prices.slowest * m * busiest
-        return exposed + beside + waiting + prices.optimizer + stack.step_seconds
+        return exposed + slowdown + waiting + prices.optimizer + stack.step_seconds
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
