@@ -113,8 +113,7 @@ def read_sessions(folder: Path) -> list[Session]:
 
 class SessionLog:
     """Records the current session after the earlier ones of the folder, which it drops unless the run `resumes`.
-    Without a `folder` it writes nothing. Create it before metrics.jsonl drops repeated steps, because it reads their
-    time."""
+    Without a `folder` it writes nothing. Create it before metrics.jsonl drops repeated steps: it reads their time."""
 
     def __init__(
         self,

@@ -53,8 +53,7 @@ class LossSpikes:
         return spikes
 
     def score(self, loss: float) -> tuple[float | None, bool]:
-        """Return the score (None after too few losses) and whether to raise an alarm. Ignores NaN and infinities, which
-        `on_non_finite` handles."""
+        """Return the score (None after too few losses) and whether to raise an alarm. Ignores non-finite losses."""
         if self._threshold <= 0.0 or not math.isfinite(loss):
             return None, False
         score = None

@@ -175,8 +175,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
     checkpoint = find_checkpoint(folder, step=config.checkpoint.ckpt_step, world=topology.world, log=log)
     manifest, finetune = checkpoint.manifest, config.checkpoint.finetune
     check_fits(str(checkpoint.path), manifest, config)
-    # A replica that has trained may still gather the parameters of its last step, which would overwrite the loaded
-    # ones.
+    # A replica that has trained may still gather parameters of its last step, which would overwrite the loaded ones.
     replica.strategy.wait_until_idle()
     with topology.world.errors_on_all_ranks():
         require_tokenizer(str(checkpoint.path), manifest, config, tokenizer)
@@ -248,8 +247,8 @@ _NUMBERS = {
 
 
 def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
-    """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The run's length is
-    one if the learning rate decays until its end. The global batch size may follow from dp: `dp` in the checkpoint's
+    """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The run's length
+    counts if the learning rate decays until its end. The global batch size may follow from dp: `dp` in the checkpoint's
     run, `here` in this run."""
     optimizer, differ = written.optimizer, list[str]()
     for section, names in _NUMBERS.items():

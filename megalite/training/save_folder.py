@@ -62,9 +62,8 @@ class RestartGuard:
         return cls(folder_here(config), most=c.max_failures_at_step, settings=settings_digest(config))
 
     def begin(self, start: int, run_dir: str | None) -> None:
-        """Record a start from step `start`. The metrics.jsonl in `run_dir` shows how far a killed start came.
-
-        Raises RestartLoopError."""
+        """Record a start from step `start`, or raise RestartLoopError. The metrics.jsonl in `run_dir` contains the last
+        step of a killed start."""
         self._start = start
         self._failed = self._read(run_dir)
         last = self._failed[-self._most :]

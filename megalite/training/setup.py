@@ -183,8 +183,8 @@ def fetch_remote_files(
 ) -> RunConfig:
     """Fetch all files that settings name by an address (s3://, https://...), and return the config with local paths.
 
-    Rank 0 fetches, and then the first rank of each other node, if the files are missing there. `explicit`: settings of
-    a run that continues from the checkpoint, which is compared with its manifest before its other files are fetched.
+    Rank 0 fetches, and then the first rank of each other node, if the files are missing there. `explicit`: the user's
+    settings in a run that continues from the checkpoint; they must fit its manifest before other files are fetched.
 
     Raises ConfigError: a file cannot be fetched; the same on every rank.
 

@@ -77,8 +77,7 @@ def tensor_states(replica: Replica) -> list[TensorState]:
 
 
 def matrix_states(replica: Replica) -> list[MatrixState]:
-    """Return the states of this rank's matrices; if replicas have different weights, with a leading dimension over
-    replicas."""
+    """Return the states of this rank's matrices, with a leading dimension over replicas if their weights differ."""
     found = replica.optimizer.matrix_states()
     if replica.strategy.replicas_agree or not found:
         return found
@@ -151,8 +150,7 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
 
 
 def tensor_spec(state: TensorState) -> ShardSpec:
-    """Return name, global shape and slice of a whole tensor's stored state. States per slice have a leading dimension
-    over slices."""
+    """Return the shard of a whole tensor's stored state. States per slice have a leading dimension over slices."""
     spec, shape = state.placed.parameter.info.spec, tuple(state.values.shape) or (1,)
     if not state.per_slice:
         return ShardSpec.whole(spec.name, shape)
@@ -183,9 +181,7 @@ def load_matrix(state: MatrixState, checkpoint: Checkpoint, notes: dict[str, Non
         checkpoint.read_into(values, key, bounds)
     else:
         if replicas != stored[:1]:
-            notes[f"has {state.name} of {stored[0]} replicas, another number than this run: it takes one of them"] = (
-                None
-            )
+            notes[f"has {state.name} of {stored[0]} replicas, this run has another number: it takes one's"] = None
         replica = state.spec.slice[0][0] % stored[0] if replicas else 0
         checkpoint.read_into(values[None], key, ((replica, replica + 1), *bounds))
 

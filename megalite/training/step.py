@@ -3,8 +3,7 @@
 The main term is the mean over all unmasked tokens of the global batch. The denominator is computed before the first
 forward, and each microbatch's loss is a sum over tokens divided by it. Gradients and logged losses are then plain sums
 over microbatches and over data- and context-parallel ranks, so no layout, mask or microbatch size changes the
-objective. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch.
-"""
+objective. Terms that layers add (MoE's load balancing) are means over the sequences or tokens of the global batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -122,7 +121,7 @@ class _Forward:
         self._replica, self._batch, self._denominators = replica, batch, denominators
         self._scale, self._auxiliary = scale, auxiliary
         self._row_counts: dict[tuple[int, int], dict[int, Any]] = {}
-        """Rows per expert of forwards that a recompute action (R) repeats, by stage and microbatch."""
+        """Row counts of MoE layers in forwards that a recompute action (R) repeats, by stage and microbatch."""
 
     def __call__(self, stage: int, index: int, x: torch.Tensor | None) -> torch.Tensor:
         module, device = self._replica.stages[stage], self._replica.topology.device
@@ -330,8 +329,7 @@ class Stepper:
             )
 
     def _fault(self, shown: str, batch: _Batch, losses: list[torch.Tensor], done: int) -> str:
-        """Locate the cause of a non-finite step, and return a log line if it is skipped. Raises NonFiniteError
-        otherwise.
+        """Locate the cause of a non-finite step, and return a log line if it is skipped, or raise NonFiniteError.
 
         Collectives: a gather over the scope; those of a second forward if all ranks step together.
         """

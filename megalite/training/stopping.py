@@ -87,8 +87,7 @@ class RunFolder:
 
 
 def reserve_ending(run_dir: Path) -> None:
-    """Reserve space for `exit.json`. Otherwise a run that a full disk ends could not write it, and would be
-    restarted."""
+    """Reserve space for `exit.json`. A run that a full disk ends could not write it, and would be restarted."""
     replace_durably(run_dir / _RESERVED, b" " * _RESERVED_BYTES)
 
 

@@ -57,11 +57,10 @@ class Trainer:
     rank, as in a notebook: `Trainer(configure(...)).fit()`.
 
     Args:
-        dataset: instead of `config.data`: a registered name or function, what `data.sources.as_source` takes, for
-        training
-            alone, or a mapping from train, valid and test to such.
-        model: instead of `config.model.block`: a registered layer or its name; or all of `config.model`.
-        optimizer: instead of `config.optimizer.optimizer`: a registered class or its name.
+        dataset: replaces `config.data`: a registered name or function, or an argument of `data.sources.as_source`, for
+            training only; or a mapping from train, valid and test to such datasets.
+        model: replaces `config.model.block`: a registered layer or its name; or `config.model`: a ModelConfig.
+        optimizer: replaces `config.optimizer.optimizer`: a registered class or its name.
         callbacks: called on rank 0.
         explicit: settings that the user set by name.
         fixed: the explicit settings that an elastic run must not change.

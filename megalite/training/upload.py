@@ -1,5 +1,4 @@
-"""Saves checkpoints to an address (s3://bucket/run): writes each to a local folder, and uploads it with its manifest
-last.
+"""Saves checkpoints to an address (s3://bucket/run): writes each to a local folder, and uploads it, manifest last.
 
 A checkpoint is complete once its manifest exists, so a run killed at any instant resumes from the newest complete one.
 A killed upload leaves files without a manifest, which the next start removes. Each save has different file names, so a

@@ -61,8 +61,7 @@ TENSORBOARD_TAGS = {
     "test_loss": "lm loss test",
     "test_perplexity": "lm loss test ppl",
 }
-"""Field of a record -> Megatron-LM's tag. Each tag also has a curve " vs samples". `_ms` fields are written in
-seconds."""
+"""Field of a record -> Megatron-LM's tag. Each tag also has a curve " vs samples". `_ms` fields become seconds."""
 
 COLUMNS = (
     *("kind", "step", "consumed_samples", "loss", "valid_loss", "test_loss", "valid_perplexity", "test_perplexity"),
