@@ -184,7 +184,7 @@ def _stacked(count: int, *tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _unstacked(x: Tensor, count: int) -> Tensor:
-    """The inverse of `_stacked`."""
+    """Invert `_stacked`."""
     return x if count == 1 else x.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
 
 

@@ -116,7 +116,7 @@ class AttentionCore(Module):
         """Return the sequence spans of each rank of `core_cp` inside the core, after the exchange of heads."""
         return joined_spans(context.spans, self.cp_heads.size)
 
-    def traded_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
+    def exchange_spans(self, context: ForwardContext) -> tuple[Spans, ...]:
         """Return the sequence spans of each rank of `cp_heads` outside the core."""
         first = self.core_cp.rank * self.cp_heads.size
         return context.spans[first : first + self.cp_heads.size]
@@ -219,7 +219,7 @@ class Attention(AttentionCore):
         q, k, v = self._in_qkv(self._heads, x, context, cache)
         mixed = self._in_core(self.core, q, k, v, context).permute(2, 0, 1, 3)
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.traded_spans(context))
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.exchange_spans(context))
         return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +254,7 @@ class Attention(AttentionCore):
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))
             grouped = q.unflatten(2, (self.groups * self.repeats, -1))
             packed = torch.cat((grouped, k.unsqueeze(3), v.unsqueeze(3)), dim=3)
-            packed = sequence_to_heads(packed, cp=self.cp_heads, spans=self.traded_spans(context))
+            packed = sequence_to_heads(packed, cp=self.cp_heads, spans=self.exchange_spans(context))
             q, k, v = self._split(packed.flatten(0, 1), b)
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         if cache is not None:

@@ -104,7 +104,7 @@ class Block(Module):
         """Return branch(normed, ...); if norms are recomputed, it saves nothing of norm(x)."""
         if not self.recompute_norms or norm is None:
             return branch(normed, *args, **kwargs)
-        with self.saves.remaking(normed, norm.normalize, x, kept_by=name):
+        with self.saves.recomputing(normed, norm.normalize, x, saved_in=name):
             return branch(normed, *args, **kwargs)
 
     def feed_forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -124,7 +124,7 @@ def run_layers(
     `recompute.offload_layers` layers offload their saved tensors to host memory.
     """
     recompute_blocks = offloaded = 0
-    offload: Any = recompute.saves  # an ActivationOffload where layers are offloaded
+    offload: Any = recompute.saves  # an ActivationOffload if layers are offloaded
     if torch.is_grad_enabled():
         offloaded = recompute.offload_layers
         if recompute.granularity == "full":

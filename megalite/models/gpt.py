@@ -74,7 +74,7 @@ class Embedding(Module):
 
 
 class Head(Module):
-    """Final norm and the projection to the vocabulary, by its own weight or the word embedding's.
+    """Final norm and projection to the vocabulary, with a separate weight or the word embedding's.
 
     `mtp`: the layers of multi-token prediction; they take the output of the norm and share the projection.
     """

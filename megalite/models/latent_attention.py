@@ -97,7 +97,7 @@ class LatentAttention(AttentionCore):
             cache.fill(self.name, keys, keys[..., :0])
         mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
-            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.traded_spans(context))
+            mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.exchange_spans(context))
         return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
     def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
@@ -111,7 +111,7 @@ class LatentAttention(AttentionCore):
             if not recompute:
                 return self.core(*heads, context)
             up_project = partial(self._heads, context=context)
-            with self.saves.remaking(heads, up_project, q, latent, shared, kept_by="qkv_linear"):
+            with self.saves.recomputing(heads, up_project, q, latent, shared, saved_in="qkv_linear"):
                 return self._core(*heads, context)
 
     def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
@@ -129,7 +129,9 @@ class LatentAttention(AttentionCore):
         k, v = self.kv_up(latent).view(s, b, heads, -1).split((self.plain, self.values), dim=3)
         k = torch.cat((k, self._shared_key(shared, context).expand(-1, -1, heads, -1)), dim=3)
         if self.exchange_heads:
-            packed = sequence_to_heads(torch.cat((q, k, v), dim=3), cp=self.cp_heads, spans=self.traded_spans(context))
+            packed = sequence_to_heads(
+                torch.cat((q, k, v), dim=3), cp=self.cp_heads, spans=self.exchange_spans(context)
+            )
             q, k, v = (part.contiguous() for part in packed.split((q.shape[3], k.shape[3], v.shape[3]), dim=3))
         v = F.pad(v, (0, self.head_size - self.values)) if self.values < self.head_size else v.contiguous()
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block."""
+"""MLP: the feed-forward half of a block."""
 
 import math
 from collections.abc import Callable
@@ -90,5 +90,5 @@ class MLP(Module):
         active = self._in_act(self.activation, *inner)
         if not self.recompute_activation:
             return self.down(active)
-        with self.saves.remaking(active, self.activation, *inner, kept_by="mlp_act"):
+        with self.saves.recomputing(active, self.activation, *inner, saved_in="mlp_act"):
             return self.down(active)

@@ -80,7 +80,7 @@ class AllHeadsNorm(Module):
         self.weight = factory.parameter(f"{name}.weight", (size,), shard_dim=0, value=1.0 - self.offset, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, heads/tp, d] -> the same.
+        """[s, b, heads/tp, d] -> [s, b, heads/tp, d].
 
         Collectives: an all-reduce of one number per token over tp, forward and backward.
         """

@@ -22,7 +22,7 @@ def unpack(handle: Handle) -> Tensor:
 
 
 class SavedTensors:
-    """Handles the tensors that a stage's operations save for the backward; this class recomputes those in `remaking`.
+    """Handles the tensors that a stage's operations save for the backward; this class recomputes those in `recomputing`.
 
     One pair of hooks serves all scopes, because torch calls only the innermost hooks.
     """
@@ -39,19 +39,19 @@ class SavedTensors:
         return operator.call
 
     @contextmanager
-    def remaking(
-        self, tensors: Tensors, compute: Callable[..., Tensors], *inputs: Tensor, kept_by: str | None = None
+    def recomputing(
+        self, tensors: Tensors, compute: Callable[..., Tensors], *inputs: Tensor, saved_in: str | None = None
     ) -> Iterator[None]:
         """Keep operations inside from saving `tensors` or views of them; the backward uses `compute(*inputs)` instead.
 
         `compute` must return the same bits in the same memory layout, one storage per tensor. The inputs, saved in the
-        module `kept_by`, stay in memory until the backward anyway. Do not use it inside a checkpointed region: that
+        module `saved_in`, stay in memory until the backward anyway. Do not use it inside a checkpointed region: that
         saves nothing, but this would save `inputs`.
         """
 
         def keep() -> tuple[Handle, ...]:
             # Detached: a saved input must keep its memory alive, but not its graph.
-            return tuple(self._input_handle(each.detach(), kept_by) for each in inputs)
+            return tuple(self._input_handle(each.detach(), saved_in) for each in inputs)
 
         self._recomputed.append(_Recomputed(tensors, compute, keep))
         try:

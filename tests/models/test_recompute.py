@@ -128,7 +128,7 @@ def test_a_tensor_is_made_once_a_backward_for_all_that_held_it(holders: int) -> 
     x, made = torch.randn(6, 4, dtype=torch.float64).requires_grad_(), []
     weight = torch.randn(4, 4, dtype=torch.float64).requires_grad_()
     y = remade(x, made).detach().requires_grad_()
-    with SavedTensors().remaking(y, lambda x: remade(x, made), x):
+    with SavedTensors().recomputing(y, lambda x: remade(x, made), x):
         out = sum(y.view(3, 8).view(6, 4) @ weight for _ in range(holders))
     assert made == ["forward"]
     for times in (1, 2):
@@ -143,7 +143,7 @@ def test_nothing_is_held_of_it_and_nothing_after_the_backward() -> None:
     weight = torch.randn(8, 8).requires_grad_()
     with LiveBytes() as live:
         y = x * 1.0
-        with SavedTensors().remaking(y, lambda x: x * 1.0, x):
+        with SavedTensors().recomputing(y, lambda x: x * 1.0, x):
             out = y @ weight
         del y
         assert live.now == out.untyped_storage().nbytes()
@@ -156,7 +156,7 @@ def test_other_tensors_pass_and_a_graph_that_is_dropped_lets_go_of_them() -> Non
     x, weight = torch.randn(100, 8).requires_grad_(), torch.randn(8, 8).requires_grad_()
     with LiveBytes() as live:
         y = x.tanh()
-        with SavedTensors().remaking(y, torch.tanh, x):
+        with SavedTensors().recomputing(y, torch.tanh, x):
             out = (y @ weight).softmax(-1)  # softmax keeps its own output
         expected = torch.autograd.grad((x.tanh() @ weight).softmax(-1).square().sum(), weight)
         (found,) = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)

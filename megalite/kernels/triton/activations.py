@@ -1,7 +1,7 @@
 """Triton kernels of MLP activations: one pass each in forward and backward; gated ones save only their input."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.bases import Function
-from megalite.kernels.triton.launch import accumulator, multiprocessors, next_power_of_2, rows_of, warps
+from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, rows_of, warps
 
 SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RESIDENT = 7  # programs of bias_gelu's backward per multiprocessor, limited by registers
@@ -113,21 +113,12 @@ def bias_gelu_backward_kernel(
         tl.store(partials + share * N + column, tl.sum(total, 0), mask=column < N)
 
 
-class Cut(NamedTuple):
-    """Tiling of [rows, n] for programs that need no whole rows."""
-
-    rows: int
-    block: int
-    across: int  # blocks per row
-    warps: int
-
-
 @functools.cache
-def cut(n: int, itemsize: int) -> Cut:
+def activation_tile(n: int, itemsize: int) -> Tile:
     """Return tiles of two 16-byte loads per thread in 4 warps: part of one row, or several short rows."""
     elements = 4 * 32 * 32 // itemsize
     block = min(next_power_of_2(n), elements)
-    return Cut(elements // block, block, triton.cdiv(n, block), warps(elements, 32 // itemsize))
+    return Tile(elements // block, block, warps(elements, 32 // itemsize))
 
 
 class _BiasGelu(Function):
@@ -143,15 +134,16 @@ class _BiasGelu(Function):
         x, bias = ctx.saved_tensors
         (rows, n), flat = x.shape, rows_of(dy)
         dx = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-        tile = cut(n, x.element_size())
-        resident = multiprocessors(x.device) * RESIDENT // tile.across
+        tile = activation_tile(n, x.element_size())
+        across = triton.cdiv(n, tile.block)
+        resident = multiprocessors(x.device) * RESIDENT // across
         sharing = min(triton.cdiv(rows, tile.rows), max(resident, 1))
         partials = None
         if bias is not None:
             partials = torch.empty((sharing, n), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         if x.numel():
             tensors = (flat, x, bias, dx, partials, rows, (flat.stride(0), x.stride(0)))
-            bias_gelu_backward_kernel[(sharing * tile.across,)](*tensors, **_constants(ctx.kind, n, tile, x.dtype))
+            bias_gelu_backward_kernel[(sharing * across,)](*tensors, **_constants(ctx.kind, n, tile, x.dtype))
         return dx.view(dy.shape), None if partials is None else partials.sum(0).to(bias.dtype), None
 
 
@@ -175,14 +167,16 @@ def _activated(x: Tensor, bias: Tensor | None, dy: Tensor | None, kind: int, n: 
     rows = x.shape[0]
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
-        tile = cut(n, x.element_size())
+        tile = activation_tile(n, x.element_size())
         tensors = (x, bias, dy, out, rows, (x.stride(0), 0 if dy is None else dy.stride(0)))
         constants = _constants(kind, n, tile, x.dtype)
-        activation_kernel[(triton.cdiv(rows, tile.rows) * tile.across,)](*tensors, GATED=x.shape[1] > n, **constants)
+        activation_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.block),)](
+            *tensors, GATED=x.shape[1] > n, **constants
+        )
     return out
 
 
-def _constants(kind: int, n: int, tile: Cut, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(kind: int, n: int, tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
     sizes = {"N": n, "ROWS": tile.rows, "BLOCK": tile.block}
     return {"KIND": kind, **sizes, "ACC": accumulator(dtype), "num_warps": tile.warps}
 

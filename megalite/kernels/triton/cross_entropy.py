@@ -170,7 +170,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
-    Where the gradient of a token is 0 (it is ignored) the row becomes exactly 0, whatever its logits are.
+    If the gradient of a token is 0 (an ignored token), its row becomes exactly 0, whatever its logits are.
     """
     logits, own = saved
     (n, v), first = logits.shape, first or 0
@@ -184,5 +184,5 @@ def cross_entropy_backward(
         WIDE=accumulator(logits.dtype),
         num_warps=warp_count,
     )
-    torch.autograd.graph.increment_version(logits)  # as torch's kernels do: a second backward is refused
+    torch.autograd.graph.increment_version(logits)  # like torch's kernels, so that a second backward raises an error
     return logits

@@ -1,4 +1,4 @@
-"""Dropout masks by a Triton kernel: one launch for all samples and heads, one byte an element written."""
+"""Triton kernel for dropout masks: one launch for all samples and heads, one byte written per element."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from megalite.kernels.dropout import COLUMNS, threshold
 from megalite.kernels.triton.launch import warps
 
 BLOCK = 512
-"""Calls of the generator in one program."""
+"""Generator calls per program."""
 
 
 @triton.jit
 def _two(words: tl.tensor, below: tl.tensor) -> tl.tensor:
-    """A byte for each half of words of 64 bits, the low half's first."""
+    """Return one byte for each half of a 64-bit word, the low half first."""
     low = ((words & 0xFFFFFFFF) >= below).to(tl.uint64)
     high = ((words >> 32) >= below).to(tl.uint64)
     return low | (high << 8)

@@ -133,7 +133,7 @@ def backward_kernel(
         place = row.to(tl.int64)[:, None]
         dense = place * N + column[None, :]
         following = first + programs * ROWS
-        if AHEAD:  # the next turn's rows are on their way during this one
+        if AHEAD:  # prefetch the next iteration's rows during this one
             normed, g = z_next.to(ACC), dy_next.to(ACC)
             z_next, dy_next = _z_and_dy(inputs, strides, following, rows, column, N, ROWS)
         else:
@@ -146,7 +146,7 @@ def backward_kernel(
             dnorm_bias += g
         normed *= inverse
         dweight += g * normed
-        # From the cache in every turn: registers for it would be one tensor too many.
+        # Loaded from the cache in each iteration, because registers have no space for it.
         factor = tl.load(weight + column, mask=inside, other=0.0).to(ACC) + OFFSET
         g = g * factor[None, :]
         out = g - normed * _row_mean(g * normed, sums, row, rows, N)

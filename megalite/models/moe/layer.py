@@ -63,8 +63,8 @@ class Experts(Module):
         """Rows [n, h] sorted by expert -> [n, h], partial sums over expert_tp. Collectives: none."""
         inner = self._in_fc1(grouped_linear, rows, self.up, sizes, self._up, bias=self.up_bias)
         active = self._in_act(self.activation, inner)
-        remaking = self.saves.remaking(active, self.activation, inner, kept_by="mlp_act")
-        with remaking if self.recompute_activation else nullcontext():
+        recomputing = self.saves.recomputing(active, self.activation, inner, saved_in="mlp_act")
+        with recomputing if self.recompute_activation else nullcontext():
             return grouped_linear(active, self.down, sizes, self._down, bias=self.down_bias, adds_bias=self.adds_bias)
 
 
