@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.matmul import Products, WeightProduct
+from megalite.kernels.probes import why_not_capability
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # both dimensions of a weight must be multiples of it, because rows of the factors are 16-byte aligned
@@ -24,12 +25,7 @@ _SMALLEST = 2.0**-100  # lower bound on the largest element when the scale is co
 
 def why_not_fp8(device: torch.device) -> str | None:
     """Return why the device cannot multiply in fp8, or None."""
-    if device.type != "cuda":
-        return f"{device.type} has no matrix products in fp8"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        return f"it requires compute capability 8.9 or more, but this device has {major}.{minor}"
-    return None
+    return why_not_capability(device, (8, 9), "matrix products in fp8")
 
 
 def why_not_blockwise(device: torch.device) -> str | None:

@@ -23,6 +23,16 @@ _FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer
 """Files that identify the installed `apex` package as NVIDIA's."""
 
 
+def why_not_capability(device: torch.device, least: tuple[int, int], products: str) -> str | None:
+    """Return why a device has no `products`, which CUDA devices support from compute capability `least`, or None."""
+    if device.type != "cuda":
+        return f"{device.type} has no {products}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < least:
+        return f"it requires compute capability {least[0]}.{least[1]} or more, but this device has {major}.{minor}"
+    return None
+
+
 @cache
 def why_not_triton(device: str) -> str | None:
     """Return why our Triton kernels cannot run on this device type, or None."""

@@ -11,6 +11,7 @@ from megalite.kernels.attention_backends import AttentionShape, choose_attention
 from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.fp8 import BlockProducts, Fp8Products, why_not_blockwise, why_not_fp8
 from megalite.kernels.matmul import Matmul
+from megalite.kernels.probes import why_not_capability
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,16 +19,6 @@ from megalite.tensor_parallel.overlapped_linear import Pieces, Ring, SymmetricMe
 from megalite.topology.group import Group
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
-
-
-def why_not_tf32(device: torch.device) -> str | None:
-    """Return why the device cannot multiply in TF32, or None."""
-    if device.type != "cuda":
-        return f"{device.type} has no products in TF32"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 0):
-        return f"it requires compute capability 8.0 or more, but this device has {major}.{minor}"
-    return None
 
 
 def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
@@ -38,7 +29,8 @@ def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
     """
     lines = []
     if compute.tf32:
-        if (reason := None if device.type == "meta" else why_not_tf32(device)) is not None:
+        reason = None if device.type == "meta" else why_not_capability(device, (8, 0), "products in TF32")
+        if reason is not None:
             raise ConfigError(f"tf32 cannot be used: {reason}; remove it")
         # torch's older setting also sets the newer one, and torch.compile still reads the older.
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -87,7 +79,7 @@ def _use_overlap(stage: GPTStage, compute: ComputeConfig) -> str:
             raise ConfigError(f"tp_comm_overlap_backend symmetric cannot be used: {found}; use ring or auto")
         by, reason = (SymmetricMemory, "available") if found is None else (Ring, found)
     for linear in linears:
-        linear.overlap, linear.overlap_by = True, by
+        linear.overlap_by = by
     how = "by a ring" if by is Ring else "by symmetric memory"
     return f"sequence-parallel gathers and scatters {how}, in pieces under the layers' matrix products ({reason})"
 

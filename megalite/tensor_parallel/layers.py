@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
-from megalite.tensor_parallel.overlapped_linear import Pieces, Ring, scattered_linear
+from megalite.tensor_parallel.overlapped_linear import Pieces, scattered_linear
 from megalite.tensor_parallel.parameter import (
     ParameterFactory,
     ShardedParameter,
@@ -136,8 +136,9 @@ class ColumnParallelLinear(Module):
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap = False  # with sequence parallelism: overlap products and communication
-    overlap_by: Callable[[Group, Matmul], Pieces] = Ring
+    overlap_by: Callable[[Group, Matmul], Pieces] | None = (
+        None  # overlaps products and communication
+    )
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class ColumnParallelLinear(Module):
         """Apply the layer; with `add_bias` False the caller adds the bias. Collectives: see `linear`."""
         bias = self.bias if add_bias else None
         sp = self.sequence_parallel
-        pieces = self.overlap_by(self.tp, self.matmul) if self.overlap and sp else None
+        pieces = self.overlap_by(self.tp, self.matmul) if self.overlap_by is not None and sp else None
         own = None if self.stacked else bias
         y = linear(x, self.weight, own, tp=self.tp, sequence_parallel=sp, products=self.products, pieces=pieces)
         return y + bias.flatten() if self.stacked and bias is not None else y
@@ -187,9 +188,9 @@ class RowParallelLinear(Module):
     once, after the sum.
     """
 
-    overlap = False
-    """With sequence parallelism: overlap the sum of each rank's rows with other rows' products (`scattered_linear`)."""
-    overlap_by: Callable[[Group, Matmul], Pieces] = Ring
+    overlap_by: Callable[[Group, Matmul], Pieces] | None = (
+        None  # overlaps products and communication
+    )
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ class RowParallelLinear(Module):
         """
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, tp=None, products=self.products)
-        if self.sequence_parallel and self.overlap:
+        if self.sequence_parallel and self.overlap_by is not None:
             y = scattered_linear(x, self.weight, self.overlap_by(self.tp, self.matmul))
         else:
             terms = linear(x, self.weight, None, tp=None, products=self.products)

@@ -1,12 +1,14 @@
 """Layers with overlapped communication against the same layers that gather first and scatter after."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlapped_linear import arriving, sum_of_parts
+from megalite.tensor_parallel.overlapped_linear import Ring, arriving, sum_of_parts
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
@@ -33,9 +35,9 @@ def layers(tp: Group, dtype: torch.dtype, *, bias: bool) -> list[Layer]:
     ]
 
 
-def run(layer: Layer, tp: Group, *, overlap: bool, into_main_grad: bool, split: bool) -> Numbers:
+def run(layer: Layer, tp: Group, *, overlap: Any, into_main_grad: bool, split: bool) -> Numbers:
     """Run forward and backward of this rank's part; return also bias gradients and the number of reports."""
-    layer.overlap = overlap
+    layer.overlap_by = overlap
     dtype, deferred, reports = layer.weight.dtype, DeferredWeightGradients(), []
     layer.weight.deferred = deferred
     for parameter in (layer.weight, layer.bias):
@@ -75,8 +77,8 @@ def same_numbers(context: RankContext, size: int) -> None:
         for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
             for layer in layers(tp, dtype, bias=bias):
                 how = {"into_main_grad": into_main_grad, "split": split}
-                whole = run(layer, tp, overlap=False, **how)
-                pieces = run(layer, tp, overlap=True, **how)
+                whole = run(layer, tp, overlap=None, **how)
+                pieces = run(layer, tp, overlap=Ring, **how)
                 assert pieces.keys() == whole.keys()
                 for name, expected in whole.items():
                     error = (pieces[name].double() - expected.double()).norm() / expected.double().norm()
@@ -125,7 +127,7 @@ def test_each_piece_travels_under_a_product(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "mm", spied)
     group = SpyGroup("tp", (0, 1, 2), 0)
     layer = layers(group, torch.float64, bias=False)[0]
-    layer.overlap = True
+    layer.overlap_by = Ring
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     layer.weight.accumulate_product = lambda *_: EVENTS.append("weight gradient")
     EVENTS.clear()

@@ -35,9 +35,8 @@ def same_numbers(context: RankContext, size: int) -> None:
     for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
         for layer in layers(tp, torch.float64, bias=bias):
             how = {"into_main_grad": into_main_grad, "split": split}
-            whole = run(layer, tp, overlap=False, **how)
-            layer.overlap_by = SymmetricMemory
-            pieces = run(layer, tp, overlap=True, **how)
+            whole = run(layer, tp, overlap=None, **how)
+            pieces = run(layer, tp, overlap=SymmetricMemory, **how)
             assert pieces.keys() == whole.keys()
             for name, expected in whole.items():
                 error = (pieces[name] - expected).norm() / expected.norm()
