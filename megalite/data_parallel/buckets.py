@@ -67,7 +67,6 @@ class Bucket:
             free_storage(self.data)  # until `draw`
         if not allocate:
             free_storage(self.grad)
-        self._uses = sum(parameter.info.uses for parameter in parameters)  # gradients of one whole backward
         self._awaited = 0
         self._on_full: Callable[[], None] = lambda: None
 
@@ -104,7 +103,7 @@ class Bucket:
     def start_counting(self, on_full: Callable[[], None], pending: Counter[torch.nn.Parameter] | None = None) -> None:
         """Start to count gradients, and call `on_full` after the last one; at once if none is expected. `pending`: number
         of gradients that each parameter will still get; by default, those of one backward."""
-        self._awaited = self._uses if pending is None else sum(pending[placed.parameter] for placed in self.placed)
+        self._awaited = sum(awaited(placed.parameter, pending) for placed in self.placed)
         self._on_full = on_full
         for placed in self.placed:
             placed.parameter.grad_ready = self._count_down

@@ -12,8 +12,7 @@ from megalite.data_parallel.buckets import Bucket, awaited
 from megalite.data_parallel.facts import ALIGNMENT
 from megalite.data_parallel.shards import Norms
 from megalite.data_parallel.strategy import DataParallelStrategy
-from megalite.data_parallel.wire import WorkList
-from megalite.topology.group import Work
+from megalite.topology.group import Work, WorkList
 
 Range = tuple[int, int]
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megalite.topology.group import DONE, Group, Work, add_in_order
+from megalite.topology.group import DONE, Group, Work, WorkList, add_in_order
 
 T = TypeVar("T")
 Job = tuple[Callable[[], None], "Future[None]"]
@@ -115,19 +115,6 @@ class WireCounter:
         with self._lock:
             sent, self._sent = self._sent, 0.0
             return sent
-
-
-@dataclass
-class WorkList:
-    """Works that started together, and the tensors that must stay alive until all are done."""
-
-    works: Sequence[Work]
-    kept: Sequence[torch.Tensor] = ()
-
-    def wait(self) -> Any:
-        for work in self.works:
-            work.wait()
-        self.works, self.kept = (), ()
 
 
 def pipelined(started: Iterable[T], ahead: int = 2) -> Iterator[T]:

@@ -58,25 +58,26 @@ class Work(Protocol):
 
 
 @dataclass(eq=False)
-class _Then:
-    """Works that started together (none for a group of one rank), and a function that the first `wait` runs after them.
+class WorkList:
+    """Works that started together (none for a group of one rank), and tensors that must stay alive until all are done.
 
-    `sent` stays alive until then.
+    The first `wait` runs `finish` after them.
     """
 
     works: Sequence[Work] = ()
+    kept: Sequence[torch.Tensor] = ()
     finish: Callable[[], Any] | None = None
-    sent: torch.Tensor | None = None
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        finish, self.finish, self.sent = self.finish, None, None
+        finish, self.finish = self.finish, None
+        self.works, self.kept = (), ()
         if finish is not None:
             finish()
 
 
-DONE: Work = _Then()
+DONE: Work = WorkList()
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,7 @@ class Group:
         received = torch.empty_like(tensor)
         work = self._start_exchange(received, tensor, "reduce_scatter")
         parts = received.view(self.size, *output.shape)
-        return _Then([work], lambda: add_in_order(output, parts))
+        return WorkList([work], finish=lambda: add_in_order(output, parts))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -221,7 +222,7 @@ class Group:
             dist.P2POp(dist.isend, tensor, next_rank, self.process_group),
             dist.P2POp(dist.irecv, received, previous, self.process_group),
         ]
-        work = self._lane.start(lambda: _Then(dist.batch_isend_irecv(messages), sent=tensor), "rotate", tensor.nbytes)
+        work = self._lane.start(lambda: WorkList(dist.batch_isend_irecv(messages), [tensor]), "rotate", tensor.nbytes)
         return received, work
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:

@@ -30,13 +30,6 @@ def lr(at: int, **changes: Any) -> float:
     return schedules(**changes).lr(Progress(at, 4 * at))
 
 
-def test_warm_up_is_linear_and_the_first_step_learns() -> None:
-    values = [lr(step, lr_warmup_iters=4, lr_warmup_init=0.2) for step in range(1, 5)]
-    assert values == pytest.approx([0.4, 0.6, 0.8, 1.0], rel=1e-12)
-    assert lr(1, lr_warmup_fraction=0.05) == pytest.approx(0.2)
-    assert lr(5, lr_warmup_fraction=0.05) == pytest.approx(1.0)
-
-
 def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
     """The curve is the same between other limits; the lower limit is min_lr unless it is set."""
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)

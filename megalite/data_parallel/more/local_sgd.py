@@ -14,10 +14,10 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, flat_states, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
-from megalite.data_parallel.wire import WorkList
 from megalite.kernels.integers import Integers
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
+from megalite.topology.group import WorkList
 from megalite.topology.topology import Topology
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -14,9 +14,9 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, flat_state
-from megalite.data_parallel.wire import Channel, WireCounter, WorkList
+from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import Optimizer, Update
-from megalite.topology.group import Work
+from megalite.topology.group import Work, WorkList
 
 
 @dataclass(frozen=True)

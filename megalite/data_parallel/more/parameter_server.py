@@ -13,10 +13,10 @@ from megalite.data_parallel.more.server import LEADER, Server
 from megalite.data_parallel.more.server_link import Kind, Ledger, Link, Order, Request, by_arrival, by_rank
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
-from megalite.data_parallel.wire import Channel, WorkList, pipelined
+from megalite.data_parallel.wire import Channel, pipelined
 from megalite.data_parallel.zero import DistributedOptimizer
 from megalite.optimizers.base import Optimizer, Update
-from megalite.topology.group import DONE, Group, Work, add_in_order
+from megalite.topology.group import DONE, Group, Work, WorkList, add_in_order
 from megalite.topology.topology import ServerGroups, Topology, server_groups
 
 SERVER = 0  # index of the server in its group

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.data_parallel.wire import WorkList
-from megalite.topology.group import Group, Work
+from megalite.topology.group import Group, Work, WorkList
 
 
 class Kind(IntEnum):
