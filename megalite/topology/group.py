@@ -340,9 +340,9 @@ Half = Callable[[torch.Tensor], torch.Tensor]  # forward or backward of an autog
 
 class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
-        ctx.back = back
-        y = there(x)
+    def forward(ctx: Any, x: torch.Tensor, forward: Half, backward: Half) -> torch.Tensor:
+        ctx.half = backward
+        y = forward(x)
         if y is x:  # reduced in place
             ctx.mark_dirty(x)
         return y
@@ -351,15 +351,15 @@ class _Conjugate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError("a collective has no second derivative: call backward without create_graph=True")
-        return ctx.back(grad), None, None
+        return ctx.half(grad), None, None
 
 
-def conjugate(x: torch.Tensor, there: Half, back: Half) -> torch.Tensor:
-    """Return `there(x)` with the gradient `back(grad)`; neither function may save an activation.
+def conjugate(x: torch.Tensor, forward: Half, backward: Half) -> torch.Tensor:
+    """Return `forward(x)` with the gradient `backward(grad)`; neither function may save an activation.
 
-    Collectives: those of `there` / those of `back`.
+    Collectives: those of `forward` / those of `backward`.
     """
-    return _Conjugate.apply(x, there, back)
+    return _Conjugate.apply(x, forward, backward)
 
 
 ProcessGroups = MutableMapping[tuple[str, tuple[int, ...]], Any]

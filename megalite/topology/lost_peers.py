@@ -143,7 +143,7 @@ class RollCall:
         if isinstance(error, RuntimeError) and _is_nccl_connection_error(error) and (missing := self.missing(seconds)):
             raise NoAnswerError(
                 f"NCCL has lost a connection, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer "
-                f"within {seconds:g} s: gone, cut off, or still waiting in NCCL; see what was printed there last ({text})"
+                f"within {seconds:g} s: gone, cut off, or still waiting in NCCL; see their last output ({text})"
             ) from error
 
     def _finding(self, missing: list[int] | None, seconds: float) -> str:

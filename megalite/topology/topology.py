@@ -86,7 +86,7 @@ def fresh_prefix_store(
             names = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if len(missing) > _MOST_NAMED else "")
             raise RuntimeError(
                 f"{'ranks' if len(missing) > 1 else 'rank'} {names} of {world_size} did not come within "
-                f"{timeout.total_seconds():g} s (distributed_timeout_minutes); see what was printed there last"
+                f"{timeout.total_seconds():g} s (distributed_timeout_minutes); see their last output"
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)

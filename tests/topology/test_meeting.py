@@ -72,7 +72,7 @@ def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or
     if former:
         start(store, [0.0] * 4)
     (message,) = waits_in_vain(store, come, 4)
-    assert message == (f"{says} did not come within 1 s (distributed_timeout_minutes); see what was printed there last")
+    assert message == f"{says} did not come within 1 s (distributed_timeout_minutes); see their last output"
 
 
 def test_not_all_of_many_are_named(store: dist.TCPStore) -> None:

@@ -130,9 +130,9 @@ class TopK(Codec):
     def _mean(self, values: torch.Tensor) -> None:
         self.error.add_(values)
         places = largest(torch.abs(self.error, out=values), self.count)
-        owed = self.error[places]
-        sent = owed.to(self._format)
-        self.error[places] = owed - sent
+        exact = self.error[places]
+        sent = exact.to(self._format)
+        self.error[places] = exact - sent
         row = torch.cat([places.to(torch.int32).view(torch.uint8), sent.view(torch.uint8)])
         self.channel.gather_raw(self._rows.view(-1), row)
         values.zero_()
@@ -165,13 +165,13 @@ class Uint8(Codec):
         self.wire_bytes = 2 * (n - 1) * self._integers.nbytes
 
     def _mean(self, values: torch.Tensor) -> None:
-        n, mine = self.channel.size, self._rows[self.channel.rank]
-        for owed, part, row in zip(self.error.view(n, -1), values.view(n, -1), self._rows, strict=True):
-            self._integers.encode(owed, row, more=part)
+        n, own = self.channel.size, self._rows[self.channel.rank]
+        for error, part, row in zip(self.error.view(n, -1), values.view(n, -1), self._rows, strict=True):
+            self._integers.encode(error, row, more=part)
         for row in self.channel.exchange_raw(self._rows.view(-1)).view(n, -1):
             self._integers.decode(row, self.server_error, factor=1.0 / n)
-        self._integers.encode(self.server_error, mine)
-        self.channel.gather_raw(self._rows.view(-1), mine)
+        self._integers.encode(self.server_error, own)
+        self.channel.gather_raw(self._rows.view(-1), own)
         for part, row in zip(values.view(n, -1), self._rows, strict=True):
             self._integers.decode(row, part)
 

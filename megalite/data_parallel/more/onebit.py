@@ -188,9 +188,9 @@ class OneBit(Codec):
         total = values[rank * chunk : (rank + 1) * chunk].copy_(self.server_error)
         shares = [self._sizes(row) / n for row in received]
         for window in self._chunks[rank].windows:
-            mine = window.of(total)
+            own = window.of(total)
             for row, sizes in zip(received, shares, strict=True):
-                mine.addcmul_(self._unpack(window, row), window.spread(sizes))
+                own.addcmul_(self._unpack(window, row), window.spread(sizes))
         answer = self._sent[rank]
         self._encode(rank, total, self.server_error, answer)
         answers = torch.empty_like(self._sent)
