@@ -41,7 +41,7 @@ class ComputeConfig:
     """Kernels and computation."""
 
     kernels: list[str] = option([])
-    """Kernel choice: a BACKEND is preferred for all operations, OPERATION=BACKEND is required: apex,adam=torch."""
+    """Kernel choice, e.g. apex,adam=torch: a BACKEND is preferred for all operations, OPERATION=BACKEND is required."""
     attention_backend: str = option("auto", choices=("auto", "flash", "cudnn", "efficient", "blocked", "math"))
     """Attention kernel: torch's flash, cudnn, efficient or math, or megalite's blocked for bf16 on a CPU."""
     tp_comm_overlap: bool = option(False)

@@ -53,8 +53,7 @@ def shortened(value: object) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known words that `word` may mean: those that other frameworks call so, else the most similar one and
-    others that are almost as similar."""
+    """Return the known words that `word` may mean: names that other frameworks use, else the most similar words."""
     known = list(known)
     if same := [ours for ours in known if _plain(word) in _OTHER_NAMES.get(_plain(ours), "").split()]:
         return same
@@ -98,16 +97,15 @@ class ConfigError(ValueError):
 
 
 class TakenError(ConfigError):
-    """Another run is using the folder and leaves its own note there, so this run writes none."""
+    """Another run is using the folder and records how it ends there, so this run records nothing."""
 
 
 class RankError(ConfigError):
-    """A ConfigError found on some ranks only: each reports it, since rank 0 may not have it. `exit_code`: the
-    original's."""
+    """A ConfigError found on some ranks only: each reports it, since rank 0 may not have it."""
 
     def __init__(self, message: str, *, exit_code: int = BAD_INPUT) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # of the original error
 
 
 class CheckpointError(ConfigError):
@@ -153,7 +151,7 @@ class Problems:
 
     @contextmanager
     def collecting(self, wrong: Iterable[str] = ()) -> Iterator[None]:
-        """Record a ConfigError from the block; it or Reported makes the settings `wrong` wrong, iterated only then."""
+        """Record a ConfigError of the block. It or Reported also marks the settings `wrong`, iterated only then."""
         try:
             yield
         except ConfigError as error:
@@ -164,7 +162,7 @@ class Problems:
             self.wrong.update(wrong)
 
     def extend(self, findings: Findings, *wrong: str, render: Callable[[str], str] = str) -> None:
-        """Record a rule's findings, worded by `render`; if there are any, the settings `wrong` are wrong."""
+        """Record a rule's findings, worded by `render`; if there are any, mark the settings `wrong`."""
         before = len(self.found)
         try:  # the same as `collecting`, but faster: there are hundreds of rules
             for found in findings:

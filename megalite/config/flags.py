@@ -21,7 +21,7 @@ from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
 from megalite.config.run import hugging_face_folder, least_ranks
 from megalite.config.validate import validate
-from megalite.config.values import from_words
+from megalite.config.values import from_words, whole_number
 
 RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -130,7 +130,7 @@ def _read(
     for flag, least in {"--world-size": 1, "--rank": 0}.items():
         with problems.collecting(_settings_meant(flag)):
             if flag in options:
-                numbers[flag] = _whole_number(flag, options[flag][0], least)
+                numbers[flag] = whole_number(options[flag][0], flag, least)
     for flag in ("--json", "--world-size", "--rank"):
         if flag in options and not dry_run:
             problems.add(f"{flag} has no effect without --dry-run; add --dry-run or remove it")
@@ -290,9 +290,3 @@ def _no_words(flag: str, words: list[str], opposite: str = "") -> None:
     if words:
         remedy = f"; for the opposite write {opposite}" if opposite else ""
         raise ConfigError(f"{flag} takes no value, got {' '.join(words)}{remedy}")
-
-
-def _whole_number(flag: str, word: str, least: int = 1) -> int:
-    if not word.isdecimal() or int(word) < least:
-        raise ConfigError(f"{flag} takes a whole number of at least {least}, such as 4, got {word}")
-    return int(word)

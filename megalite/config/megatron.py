@@ -14,6 +14,7 @@ from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.megatron_flags import FP8
 from megalite.config.strategies import ALIASES
+from megalite.config.values import whole_number
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -123,15 +124,9 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
 sets."""
 
 
-def _whole(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{where} takes a whole number of at least 1, such as 4, got {text}")
-    return int(text)
-
-
 def _kept_checkpoints(text: str, where: str) -> dict[str, Any]:
     """Parse `--save-retain-interval N`: Megatron keeps the newest checkpoint and those at multiples of N steps."""
-    return {"keep_latest": 1, "keep_every": _whole(text, where)}
+    return {"keep_latest": 1, "keep_every": whole_number(text, where)}
 
 
 def _window(text: str, where: str) -> dict[str, Any]:
@@ -147,13 +142,13 @@ def _window(text: str, where: str) -> dict[str, Any]:
 
 def _interpolated(text: str, where: str) -> dict[str, Any]:
     """Parse `--rotary-seq-len-interpolation-factor N`: all positions are divided by N."""
-    factor = _whole(text, where)
+    factor = whole_number(text, where)
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": float(factor)}
 
 
 def _padded(text: str, where: str) -> dict[str, Any]:
     """Parse `--padded-vocab-size N`: the embedding has exactly N rows."""
-    return {"vocab_size": _whole(text, where), "make_vocab_size_divisible_by": 1}
+    return {"vocab_size": whole_number(text, where), "make_vocab_size_divisible_by": 1}
 
 
 def stretched(text: str, where: str) -> dict[str, Any]:

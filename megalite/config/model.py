@@ -86,7 +86,7 @@ class ModelConfig:
     max_position_embeddings: int | None = option(None, at_least=1, below=2**31)
     """Rows of the learned position embedding, and the longest sequence; default: seq_length."""
     position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"))
-    """Position embedding."""
+    """Kind of position embedding."""
     rotary_base: float = option(10000.0, above=0)
     """RoPE's theta."""
     rotary_percent: float = option(1.0, above=0, at_most=1)
@@ -113,12 +113,12 @@ class ModelConfig:
     rope_truncate: bool = option(True, flags=("--yarn-correction-range-round-to-int",))
     """yarn: round the bounds of the interpolated channels to whole pairs."""
     rope_mscale: float | None = option(None, above=0, flags=("--mscale",))
-    """yarn: multiply queries and keys by 0.1·this·ln(factor) + 1, divided by the same of rope_mscale_all_dim."""
+    """yarn: factor on queries and keys: 0.1·this·ln(factor) + 1, divided by the same term of rope_mscale_all_dim."""
     rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
-    """yarn: see rope_mscale. If both are unset, the multiplier is 0.1·ln(factor) + 1. multi_latent_attention also
+    """yarn: see rope_mscale. If both are unset, the factor is 0.1·ln(factor) + 1. multi_latent_attention also
     multiplies scores by this term's square."""
     rope_attention_factor: float | None = option(None, above=0)
-    """yarn: the multiplier of queries and keys itself."""
+    """yarn: explicit factor on queries and keys, instead of rope_mscale."""
     sliding_window: int | None = option(None, at_least=2)
     """Number of keys that a query attends to, including its own; default: all previous ones."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)
@@ -204,7 +204,7 @@ class ModelConfig:
     moe_layer_freq: int = option(1, at_least=1, below=10_000)
     """Every n-th layer has experts, starting with the first; the others have a dense MLP."""
     moe_first_dense_layers: int = option(0, at_least=0, below=10_000)
-    """Number of first layers that have a dense MLP."""
+    """Number of leading layers with a dense MLP."""
     moe_router_pre_softmax: bool = option(False)
     """Apply the softmax over all experts before the top-k choice; default: over the chosen ones."""
     moe_router_score_function: str = option("softmax", choices=("softmax", "sigmoid"))
@@ -217,7 +217,7 @@ class ModelConfig:
     moe_router_num_groups: int | None = option(None, at_least=1, below=2**20)
     """Groups of consecutive experts; a token is routed to moe_router_group_topk of them; default: no groups."""
     moe_router_group_topk: int | None = option(None, at_least=1, below=2**20)
-    """Groups per token: those with the largest sums of their best topk / group_topk scores."""
+    """Number of groups per token, chosen by the sum of each group's best topk / group_topk scores."""
     moe_router_topk_scaling_factor: float = option(1.0, above=0)
     """Factor on the router weights."""
     mtp_num_layers: int = option(0, at_least=0, below=100)

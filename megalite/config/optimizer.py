@@ -155,7 +155,7 @@ class OptimizerConfig:
     decoupled_lr: float | None = option(None, above=0)
     """Peak learning rate of the word embedding and head; default: lr."""
     decoupled_min_lr: float | None = option(None, at_least=0)
-    """decoupled_lr: its final value; default: min_lr."""
+    """decoupled_lr: final learning rate; default: min_lr."""
     lr_multipliers: list[str] = option([])
     """PATTERN=FACTOR ...: multiply the learning rate of matching parameters, such as 'layers.0.*=0.5'."""
     lr_decay_style: str = option("cosine", choices=LR_SCHEDULES, basic=True)
@@ -167,7 +167,7 @@ class OptimizerConfig:
     lr_warmup_iters: int | None = option(None, at_least=0)
     """Steps of linear warm-up."""
     lr_warmup_samples: int | None = option(None, at_least=0)
-    """The same in samples."""
+    """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = option(None, at_least=0, below=1, basic=True)
     """Warm-up as a fraction of the decay length."""
     lr_warmup_init: float = option(0.0, at_least=0)
@@ -177,7 +177,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, at_least=1)
     """Length of the final decay of WSD, in steps."""
     lr_wsd_decay_samples: int | None = option(None, at_least=1)
-    """The same in samples."""
+    """Length of the final decay of WSD, in samples."""
     lr_wsd_decay_style: str = option("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """Shape of the final decay of WSD."""
     weight_decay: float = option(0.01, at_least=0)
@@ -255,7 +255,7 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(False)
     """Keep main parameters and optimizer states in host memory; updates run on the device."""
     optimizer_offload_fraction: float = option(1.0, above=0, at_most=1)
-    """optimizer_cpu_offload: least share to offload, in whole buckets."""
+    """optimizer_cpu_offload: smallest share to offload, in whole buckets."""
 
     @property
     def published_onebit(self) -> bool:

@@ -47,25 +47,25 @@ class ParallelConfig:
     """Sizes of the parallel axes. world = tp·cp·dp·pp; etp·ep divides tp·cp·dp."""
 
     tp: int = option(1, at_least=1, below=2**20, flags=("--tensor-model-parallel-size",), basic=True)
-    """Tensor-parallel size: ranks that split each layer's matrices."""
+    """Tensor-parallel size: number of ranks that split each layer's matrices."""
     pp: int = option(1, at_least=1, below=2**20, flags=("--pipeline-model-parallel-size",), basic=True)
-    """Pipeline-parallel size: ranks that split the layers."""
+    """Pipeline-parallel size: number of ranks that split the layers."""
     vpp: int = option(1, at_least=1, below=2**20, flags=("--num-virtual-stages-per-pipeline-rank",), basic=True)
     """Virtual stages (model chunks) per pipeline rank; default: as pipeline_layout or a V schedule requires."""
     dp: int | None = option(None, at_least=1, below=2**20, flags=("--data-parallel-size",))
     """Data-parallel size; default: world / (tp·pp·cp)."""
     cp: int = option(1, at_least=1, below=2**20, flags=("--context-parallel-size",))
-    """Context-parallel size: ranks that split the sequence."""
+    """Context-parallel size: number of ranks that split the sequence."""
     cp_comm_type: str = option("p2p", choices=("p2p", "a2a", "allgather", "a2a+p2p"))
     """Context-parallel attention: send keys and values round a ring (p2p), all-gather them (allgather), exchange heads
     (a2a), or combine ring and exchange (a2a+p2p)."""
     hierarchical_context_parallel_sizes: list[int] | None = option(None, at_least=1, below=2**20)
-    """a2a+p2p: ranks that exchange heads, and groups in the ring, e.g. 4 2."""
+    """a2a+p2p: number of ranks that exchange heads, and of groups in the ring, e.g. 4 2."""
     context_parallel_load_balancer: str = option("headtail", choices=("headtail", "area"))
     """Split of the sequence: an early and a late part per rank (headtail), or parts with equally many visible query-key
     pairs (area)."""
     ep: int = option(1, at_least=1, below=2**20, flags=("--expert-model-parallel-size",))
-    """Expert-parallel size."""
+    """Expert-parallel size: number of ranks that split the experts."""
     etp: int | None = option(None, at_least=1, below=2**20, flags=("--expert-tensor-parallel-size",))
     """Tensor-parallel size inside experts; default: tp."""
     rank_order: str = option("tp-cp-ep-dp-pp", choices=("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
@@ -74,7 +74,7 @@ class ParallelConfig:
     """Split norms, dropout and the residual stream along the sequence over the tp ranks."""
     pipeline_schedule: str | None = option(None, choices=PIPELINE_SCHEDULES, basic=True)
     """Pipeline schedule (docs/schedules.md); default: interleaved if vpp > 1, 1f1b if tp > 1, else the fastest that
-    fits the memory of 1f1b. auto searches one for this model's costs."""
+    fits the memory of 1f1b. auto builds one for this model's costs."""
     pipeline_schedule_file: str | None = option(None)
     """CSV file with a custom schedule, as written by megalite schedule --write-csv."""
     pipeline_warmup: str = option("pa", choices=("pa", "pb"))
@@ -106,8 +106,8 @@ class ParallelConfig:
     dp_strategy: str = option("all-reduce", choices=STRATEGIES, basic=True)
     """Data-parallel strategy (docs/data_parallel.md); distributed-optimizer: ZeRO-1 (or 2), fully-sharded: ZeRO-3."""
     dp_instances: int = option(1, at_least=1, below=2**20, flags=("--num-distributed-optimizer-instances",))
-    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: groups of neighbouring replicas. ZeRO shards
-    within each; the others all-reduce within and exchange weights between them."""
+    """distributed-optimizer, fully-sharded, local-sgd, diloco, gossip: number of groups of neighbouring replicas. ZeRO
+    shards within a group; the others all-reduce within it and exchange weights between groups."""
     ddp_bucket_size: int = option(40_000_000, at_least=1)
     """Parameters in one gradient bucket (not fused-all-reduce, sharded-parameter-server)."""
     overlap_grad_reduce: bool = option(True)
@@ -122,7 +122,7 @@ class ParallelConfig:
     distributed_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
     """Communication backend; auto: nccl on cuda, gloo on cpu."""
     nccl_max_ctas: list[str] = option([])
-    """Most thread blocks of NCCL's kernels per group (tp, cp, ep, pp, dp), such as pp=2,dp=16; default: NCCL's."""
+    """Most thread blocks of NCCL's kernels per group (tp, cp, ep, pp, dp), such as pp=2,dp=16; default: NCCL's choice."""
     shared_memory_collectives: bool = option(True)
     """gloo: tensor-parallel ranks on one Linux x86-64 host communicate through shared memory instead of sockets."""
     distributed_timeout_minutes: float = option(10.0, above=0)
@@ -256,7 +256,7 @@ class DataParallelConfig:
     max_staleness: int = option(1, at_least=0)
     """async-parameter-server: steps that a worker may be ahead of the slowest; 0 is synchronous."""
     staleness_aware_lr: bool = option(True)
-    """async-parameter-server: divide an update's learning rate by 1 + its staleness in updates, at least by dp."""
+    """async-parameter-server: divide an update's learning rate by max(dp, 1 + its staleness in updates)."""
     sync_interval: int = option(20, at_least=1)
     """local-sgd, diloco: steps between weight exchanges."""
     sync_warmup_steps: int = option(0, at_least=0)

@@ -136,7 +136,7 @@ class CheckpointConfig:
     keep_latest: int | None = option(None, at_least=1, basic=True)
     """Number of checkpoints to keep, once the newest verifies; default: all."""
     keep_every: int | None = option(None, at_least=1)
-    """keep_latest: also keep multiples of this step."""
+    """keep_latest: also keep checkpoints at multiples of this step."""
     on_save_error: str = option("stop", choices=("stop", "continue"))
     """If a checkpoint cannot be written: stop the run, or warn and continue."""
     check_weights_before_save: bool = option(True)
@@ -211,7 +211,7 @@ class LoggingConfig:
     loss_spike_threshold: float = option(10.0, at_least=0)
     """Warn if the loss exceeds the recent median by this many times its usual scatter; 0: never."""
     loss_spike_window: int = option(100, at_least=8)
-    """Steps for that median."""
+    """Number of recent steps for loss_spike_threshold's median and scatter."""
     profile: bool = option(False)
     """Write torch.profiler traces and tables of some steps to <run_dir>/profile."""
     profile_step_start: int = option(10, at_least=2)

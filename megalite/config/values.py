@@ -25,6 +25,13 @@ def _number(text: str, kind: type) -> int | float | None:
     return kind(value)
 
 
+def whole_number(text: str, where: str, least: int = 1) -> int:
+    """Parse a whole number. Raises ConfigError: another text, or a smaller number; the message starts with `where`."""
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{where} takes a whole number of at least {least}, such as 4, got {text}")
+    return int(text)
+
+
 def _element(setting: Setting, value: Any, where: str) -> Any:
     """Convert one value to the setting's element type; text that spells a number becomes that number."""
     if setting.type is str:

@@ -26,7 +26,7 @@ class _Kept(NamedTuple):
 
     bytes: float  # per token of this rank's part of the sequence, s/cp
     freed_by: frozenset[str] = frozenset()  # selective recompute of any of these modules frees it
-    # Offload modules that save it, separated by spaces; it is offloaded only if all of them are, never if empty.
+    # Offload modules that save it, separated by spaces; it is offloaded only if all are selected, never if empty.
     saved_by: str = ""
 
 
@@ -159,7 +159,7 @@ def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
 
 
 def _inner(config: RunConfig, width: float, *modules: str) -> Iterator[_Kept]:
-    """Yield input and output of a nonlinearity with `width` elements per token, freed by recompute of any of
+    """Yield input and output of a nonlinearity of `width` elements per token, freed by recompute of any of
     `modules`."""
     e = ELEMENT_BYTES[config.training.precision]
     yield _Kept((2 if config.model.is_gated else 1) * e * width, frozenset(modules), "mlp_act")
@@ -282,8 +282,7 @@ def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 
 def _head(config: RunConfig) -> float:
-    """Return the bytes per token of the inputs of final norm and head, and of the logits or what the loss keeps of
-    them."""
+    """Return the bytes per token of the inputs of final norm and head, and of the logits or what the loss keeps."""
     model, (e, _, whole) = config.model, _sizes(config)
     capped = 1 + (model.final_logit_softcapping is not None)
     return 2 * e * model.hidden_size / whole + capped * e * model.padded_vocab_size / config.parallel.tp
