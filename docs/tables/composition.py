@@ -1,4 +1,4 @@
-"""What composes with what: every pair of features is put to the validator and the schedule's own check."""
+"""Check every pair of features with the validator and the schedule's own check."""
 
 import itertools
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ BASE: Mapping[str, Any] = {
     "save_interval": 100,
     "run_dir": "runs/composition",
 }
-"""A small GPT that has room for all of it."""
+"""A small GPT on which all features are possible."""
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run can have: its short name, how it is asked for, and the settings that ask for it."""
+    """A feature of a run: short name, flags and settings."""
 
     name: str
     flags: str
@@ -123,25 +123,25 @@ FEATURES = (
 )
 
 COLUMNS = ("tp", "sp", "cp, ring", "ep", "pp", "vpp", "V schedules", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-"""Of the README's table; docs/composition.md has every pair that is refused."""
+"""Columns of the README's table; docs/composition.md lists all refused pairs."""
 GOES, REFUSED, ONE_OF = "✓", "–", ""
 
 
 def alternatives(one: Feature, other: Feature) -> bool:
-    """They are values of one setting, of which a run has one."""
+    """Return whether two features are values of the same setting."""
     return any(one.settings[name] != other.settings[name] for name in one.settings.keys() & other.settings.keys())
 
 
 @cache
 def refusal(one: str, other: str) -> str | None:
-    """Why two features do not go together; None if they do."""
+    """Return why two features do not work together; None if they do."""
     by_name = {feature.name: feature for feature in FEATURES}
     asked = {**by_name[one].settings, **by_name[other].settings}
     config = replace(RunConfig(), **{**BASE, **asked})
     p = config.parallel
     try:
         found = validate(config, p.tp * p.cp * p.pp * DP, frozenset(asked))
-        named = found.parallel.schedule_name != "auto"  # which is built for any sizes
+        named = found.parallel.schedule_name != "auto"  # auto is built for any sizes
         for count in microbatch_counts(found) if named else ():
             schedule_of(found, count)
     except ConfigError as error:
@@ -150,7 +150,8 @@ def refusal(one: str, other: str) -> str | None:
 
 
 def readme_table() -> str:
-    """What works with all of `COLUMNS` in a sentence; a row for the others, those that are alike in all columns together."""
+    """Return a sentence of features that work with all of `COLUMNS`, and a table of the others; equal rows share a
+    line."""
     by_name = {feature.name: feature for feature in FEATURES}
     rows: dict[tuple[str, ...], list[str]] = {}
     for feature in FEATURES:
@@ -178,12 +179,12 @@ def _cells(feature: Feature, by_name: Mapping[str, Feature]) -> tuple[str, ...]:
 
 
 def flags_table() -> str:
-    """How each feature is asked for."""
+    """Return the flags of each feature."""
     return "".join(f"- {feature.name}: `{feature.flags}`\n" for feature in FEATURES)
 
 
 def refused_table() -> str:
-    """Every pair that is refused: features that are refused with the same others share a row."""
+    """Return all refused pairs: features refused with the same others share a row."""
     refused: dict[str, list[str]] = {}
     for one, other in itertools.combinations(FEATURES, 2):
         if not alternatives(one, other) and refusal(one.name, other.name) is not None:
@@ -196,7 +197,7 @@ def refused_table() -> str:
 
 
 def counted() -> str:
-    """One line: how many pairs there are, and how many of them are refused."""
+    """Return one line with the numbers of pairs and refused pairs."""
     pairs = [(one, other) for one, other in itertools.combinations(FEATURES, 2) if not alternatives(one, other)]
     refused = sum(refusal(one.name, other.name) is not None for one, other in pairs)
     return f"Of {len(pairs)} pairs of {len(FEATURES)} features {refused} are refused.\n"

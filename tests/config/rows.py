@@ -1,4 +1,4 @@
-"""Tables in files, as in `tables/`: lines ASKED => EXPECTED, which may be broken before the =>, and comments."""
+"""Read the tables in `tables/`: lines ASKED => EXPECTED, which may break before the =>, and comments."""
 
 import re
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ _SHORT = {
     "--train-iters 100",
     "TOP1": "--moe-router-topk 1 --moe-router-pre-softmax",
 }
-"""Words that stand for several."""
+"""Abbreviations in the tables."""
 
 
 def lines(table: str | Path) -> list[str]:
-    """Of a table here, or of a file."""
+    """Return the lines of a table here, or of a file."""
     path = table if isinstance(table, Path) else Path(__file__).with_name("tables") / f"{table}.txt"
     text = path.read_text(encoding="utf-8")
     for word, meaning in _SHORT.items():
@@ -22,17 +22,17 @@ def lines(table: str | Path) -> list[str]:
 
 
 def parts_of(rows: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """(what is asked, parts of the message in order), from lines ASKED => PART … PART."""
+    """Split lines ASKED => PART … PART into (asked, parts of the message in order)."""
     return [(asked, message.split(" … ")) for asked, _, message in (row.partition(" => ") for row in rows)]
 
 
 def says(message: str, parts: list[str]) -> bool:
-    """The message has the parts in their order."""
+    """Return whether the message contains the parts in order."""
     found = re.search(".*".join(re.escape(part.replace("\\n", "\n")) for part in parts), message, re.DOTALL)
     return found is not None
 
 
 def refused() -> list[tuple[int, str, list[str]]]:
-    """(world size, command line, parts of the message): what `validate` does not take."""
+    """Return (world size, command line, parts of the message) that `validate` refuses."""
     asked = [(*words.partition(" "), parts) for words, parts in parts_of(lines("illegal"))]
     return [(int(world_size), flags, parts) for world_size, _, flags, parts in asked]

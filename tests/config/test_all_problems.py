@@ -1,4 +1,4 @@
-"""Everything that is wrong with flags and files is in one answer, and nothing that only follows from it."""
+"""One error names everything that is wrong with flags and files, without consequential errors."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def refused(flags: str, world_size: int | None = None) -> tuple[str, ...]:
 
 
 def test_flags_and_files_together(tmp_path: Path) -> None:
-    """One of each kind: unknown flag, unknown key, wrong type, unknown choice, out of range, two that contradict."""
+    """One problem of each kind: unknown flag, key or choice, wrong type, out of range, a contradiction."""
     file = tmp_path / "run.yaml"
     file.write_text("model: {num_layers: four, hiden_size: 64}\noptimizer: {lr: -1}\nseed: 3\nseed: 4\n")
     flags = f"--config {file} --vocab-size 64 --train-iter 3 --pp x --precision b16 --split 9,1,0 --mock-data"
@@ -38,14 +38,14 @@ def test_flags_and_files_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        # What is wrong by itself is the only problem: what else depends on it is not known.
+        # The wrong value is the only problem: rules that depend on it are skipped.
         ("--tp 0 --sequence-parallel", 1),
         ("--tpp 2 --sequence-parallel", 1),
         ("--num-attention-heads 0 --hidden-size 7", 1),
         ("--rampup-batch-size 4 --global-batch-size 7 --micro-batch-size 2", 2),
         ("--confg run.yaml --ep 2", 1),
         ("--config nowhere.yaml --seqence-parallel", 2),
-        # Contradictions do not hide one another, and those of one setting are all named.
+        # Contradictions do not hide each other; all contradictions of one setting are named.
         ("--ep 2 --save-interval 5 --keep-every 7 --min-lr 1 --lr 0.1", 5),
         ("--optimizer sgd --adam-beta1 0.5 --adam-beta2 0.5 --muon-steps 3", 3),
         ("--num-layers 2 --pp 4", 2),
@@ -75,7 +75,7 @@ def test_the_dry_run_says_as_much_as_the_run() -> None:
 
 
 def test_no_rule_breaks_on_a_wrong_setting() -> None:
-    """Whatever is wrong, rules neither fail nor report what they cannot know."""
+    """With any wrong setting, rules neither fail nor report consequences of it."""
     for name, setting in settings().items():
         problems = Problems()
         problems.add(f"{name} is wrong", name)
@@ -114,7 +114,7 @@ def test_one_is_one_line_and_very_many_are_cut() -> None:
     ],
 )
 def test_names_of_other_frameworks(flag: str, meant: str, tmp_path: Path) -> None:
-    """What it is called here is named, and nothing else that would be missing then."""
+    """The error suggests megalite's name, and does not report settings that would be missing without it."""
     shown = flag.replace("_", "-")
     assert refused(f"{flag} 4") == (f"unknown flag {shown}: did you mean {meant}? (--help-all lists all)",)
     file = tmp_path / "run.yaml"

@@ -1,4 +1,4 @@
-"""Batch arithmetic against counting step by step."""
+"""Batch arithmetic agrees with counting step by step."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_sequences_grow_in_multiples_of_the_first_length_to_the_last() -> None:
 
 def test_ramp_up_grows_by_the_increment_over_the_samples() -> None:
     config = config_of("--rampup-batch-size 4 4 30 --global-batch-size 16")
-    # Three increments over 30 samples: one each 10 samples.
+    # Three increments over 30 samples: one every 10 samples.
     found = [batch_size(config, consumed) for consumed in (0, 9, 10, 19, 20, 29, 30, 1000)]
     assert found == [4, 4, 8, 8, 12, 12, 16, 16]
     assert batch_sizes(config) == (4, 8, 12, 16)
@@ -104,7 +104,7 @@ def test_a_run_by_samples_uses_them_all_after_a_change_of_batch_size() -> None:
 
 
 def stepwise(config: RunConfig, consumed: int, steps: int) -> list[int]:
-    """Samples consumed after each step, one step after the other."""
+    """Yield the samples consumed after each step."""
     found = [consumed]
     for _ in range(steps):
         found.append(found[-1] + batch_size(config, found[-1]))

@@ -1,4 +1,4 @@
-"""Token files named in YAML, in Megatron-LM's files of them, and on the command line are the same words."""
+"""Token files in YAML, in Megatron-LM's files and on the command line give the same words."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ BLEND = ["0.3", "a", "0.7", "b"]
 
 
 def test_paths_of_text_are_a_dataset_s_own_affair() -> None:
-    """Only where no registered dataset reads them are they tokenized."""
+    """Text is tokenized only if no registered dataset reads it."""
     assert DataConfig(data_path=["1", "a.txt", "2", "b"]).texts == ["a.txt"]
     assert DataConfig(data_path=["a.txt"], dataset="mine").texts == []
 

@@ -1,4 +1,4 @@
-"""The table of settings says what the dataclasses say."""
+"""The table of settings agrees with the dataclasses."""
 
 from megalite.config.describe import replace, sectioned, sections, settings, values_of
 from megalite.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""YAML files: keys, types, errors, and dump/load as inverses."""
+"""YAML files: keys, types, errors; `dump` and `load` are inverses."""
 
 import os
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_numbers_are_read_as_they_look() -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["pipe", "zero", "folder"])
 def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
-    """A pipe would wait for its writer, and /dev/zero has no end."""
+    """Reading a pipe would wait for its writer, and /dev/zero has no end."""
     path = {"pipe": tmp_path / "pipe", "zero": Path("/dev/zero"), "folder": tmp_path}[kind]
     if kind == "pipe":
         os.mkfifo(path)
@@ -131,7 +131,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 
 def values(setting: Setting) -> st.SearchStrategy[object]:
-    """Any value of the setting's type, text that looks like numbers and YAML syntax included."""
+    """Any value of the setting's type, including text that looks like numbers or YAML syntax."""
     text = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1).filter(str.strip)
     odd = st.sampled_from(["none", "null", "1e5", "0x10", "yes", "1:30", "a: b", "- a", "#a", "'", "2024-01-01"])
     strategy: st.SearchStrategy[object] = {

@@ -1,4 +1,4 @@
-"""The command line: spellings, precedence, provenance and every way to be wrong."""
+"""The command line: spellings, precedence, provenance and errors."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ EXAMPLES = {int: "3", float: "0.25", str: "x"}
 
 
 def changed(flags: str) -> dict[str, object]:
-    """The settings that differ from the defaults."""
+    """Return the settings that differ from the defaults."""
     default = values_of(RunConfig())
     return {k: v for k, v in values_of(parse_arguments(flags.split()).config).items() if v != default[k]}
 
@@ -66,7 +66,7 @@ def test_none_unsets() -> None:
 
 
 def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
-    """With as many words as it takes: notes for all that are accepted, one answer for all that are not."""
+    """Each known flag with the right number of words: accepted flags give notes, all refused ones are in one error."""
     accepted: list[str] = []
     refused: list[str] = []
     for flag, known in known_flags().items():
@@ -95,7 +95,7 @@ def test_one_line_names_all_that_is_accepted() -> None:
 
 
 def test_files_take_the_same_flags(tmp_path: Path) -> None:
-    """A switch that a file turns off asks for nothing."""
+    """A switch that a file turns off has no effect."""
     file = tmp_path / "run.yaml"
     file.write_text(
         "use_mcore_models: true\nno_rope_fusion: false\nattention-output-gate: null\ntrain_sync_interval: 4\n"
@@ -128,7 +128,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
     own = {flag for setting in settings().values() for flag in setting.flags}
     negative = {"--no-" + flag[2:] for setting in settings().values() if setting.type is bool for flag in setting.flags}
     tables = [own, negative, set(SHORTHANDS), set(WORDS), set(FROM_VALUE), set(known_flags())]
-    tables.append(set(DERIVED) - {"--moe-layer-freq"})  # a setting, but for its lists
+    tables.append(set(DERIVED) - {"--moe-layer-freq"})  # a setting, except for its lists
     assert len(set().union(*tables)) == sum(map(len, tables))
 
 
@@ -156,7 +156,7 @@ def test_precedence_and_provenance(tmp_path: Path) -> None:
         f"file {second}",
         "default",
     ]
-    # The later file restates the default seed; a preset asks for nothing.
+    # The later file restates the default seed; preset values are not explicit.
     assert invocation.explicit == {"num_layers", "hidden_size", "lr"}
 
 
@@ -205,7 +205,7 @@ def test_vpp_follows_the_schedule_that_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_strategy_by_the_name_it_has_elsewhere(alias: str, tmp_path: Path) -> None:
-    """In flags and in files; a line says what it stands for."""
+    """Aliases work in flags and files, and a remark names their settings."""
     file = tmp_path / "run.yaml"
     file.write_text(f"parallel: {{dp_strategy: {alias}}}\n")
     meant = ALIASES[alias]

@@ -1,4 +1,4 @@
-"""Help fits a screen and has everything."""
+"""Basic help fits a screen, and full help is complete."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`--import`: a user's modules are there before anything is checked, in every process; a bad one is one clear error."""
+"""`--import`: every process imports a user's modules before the config is checked; a broken one is one clear error."""
 
 import pickle
 import subprocess
@@ -23,7 +23,7 @@ SIZES = "--num-layers 2 --vocab-size 64 --mock-data --train-iters 2"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """A folder with modules, none of which is remembered after the test; it is the working folder."""
+    """Yield a working folder with modules that are unloaded after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(OPTIMIZERS, "entries", dict(OPTIMIZERS.entries))
@@ -112,7 +112,7 @@ def test_another_process_gets_the_modules_with_the_config(place: Path) -> None:
 
 
 def installed(place: Path, target: str) -> None:
-    """A package with an entry point, as pip leaves it."""
+    """An installed package with an entry point."""
     info = place / "their_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Answers that configs share which agree in what was read for them."""
+"""Results shared by configs that agree in the settings that were read."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def test_it_is_asked_once_for_all_that_agree_in_what_it_read() -> None:
 
 
 def test_another_way_reads_other_settings() -> None:
-    """Lists among them, and not the width."""
+    """The function reads lists, but not the width."""
     one = replace(RunConfig(), recompute_granularity="selective", recompute_modules=["mlp", "core_attn"], seq_length=7)
     found = [width(each, 1) for each in (one, replace(one, hidden_size=8), replace(one, recompute_modules=["mlp"]))]
     assert found == [2, 2, 1]
@@ -64,7 +64,7 @@ def test_what_a_file_holds_or_a_notebook_may_define_again_is_asked_again() -> No
 
 
 def test_what_is_read_for_another_function_counts_though_it_keeps_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of room, or as it refuses."""
+    """A function that keeps no result, or raises, still records its reads for its caller."""
     with monkeypatch.context() as patch:
         patch.setattr(run, "_MOST_ANSWERS", 0)
         size = once_per_reading(lambda config: config.model.hidden_size)

@@ -1,6 +1,6 @@
-"""A setting that belongs to some strategies, optimizers or compressions is refused with all others.
+"""A setting of some strategies, optimizers or compressions is refused with all others.
 
-Whose it is comes from its help ("local-sgd, diloco: ..."), not from the table that the rules go by."""
+The owners come from its help ("local-sgd, diloco: ..."), not from the table that the rules use."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ CHOOSERS = {
 }
 SHORT = {"1-bit optimizers": ONEBIT_OPTIMIZERS}
 VALUES = {"freeze_step": 3, "grad_compression": "topk", "shard_gradients": True, "stochastic_rounding": True}
-"""Where the default is off."""
+"""Values for settings that are off by default."""
 BESIDE = {
     "stochastic_rounding": {"exp_avg_dtype": "bf16"},
     "fp8_param_gather": {"fp8": True, "precision": "bf16", "num_layers": 3},
@@ -31,7 +31,7 @@ BESIDE = {
 
 
 def owners(help_text: str) -> dict[str, frozenset[str]]:
-    """Chooser -> the values named before the colon; nothing where something else stands there."""
+    """Return chooser -> the values named before the help's colon; empty if other text is there."""
     head, colon, _ = help_text.partition(": ")
     names = {name for word in head.split(", ") for name in SHORT.get(word, (word,))}
     return {chooser: frozenset(names) for chooser, known in CHOOSERS.items() if colon and names <= set(known)}
@@ -43,7 +43,7 @@ OWNED = [
 
 
 def verdict(name: str, chooser: str, value: str) -> str:
-    """What `validate` says of a setting that was asked for; nothing if it takes it."""
+    """Return the errors of `validate` for a setting; empty if it is accepted."""
     default = settings()[name].default
     changes = {name: VALUES.get(name, True if default is False else default)}
     beside = {"lr_decay_style": "constant", **BESIDE.get(name, {})}
@@ -68,7 +68,7 @@ def test_refused_where_it_is_nobodys(name: str, chooser: str, named: frozenset[s
 
 
 def test_most_settings_say_whose_they_are() -> None:
-    """If helps were worded otherwise, the test above would look at nothing."""
+    """With differently worded help, the test above would check nothing."""
     of = {chooser: {name for name, other, _ in OWNED if other == chooser} for chooser in CHOOSERS}
     assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
     assert {"sgd_momentum", "lamb_min_coeff", "freeze_step", "exp_avg_dtype"} <= of["optimizer"]
@@ -77,7 +77,7 @@ def test_most_settings_say_whose_they_are() -> None:
 
 
 def test_texts_of_rules_name_settings() -> None:
-    """A name in braces that is none would stand in an error as it is written."""
+    """An unknown name in braces would appear literally in an error."""
     texts = [
         node.value
         for path in Path(rule.__file__).parent.glob("[!_]*.py")

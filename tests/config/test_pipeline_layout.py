@@ -1,4 +1,4 @@
-"""The layout language: what it says, and each way to get it wrong."""
+"""The layout language and its errors."""
 
 import pytest
 

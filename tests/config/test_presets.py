@@ -1,4 +1,4 @@
-"""Presets are the published models, by their published parameter counts."""
+"""Presets have the parameter counts of the published models."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.models.shapes import parameter_count
 
-# Parameter counts of the released weights, to the last one; of models known by a paper alone, rounded.
+# Exact parameter counts of the released weights; rounded for models known only from a paper.
 EXACT = {
     "gpt2-124m": 124_439_808,
     "llama2-7b": 6_738_415_616,
@@ -35,7 +35,7 @@ EXACT = {
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-moe-16b": 16_375_728_128,
     "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 671_026_404_352,  # without the routers' biases, which are no parameters
+    "deepseek-v3": 671_026_404_352,  # without the routers' biases, which are not parameters
     "moonlight-16b-a3b": 15_960_108_544,
     "kimi-k2": 1_026_408_209_408,
 }

@@ -1,4 +1,4 @@
-"""Implementations by name: imported when named, added by users, refused where there is none."""
+"""Registries: import by name, registration by users, errors for unknown names."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is a secret, what only sounds like one, and what is left of a text."""
+"""Detection of secret names, and redaction of texts."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_names_that_only_sound_like_it(name: str) -> None:
 
 
 def test_no_setting_is_taken_for_a_secret() -> None:
-    """And none may become one: there is no flag for a key or a token."""
+    """No setting is a secret: there is no flag for a key or a token."""
     assert [name for name in settings() if is_secret_name(name)] == []
 
 

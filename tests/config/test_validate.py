@@ -1,4 +1,4 @@
-"""Every rule of `validate`, and what validation fills in."""
+"""Every rule of `validate`, and the settings that it fills in."""
 
 import re
 
@@ -19,7 +19,7 @@ ILLEGAL = refused()
 
 @pytest.mark.parametrize(("world_size", "flags", "parts"), ILLEGAL, ids=[f"{row[0]}: {row[1]}" for row in ILLEGAL])
 def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
-    """One error, which names the culprits and a value that works."""
+    """One error names the settings and a value that works."""
     invocation = parse_arguments(flags.split())
     with pytest.raises(ConfigError) as error:
         validate(invocation.config, world_size, invocation.explicit)
@@ -48,7 +48,7 @@ def test_what_has_no_effect_leaves_no_trace() -> None:
 
 
 def test_the_table_has_sixty_illegal_combinations() -> None:
-    """A combination: the message names two settings or more, as settings or as flags."""
+    """The error of a combination names at least two settings or flags."""
     words = [set(re.findall(r"[a-z][a-z0-9_-]*[a-z0-9]", " ".join(parts))) for _, _, parts in ILLEGAL]
     named = [{word.replace("-", "_") for word in row} & set(settings()) for row in words]
     assert sum(len(names) >= 2 for names in named) >= 60
@@ -81,7 +81,7 @@ def test_every_number_is_bounded() -> None:
 
 @pytest.mark.timeout(60)
 def test_no_rule_counts_for_ever() -> None:
-    """The largest value that a setting may have is judged as quickly as any other, and one above it is refused."""
+    """The largest legal value of a setting is validated quickly, and a larger one is refused."""
     lengths = "--train-samples 1000000000000 --rampup-batch-size 1 1 100000000000 --global-batch-size 64"
     config = parse_arguments(lengths.split()).config
     for name, setting in settings().items():
