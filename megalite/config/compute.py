@@ -84,11 +84,11 @@ ALL_OPERATIONS = ""
 """Key for all operations that are not requested by name."""
 
 
-def kernel_requests(given: list[str]) -> dict[str, str]:
+def kernel_requests(entries: list[str]) -> dict[str, str]:
     """Parse the setting `kernels` into operation -> backend; a backend alone has the key `ALL_OPERATIONS`. Raises
     ConfigError: an entry is neither OPERATION=BACKEND nor BACKEND, or an operation has two backends."""
     requests: dict[str, str] = {}
-    for text in (part.strip() for entry in given for part in entry.split(",")):
+    for text in (part.strip() for entry in entries for part in entry.split(",")):
         operation, equals, backend = (part.strip() for part in text.partition("="))
         if operation in BACKENDS and not equals:
             operation, backend = ALL_OPERATIONS, operation

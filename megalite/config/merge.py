@@ -174,7 +174,7 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
 
 
 def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) -> None:
-    """Accept it with RoPE only, as Megatron-LM does: then there is no learned embedding."""
+    """Megatron-LM allows it with RoPE only; learned position embeddings contradict it."""
     if (kind := _value(levels, "position_embedding_type")) == "learned_absolute":
         raise ConfigError(f"{given.source} contradicts position_embedding_type {kind}; use rope or none")
     level.notes.append(Note("--no-position-embedding", ALREADY_SO, f"position_embedding_type is {kind}"))

@@ -172,8 +172,8 @@ class ParallelConfig:
     @property
     def hang_timeout(self) -> float:
         """Minutes, with the default resolved: below the timeout of collectives, which cannot name the hanging rank."""
-        given = self.hang_timeout_minutes
-        return 0.8 * self.distributed_timeout_minutes if given is None else given
+        minutes = self.hang_timeout_minutes
+        return 0.8 * self.distributed_timeout_minutes if minutes is None else minutes
 
     @property
     def hang_save_timeout(self) -> float:
@@ -197,11 +197,11 @@ CTA_GROUPS = ("tp", "cp", "ep", "pp", "dp")
 """Groups of `nccl_max_ctas`."""
 
 
-def cta_limits(given: list[str]) -> dict[str, int]:
+def cta_limits(entries: list[str]) -> dict[str, int]:
     """Parse `nccl_max_ctas` into group -> thread blocks. Raises ConfigError: a malformed entry, or two for one
     group."""
     limits: dict[str, int] = {}
-    for text in (part.strip() for entry in given for part in entry.split(",")):
+    for text in (part.strip() for entry in entries for part in entry.split(",")):
         group, _, number = text.partition("=")
         if group not in CTA_GROUPS or not number.isdecimal() or int(number) < 1:
             raise ConfigError(

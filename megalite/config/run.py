@@ -158,10 +158,10 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
 
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @lru_cache(maxsize)
-        def known(key: Itself[S], *given: Hashable, **named: Hashable) -> T:
-            return function(key.value, *given, **named)  # type: ignore[arg-type]
+        def known(key: Itself[S], *args: Hashable, **kwargs: Hashable) -> T:
+            return function(key.value, *args, **kwargs)  # type: ignore[arg-type]
 
-        return lambda first, *given, **named: known(Itself(first), *given, **named)
+        return lambda first, *args, **kwargs: known(Itself(first), *args, **kwargs)
 
     return decorate
 
@@ -175,18 +175,18 @@ def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callab
     left = _MOST_ANSWERS
 
     @once_per_object()
-    def ask(config: RunConfig, *given: Any, **named: Any) -> T:
+    def ask(config: RunConfig, *args: Any, **kwargs: Any) -> T:
         nonlocal left
         if not _can_be_shared(config):
-            return function(config, *given, **named)
-        by_names = answers.setdefault((*given, *named.items()), {})
+            return function(config, *args, **kwargs)
+        by_names = answers.setdefault((*args, *kwargs.items()), {})
         for names, known in by_names.items():
             if (key := _values(config, names)) in known:
                 return known[key]
         was_read: dict[str, None] = {}
         sections = {name: _recording(part, f"{name}.", was_read) for name, part in vars(config).items()}
         try:
-            answer = function(RunConfig(**sections), *given, **named)
+            answer = function(RunConfig(**sections), *args, **kwargs)
         finally:  # reads them from `config`, which may itself record for a caller
             names = tuple(was_read)
             key = _values(config, names)

@@ -240,9 +240,9 @@ def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) 
 
 
 @lru_cache(maxsize=32)
-def _built(*given: Hashable, **named: Hashable) -> Schedule:
+def _built(*args: Hashable, **kwargs: Hashable) -> Schedule:
     # Configs with equal arguments share the result of the search.
-    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(*given, effort="quick", **named)
+    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(*args, effort="quick", **kwargs)
     return schedule
 
 
