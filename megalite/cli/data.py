@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.dry_run import world_size_of
 from megalite.cli.failures import BAD_INPUT, explain, first_signal_raises
@@ -20,6 +18,7 @@ from megalite.config.data import SPLITS
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.flags import Invocation
+from megalite.config.reading import as_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
@@ -266,7 +265,7 @@ def _side_file(side: dict[str, Any]) -> list[str]:
     """Format the fields of the side file that the data files do not contain; --json shows all."""
     names = ("tokenizer", "append_eod", "key", "bad_lines", "part_of")
     fields = {name: side[name] for name in names if name in side}
-    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    text = as_yaml(fields, default_flow_style=None, width=110)
     return ["  side file", *(f"    {line}" for line in text.splitlines())]
 
 

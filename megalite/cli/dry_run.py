@@ -4,7 +4,7 @@ dry_run_text.py formats the reports; docs/dry-run.md explains each key. Sizes ar
 FLOPs those of the model.
 """
 
-from pathlib import Path
+import os
 from typing import Any
 
 from megalite.cli.dry_run_text import format_rank, format_report
@@ -122,7 +122,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     if config.model.vocab_size is not None:
         return config
     files = [file for file in (config.data.tokenizer_model, config.data.vocab_file, config.data.merge_file) if file]
-    if files and not any(map(_exists, files)):
+    if files and not any(map(os.path.exists, files)):
         size = USUAL_SIZES.get(
             config.data.tokenizer_type or ("GPT2BPETokenizer" if config.data.vocab_file else ""), 32_000
         )
@@ -132,13 +132,6 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     if tokenizer is None:
         raise ConfigError("the size of the vocabulary is not known; add --vocab-size 50257 or --tokenizer-model FILE")
     return replace(config, vocab_size=tokenizer.vocab_size)
-
-
-def _exists(file: str) -> bool:
-    try:
-        return Path(file).exists()
-    except OSError:  # not a valid file name, for example too long
-        return False
 
 
 def _layout_report(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:

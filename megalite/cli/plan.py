@@ -12,15 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import json_text, show
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
-from megalite.config.reading import write_text
+from megalite.config.reading import as_yaml, write_text
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.cost.calibrate import TIMES, Calibration, Machine, Row, fit, read_rows
@@ -67,7 +65,7 @@ def run(flags: Namespace) -> int:
         cluster_file, stack_file = map(_absolute, (flags.cluster, flags.stack))
         deciding = deciding_sweep(plan, cluster_file, stack_file, ignored(plan.candidates[0].config))
     if deciding is not None:
-        write_text(flags.resolve, yaml.safe_dump(deciding, sort_keys=False, allow_unicode=True))
+        write_text(flags.resolve, as_yaml(deciding))
         written.append(flags.resolve)
     lines = [] if flags.output is None else launch_lines(plan, flags.output)
     if flags.json:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megalite.cli.output import show
 from megalite.cli.shell import OUTPUT, WORD, Shell, is_unknown, quoted
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError, Problems
 from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE, Note
-from megalite.config.reading import load_mapping, read_input, write_text
+from megalite.config.reading import as_yaml, load_mapping, read_input, write_text
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 
@@ -91,7 +89,7 @@ def run(flags: Namespace) -> int:
     if flags.output is not None:
         if len(ported) > 1:
             raise ConfigError(f"{flags.script} starts {len(ported)} runs; --output is for one")
-        write_text(flags.output, as_yaml(ported[0]))
+        write_text(flags.output, config_text(ported[0]))
     show("\n\n".join(as_text(each, flags.output) for each in ported))
     problems = [problem for each in ported for problem in each.problems]
     if problems:
@@ -333,12 +331,12 @@ def _quoted(word: str) -> str:
     return f'"{inside}"' if is_unknown(word) else shlex.quote(word)
 
 
-def as_yaml(ported: Ported) -> str:
+def config_text(ported: Ported) -> str:
     """Return the settings as a config file, by section."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in ported.given.items():
         tree.setdefault(settings()[name].section, {})[name] = value
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    return as_yaml(tree, default_flow_style=None, width=100)
 
 
 def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
@@ -378,7 +376,7 @@ def as_text(ported: Ported, written: Path | None) -> str:
     """Return the command line, the config and the remarks as text."""
     lines = [f"# {ported.launch.source}", command_line(ported, None if written is None else str(written))]
     if written is None:
-        lines += ["", "# as a config file", as_yaml(ported).rstrip("\n")]
+        lines += ["", "# as a config file", config_text(ported).rstrip("\n")]
     for heading, remarked in remarks(ported):
         lines += ["", f"# {heading}", *(f"#   {line}" for line in remarked)] if remarked else []
     return "\n".join(lines)

@@ -107,9 +107,7 @@ def _text(ranks: int, facts: Sequence[dict[str, Any]], faults: list[str] | None)
         lines += [f"pinned host memory: at most {format_bytes(host)} on a rank, planned {format_bytes(planned)}", ""]
     places = Counter[tuple[str, str]]()
     for found in facts:
-        for each in found["synchronisations"]:
-            key = each["place"], each["why"]
-            places[key] = max(places[key], each["count"])
+        places |= Counter({(each["place"], each["why"]): each["count"] for each in found["synchronisations"]})
     lines += ["host waits for the device (per step, maximum over ranks):"]
     lines += table([[f"  {place}", why, f"{count}"] for (place, why), count in places.most_common(_SHOWN)], right={2})
     late: dict[str, tuple[int, int]] = {}

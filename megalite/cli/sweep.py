@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TextIO
 
-from megalite.cli.display import ProgressLine, Redrawn, duration, table
+from megalite.cli.display import ProgressLine, Redrawn, duration, short, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import notify, show
 from megalite.config.byte_size import format_bytes
@@ -33,7 +33,6 @@ _LAUNCHERS = {
     "kubernetes": "megalite.sweep.clusters:KubernetesLauncher",
 }
 _HEAD = ("configuration", "ranks", "predicted", "measured", "tokens/s", "memory", "status")
-_MAX_CHARACTERS = 60  # of a label or a status
 _FREE_LINES = 4  # lines of a terminal that the table leaves free
 
 
@@ -166,13 +165,13 @@ def _row(run: Run, result: Result | None, progress: Progress | None, steps: int)
         memory = format_bytes(result.memory_bytes)
     shown = None if progress is not None else result
     return (
-        _truncate(run.label),
+        short(run.label),
         str(run.ranks),
         predicted,
         _seconds(shown.step_seconds if shown else None),
         f"{shown.tokens_per_second:.0f}" if shown and shown.tokens_per_second else "",
         memory,
-        _truncate(_status(run, shown, progress, steps)),
+        short(_status(run, shown, progress, steps)),
     )
 
 
@@ -184,10 +183,6 @@ def _status(run: Run, result: Result | None, progress: Progress | None, steps: i
     if result is None:
         return "waiting"
     return result.status if result.error is None else f"{result.status}: {result.error}"
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"
 
 
 def _seconds(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Shell completion: bash really completes, and zsh where it is."""
+"""Test shell completion with bash itself, and with zsh if it is installed."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ def script(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path
 
 
 def completed(path: Path, *words: str) -> list[str]:
-    """What bash offers for the last of the words."""
+    """Return bash's completions of the last word."""
     line = " ".join(f"'{word}'" for word in words)
     asks = f"source {path}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _megalite; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(["bash", "--norc", "-c", asks], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""`megalite data`: flags, answers and exit statuses; what the tools do is tested in tests/data/tools."""
+"""Test `megalite data`: flags, output and exit statuses. tests/preprocess tests the functions behind it."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def test_a_signal_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
 ) -> None:
-    """While the tokens are copied, of which a part lies in a file by then."""
+    """The signal arrives while tokens are copied and a part of them is in a file."""
     folder = Path(prefix).parent / "new"
 
     def stop(self: ByteProgress, count: int) -> None:

@@ -11,7 +11,7 @@ from tests.data.token_files import write_by_layout
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A run of 100 samples of 8 tokens; 20 a training epoch of the first file, 40 of the second."""
+    """Return the flags of a run of 100 samples of 8 tokens: an epoch has 20 of the first file, 40 of the second."""
     build = partial(build_datasets, small_bytes=0)
     monkeypatch.setattr("megalite.data.sources.build_datasets", build)
     write_by_layout(tmp_path / "a", [[1] * 17] * 10)

@@ -1,4 +1,4 @@
-"""`megalite doctor`: the report, JSON, flags, status."""
+"""Test `megalite doctor`: report, JSON, flags, status."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The dry run, whole and of one rank: its JSON keys, its text, its errors and its speed."""
+"""Test the dry run of all ranks and of one: JSON keys, text, errors and speed."""
 
 import json
 from pathlib import Path
@@ -38,12 +38,12 @@ def report_of(flags: str) -> dict[str, Any]:
 
 
 def squeezed(text: str) -> list[str]:
-    """The lines with one space where there are several."""
+    """Return the lines with runs of spaces collapsed."""
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
 def keys(tree: Any, prefix: str = "") -> set[str]:
-    """Paths of all keys; list elements count as one `[]`."""
+    """Return the paths of all keys; `[]` stands for list elements."""
     if isinstance(tree, dict):
         return {path for key, value in tree.items() for path in {f"{prefix}{key}", *keys(value, f"{prefix}{key}.")}}
     if isinstance(tree, list) and tree and isinstance(tree[0], dict):
@@ -52,7 +52,7 @@ def keys(tree: Any, prefix: str = "") -> set[str]:
 
 
 def test_flops_of_the_paper() -> None:
-    """96·B·s·L·h²·(1 + s/6h + V/16Lh), which Narayanan et al. 2021 divide the step's time by."""
+    """96·B·s·L·h²·(1 + s/6h + V/16Lh) is the numerator of Narayanan et al. 2021."""
     batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
     published = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
     found = report_of(TRILLION)["model"]
@@ -232,7 +232,7 @@ def test_errors_of_a_rank(flags: str, message: str) -> None:
 def test_a_hundred_thousand_ranks_are_not_gone_through(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is the same for all is found once: the cut into stages, which everything asks for."""
+    """Shared results, such as the split into stages, are computed once."""
     cuts: list[int] = []
     partition = stages.partition_layers
 

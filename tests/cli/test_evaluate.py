@@ -1,4 +1,4 @@
-"""`megalite evaluate` on one rank: what it prints, and what is refused."""
+"""Test `megalite evaluate` on one rank: output and refused input."""
 
 import json
 import math
@@ -19,7 +19,7 @@ TEXT = "def main():\n    return 'é'\n" * 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with 24 positions and a tokenizer of bytes, and the same text as text, jsonl and token file."""
+    """A model with 24 positions and a byte tokenizer, and one text as text, jsonl and token file."""
     folder = tmp_path_factory.mktemp("evaluate")
     weights = MadeUp(folder, GPT, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
     write_native(weights, folder / "model")
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _bytes_in_order() -> list[int]:
-    """As `byte_tokenizer` numbers them."""
+    """Return the bytes in the order of `byte_tokenizer`."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [*printable, *(byte for byte in range(256) if byte not in printable)]
 

@@ -1,4 +1,4 @@
-"""How commands end: one line for a mistake, one for a bug, no traceback but with --debug."""
+"""Test how commands end: one line for a mistake or a bug, and a traceback only with --debug."""
 
 import errno
 import importlib
@@ -37,18 +37,18 @@ def raising(error: BaseException) -> Callable[[], int]:
 
 
 def guarded(run: Callable[[], int | None], program: str, *, long_running: bool = False) -> int | None:
-    """The exit status of a call as a command."""
+    """Return the exit status of a call inside `guarded`."""
     with guarding(program, [], long_running=long_running) as end:
         end.status = run() or 0
     return end.status
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names it."""
+    """Has the name of torch's error."""
 
 
 class DistError(RuntimeError):
-    """As torch names it."""
+    """Has the name of torch's error."""
 
 
 MISTAKES = [
@@ -163,7 +163,7 @@ def test_ranks_say_once_what_all_found(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def closed_pipe() -> int:
-    """A pipe that no one reads."""
+    """A pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     return writing
@@ -222,7 +222,7 @@ def test_every_command_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, ca
 def test_torchrun_finds_the_error_where_it_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """Its report then ends with what is wrong, instead of how to enable a traceback."""
+    """torchrun's report then ends with the error instead of a hint about tracebacks."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     file = tmp_path / "error.json"
@@ -239,7 +239,7 @@ def test_torchrun_finds_the_error_where_it_looks(
 
 
 def test_torchrun_finds_what_nobody_expects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(`tests/e2e/test_kill` has torchrun itself.)"""
+    """`tests/e2e/test_kill` runs torchrun itself."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv(UNDER_TORCHRUN, "1")
@@ -252,7 +252,7 @@ def test_torchrun_finds_what_nobody_expects_too(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends no run and spoils no exit status."""
+    """It neither ends a run nor changes the exit status."""
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     path = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""`megalite generate` on one rank: prompts in, texts out, and what is refused."""
+"""Test `megalite generate` on one rank: prompts, texts and refused input."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ours` and `theirs`: one model in two formats, with a tokenizer of bytes."""
+    """`ours` and `theirs`: one model in two formats, with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     weights = MadeUp(folder, {**LLAMA, "vocab_size": 257}, tokenizer_files=byte_tokenizer(folder / "vocabulary"))
     write_native(weights, folder / "ours")
@@ -111,7 +111,7 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
 
 
 def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, capsys: Captured) -> None:
-    """As transformers begins a prompt; of Hugging Face folders by default."""
+    """The start tokens equal those of transformers, by default for Hugging Face folders."""
     from transformers import AutoTokenizer
 
     folder = tmp_path / "begun"
@@ -142,7 +142,7 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
 
 
 def test_the_flags_have_the_defaults_of_the_library() -> None:
-    """They are declared without torch."""
+    """The flags repeat the defaults, because they are declared without torch."""
     flags = main.parse(["--load", "x", "--prompt", "a"])
     assert (Sampling().max_new_tokens, Sampling().temperature) == (flags.max_new_tokens, flags.temperature)
     assert flags.batch_size == BATCH_SIZE

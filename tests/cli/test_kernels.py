@@ -1,4 +1,4 @@
-"""`megalite kernels`, and what a run says to a kernel that is not there."""
+"""Test `megalite kernels`, and the messages of a run about unavailable kernels."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPa
 def test_a_run_says_once_what_its_first_backend_does_not_serve(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """oneDNN, which a CPU has, has matrix products alone."""
+    """oneDNN, which every CPU has, implements only matrix products."""
     monkeypatch.setattr("megalite.kernels.registry.why_not_onednn", lambda device: None)
     words = [*TINY.split(), "--train-iters", "2", "--device", "cpu", "--kernels", "onednn"]
     assert main(["train", *words]) == 0

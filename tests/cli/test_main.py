@@ -1,4 +1,4 @@
-"""`megalite COMMAND` and `megalite config`."""
+"""Test `megalite COMMAND` and `megalite config`."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ sys.exit(any([main([command, "--help"]) for command in sys.argv[1:]]))
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """It comes at once: a fraction of a second each, where torch takes three."""
+    """Help takes a fraction of a second; importing torch would take three seconds."""
     done = subprocess.run(
         [sys.executable, "-c", HELP_WITHOUT, *COMMANDS], capture_output=True, text=True, timeout=120, check=False
     )
@@ -108,7 +108,7 @@ def test_tables(capsys: Captured) -> None:
 
 
 def all_of(known: Mapping[str, Command]) -> Iterator[Command]:
-    """Those that others are divided into too."""
+    """Return all commands and subcommands."""
     for command in known.values():
         yield command
         yield from all_of(command.commands)
@@ -125,6 +125,6 @@ def test_help_has_at_most_110_columns() -> None:
 
 
 def test_choices_that_help_states_again() -> None:
-    """Help imports neither numpy nor the tokenizers."""
+    """The flags repeat the choices, because help imports neither numpy nor the tokenizers."""
     assert DATA_MERGE.spellings["--dtype"].choices == tuple(known.name for known in TOKEN_DTYPES.values())
     assert TRAIN_TOKENIZER.spellings["--pattern"].choices == tuple(WORD_PATTERNS)

@@ -1,4 +1,4 @@
-"""Every command x every kind of mistake: status 2, one line that names what is wrong, never a traceback."""
+"""Test every command with every kind of mistake: status 2, one line that names the problem, no traceback."""
 
 import json
 import os
@@ -82,7 +82,7 @@ KINDS = ("missing", "folder", "empty", "bytes", "text", "under", "long")
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What a path can lead to."""
+    """Return paths that commands cannot read, by kind."""
     folder = tmp_path_factory.mktemp("mistakes")
     found = {kind: folder / f"{kind}.yaml" for kind in KINDS} | {"file": folder / "file"}
     found["folder"].mkdir()
@@ -97,14 +97,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written to the repository, and the environment says nothing."""
+    """Run outside the repository, with a clean environment."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", DEBUG_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
 def refused(words: list[str], capsys: Captured) -> str:
-    """Run a command that must refuse; the one answer that it gives."""
+    """Run a command that must fail; return its one line."""
     capsys.readouterr()
     status = main(words)
     said = capsys.readouterr()
@@ -132,7 +132,7 @@ def test_paths(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captu
 
 @pytest.mark.parametrize("name", SPOKEN)
 def test_help(name: str, capsys: Captured) -> None:
-    """It says what the command does and shows a command line that is one."""
+    """Help states the purpose and an example that parses."""
     words = [word for word in name.split() if not word.startswith("--")]
     assert main([*words, "--help"]) == 0
     said = capsys.readouterr()
@@ -157,7 +157,7 @@ def flags_of(name: str, capsys: Captured) -> list[str]:
 
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_flag_with_a_slip(name: str, capsys: Captured) -> None:
-    """The nearest is named, whatever else is missing."""
+    """The error names the nearest flag, even if other flags are missing."""
     takes_settings = name.startswith("config --") or name == "data index"
     flags = ["--num-layers", "--preset"] if takes_settings else flags_of(name, capsys)
     assert flags or name in ("data", "config", "completion")
@@ -200,7 +200,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("row", lines(Path(__file__).with_name("refused.txt")))
 def test_refused(row: str, things: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    """In one answer, which names the culprits; nothing is written."""
+    """One error names all problems, and nothing is written."""
     monkeypatch.chdir(things)
     before = sorted(things.iterdir())
     ((asked, parts),) = parts_of([row])
@@ -231,7 +231,7 @@ VALUES = (
 
 
 def command_lines() -> st.SearchStrategy[list[str]]:
-    """Flags that there are with values of all kinds, and junk between, of commands that do no work with them."""
+    """Draw known flags with values of all kinds and junk, for commands that start no work with them."""
     ours = {
         "convert": ("--to", "--from", "--step", "--dtype", "--max-shard-size", "--family", "--tp", "--verify"),
         "inspect": ("--diff", "--step", "--tensors", "--config", "--json", "--no-verify"),
@@ -272,7 +272,7 @@ def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
 @pytest.mark.parametrize("line", [line for line in PATHS if "{path}" in line and "convert" not in line])
 @pytest.mark.parametrize("device", ["pipe", "/dev/zero"])
 def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, capsys: Captured) -> None:
-    """They are not waited for, and not read without end."""
+    """The commands neither wait for them nor read without end."""
     path = tmp_path / "pipe.yaml" if device == "pipe" else Path(device)
     if device == "pipe":
         os.mkfifo(path)
@@ -282,7 +282,7 @@ def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, c
 
 
 def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured) -> None:
-    """`runs` does not end by a line that another program wrote."""
+    """A line of another program does not stop `runs`."""
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     nested = '{"step": 1, "kind": "train", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"

@@ -1,4 +1,4 @@
-"""`megalite parity`: what it prints, its exit status, and what it refuses."""
+"""Test `megalite parity`: output, exit status and refused input."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`megalite plan` at the command line."""
+"""Test the command line of `megalite plan`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`megalite plan-chain`: text, data, picture, errors."""
+"""Test `megalite plan-chain`: text, data, picture, errors."""
 
 import json
 from pathlib import Path

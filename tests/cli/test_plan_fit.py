@@ -1,4 +1,4 @@
-"""`megalite plan-fit`: a table of steps that a machine with known constants would take."""
+"""Test `megalite plan-fit` on steps of a machine with known constants."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ NAMES = ("gpus", "preset", "vocab_size", "precision", "seq_length", "tp", "micro
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
-    """Of dgx-h100 with slower products and attention."""
+    """Return steps of dgx-h100 with slower products and attention."""
     cluster = load_cluster("dgx-h100")
     cluster = replace(cluster, efficiency=replace(cluster.efficiency, gemm=0.55))
     stack = replace(load_stack("fused"), attention_efficiency=0.55)

@@ -1,4 +1,4 @@
-"""`megalite port`: scripts and YAML in the shape of Megatron-LM's, read without running anything."""
+"""Test `megalite port` on scripts and YAML in the form of Megatron-LM's, without running anything."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def commands(script: str, **given: str) -> list[list[str]]:
-    """What a script would run."""
+    """Return the commands that a script would run."""
     found: list[list[str]] = []
     Shell(lambda shell, words: found.append(words), given).run(script, "test")
     return found
@@ -111,7 +111,7 @@ def test_launchers(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_script_that_writes_the_job(tmp_path: Path) -> None:
-    """Below EOF two backslashes are one; what the job asks there stays as it is."""
+    """In a here-document two backslashes are one, and variables of the job stay."""
     (tmp_path / "run.sh").write_text(
         "cat > $OUT/job.sh <<EOF\nsrun torchrun \\\\\n --nnodes=2 --nproc_per_node=4 --rdzv_id=\\$JOB_ID \\\\\n"
         ' --rdzv_endpoint=\\$(first "\\$HOST_NAMES") pretrain_gpt.py --tp 2 \\\\\n --bf16\nEOF\nsbatch $OUT/job.sh\n'
@@ -133,7 +133,7 @@ def test_scripts_that_read_other_scripts(tmp_path: Path) -> None:
 
 
 def test_the_example(capsys: Captured, tmp_path: Path) -> None:
-    """The config and the flags say the same, and theirs are written out where ours differ."""
+    """Config and flags agree, and Megatron-LM's differing defaults are written out."""
     output = tmp_path / "run.yaml"
     assert main(["port", str(EXAMPLE), "--set", "1=ckpt", "--set", "DATA_PATH=d", "--output", str(output)]) == 0
     said = capsys.readouterr().out
@@ -202,7 +202,7 @@ CASE = {
 
 
 def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> None:
-    """Unchanged, although nothing that it names is there, and as ported."""
+    """The case passes unchanged, although its files are missing, and as ported."""
     case, ported = tmp_path / "model_config.yaml", tmp_path / "run.yaml"
     case.write_text(yaml.safe_dump(CASE))
     (launch,) = read_launches(case, {})
@@ -236,7 +236,7 @@ def test_what_a_missing_value_depends_on_is_said(capsys: Captured, tmp_path: Pat
 
 
 def test_flags_of_repositories_that_come_from_theirs() -> None:
-    """DeepSpeed's, and what a launcher hands on."""
+    """DeepSpeed's flags, and those that a launcher passes on."""
     words = (
         "--mock-data --vocab-size 64 --normalization rmsnorm --num-key-value-heads 2 --zero-stage 1 --deepspeed "
         "--deepspeed_config ds.json --activations-checkpoint-method uniform --eval-interval 5 --eval-iters -1 "
@@ -291,7 +291,7 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
 
 
 def test_too_few_ranks_are_said(tmp_path: Path) -> None:
-    """Of the 8 ranks of one node, the script's default, experts and stages leave none."""
+    """The script's default of one node with 8 ranks is too small for its experts and stages."""
     words = [
         *("--num-layers", "8", "--pp", "4", "--num-experts", "8", "--ep", "8"),
         *("--vocab-size", "64", "--disable-bias-linear", "--mock-data"),

@@ -1,4 +1,4 @@
-"""`megalite runs`: what it says of runs in every state, and their pictures."""
+"""Test `megalite runs` on runs in every state, and its pictures."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def runs(tmp_path: Path) -> Path:
     (tmp_path / "starting").mkdir()
     (tmp_path / "starting" / "sessions.json").write_text("{")
     (tmp_path / "a" / "checkpoints").mkdir()
-    (tmp_path / "a" / "checkpoints" / "metrics.jsonl").write_text("")  # no one looks there
+    (tmp_path / "a" / "checkpoints" / "metrics.jsonl").write_text("")  # checkpoints are not searched
     return tmp_path
 
 
@@ -159,7 +159,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_picture_of_one_run(run: Path) -> None:
-    """Its own folder is asked for; the ending of the file gives the format."""
+    """The argument is the folder of the run; the suffix gives the format."""
     assert main([str(run), "--png", str(run / "curve.svg")]) == 0
     assert "<svg" in (run / "curve.svg").read_text()
 

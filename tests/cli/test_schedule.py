@@ -1,4 +1,4 @@
-"""`megalite schedule`: what it prints and writes, and what it says to bad input."""
+"""Test `megalite schedule`: output, files and errors."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -30,7 +30,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: Captured) -> Any:
-    """Runs a command line that must work; returns what it prints."""
+    """Run a command line that must succeed; return its output."""
 
     def run(line: str) -> str:
         status = main(line.split())

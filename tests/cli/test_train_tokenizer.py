@@ -15,7 +15,7 @@ BUILDER = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's real text, 0.6 MB of it."""
+    """The quickstart's text, 0.6 MB of it."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["build_corpus", "--output", str(path), "--max-megabytes", "0.6"])
