@@ -4,13 +4,12 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megalite.cli.command import Command
+from megalite.cli.completion import commands
 from megalite.cli.main import COMMANDS, main
 from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
 from megalite.cli.tool_commands import CONFIG as config_main
@@ -107,15 +106,8 @@ def test_tables(capsys: Captured) -> None:
     assert "--tensor-model-parallel-size N" in capsys.readouterr().out
 
 
-def all_of(known: Mapping[str, Command]) -> Iterator[Command]:
-    """Return all commands and subcommands."""
-    for command in known.values():
-        yield command
-        yield from all_of(command.commands)
-
-
 def test_help_has_at_most_110_columns() -> None:
-    for command in all_of(COMMANDS):
+    for command in commands():
         texts = [
             command.help() if command.parses else "",
             full_help(command.name) if command.settings is not None else "",
