@@ -70,7 +70,7 @@ class Ported:
         return replace(self.invocation.config, **self.defaults)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Setting -> value, for each setting of the script and of `defaults`."""
         values = values_of(self.config)
         named = [name for name, source in self.invocation.provenance.items() if source != "default"]
@@ -78,13 +78,13 @@ class Ported:
 
 
 def run(flags: Namespace) -> int:
-    given = {}
+    overrides = {}
     for pair in flags.set or ():
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set takes NAME=VALUE such as DATA_PATH=/data/text, got {pair}")
-        given[name] = value
-    launches = read_launches(flags.script, given)
+        overrides[name] = value
+    launches = read_launches(flags.script, overrides)
     ported = [port(launch, world_size=flags.world_size) for launch in launches]
     if flags.output is not None:
         if len(ported) > 1:
@@ -100,18 +100,18 @@ def run(flags: Namespace) -> int:
 # ---- reading
 
 
-def read_launches(path: Path, given: Mapping[str, str]) -> list[Launch]:
-    """Return the training runs that a bash script starts or a YAML file describes. `given`: values of variables. Raises
+def read_launches(path: Path, overrides: Mapping[str, str]) -> list[Launch]:
+    """Return the training runs that a bash script starts or a YAML file describes. `overrides`: variable -> value. Raises
     ConfigError if there is none or the file is neither."""
     text, is_yaml = read_input(path, "script"), path.suffix in (".yaml", ".yml")
-    found = _from_yaml(text, path, given) if is_yaml else _from_script(text, path, given)
+    found = _from_yaml(text, path, overrides) if is_yaml else _from_script(text, path, overrides)
     if not found:
         what = f"{_YAML_KEY} of flags" if is_yaml else "command that runs pretrain_gpt.py"
         raise ConfigError(f"{path} has no {what}")
     return found
 
 
-def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
+def _from_script(text: str, path: Path, overrides: Mapping[str, str]) -> list[Launch]:
     found: list[Launch] = []
     scheduled: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE):
@@ -135,7 +135,7 @@ def _from_script(text: str, path: Path, given: Mapping[str, str]) -> list[Launch
             nested.add(other)
             shell.run(read_input(other, "script"), str(other))
 
-    Shell(command, {**slurm, **given}).run(text, str(path))
+    Shell(command, {**slurm, **overrides}).run(text, str(path))
     return found
 
 
@@ -181,12 +181,12 @@ def _launch(before: list[str], words: list[str], scheduled: Mapping[str, str], s
     return Launch(words, int(nodes) * int(each), int(each) if int(nodes) > 1 else 8, launcher, source)
 
 
-def _from_yaml(text: str, path: Path, given: Mapping[str, str]) -> list[Launch]:
+def _from_yaml(text: str, path: Path, overrides: Mapping[str, str]) -> list[Launch]:
     """Read `MODEL_ARGS` of Megatron-LM's functional tests; `MODEL_ARGS_2` describes a second run."""
     repeated = Problems()
     tree = load_mapping(text, str(path), f"{_YAML_KEY}: {{--num-layers: 12}}", repeated)
     remarks = tuple(text.replace("keep one of them", "the last one counts") for text in repeated.found)
-    shell = Shell(lambda shell, words: None, given)
+    shell = Shell(lambda shell, words: None, overrides)
     found = []
     for key, section in tree.items():
         if isinstance(key, str) and re.fullmatch(rf"{_YAML_KEY}(_\d+)?", key) and isinstance(section, dict):
@@ -310,7 +310,7 @@ def command_line(ported: Ported, config_file: str | None = None) -> str:
     if config_file is not None:
         return f"{' '.join(parts)} --config {_quoted(config_file)}"
     flags = []
-    for name, value in ported.given.items():
+    for name, value in ported.values.items():
         setting = settings()[name]
         flag = setting.flags[0]
         if setting.type is bool:
@@ -334,7 +334,7 @@ def _quoted(word: str) -> str:
 def config_text(ported: Ported) -> str:
     """Return the settings as a config file, by section."""
     tree: dict[str, dict[str, Any]] = {}
-    for name, value in ported.given.items():
+    for name, value in ported.values.items():
         tree.setdefault(settings()[name].section, {})[name] = value
     return as_yaml(tree, default_flow_style=None, width=100)
 
@@ -354,13 +354,15 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     ]
     if "--calculate-per-token-loss" not in ported.launch.words:
         differs.append(
-            "the loss is the mean over all tokens of the batch, as with --calculate-per-token-loss: the same without masks"
+            "the loss is the mean over all tokens of the batch, as with --calculate-per-token-loss: equal without masks"
         )
     model = ported.config.model
     if model.num_experts is not None and model.add_bias_linear and not model.moe_add_bias_linear:
-        differs.append("experts have no biases; Megatron-LM gives them biases where --disable-bias-linear is not given")
+        differs.append("experts have no biases; Megatron-LM adds them unless --disable-bias-linear is set")
     if model.moe_expert_capacity_factor is not None:
-        differs.append("experts have room by each sequence; Megatron-LM's by the part of a microbatch on each rank")
+        differs.append(
+            "expert capacity applies to each sequence; in Megatron-LM to the part of a microbatch on each rank"
+        )
     if ported.config.checkpoint.load is None or ported.config.checkpoint.fresh_if_missing:
         differs.append("initial weights are other random numbers: continue from a converted checkpoint to compare")
     if ported.launch.ranks is not None and ported.launch.ranks < (least := least_ranks(ported.config)):

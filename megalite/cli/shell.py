@@ -34,10 +34,10 @@ _MODIFIED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?
 class Shell:
     """Interprets a script and calls `command` with the expanded words of each command except builtins and functions.
 
-    `given`: values of variables that come from the environment or the command line of the script."""
+    `overrides`: values of variables, of the environment or the command line of the script."""
 
     command: Callable[["Shell", list[str]], None]
-    given: Mapping[str, str]
+    overrides: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
     functions: dict[str, Script] = field(default_factory=dict)
     arguments: list[str] | None = None  # arguments of the current function; None: those of the script, unknown
@@ -200,9 +200,9 @@ class Shell:
     def assign(self, name: str, values: list[str], *, add: bool = False, array: bool = False) -> None:
         if not array and not add and values and re.fullmatch(r"\$\{?\w+\}?|<[A-Za-z][^<>]*>", values[0]):
             # For `CHECKPOINT=$1` or `CHECKPOINT=<path to it>` the name CHECKPOINT is clearer than the value.
-            values = [self.given.get(name, f"${{{name}}}")]
-        elif name in self.given and not array:
-            values = [self.given[name]]
+            values = [self.overrides.get(name, f"${{{name}}}")]
+        elif name in self.overrides and not array:
+            values = [self.overrides[name]]
         before = self.variables.get(name, [])
         if array and values and all(elements := [_ELEMENT.fullmatch(value) for value in values]):
             values = [found[2] for found in elements if found]
@@ -224,8 +224,8 @@ class Shell:
             return list(self.arguments or [])
         if name in self.variables:
             return self.variables[name]
-        if name in self.given:
-            return [self.given[name]]
+        if name in self.overrides:
+            return [self.overrides[name]]
         return [""] if self.skipped.get(name) == "" else None
 
     def expand(self, raw: str, *, split: bool = True) -> list[str]:
@@ -333,7 +333,7 @@ class Shell:
             case "?" if values is None:
                 return [f"${{{name}}}"]
         if values is None or not rest or operator:
-            return [] if index and name not in self.given and name in self.variables and values is None else values
+            return [] if index and name not in self.overrides and name in self.variables and values is None else values
         if known and (substring := re.fullmatch(r":\s*(\d+)(?::(\d+))?", rest)):
             start = int(substring[1]) - (name in ("@", "*"))  # arguments are numbered from 1
             part = slice(start, None if substring[2] is None else start + int(substring[2]))

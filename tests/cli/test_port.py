@@ -255,7 +255,7 @@ def test_flags_of_repositories_that_come_from_theirs() -> None:
         and "--rank --world-size: ranks come from the launcher" in dropped
     )
     assert any("DeepSpeed's file is not read" in line for line in said["differs"])
-    assert any("experts have room by each sequence" in line for line in said["differs"])
+    assert any("expert capacity applies to each sequence" in line for line in said["differs"])
 
 
 def test_lists_in_their_files(tmp_path: Path) -> None:
