@@ -136,9 +136,7 @@ class ColumnParallelLinear(Module):
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap_by: Callable[[Group, Matmul], Pieces] | None = (
-        None  # overlaps products and communication
-    )
+    overlap_by: Callable[[Group, Matmul], Pieces] | None = None  # overlaps products and communication
 
     def __init__(
         self,
@@ -188,9 +186,7 @@ class RowParallelLinear(Module):
     once, after the sum.
     """
 
-    overlap_by: Callable[[Group, Matmul], Pieces] | None = (
-        None  # overlaps products and communication
-    )
+    overlap_by: Callable[[Group, Matmul], Pieces] | None = None  # overlaps products and communication
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()
