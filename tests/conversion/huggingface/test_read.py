@@ -253,7 +253,7 @@ def test_layers_for_further_tokens(tmp_path: Path) -> None:
     assert HuggingFaceWeights(tmp_path).model.mtp_num_layers == 0
     edit_config(tmp_path, num_nextn_predict_layers=0)
     rename(tmp_path, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.ones(2, 3)})
-    with pytest.raises(ConversionError, match="no glm4_moe has model"):
+    with pytest.raises(ConversionError, match="glm4_moe has no model"):
         HuggingFaceWeights(tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)
     with pytest.raises(ConversionError, match=r"model.layers.3.enorm.weight is missing"):
