@@ -67,7 +67,7 @@ def report(
         patch.setattr(instruments.platform, "node", lambda: f"host{context.rank}")
         patch.setattr(instruments, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
         clock = PhaseClock(topology.device)
-        timings = Timings(clock, topology, apart=apart, threshold=1.5, tell=tell)
+        timings = Timings(clock, topology, apart=apart, threshold=1.5, log_phases=tell)
         gather = Group.all_gather
 
         def counted(self: Group, *arguments: Any) -> None:
