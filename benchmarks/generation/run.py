@@ -73,7 +73,7 @@ def ours(folder: Path, prompts: list[list[int]], device: torch.device, dtype: to
 
     def generate(count: int) -> list[list[int]]:
         sampling = Sampling(max_new_tokens=count, temperature=0.0)
-        made = generate_batch(chain, prompts, sampling, end_ids=frozenset())
+        made = generate_batch(chain, prompts, sampling, stop_token_ids=frozenset())
         done = {one.index: one.new for one in made if one.finish is not None}
         return [done[index] for index in range(len(prompts))]
 

@@ -232,7 +232,7 @@ def _shapes(case: str, dry: bool) -> tuple[Shape, ...]:
 
 
 CLEAR = 0.02  # A backend must be faster than torch by this share to go before it
-HALVES = ["bfloat16", "float16"]
+HALF_TYPES = ["bfloat16", "float16"]
 
 
 def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[st
             dtype = at[0]["dtype"]
             rule: dict[str, Any] = {"operation": operation, "device": device}
             if dtype != "float32":
-                rule["dtypes"] = HALVES
+                rule["dtypes"] = HALF_TYPES
             if number:
                 rule["from_size"] = size
             found.append({**rule, "order": order, "because": f"measured on {measured_on}: {words}"})

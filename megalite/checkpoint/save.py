@@ -42,7 +42,7 @@ from megalite.topology.layout import ShardSpec
 
 
 @contextmanager
-def errors_as_one(world: Group) -> Iterator[None]:
+def same_error_on_all_ranks(world: Group) -> Iterator[None]:
     """Raise the same CheckpointError on all ranks if the block raises one on any rank. `Group.errors_on_all_ranks`
     raises every failing rank's error; this reports only the first, with the number of failed ranks, because a full disk
     fails on many ranks at once.
@@ -366,7 +366,7 @@ def _raise_on_all_or_abandon(
     failure: Exception | None, *, staging: Path, needed: int, leads: bool, world: Group
 ) -> None:
     try:
-        with errors_as_one(world):
+        with same_error_on_all_ranks(world):
             if failure is not None:
                 raise _as_checkpoint_error(failure, staging.parent, needed)
     except CheckpointError:
@@ -387,7 +387,7 @@ def _as_checkpoint_error(error: Exception, folder: Path, needed: int) -> Checkpo
     return CheckpointError(f"cannot save a checkpoint in {folder}: {what}")
 
 
-def superfluous(
+def steps_to_remove(
     steps: Iterable[int], newest: int, *, keep_latest: int, keep_every: int | None, held: Collection[int] = ()
 ) -> list[int]:
     """Return the steps to remove after `newest` was saved and verified, oldest first.
@@ -410,7 +410,7 @@ def prune(
     world: Group,
     log: Callable[[str], None],
 ) -> None:
-    """Remove the `superfluous` checkpoints after reading back and verifying the newest one from the disk.
+    """Remove the `steps_to_remove` checkpoints after reading back and verifying the newest one from the disk.
 
     So the last sound checkpoint is never removed. Rank 0's `held` is used. A checkpoint is first renamed to a name that
     loading ignores, so a kill leaves no damaged one. Checkpoints that cannot be removed are reported to `log`.
@@ -419,11 +419,11 @@ def prune(
     """
     path = folder / step_name(newest)
     plan: dict[str, Any] = {}
-    with errors_as_one(world):
+    with same_error_on_all_ranks(world):
         try:
             if world.rank == 0:
                 steps = [found.step for found in candidates(folder)]
-                old = superfluous(steps, newest, keep_latest=keep_latest, keep_every=keep_every, held=held)
+                old = steps_to_remove(steps, newest, keep_latest=keep_latest, keep_every=keep_every, held=held)
                 listed = listed_files(read_text(path / MANIFEST_NAME)) if old else {}
                 plan = {"steps": old, "files": {name: vars(entry) for name, entry in listed.items()}}
         except CheckpointError as error:

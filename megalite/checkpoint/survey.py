@@ -112,7 +112,7 @@ def _unless_removed(found: FoundCheckpoint) -> FoundCheckpoint:
 
 
 @contextlib.contextmanager
-def noticing_removal(*found: FoundCheckpoint) -> Iterator[None]:
+def raise_if_removed(*found: FoundCheckpoint) -> Iterator[None]:
     """Raise CheckpointRemoved for errors inside the block if one of the checkpoints has been removed."""
     try:
         yield

@@ -204,8 +204,8 @@ def described(weights: Weights) -> str:
         sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
         layout = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
         written = f", written by {', '.join(layout) or 'one rank'}"
-    elif isinstance(weights, HuggingFaceWeights) and weights.dequantised is not None:
-        written = f", of which {weights.dequantised}"
+    elif isinstance(weights, HuggingFaceWeights) and weights.quantization is not None:
+        written = f", of which {weights.quantization}"
     if model.mtp_num_layers:
         written += f"; with {model.mtp_num_layers} MTP layers"
     return (

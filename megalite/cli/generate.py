@@ -139,7 +139,7 @@ def _generate(flags: Namespace, topology: Topology) -> None:
         Chain(model.stage, topology),
         prompts,
         _sampling(flags),
-        end_ids=model.end_ids,
+        stop_token_ids=model.stop_token_ids,
         batch_size=flags.batch_size,
         make_text=text_of if topology.rank == 0 or flags.stop else None,
     )

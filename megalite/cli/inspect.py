@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
-from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, noticing_removal, survey, unlisted, verify
+from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, raise_if_removed, survey, unlisted, verify
 from megalite.cli.command import fetch
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.failures import BAD_INPUT
@@ -51,7 +51,7 @@ def run(flags: Namespace) -> int:
 def _inspect(flags: Namespace) -> int:
     surveyed, shown = _newest_sound(flags.checkpoint, flags)
     rows: dict[str, dict[str, Any]] | None = None
-    with noticing_removal(shown):
+    with raise_if_removed(shown):
         if flags.tensors is not None and shown.sound:
             # Imports torch, which takes longer than all the rest.
             from megalite.cli.inspect_tensors import tensor_statistics
@@ -120,7 +120,7 @@ def _diff(flags: Namespace) -> int:
         sides.append(found)
     from megalite.cli.inspect_tensors import CheckpointDiff
 
-    with noticing_removal(*sides):
+    with raise_if_removed(*sides):
         difference = CheckpointDiff(*sides, pattern=flags.tensors, trust_hashes=not flags.no_verify)
     for found in skipped:
         notify(visible(f"{found.path} is passed over: {found.state}"))

@@ -156,7 +156,9 @@ class MegaliteLM(TemplateLM):
             def text_of(ids: Any, stops: list[str] = stops) -> GrowingText:
                 return GrowingText(self._tokenizer.decode, ids, stops)
 
-            for last in generate_batch(self._chain, [prompt], sampling, end_ids=self._model.end_ids, make_text=text_of):
+            for last in generate_batch(
+                self._chain, [prompt], sampling, stop_token_ids=self._model.stop_token_ids, make_text=text_of
+            ):
                 done = last
             assert done.text is not None
             texts.append(done.text.text)

@@ -23,14 +23,14 @@ from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.render import render_grid
 from megalite.planner.cost.calibrate import TIMES, Calibration, Machine, Row, fit, read_rows
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack, refuse_taken, save_machine
+from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack, require_new_file, save_machine
 from megalite.planner.report import (
-    deciding_sweep,
     drawn_timeline,
     format_plan,
     html_page,
     launch_lines,
     plan_data,
+    tie_breaking_sweep,
     write_files,
 )
 from megalite.planner.search.search import Plan, find, find_cheapest
@@ -63,7 +63,7 @@ def run(flags: Namespace) -> int:
     deciding = None
     if flags.resolve is not None:
         cluster_file, stack_file = map(_absolute, (flags.cluster, flags.stack))
-        deciding = deciding_sweep(plan, cluster_file, stack_file, ignored(plan.candidates[0].config))
+        deciding = tie_breaking_sweep(plan, cluster_file, stack_file, ignored(plan.candidates[0].config))
     if deciding is not None:
         write_text(flags.resolve, as_yaml(deciding))
         written.append(flags.resolve)
@@ -142,7 +142,7 @@ def run_fit(flags: Namespace) -> int:
     before = Machine(load_cluster(flags.cluster), load_stack(flags.stack))
     rows = read_rows(flags.rows)
     if flags.output is not None:
-        refuse_taken(flags.output, "--output")
+        require_new_file(flags.output, "--output")
     source = f"steps of {flags.rows.name}"
     more = {"only": flags.fit} if flags.fit else {}
 

@@ -18,8 +18,8 @@ from megalite.config.reading import gc_paused
 from megalite.config.registry import imported
 from megalite.partition.memory import is_built_without_limit
 from megalite.planner.cost.calibrate import Machine
-from megalite.planner.hardware import refuse_taken
-from megalite.sweep.candidates import Expansion, Run, check_all, device_room, expand, read_machine
+from megalite.planner.hardware import require_new_file
+from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, usable_bytes
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, execute, launchable
 from megalite.sweep.report import REPORT, calibrate, summary, write_report
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
@@ -53,7 +53,7 @@ def _sweep(flags: Namespace) -> int:
         spec = dataclasses.replace(spec, timeout=flags.timeout)
     machine = read_machine(spec.cluster, spec.stack)
     if flags.calibrate is not None:
-        refuse_taken(flags.calibrate, "--calibrate")
+        require_new_file(flags.calibrate, "--calibrate")
         if machine is None:
             raise ConfigError(f"--calibrate has no effect without cluster in {spec.path}; add e.g. cluster: cpu-box")
     expansion = expand(spec)
@@ -64,7 +64,7 @@ def _sweep(flags: Namespace) -> int:
         words.append(f"{expansion.left_out} left out by exclude and only")
     if expansion.ignored:
         words.append(f"the runs ignore {', '.join(expansion.ignored)} of the base")
-    room = device_room(spec.memory_limit, machine)
+    room = usable_bytes(spec.memory_limit, machine)
     if room is not None and any(is_built_without_limit(each.config) for each in expansion.candidates):
         words.append(f"auto builds schedules within {format_bytes(room)} per rank")
     show("; ".join(words))

@@ -258,7 +258,7 @@ class OptimizerConfig:
     """optimizer_cpu_offload: smallest share to offload, in whole buckets."""
 
     @property
-    def published_onebit(self) -> bool:
+    def deepspeed_onebit(self) -> bool:
         """Whether a 1-bit optimizer runs DeepSpeed's algorithm."""
         return self.onebit_rule == "deepspeed"
 
@@ -290,7 +290,7 @@ def state_formats(config: OptimizerConfig, *, hidden_matrix: bool = True) -> For
     return formats if config.ema_decay is None else {**formats, EMA: "main"}
 
 
-def sides_of(config: OptimizerConfig, rows: int, columns: int) -> dict[str, int]:
+def matrix_sides(config: OptimizerConfig, rows: int, columns: int) -> dict[str, int]:
     """Return the sides of a hidden matrix that have `SQUARES`: left (rows) and right (columns) -> n."""
     lengths = {"left": rows, "right": columns}
     return dict(sorted(lengths.items(), key=lambda side: side[1])[: OPTIMIZERS.facts(config.optimizer).sides])

@@ -165,7 +165,7 @@ class ParallelConfig:
         return self.dp_instances if self.strategy.has("dp_instances") else 1
 
     @property
-    def own_weights(self) -> int | None:
+    def distinct_replicas(self) -> int | None:
         """Number of replicas with different weights, if the strategy has such: the instances, or else all ranks."""
         return self.instances if self.instances > 1 else self.dp
 

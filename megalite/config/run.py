@@ -137,7 +137,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Itself(Generic[T]):
+class IdentityKey(Generic[T]):
     """A dict key that compares an object by identity; the object itself may be unhashable."""
 
     __slots__ = ("value",)
@@ -146,7 +146,7 @@ class Itself(Generic[T]):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.value is other.value
+        return isinstance(other, IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -158,10 +158,10 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
 
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @lru_cache(maxsize)
-        def known(key: Itself[S], *args: Hashable, **kwargs: Hashable) -> T:
+        def known(key: IdentityKey[S], *args: Hashable, **kwargs: Hashable) -> T:
             return function(key.value, *args, **kwargs)  # type: ignore[arg-type]
 
-        return lambda first, *args, **kwargs: known(Itself(first), *args, **kwargs)
+        return lambda first, *args, **kwargs: known(IdentityKey(first), *args, **kwargs)
 
     return decorate
 

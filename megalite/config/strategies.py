@@ -116,7 +116,7 @@ def _neighbours(t: BucketTraffic) -> Volumes:
 def _gossip_states(config: Config) -> tuple[str, ...]:
     algorithm = config.data_parallel.gossip_algorithm
     if algorithm == "choco-sgd":
-        return ("gossip_own", "gossip_left", *(["gossip_right"] if config.parallel.own_weights != 2 else []))
+        return ("gossip_own", "gossip_left", *(["gossip_right"] if config.parallel.distinct_replicas != 2 else []))
     return ("gossip_momentum",) if algorithm == "decentlam" else ()
 
 

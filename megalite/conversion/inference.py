@@ -62,7 +62,7 @@ def tokenizer_for(weights: Source, choice: DataConfig) -> Tokenizer:
     return found
 
 
-def end_ids(weights: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+def stop_token_ids(weights: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's end of document and, for a Hugging Face model, the eos_token_id
     of generation_config.json or else of config.json, as in transformers."""
     eod = frozenset(() if tokenizer is None else (tokenizer.eod,))
@@ -86,7 +86,7 @@ class InferenceModel:
     stage: GPTStage
     tokenizer: Tokenizer | None
     tokenizer_sha256: str | None  # of the training tokenizer, if the checkpoint records it
-    end_ids: frozenset[int]  # tokens that end a text
+    stop_token_ids: frozenset[int]  # tokens that end a text
     is_huggingface: bool
 
 
@@ -206,6 +206,6 @@ def load_model(
         stage=stage.eval(),
         tokenizer=found,
         tokenizer_sha256=weights.recorded_tokenizer if isinstance(weights, NativeWeights) else None,
-        end_ids=end_ids(weights, found) if needs_tokenizer else frozenset(),
+        stop_token_ids=stop_token_ids(weights, found) if needs_tokenizer else frozenset(),
         is_huggingface=weights.format == "huggingface",
     )

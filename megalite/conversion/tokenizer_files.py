@@ -10,7 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.config_json import parse_json
 from megalite.conversion.weights import ConversionError, Weights
 from megalite.tokenizers.base import Tokenizer, read_tokenizer_file
-from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, is_tiktoken, look_into
+from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, find_tokenizer_files, is_tiktoken
 
 GENERATION = "generation_config.json"
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -40,7 +40,7 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
         if kind is None and not names.isdisjoint(_KNOWN):
             return found
         try:
-            model, vocab_file, merge_file = look_into(path, kind)
+            model, vocab_file, merge_file = find_tokenizer_files(path, kind)
         except ConfigError as error:
             raise ConversionError(str(error)) from None
         chosen = [Path(file) for file in (model, vocab_file, merge_file) if file is not None]

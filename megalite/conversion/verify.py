@@ -196,7 +196,7 @@ def _tokens(source: Weights, target: Weights) -> torch.Tensor:
 def _logits(weights: Weights, tokens: torch.Tensor, dtype: torch.dtype, use_stock: bool) -> tuple[torch.Tensor, str]:
     """Return logits [b, s, vocab_size] and the name of the program that computed them."""
     found = stock_version()
-    quantized = getattr(weights, "dequantised", None) is not None  # transformers needs a GPU for these
+    quantized = getattr(weights, "quantization", None) is not None  # transformers needs a GPU for these
     if weights.format == "huggingface" and use_stock and found is not None and not quantized:
         has_experts = weights.model.num_experts is not None
         return stock_logits(weights.path, tokens, dtype, has_experts=has_experts), f"{STOCK} {found}"

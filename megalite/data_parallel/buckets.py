@@ -79,14 +79,14 @@ class Bucket:
         parameter.data = view
         parameter.main_grad = self.grad[placed.start : placed.stop].view(parameter.shape)
         if parameter.dim() > 1:
-            parameter.grad_given = partial(self._on_matrix_grad, parameter)
+            parameter.after_autograd = partial(self._on_matrix_grad, parameter)
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(_grad_given)
 
     def take_at_once(self) -> None:
         """Move every gradient from autograd as it arrives, without `collect`: the buffer has memory only temporarily."""
         self._runs.clear()
         for placed in self.placed:
-            placed.parameter.grad_given = partial(self._take, placed.parameter)
+            placed.parameter.after_autograd = partial(self._take, placed.parameter)
             if placed.parameter not in self._hooks:
                 placed.parameter.register_post_accumulate_grad_hook(_grad_given)
 
@@ -189,7 +189,7 @@ def _grad_given(parameter: torch.Tensor) -> None:
     """Call the parameter's handler. The hook itself references nothing: torch stores it where Python's cycle collector
     does not look, so whatever it references would never be freed."""
     assert isinstance(parameter, ShardedParameter)
-    parameter.grad_given()
+    parameter.after_autograd()
 
 
 def make_buckets(

@@ -59,7 +59,7 @@ class OptimizerShard:
                 yield values
 
 
-def placed_in(shard: OptimizerShard) -> list[Placed]:
+def placed_parameters(shard: OptimizerShard) -> list[Placed]:
     return [placed for placed, _, _ in shard.bucket.within(shard.start, shard.stop)]
 
 
@@ -96,7 +96,7 @@ class StrategyGroups:
         """Return the ranks, one per instance, with the same shard of a bucket that is sharded over `replicas`."""
         return self.inter_expert_dp if kind.expert else self.inter_dp
 
-    def own_weights(self, kind: BucketKind) -> tuple[Group, Group]:
+    def weight_replicas(self, kind: BucketKind) -> tuple[Group, Group]:
         """Return, for strategies in which replicas have different weights, the ranks with this rank's index in all
         replicas, and the ranks of this replica. A replica is an instance, or one rank if there is only one instance."""
         across = self.instances(kind)

@@ -46,7 +46,7 @@ class GradientShards:
         free_storage(bucket.grad)
         bucket.take_at_once()
         for placed in bucket.placed:
-            placed.parameter.grad_wanted = lambda: self._allocate(bucket)
+            placed.parameter.before_accumulation = lambda: self._allocate(bucket)
         self._await(bucket)
 
     def __contains__(self, bucket: Bucket) -> bool:

@@ -213,11 +213,11 @@ class Continuation:
     def last(self) -> int:
         return self.new[-1] if self.new else self.prompt[-1]
 
-    def take(self, token: int, *, end_ids: frozenset[int], max_new_tokens: int) -> None:
+    def take(self, token: int, *, stop_token_ids: frozenset[int], max_new_tokens: int) -> None:
         """Add a chosen token. Raises ConfigError, on every rank: the token is NOT_A_NUMBER."""
         if token == NOT_A_NUMBER:
             raise ConfigError(f"prompt {self.index + 1}: logits are not numbers; try --dtype fp32")
-        if token in end_ids:
+        if token in stop_token_ids:
             self.finish = "eod"
         else:
             self.new.append(token)
@@ -300,11 +300,13 @@ class Lane:
         new = self.is_new
         self.lengths = [len(row.prompt) if new else length + 1 for row, length in zip(self.rows, self.lengths)]
 
-    def take(self, tokens: Sequence[int], *, end_ids: frozenset[int], max_new_tokens: int) -> Iterator[Continuation]:
+    def take(
+        self, tokens: Sequence[int], *, stop_token_ids: frozenset[int], max_new_tokens: int
+    ) -> Iterator[Continuation]:
         """Add the tokens of a step to the rows, yield each row, then remove the rows that have ended. Raises
         ConfigError: see `Continuation.take`."""
         for row, token in zip(self.rows, tokens, strict=True):
-            row.take(token, end_ids=end_ids, max_new_tokens=max_new_tokens)
+            row.take(token, stop_token_ids=stop_token_ids, max_new_tokens=max_new_tokens)
             yield row
         remaining = [place for place, row in enumerate(self.rows) if row.finish is None]
         if len(remaining) == len(self.rows):

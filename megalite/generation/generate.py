@@ -76,7 +76,7 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    end_ids: frozenset[int],
+    stop_token_ids: frozenset[int],
     batch_size: int = BATCH_SIZE,
     make_text: MakeText | None = None,
 ) -> Iterator[Continuation]:
@@ -88,7 +88,7 @@ def generate_batch(
     With pp, as many batches are in flight as there are stages. The stages need no agreement: each receives all tokens
     and derives from them which rows have ended and which batch is next.
 
-    `end_ids`: tokens that end a text. `make_text`: creates the texts, also needed for stop strings. Raises ConfigError,
+    `stop_token_ids`: tokens that end a text. `make_text`: creates the texts, also needed for stop strings. Raises ConfigError,
     on every rank: a prompt is empty, has unknown tokens or too many for learned positions; logits are NaN.
 
     Collectives: those of the forward; per batch and token on the last stage one all-gather of the logits and one
@@ -105,7 +105,7 @@ def generate_batch(
                 lane = waiting.popleft()
             else:
                 lane = in_flight.popleft()
-                yield from lane.take(_tokens(chain, lane), end_ids=end_ids, max_new_tokens=most)
+                yield from lane.take(_tokens(chain, lane), stop_token_ids=stop_token_ids, max_new_tokens=most)
                 if not lane.rows:
                     continue
             _step(chain, lane, sampling)

@@ -21,7 +21,7 @@ class TileKind(Enum):
     EDGE = "edge"  # row i of a square sees the columns j >= i: CAUSAL with rows and columns both reversed
 
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
@@ -30,10 +30,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) ->
     A causal mask requires s_k = s_q. Without `causal` every key is visible (one query after a cache).
     """
     repeats = q.shape[1] // k.shape[1]
-    if repeats == 1 or (q.is_cuda and q.dtype in HALVES):
+    if repeats == 1 or (q.is_cuda and q.dtype in HALF_TYPES):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
     # Neither the CPU's fused kernel nor CUDA's fp32 kernel supports grouped keys.
-    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+    k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
@@ -84,14 +84,14 @@ def tile_forward(
     causal = kind is TileKind.CAUSAL
     q, k, v = readable(q), readable(k), readable(v)
     if softcap is not None:
-        k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+        k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
         done = [
             _softcapped(q[:, :, rows], k[:, :, :n], v[:, :, :n], causal, softcap) for rows, n in _rows(q, k, causal)
         ]
         return torch.cat([out for out, _ in done], dim=2), torch.cat([logsumexp for _, logsumexp in done], dim=2)
     if _fused_on_cuda(q):
         return _cuda_flash_forward(q, k, v, causal)
-    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+    k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
     if _fused_on_cpu(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return _softcapped(q, k, v, causal, None)
@@ -101,7 +101,7 @@ def tile_largest(q: Tensor, k: Tensor, kind: TileKind) -> Tensor:
     """Return the largest score of each head in one tile, fp32 or fp64 [heads]; arguments as in `tile_forward`."""
     if kind is TileKind.EDGE:
         return tile_largest(q.flip(2), k.flip(2), TileKind.CAUSAL)
-    causal, k = kind is TileKind.CAUSAL, for_every_head(k, q.shape[1])
+    causal, k = kind is TileKind.CAUSAL, repeat_kv_heads(k, q.shape[1])
     parts = [_scores(q[:, :, rows], k[:, :, :n], causal, None).amax(dim=(0, 2, 3)) for rows, n in _rows(q, k, causal)]
     return torch.stack(parts).amax(dim=0)
 
@@ -152,7 +152,7 @@ def tile_backward(
     if softcap is None and _fused_on_cuda(q):
         return _cuda_flash_backward(grad_out, q, k, v, out, logsumexp, causal)
     groups = k.shape[1]
-    k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+    k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
     if softcap is not None:
         dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(each, dtype=logsumexp.dtype) for each in (k, v))
         for rows, n in _rows(q, k, causal):
@@ -170,7 +170,7 @@ def tile_backward(
 
 
 def _fused_on_cuda(q: Tensor) -> bool:
-    return q.device.type != "cpu" and q.dtype in HALVES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type != "cpu" and q.dtype in HALF_TYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _fused_on_cpu(q: Tensor) -> bool:
@@ -197,20 +197,20 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def for_every_head(tensor: Tensor, heads: int) -> Tensor:
+def repeat_kv_heads(tensor: Tensor, heads: int) -> Tensor:
     """Repeat keys or values [b, groups, s, d] -> [b, heads, s, d]."""
     repeats = heads // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
 def _for_each_group(grad: Tensor, groups: int) -> Tensor:
-    """Sum gradients over each group (the adjoint of `for_every_head`): [b, heads, s, d] -> [b, groups, s, d]."""
+    """Sum gradients over each group (the adjoint of `repeat_kv_heads`): [b, heads, s, d] -> [b, groups, s, d]."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(dim=2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, softcap: float | None) -> Tensor:
     """Return capped q·kᵀ/sqrt(d) in fp32 or fp64, -inf if masked; with `causal`, q are the last rows of a square."""
-    if q.dtype in HALVES:
+    if q.dtype in HALF_TYPES:
         q, k = q.float(), k.float()
     scores = (q @ k.mT) / math.sqrt(q.shape[-1])
     if softcap is not None:

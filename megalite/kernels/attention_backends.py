@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
-from megalite.kernels.attention import HALVES, causal_attention, for_every_head, readable
+from megalite.kernels.attention import HALF_TYPES, causal_attention, readable, repeat_kv_heads
 from megalite.kernels.bases import Function
 from megalite.kernels.probes import cpu_kinds
 from megalite.kernels.self_check import LIMITS, Inputs, relative, through
@@ -87,7 +87,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, g
     if not causal:
         return causal_attention(q, k, v, causal=False)
     b, heads, seq, size = q.shape
-    k, v = for_every_head(k, heads), for_every_head(v, heads)
+    k, v = repeat_kv_heads(k, heads), repeat_kv_heads(v, heads)
     return _Blocked.apply(*(each.reshape(b * heads, seq, size) for each in (q, k, v))).view(b, heads, seq, size)
 
 
@@ -150,7 +150,7 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
 
 
 def _torchs_choice(shape: AttentionShape, seq: int) -> str:
-    grouped = shape.heads > shape.groups and shape.device.type == "cuda" and shape.dtype in HALVES
+    grouped = shape.heads > shape.groups and shape.device.type == "cuda" and shape.dtype in HALF_TYPES
     q, k, v = shape.tensors(seq, grouped=grouped)
     return _NAMES[torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)]
 
@@ -164,7 +164,7 @@ def _why_not(backend: str, shape: AttentionShape) -> str | None:
     if backend == "blocked":
         return why_not_blocked(shape.device, shape.dtype)
     if device == "cuda" and backend in ("flash", "cudnn"):
-        if shape.dtype not in HALVES:
+        if shape.dtype not in HALF_TYPES:
             return f"it supports bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if shape.head_size % 8:
             return f"it supports head sizes that are multiples of 8, not {shape.head_size}"
@@ -195,7 +195,7 @@ def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) ->
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool) -> Tensor:
         if not grouped:
-            k, v = for_every_head(k, q.shape[1]), for_every_head(v, q.shape[1])
+            k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
         return operator(q, k, v, causal, grouped)
 
     return attention
@@ -237,7 +237,7 @@ def why_not_varlen(shape: AttentionShape) -> str | None:
     """Return why `varlen_attention` must not be used, or None: an unsupported shape, or wrong numbers on a few rows."""
     if shape.device.type != "cuda":
         return f"it does not exist on {shape.device.type}"
-    if shape.dtype not in HALVES or shape.head_size % 8 or shape.head_size > 256:
+    if shape.dtype not in HALF_TYPES or shape.head_size % 8 or shape.head_size > 256:
         return f"it supports bfloat16 and float16 and head sizes up to 256, multiples of 8, not {shape.head_size}"
     return varlen_fault(shape)
 
@@ -254,7 +254,7 @@ def varlen_fault(shape: AttentionShape) -> str | None:
     mask = seen.unsqueeze(1).to(shape.device)
 
     def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = for_every_head(k, shape.heads), for_every_head(v, shape.heads)
+        k, v = repeat_kv_heads(k, shape.heads), repeat_kv_heads(v, shape.heads)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.attention import HALVES
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.fp8 import cast, cast_rows, largest
 from megalite.kernels.layer_ops import (
     activate,
@@ -35,7 +35,7 @@ Kernel = Callable[..., Any]
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALVES else x
+    return x.float() if x.dtype in HALF_TYPES else x
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.attention import HALVES
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Function
 
 
@@ -58,7 +58,7 @@ class _RMSNorm(Function):
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    exact = x.float() if x.dtype in HALVES else x
+    exact = x.float() if x.dtype in HALF_TYPES else x
     inverse = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]).add_(eps)
     inverse.rsqrt_()
     return (exact * inverse).mul_(_factor(weight, exact.dtype, offset)).to(x.dtype), inverse
@@ -76,7 +76,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_cent
     if not zero_centered and (x.dtype == weight.dtype or x.is_cpu):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     offset = float(zero_centered)
-    if x.dtype not in HALVES:
+    if x.dtype not in HALF_TYPES:
         return F.layer_norm(x, weight.shape, weight + offset, bias, eps)
     # CUDA's kernel requires one type for all inputs; only the result is rounded.
     return F.layer_norm(x.float(), weight.shape, weight.float() + offset, bias.float(), eps).to(x.dtype)

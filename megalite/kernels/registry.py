@@ -18,7 +18,7 @@ import yaml
 from megalite.config.compute import ALL_OPERATIONS, BACKENDS, KERNELS, OPERATIONS, KernelFacts
 from megalite.config.errors import ConfigError
 from megalite.config.reading import OR_ZERO, build
-from megalite.kernels.attention import HALVES
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.probes import (
     cpu_kinds,
     softmax_limit,
@@ -29,7 +29,7 @@ from megalite.kernels.probes import (
 )
 from megalite.kernels.self_check import why_wrong
 
-FLOATS = (torch.float32, *HALVES)
+FLOATS = (torch.float32, *HALF_TYPES)
 ALL = (torch.float64, *FLOATS)
 
 
@@ -117,7 +117,7 @@ _ROWS = (
     Implementation("cross_entropy", "triton", f"triton.cross_entropy:{_CROSS_ENTROPY}", FLOATS),
     Implementation("cross_entropy", "apex", f"apex.layers:{_CROSS_ENTROPY}", _LOWER, "xentropy_cuda"),
     Implementation("softmax", "torch", f"unfused_attention:{_SOFTMAX}"),
-    Implementation("softmax", "apex", f"apex.layers:{_SOFTMAX}", HALVES, _CAUSAL, softmax_limit),
+    Implementation("softmax", "apex", f"apex.layers:{_SOFTMAX}", HALF_TYPES, _CAUSAL, softmax_limit),
     Implementation("dropout_mask", "torch", "dropout:dropout_mask"),
     Implementation("dropout_mask", "triton", "triton.dropout:dropout_mask", FLOATS),
     Implementation("fp8", "torch", "fp8:largest,cast,cast_rows"),
@@ -256,7 +256,7 @@ class Kernels:
         """The choices so far, in the order of the requests."""
         return [choice for choice, _ in self._chosen.values()]
 
-    def not_first(self) -> str | None:
+    def fallback_summary(self) -> str | None:
         """Return a log line with the uses that the backend of all operations does not support, and why; None: none."""
         groups: dict[tuple[str, str], list[str]] = {}
         for choice in self.chosen:

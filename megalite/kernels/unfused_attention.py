@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.attention import HALVES
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Function
 
 
@@ -31,7 +31,7 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
         grad: [b, heads, s, s], gradient of the probabilities in their type or fp32; may be overwritten.
         probabilities: [b, heads, s, s] as saved, rounded to the model's type.
     """
-    exact = probabilities.float() if probabilities.dtype in HALVES else probabilities
+    exact = probabilities.float() if probabilities.dtype in HALF_TYPES else probabilities
     grad_scores = torch.ops.aten._softmax_backward_data(grad.to(exact.dtype), exact, -1, exact.dtype)
     return grad_scores.mul_(scale).to(probabilities.dtype)
 
@@ -42,7 +42,7 @@ def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None, sink: Ten
     Overwrites scores [..., heads, s_q, s_k] unless they have a half type. `hidden`: boolean, broadcastable to the
     scores. `sink`: [heads], one extra logit that gets no column in the result.
     """
-    scores = (scores.float() if scores.dtype in HALVES else scores).mul_(scale)
+    scores = (scores.float() if scores.dtype in HALF_TYPES else scores).mul_(scale)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
     probabilities = scores.softmax(dim=-1)
@@ -107,7 +107,7 @@ class _UnfusedAttention(Function):
         grad_scores = (grad @ v.mT).view(b, heads, s_q, s_k)
         del grad
         if keep is not None:
-            if q.dtype in HALVES:
+            if q.dtype in HALF_TYPES:
                 grad_scores = grad_scores.float()
             grad_scores.mul_(keep).mul_(ctx.scale)
         grad_sink = None

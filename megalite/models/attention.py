@@ -82,10 +82,10 @@ class AttentionCore(Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         if context.next_tokens is not None:
             return self.cached(q, k, v, context.next_tokens)
-        if context.auxiliary is not None and context.auxiliary.watches_logits:
+        if context.auxiliary is not None and context.auxiliary.records_logits:
             spans, rule = self.core_spans(context), context.visibility
             largest = largest_logits(q.detach(), k.detach(), cp=self.core_cp, spans=spans, visibility=rule)
-            context.auxiliary.see_logits(self.index, largest, first=self.first_head, heads=self.all_heads)
+            context.auxiliary.record_logits(self.index, largest, first=self.first_head, heads=self.all_heads)
         if self.dropout > 0.0 and context.stream is not None:
             return self._core_with_dropout(q, k, v, context, context.stream)
         plain = self.core_cp.size == 1 and self.softcap is None and self.plain_softmax

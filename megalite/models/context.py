@@ -33,7 +33,7 @@ class AuxiliaryLosses:
         per_token: float,
         scale: float,
         device: torch.device,
-        watches_logits: bool = False,
+        records_logits: bool = False,
         together: int = 1,
     ) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
@@ -43,7 +43,7 @@ class AuxiliaryLosses:
         """Name -> this rank's part of the unscaled term, over all layers and the microbatches after their backward."""
         self.loads: dict[int, Tensor] = {}
         """Layer -> how often this rank's tokens of those microbatches chose each expert: fp64 [E], on the device."""
-        self.watches_logits = watches_logits
+        self.records_logits = records_logits
         self.logits: dict[int, Tensor] = {}
         """Layer -> largest attention logit of each head on this rank: fp64 [heads of all ranks], -inf elsewhere."""
 
@@ -55,7 +55,7 @@ class AuxiliaryLosses:
         """
         return _Attach.apply(x, value, self, name, counts)
 
-    def see_logits(self, layer: int, largest: Tensor, *, first: int, heads: int) -> None:
+    def record_logits(self, layer: int, largest: Tensor, *, first: int, heads: int) -> None:
         """Record one microbatch's largest logits of this rank's heads, the first of them head `first` of all.
 
         A second call in recomputation changes nothing.

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.attention import HALVES
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.layer_ops import add_dropped
 from megalite.tensor_parallel.parameter import ParameterFactory
@@ -93,7 +93,7 @@ class _SplitRMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, tp: Group) -> Tensor:
-        exact = x.float() if x.dtype in HALVES else x
+        exact = x.float() if x.dtype in HALF_TYPES else x
         inverse = exact.square().sum(dim=-1, keepdim=True)
         tp.all_reduce(inverse)
         inverse = (inverse / (x.shape[-1] * tp.size)).add_(eps).rsqrt_()

@@ -334,7 +334,7 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 
 
-def once_per_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callable[[S], T]) -> list[T]:
+def map_by_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callable[[S], T]) -> list[T]:
     """Return `of(item)` for each item, computed once per kind."""
     items = list(items)
     kinds = list(map(kind, items))
@@ -351,16 +351,16 @@ def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
     return tuple([(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices])
 
 
-def of_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:
+def map_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:
     """Return `of(layer)` for each of these layers, computed once per kind."""
-    return once_per_kind(layers, layer_kinds(model).__getitem__, of)
+    return map_by_kind(layers, layer_kinds(model).__getitem__, of)
 
 
 def layers_forward_flops(
     model: ModelConfig, layers: Iterable[int], seq_length: int, convention: Convention = "palm"
 ) -> list[int]:
     """Return `layer_forward_flops` of each of these layers."""
-    return of_layers(model, layers, lambda index: layer_forward_flops(model, index, seq_length, convention))
+    return map_layers(model, layers, lambda index: layer_forward_flops(model, index, seq_length, convention))
 
 
 def head_forward_flops(model: ModelConfig) -> int:

@@ -195,7 +195,7 @@ class OneBitOptimizer(Optimizer):
         super().__init__(parameters, config, states)
         self.freeze, self._group, self._kernels = freeze, group, kernels
         self._sums = TensorSums(parameters, group=group, device=parameters[0].param.device)
-        self._by_bucket, self._published = config.onebit_scale == "bucket", config.published_onebit
+        self._by_bucket, self._published = config.onebit_scale == "bucket", config.deepspeed_onebit
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:

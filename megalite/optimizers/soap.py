@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megalite.config.optimizer import MOMENTS, SQUARES, MatrixKey, OptimizerConfig, sides_of
+from megalite.config.optimizer import MOMENTS, SQUARES, MatrixKey, OptimizerConfig, matrix_sides
 from megalite.config.run import RunConfig
 from megalite.optimizers.base import Context, FlatParameter, MatrixState, Optimizer, Piece, Update
 from megalite.optimizers.matrices import Matrix, MatrixOptimizer, group_of
@@ -41,7 +41,7 @@ class SOAP(MatrixOptimizer):
         self._sides: dict[MatrixKey, Sides] = {
             matrix.key: {
                 side: (self._square(size).zero_(), self._square(size).zero_().fill_diagonal_(1.0))
-                for side, size in sides_of(config, matrix.rows, matrix.columns).items()
+                for side, size in matrix_sides(config, matrix.rows, matrix.columns).items()
             }
             for matrix in self._owned
         }

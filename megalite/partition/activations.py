@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, once_per_reading
-from megalite.models.shapes import of_layers, once_per_kind
+from megalite.models.shapes import map_by_kind, map_layers
 from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.memory import Sizes
 
@@ -43,7 +43,7 @@ def _attention_widths(config: RunConfig) -> tuple[int, int]:
     return model.num_attention_heads * model.head_size, 2 * groups * model.head_size
 
 
-def kept_share(config: RunConfig, parts: int | None = None) -> float:
+def rows_per_choice(config: RunConfig, parts: int | None = None) -> float:
     """Return the rows sent to experts per choice of a token: those within the capacity, or with padding all slots.
 
     `parts`: ranks that share a sequence, instead of the config's."""
@@ -173,7 +173,7 @@ def _experts(config: RunConfig) -> Iterator[_Kept]:
     moe = frozenset({"moe"})
     assert model.num_experts is not None
     choices = model.moe_router_topk / p.tp  # per token, on each rank that shares it
-    rows = choices * kept_share(config)
+    rows = choices * rows_per_choice(config)
     yield _Kept(choices * (exact + _INDEX_BYTES) + rows * _INDEX_BYTES, moe)  # weights, experts, order
     tables = model.score_table + bool(model.moe_z_loss_coeff)
     if model.moe_router_score_function == "sigmoid":
@@ -237,7 +237,7 @@ def _layer_bytes(
     config: RunConfig, layers: range, granularity: str | None, saved_by: frozenset[str] | None = None
 ) -> list[int]:
     what = partial(layer_activation_bytes, config, granularity=granularity, saved_by=saved_by)
-    return of_layers(config.model, layers, what)
+    return map_layers(config.model, layers, what)
 
 
 def _layers(config: RunConfig, plan: StagePlan) -> list[tuple[int, int]]:
@@ -334,7 +334,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
         freed = (sum(each.bytes for each in kept if name in each.freed_by) for name in training.recompute_modules)
         return max(freed, default=0.0)
 
-    return round(_tokens(config) * max(of_layers(config.model, (*layers, *mtp), most), default=0.0)) + restored
+    return round(_tokens(config) * max(map_layers(config.model, (*layers, *mtp), most), default=0.0)) + restored
 
 
 def _graph_config(config: RunConfig) -> RunConfig:
@@ -353,7 +353,7 @@ def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     message = float(_unit_input_bytes(config))
 
     def of_stages(size: Callable[[RunConfig, StagePlan], int], of: RunConfig = config) -> tuple[float, ...]:
-        return tuple(once_per_kind(stages, partial(kind_of_stage, config), lambda plan: float(size(of, plan))))
+        return tuple(map_by_kind(stages, partial(kind_of_stage, config), lambda plan: float(size(of, plan))))
 
     return Sizes(
         activation=of_stages(stage_activation_bytes, kept),
@@ -369,7 +369,7 @@ def deferred_bytes(config: RunConfig, plan: StagePlan) -> int:
 
     With sequence parallelism this rank's part of an input is kept, and W gathers it again."""
     layers = range(plan.first_layer, plan.last_layer)
-    elements = sum(of_layers(config.model, layers, lambda index: sum(_deferred_of_layer(config, index))))
+    elements = sum(map_layers(config.model, layers, lambda index: sum(_deferred_of_layer(config, index))))
     if plan.has_head:
         p, model = config.parallel, config.model
         h, whole = model.hidden_size, p.tp if p.sequence_parallel else 1
@@ -401,7 +401,7 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     shared = model.moe_shared_expert_intermediate_size
     # Shared experts keep the same input. The router computes in fp32 (fp64) on this rank's tokens.
     yield (0.0 if shared else h / p.tp) + exact / e * model.num_experts / p.tp
-    rows = model.moe_router_topk / p.tp * kept_share(config)
+    rows = model.moe_router_topk / p.tp * rows_per_choice(config)
     yield rows * (h * p.expert_tp + (2 if model.is_gated else 1) * model.expert_ffn_size)
     yield rows * (model.expert_ffn_size + h * p.expert_tp)
     if shared is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
-from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, sides_of, state_formats
+from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, matrix_sides, state_formats
 from megalite.config.run import RunConfig, once_per_object, once_per_reading
 from megalite.data_parallel.facts import (
     BucketKind,
@@ -222,7 +222,7 @@ def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[Plann
     return list(compress(buckets, in_host_memory(sizes, config.optimizer.host_fraction)))
 
 
-class HeldBytes(NamedTuple):
+class PersistentBytes(NamedTuple):
     """Persistent memory of one rank."""
 
     parameters: int  # elements, not bytes
@@ -232,7 +232,9 @@ class HeldBytes(NamedTuple):
     host: float
 
 
-def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence[PlannedBucket]) -> HeldBytes:
+def persistent_bytes(
+    config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence[PlannedBucket]
+) -> PersistentBytes:
     """Return weights, gradients and optimizer states of a rank with these stages and buckets."""
     dense, expert = (count // config.parallel.instances for count in all_replicas(config))
     parameters, parameter, gradient, optimizer, host = 0, 0.0, 0.0, 0.0, 0.0
@@ -247,7 +249,7 @@ def held_bytes(config: RunConfig, stages: Sequence[StagePlan], buckets: Sequence
         each = element_bytes(config, bucket.shapes[0], bucket.replicas)
         host += each.offloadable * sum(local_size(shape, config) for shape in bucket.shapes)
     on_host = squares if config.optimizer.optimizer_cpu_offload else 0
-    return HeldBytes(parameters, parameter, gradient, optimizer - host + squares - on_host, host + on_host)
+    return PersistentBytes(parameters, parameter, gradient, optimizer - host + squares - on_host, host + on_host)
 
 
 def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
@@ -281,10 +283,10 @@ def matrix_ranks(config: RunConfig) -> str:
 def square_bytes(config: RunConfig, rows: int, columns: int) -> int:
     """Return the bytes of the states of one matrix."""
     main = max(4, ELEMENT_BYTES[config.training.precision])
-    return main * len(SQUARES) * sum(n**2 for n in sides_of(config.optimizer, rows, columns).values())
+    return main * len(SQUARES) * sum(n**2 for n in matrix_sides(config.optimizer, rows, columns).values())
 
 
-def visiting_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
+def staging_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
     """Return the device bytes of the slots for pieces of offloaded states."""
     largest = 0.0
     for bucket in offloaded(config, buckets):

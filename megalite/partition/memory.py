@@ -12,7 +12,7 @@ from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig, once_per_object, once_per_reading
-from megalite.models.shapes import ParameterShape, once_per_kind
+from megalite.models.shapes import ParameterShape, map_by_kind
 from megalite.partition.activations import (
     ELEMENT_BYTES,
     offloaded_activation_bytes,
@@ -20,15 +20,15 @@ from megalite.partition.activations import (
     stage_sizes,
 )
 from megalite.partition.buckets import (
-    HeldBytes,
+    PersistentBytes,
     PlannedBucket,
     element_bytes,
-    held_bytes,
     matrix_bytes,
     matrix_ranks,
     offloaded,
+    persistent_bytes,
     planned_buckets,
-    visiting_bytes,
+    staging_bytes,
 )
 from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
@@ -115,12 +115,12 @@ def rank_memory(
 @once_per_reading
 def _persistent_and_temporary(
     config: RunConfig, stages: tuple[StagePlan, ...], everywhere: tuple[StagePlan, ...]
-) -> tuple[HeldBytes, int]:
+) -> tuple[PersistentBytes, int]:
     """Return one rank's persistent memory, and its temporarily unsharded, fp8 and staging bytes."""
     buckets = [bucket for plan in stages for bucket in planned_buckets(config, plan, everywhere)]
     whole = whole_parameter_bytes(config, stages, everywhere) + whole_gradient_bytes(config, stages, everywhere)
-    whole += fp8_weight_bytes(config, stages) + visiting_bytes(config, buckets)
-    return held_bytes(config, stages, buckets), whole
+    whole += fp8_weight_bytes(config, stages) + staging_bytes(config, buckets)
+    return persistent_bytes(config, stages, buckets), whole
 
 
 def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[RankMemory]:
@@ -135,7 +135,7 @@ def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[
     return [
         dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host)
         for held, peak, host in zip(
-            once_per_kind(of_rank, kind, lambda own: rank_memory(config, own, 0)),
+            map_by_kind(of_rank, kind, lambda own: rank_memory(config, own, 0)),
             activation_peaks(config, stages, schedule),
             host_peaks(config, stages, schedule),
             strict=True,

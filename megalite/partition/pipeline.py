@@ -17,10 +17,10 @@ from megalite.models.shapes import (
     layer_forward_flops,
     layer_shapes,
     layers_forward_flops,
-    of_layers,
+    map_layers,
 )
 from megalite.partition.activations import recompute_units, stage_sizes
-from megalite.partition.buckets import held_bytes, planned_buckets
+from megalite.partition.buckets import persistent_bytes, planned_buckets
 from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
 from megalite.pipeline.ir.actions import ScheduleError
 from megalite.pipeline.ir.costs_file import read_costs
@@ -41,7 +41,7 @@ def flop_costs(config: RunConfig, stages: tuple[StagePlan, ...], *, ahead: bool 
     the attention core multiplies activations only, so both its gradients belong to the input half."""
     forward = tuple(float(stage_forward_flops(config, plan)) for plan in stages)
     model, s = config.model, config.training.seq_length
-    each = of_layers(model, range(model.mtp_layers.stop), lambda i: attention_core_flops(model, i, s))
+    each = map_layers(model, range(model.mtp_layers.stop), lambda i: attention_core_flops(model, i, s))
     cores = (sum(each[plan.first_layer : None if plan.has_head else plan.last_layer]) for plan in stages)
     return Costs(
         forward=forward,
@@ -69,7 +69,7 @@ def _recompute_flops(config: RunConfig, plan: StagePlan) -> int:
         return 0
     modules = set(training.recompute_modules)
     layers = range(plan.first_layer, plan.last_layer)
-    return sum(of_layers(model, layers, lambda index: _module_flops(config, index, modules)))
+    return sum(map_layers(model, layers, lambda index: _module_flops(config, index, modules)))
 
 
 def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int:
@@ -256,7 +256,7 @@ def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbat
         recompute_ahead=config.training.recompute_ahead,
     )
     peaks = memory_peaks(lowered(config, plain), stage_sizes(config, stages))
-    states = [held_bytes(config, [plan], planned_buckets(config, plan, stages)) for plan in stages]
+    states = [persistent_bytes(config, [plan], planned_buckets(config, plan, stages)) for plan in stages]
     always = [each.parameter + each.gradient + each.optimizer for each in states]
     most = max(map(add, always, (peak.size for peak in peaks)))
     return tuple(most - each for each in always)

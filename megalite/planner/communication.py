@@ -19,7 +19,7 @@ from megalite.config.run import RunConfig
 from megalite.config.strategies import BucketTraffic
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
-from megalite.partition.activations import ELEMENT_BYTES, kept_share
+from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.buckets import (
     PlannedBucket,
     all_replicas,
@@ -40,10 +40,10 @@ Volume = tuple[str, str, int]  # group, operation, bytes
 def norm_terms(config: RunConfig) -> int:
     """Return how many numbers of the gradient norm the all-reduce over all ranks sums."""
     if config.parallel.strategy.weights == "local":
-        assert config.parallel.own_weights is not None
-        return config.parallel.own_weights
+        assert config.parallel.distinct_replicas is not None
+        return config.parallel.distinct_replicas
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
-        return 2 + config.optimizer.published_onebit * (config.parallel.dp or 1)
+        return 2 + config.optimizer.deepspeed_onebit * (config.parallel.dp or 1)
     return config.parallel.strategy.norm_terms
 
 
@@ -399,7 +399,7 @@ class _Microbatch:
         model, p = self._config.model, self._config.parallel
         rows = self._activations // p.tp * model.moe_router_topk
         if model.moe_pad_expert_input_to_capacity:
-            rows = round(rows * kept_share(self._config))
+            rows = round(rows * rows_per_choice(self._config))
         return 2 * [("ep", "all-to-all", rows), ("expert-tp", "all-to-all", rows * p.expert_tp)]
 
     def _recomputed(self, layers: range, *, single: bool = False) -> Iterator[Volume]:

@@ -221,7 +221,7 @@ def stack_file(cluster: Path) -> Path:
     return cluster.with_name(f"{cluster.stem}-stack.yaml")
 
 
-def refuse_taken(path: Path, flag: str) -> None:
+def require_new_file(path: Path, flag: str) -> None:
     """Raise ConfigError, before hours of runs, if a fit could not be written to `path`."""
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{flag}: {path} must end in .yaml, e.g. {path.name or 'mine'}.yaml")

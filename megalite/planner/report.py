@@ -425,7 +425,7 @@ def write_files(plan: Plan, path: Path, tokens: float) -> list[Path]:
     return [path, others]
 
 
-def deciding_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str]) -> dict[str, Any] | None:
+def tie_breaking_sweep(plan: Plan, cluster: str, stack: str, ignored: Collection[str]) -> dict[str, Any] | None:
     """Return a sweep file's content (`megalite sweep`) that runs all tied layouts, or None without a tie. `cluster` and
     `stack` are the names of their files. Settings in `ignored` are left out; without data, mock data are used, which take
     the same time."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from megalite.config import reading
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.base import needed_package
+from megalite.tokenizers.base import require_package
 
 if TYPE_CHECKING:
     import pyarrow
@@ -248,7 +248,7 @@ def file_blocks(path: str, file: BinaryIO, compression: Compression | None, stop
 
 
 def _zstd_blocks(path: str, file: BinaryIO, stop: Event) -> Blocks:
-    zstandard = needed_package(path, "zstandard", "data")
+    zstandard = require_package(path, "zstandard", "data")
     decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame: Any = None
     try:
@@ -323,7 +323,7 @@ def cut_parquet(
 
     Raises ConfigError if the file is damaged, has become shorter, lacks a column or has one that is not text, or
     pyarrow is not installed; Stopped if `stop` is set."""
-    parquet = needed_package(path, "pyarrow.parquet", "data")
+    parquet = require_package(path, "pyarrow.parquet", "data")
     try:
         # pyarrow verifies page checksums, if the file has any, only on request.
         with parquet.ParquetFile(

@@ -146,7 +146,7 @@ def require_same(folder: Path, state: State, facts: Facts, stamps: Sequence[Stam
             raise ConfigError(f"{folder} holds work on standard input, which cannot be compared; {_REMEDY}")
 
 
-def take_back(
+def recover_outputs(
     folder: Path, job: PreprocessJob, states: Sequence[OutputState], vocab_size: int
 ) -> list[tuple[TokenCounts, LengthStatistics]] | None:
     """Read the files of each key up to their saved states; return None if they do not match the states. If the run was

@@ -120,7 +120,7 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
         kept = None
         if left is not None:
             resume.require_same(folder.path, left, facts, stamps)
-            kept = resume.take_back(folder.path, job, left.outputs, tokenizer.vocab_size)
+            kept = resume.recover_outputs(folder.path, job, left.outputs, tokenizer.vocab_size)
         if kept is None:
             try:
                 require_free(job)

@@ -80,7 +80,7 @@ class ExampleEncoder:
         template = self._template or require_chat_template(self._tokenizer, "a list of messages")
         assert isinstance(self._tokenizer, HuggingFaceTokenizer)  # other tokenizers have no template
         text, spans = template.render(example["messages"], example.get("tools"))
-        ids, offsets = self._tokenizer.encode_with_places(text)
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
         return ids, [int(any(start < stop and end > first for first, stop in spans)) for start, end in offsets]
 
 

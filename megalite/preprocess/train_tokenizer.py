@@ -16,7 +16,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, Place, cut
-from megalite.tokenizers.base import needed_package, refusing
+from megalite.tokenizers.base import refusing, require_package
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
@@ -178,7 +178,7 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
     `train_sentencepiece`, and ConfigError if the package `tokenizers` is not installed."""
     path = _output(output_prefix, ".json")
     _check_size(vocab_size, 257, "256 bytes and the end of document")
-    library = needed_package("byte-level BPE", "tokenizers", "tokenizers")
+    library = require_package("byte-level BPE", "tokenizers", "tokenizers")
     pattern, cutters = WORD_PATTERNS[words], library.pre_tokenizers
     tokenizer = library.Tokenizer(library.models.BPE())
     as_bytes = cutters.ByteLevel(add_prefix_space=False, use_regex=pattern is None)

@@ -26,7 +26,7 @@ from megalite.rehearsal.groups import Journal, RehearsedGroup, rehearsed_topolog
 from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
 from megalite.topology.layout import ParallelLayout
 from megalite.training.replica import Programs, Replica, build_replica, consensus
-from megalite.training.saving import HostCopies, what_is_saved
+from megalite.training.saving import HostCopies, tensors_to_save
 from megalite.training.step import Stepper
 
 
@@ -125,7 +125,7 @@ def _save(replica: Replica, journal: Journal) -> Save:
         save_together(staging, plan, host=None, **no_disk, world=background)
 
     with consensus(replica, saved=True):
-        plan, tensors = what_is_saved(replica, 2, newest="")
+        plan, tensors = tensors_to_save(replica, 2, newest="")
         copies_bytes = sum(tensor.nbytes for tensor in tensors)
         if config.async_save:
             tensors = HostCopies().copy(tensors)

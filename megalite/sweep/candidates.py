@@ -43,7 +43,7 @@ def read_machine(cluster: str | None, stack: str) -> Machine | None:
     return None if cluster is None else Machine(load_cluster(cluster), load_stack(stack))
 
 
-def device_room(memory_limit: float | None, machine: Machine | None) -> float | None:
+def usable_bytes(memory_limit: float | None, machine: Machine | None) -> float | None:
     """Return the bytes of a device that a generated schedule may use, if known."""
     usual = None if machine is None else USUAL_MEMORY * machine.cluster.accelerator.memory_bytes
     return memory_limit or usual
@@ -198,7 +198,7 @@ def check_all(
     predicted memory exceeds `memory_limit` bytes per rank; without a limit, schedule `auto` may use the usual part of
     the machine's memory. `machine` predicts times; `observe` receives the number of checked candidates."""
     vocabularies: dict[str, int | ConfigError] = {}
-    room = device_room(memory_limit, machine)
+    room = usable_bytes(memory_limit, machine)
     varying, changed = _names(expansion)
     runs: dict[str, Run] = {}
     names = sorted((*settings(), RANKS))

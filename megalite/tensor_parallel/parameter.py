@@ -45,11 +45,11 @@ class ShardedParameter(torch.nn.Parameter):
 
     info: ParameterInfo
     main_grad: Tensor | None = None
-    grad_wanted: Callable[[], None] | None = None
+    before_accumulation: Callable[[], None] | None = None
     """Called before each sum into `main_grad`, to allocate a temporary buffer."""
     grad_ready: Callable[[], None] | None = None
     """Called after each microbatch's contribution to `main_grad`; None while contributions are not counted."""
-    grad_given: Callable[[], None]
+    after_autograd: Callable[[], None]
     """Called after autograd has written `grad`, once the parameter is in a bucket."""
     deferred: DeferredWeightGradients | None = None
     successor: torch.nn.Parameter | None = None
@@ -60,8 +60,8 @@ class ShardedParameter(torch.nn.Parameter):
 
     def contribute(self, product: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
         """Compute a `WeightGradient.product`; return the backward's result: the gradient, or None with `main_grad`."""
-        if self.grad_wanted is not None:
-            self.grad_wanted()
+        if self.before_accumulation is not None:
+            self.before_accumulation()
         main_grad = self.main_grad
         grad = product(main_grad)
         if main_grad is not None and self.grad_ready is not None:

@@ -145,7 +145,7 @@ def require_characters(texts: Sequence[str]) -> None:
             utf8(text)
 
 
-def needed_package(what: object, module: str, extra: str) -> Any:
+def require_package(what: object, module: str, extra: str) -> Any:
     package = module.partition(".")[0]
     needs = f"{what} needs the package {package}, which is not installed: pip install 'megalite[{extra}]'"
     return optional(module, needs)

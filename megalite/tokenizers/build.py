@@ -41,7 +41,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
         _refuse(data.tokenizer_type, **{name: getattr(data, name) for name in files})
         return NullTokenizer(vocab_size) if data.tokenizer_type == "NullTokenizer" else ByteLevelTokenizer()
     if model is not None and Path(model).is_dir():
-        model, vocab_file, merge_file = look_into(Path(model), data.tokenizer_type)
+        model, vocab_file, merge_file = find_tokenizer_files(Path(model), data.tokenizer_type)
     kind = data.tokenizer_type or _kind_of(model, vocab_file, merge_file)
     if kind is None:
         if data.tiktoken_pattern is not None:
@@ -69,7 +69,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
     return SentencePieceTokenizer(model) if kind == SENTENCEPIECE else HuggingFaceTokenizer(model)
 
 
-def look_into(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
+def find_tokenizer_files(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
     """Return (model, vocab_file, merge_file) of a folder in the layout of Hugging Face, Meta or OpenAI. `wanted`: the
     tokenizer_type; selects the first tokenizer of this kind. Raises ConfigError if there is no tokenizer, or an
     ambiguous choice."""
@@ -116,7 +116,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 def is_tiktoken_model(model: str) -> bool:
     """Return whether a tokenizer_model, a file or a folder, is tiktoken's. Raises ConfigError if it cannot be read."""
-    file = look_into(Path(model), None)[0] if Path(model).is_dir() else model
+    file = find_tokenizer_files(Path(model), None)[0] if Path(model).is_dir() else model
     return file is not None and is_tiktoken(read_tokenizer_file(file))
 
 

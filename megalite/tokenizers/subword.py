@@ -10,11 +10,11 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    needed_package,
     parse_json,
     read_tokenizer_file,
     refusing,
     require_characters,
+    require_package,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         content = read_tokenizer_file(tokenizer_file)
         self._path = tokenizer_file
         with refusing(f"{tokenizer_file} is not a Hugging Face tokenizer.json"):
-            self._tokenizer = needed_package(tokenizer_file, "tokenizers", "tokenizers").Tokenizer.from_str(
+            self._tokenizer = require_package(tokenizer_file, "tokenizers", "tokenizers").Tokenizer.from_str(
                 content.decode("utf-8")
             )
         # A file may enable truncation and padding, which are meant for inference.
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
         values = parse_json(read_tokenizer_file(file), file)
         return values if isinstance(values, dict) else {}
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids, and the range of characters of each. Raises ConfigError as `encode`."""
         require_characters([text])
         with refusing(f"{self._path}: the tokenizer fails on a text"):
@@ -144,7 +144,7 @@ class GPT2BPETokenizer(_TokenizersLibrary):
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
-        library = needed_package(vocab_file, "tokenizers", "tokenizers")
+        library = require_package(vocab_file, "tokenizers", "tokenizers")
         self._path, self._fingerprint = vocab_file, digest(vocab_bytes, merge_bytes)
         vocabulary = _parse_vocabulary(vocab_bytes, vocab_file)
         if GPT2_END not in vocabulary:

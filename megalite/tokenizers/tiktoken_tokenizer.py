@@ -18,11 +18,11 @@ from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
     digest,
-    needed_package,
     parse_json,
     read_tokenizer_file,
     refusing,
     require_characters,
+    require_package,
 )
 from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, megatron_special
 
@@ -67,7 +67,7 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, model_file: str | Path, pattern: str | None = None, vocab_size: int | None = None) -> None:
         content = read_tokenizer_file(model_file)
-        self._make_encoding = needed_package(model_file, "tiktoken", "tokenizers").Encoding
+        self._make_encoding = require_package(model_file, "tiktoken", "tokenizers").Encoding
         self._path = model_file
         is_list = content.lstrip()[:1] == b"["
         if is_list:

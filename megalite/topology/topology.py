@@ -110,7 +110,7 @@ GRADIENT_KINDS = ("dp-cp", "expert-dp", *ParallelLayout.INSTANCE_KINDS)
 NCCL, a small collective queued behind them would wait for them. On gloo, a background thread runs some of them, in no
 fixed order relative to the collectives of layers (expert-dp can have the ranks of tp)."""
 
-GATHERED = ("dp-cp", "expert-dp")
+GATHERED_KINDS = ("dp-cp", "expert-dp")
 """Kinds over which parameters are sharded. A gather must not wait for the reductions started before it."""
 
 _SHARED_MEMORY_GROUPS = ("tp", "expert_tp")
@@ -128,7 +128,7 @@ def group_sources(layout: ParallelLayout, *, gathers_apart: bool) -> dict[str, t
     """Return group of a `Topology` -> (kind of its rank lists, communicator), for all but `host` and the edges."""
     found = {kind: (kind, communicator_of(kind)) for kind in layout.kinds} | {"dp-cp-scalars": ("dp-cp", "shared")}
     if gathers_apart:
-        found |= {f"{kind}-gathers": (layout.inside(kind), "gathers") for kind in GATHERED}
+        found |= {f"{kind}-gathers": (layout.inside(kind), "gathers") for kind in GATHERED_KINDS}
     return {name.replace("-", "_"): source for name, source in found.items()}
 
 
@@ -404,7 +404,7 @@ def start_distributed(
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, pg_options=options)
 
 
-def of_rank_0(work: Callable[[], Any]) -> Any:
+def run_on_rank_0(work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0 and return its result, plain JSON, on every rank, before the ranks join the job. If the
     launcher hosts no store, rank 0 hosts it from now on. Raises ConfigError: `work` raised it on rank 0."""
     launch, timeout = Launch.from_environment(), datetime.timedelta(minutes=10)

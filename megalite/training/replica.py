@@ -18,7 +18,13 @@ from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
 from megalite.data.loader import Balance
 from megalite.data_parallel.facts import bucket_size, strategy_states
-from megalite.data_parallel.shards import GradientNoise, OptimizerShard, StrategyGroups, StrategyOptions, placed_in
+from megalite.data_parallel.shards import (
+    GradientNoise,
+    OptimizerShard,
+    StrategyGroups,
+    StrategyOptions,
+    placed_parameters,
+)
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
@@ -131,7 +137,7 @@ def _check_strategy_states(config: RunConfig, strategy: DataParallelStrategy) ->
 def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
     """Convert a shard to the optimizer's type."""
     segments = []
-    for placed in placed_in(shard):
+    for placed in placed_parameters(shard):
         info = placed.parameter.info
         start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
         segments.append(

@@ -55,7 +55,7 @@ class Weights(Source, Protocol):
     """Weights of another format."""
 
     model: ModelConfig
-    dequantised: str | None
+    quantization: str | None
     """Log text on weights that are stored in fewer bits, and the dtype in which they are read."""
 
 
@@ -82,7 +82,7 @@ def _section(tree: Mapping[str, Any], name: str, dp: Any = None) -> dict[str, An
     return values
 
 
-def other_data(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
+def changed_data(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
     """Return a line for each setting that makes this run read other training samples than the checkpoint's run. `dp`:
     of the checkpoint's run; `here`: of this run."""
     before, now = (
@@ -160,7 +160,7 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
             load_weights(replica, source)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
-    read_as = "" if source.dequantised is None else f", of which {source.dequantised}"
+    read_as = "" if source.quantization is None else f", of which {source.quantization}"
     log(f"loaded the weights of {folder}{read_as}; training begins at step 0")
     replica.strategy.loaded()
     return Progress(0, 0)
@@ -194,8 +194,8 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         written = replica.written
         for line in (
             *notes,
-            *other_data(manifest.config, written, **both),
-            *other_numbers(manifest.config, written, **both),
+            *changed_data(manifest.config, written, **both),
+            *changed_numbers(manifest.config, written, **both),
         ):
             log(line)
         if not with_optimizer:
@@ -246,7 +246,7 @@ _NUMBERS = {
 """Settings that may differ when a run resumes, but change its numbers, by section."""
 
 
-def other_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
+def changed_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
     """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The run's length
     counts if the learning rate decays until its end. The global batch size may follow from dp: `dp` in the checkpoint's
     run, `here` in this run."""
@@ -440,7 +440,7 @@ def _load_stored(
     if len(stored) != 1 + len(shape) or stored[1:] != shape:
         expected = ", or one of these for each replica" if private else ""
         raise CheckpointError(f"{checkpoint.path}: {key} is {list(stored)}, but this run has {list(shape)}{expected}")
-    group, _ = replica.strategy.groups.own_weights(state.bucket.kind)
+    group, _ = replica.strategy.groups.weight_replicas(state.bucket.kind)
     if private and stored[0] == group.size:
         _read_range(checkpoint, key, placed, state.start, state.values, replica=group.rank)
         return

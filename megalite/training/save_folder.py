@@ -18,7 +18,7 @@ from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
-from megalite.training.saving import Saver, destination_of, folder_here, newest_saved
+from megalite.training.saving import Saver, destination_of, local_folder, newest_saved
 from megalite.training.sinks import last_records
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RestartGuard:
         c = config.checkpoint
         if c.save is None or c.max_failures_at_step == 0:
             return None
-        return cls(folder_here(config), most=c.max_failures_at_step, settings=settings_digest(config))
+        return cls(local_folder(config), most=c.max_failures_at_step, settings=settings_digest(config))
 
     def begin(self, start: int, run_dir: str | None) -> None:
         """Record a start from step `start`, or raise RestartLoopError. The metrics.jsonl in `run_dir` contains the last
@@ -197,7 +197,7 @@ class SaveFolder:
                     if self._destination is not None:
                         self._destination.probe(topology.rank)
                     if topology.rank == 0:
-                        self._take(folder_here(config))
+                        self._take(local_folder(config))
                 except OSError as error:
                     raise ConfigError(f"cannot write to {config.checkpoint.save}: {error.strerror}") from None
             require_progress(self._guard, progress.step, config.logging.run_dir, world=topology.world)

@@ -15,10 +15,10 @@ from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.checkpoint.save import (
     BackgroundSave,
     SavedTensor,
-    errors_as_one,
     planned_bytes,
     preamble,
     prune,
+    same_error_on_all_ranks,
     save_checkpoint,
 )
 from megalite.config.byte_size import format_bytes
@@ -48,7 +48,7 @@ def destination_of(config: RunConfig) -> "Destination | None":
     return destination
 
 
-def folder_here(config: RunConfig) -> Path:
+def local_folder(config: RunConfig) -> Path:
     """Return the local folder of checkpoints: `save`, or the folder from which they are uploaded to it."""
     destination = destination_of(config)
     return Path(str(config.checkpoint.save)) if destination is None else destination.folder
@@ -171,7 +171,7 @@ def _with_absolute_paths(data: DataConfig, folder: Path) -> DataConfig:
     return replace(data, **absolute)
 
 
-def what_is_saved(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:
+def tensors_to_save(replica: Replica, step: int, *, newest: str) -> tuple[list[SavedTensor], list[torch.Tensor]]:
     """Return the tensors that this rank writes, after a check that they are finite. Call it inside `consensus`.
 
     `newest`: describes the newest checkpoint, for the error.
@@ -250,7 +250,7 @@ class Saver:
         """Raise CheckpointError if a machine has no room for the files of its ranks until they are uploaded."""
         sizes = self._world.gather_json([destination.host, planned])
         local, free = sum(size for host, size in sizes if host == destination.host), free_bytes(self.folder)
-        with errors_as_one(self._world):
+        with same_error_on_all_ranks(self._world):
             if free < local and self._config.on_save_error == "stop":
                 raise CheckpointError(
                     f"{format_bytes(local)} of a checkpoint wait in {self.folder} for their upload, but only "
@@ -260,7 +260,7 @@ class Saver:
         self._log(f"a checkpoint takes {total} and waits in {self.folder} for its upload to {self.name}")
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        with errors_as_one(self._world):
+        with same_error_on_all_ranks(self._world):
             try:
                 self._memory.reserve(tensors)
             except RuntimeError as error:
@@ -279,7 +279,7 @@ class Saver:
         with consensus(self._replica, saved=True):
             none = f"this start has saved none in {self.name}"
             newest = none if self.saved_at is None else f"the newest is of step {self.saved_at}"
-            plan, tensors = what_is_saved(self._replica, progress.step, newest=newest)
+            plan, tensors = tensors_to_save(self._replica, progress.step, newest=newest)
             write = _writer(
                 self._replica,
                 self.folder,

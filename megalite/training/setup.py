@@ -413,5 +413,5 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
     )
     for line in (*replica.computes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
         log(line)
-    if (others := replica.kernels.not_first()) is not None:
+    if (others := replica.kernels.fallback_summary()) is not None:
         log(others)

@@ -16,7 +16,7 @@ from megalite.config.optimizer import OPTIMIZERS
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.peers import check_replicas
-from megalite.data_parallel.shards import OptimizerShard, placed_in
+from megalite.data_parallel.shards import OptimizerShard, placed_parameters
 from megalite.data_parallel.strategy import FlatState, TensorState
 from megalite.optimizers.base import MatrixState
 from megalite.topology.layout import ShardSpec
@@ -70,7 +70,7 @@ def tensor_states(replica: Replica) -> list[TensorState]:
     return replica.strategy.tensor_states() + [
         TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
         for shard in replica.strategy.shards
-        for placed in placed_in(shard)
+        for placed in placed_parameters(shard)
         for (state, name), values in states
         if name == placed.parameter.info.spec.name
     ]
@@ -81,7 +81,7 @@ def matrix_states(replica: Replica) -> list[MatrixState]:
     found = replica.optimizer.matrix_states()
     if replica.strategy.replicas_agree or not found:
         return found
-    replicas, _ = replica.strategy.groups.own_weights(replica.strategy.shards[0].bucket.kind)
+    replicas, _ = replica.strategy.groups.weight_replicas(replica.strategy.shards[0].bucket.kind)
     private = []
     for state in found:
         bounds = ((replicas.rank, replicas.rank + 1), *state.spec.slice)
@@ -114,7 +114,7 @@ def state_tensors(replica: Replica) -> list[Saved]:
     for name, spec, values in matrix_states(replica):
         groups, kind = replica.strategy.groups, replica.strategy.shards[0].bucket.kind
         # The ranks of one replica have equal matrices.
-        if replica.strategy.replicas_agree or groups.own_weights(kind)[1].rank == 0:
+        if replica.strategy.replicas_agree or groups.weight_replicas(kind)[1].rank == 0:
             saved = SavedTensor(key_group="optimizer", state=name, spec=spec, dtype=values.dtype)
             found.append((saved, values))
     return found
@@ -134,7 +134,7 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
             parts += boxes_in(placed, own, state.start + same.rank * size)
         elif state.placement is Placement.PRIVATE:
             # Each replica writes one index of a leading dimension over replicas.
-            replicas, same = replica.strategy.groups.own_weights(state.bucket.kind)
+            replicas, same = replica.strategy.groups.weight_replicas(state.bucket.kind)
             spec = placed.parameter.info.spec
             bounds = ((replicas.rank, replicas.rank + 1), *spec.slice)
             private = ShardSpec(name=spec.name, global_shape=(replicas.size, *spec.global_shape), slice=bounds)

@@ -285,7 +285,7 @@ class Stepper:
             per_token=1.0 / (batch_size * length),
             scale=scale,
             device=self._replica.topology.device,
-            watches_logits=config.optimizer.qk_clip,
+            records_logits=config.optimizer.qk_clip,
             together=config.training.moe_aux_loss_sequences,
         )
 

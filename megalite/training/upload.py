@@ -20,7 +20,7 @@ from pathlib import Path
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, listed_files
-from megalite.checkpoint.save import errors_as_one, superfluous
+from megalite.checkpoint.save import same_error_on_all_ranks, steps_to_remove
 from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
 from megalite.data.remote import is_fetched, waiting_folder
@@ -145,7 +145,7 @@ class Destination:
                 log(f"warning: {self.name}/{path.name} is saved, but {error}")
 
         for work, takes_part in ((send, True), (commit, world.rank == 0)):
-            with errors_as_one(world):
+            with same_error_on_all_ranks(world):
                 try:
                     if takes_part:
                         work()
@@ -163,7 +163,7 @@ class Destination:
         c = self._config.checkpoint
         if c.keep_latest is not None:
             steps = self._run.steps()
-            for step in superfluous(steps, newest, keep_latest=c.keep_latest, keep_every=c.keep_every):
+            for step in steps_to_remove(steps, newest, keep_latest=c.keep_latest, keep_every=c.keep_every):
                 self._remove(step)
 
     def _remove(self, step: int) -> None:

@@ -20,7 +20,7 @@ import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.safetensors_file import SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
-from megalite.checkpoint.save import SavedTensor, git_revision, preamble, save_checkpoint, superfluous
+from megalite.checkpoint.save import SavedTensor, git_revision, preamble, save_checkpoint, steps_to_remove
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
@@ -355,8 +355,8 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_superfluous(latest: int, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
-    assert superfluous(steps, newest, keep_latest=latest, keep_every=every) == gone
-    free = superfluous(steps, newest, keep_latest=latest, keep_every=every, held={1, 6})
+    assert steps_to_remove(steps, newest, keep_latest=latest, keep_every=every) == gone
+    free = steps_to_remove(steps, newest, keep_latest=latest, keep_every=every, held={1, 6})
     assert free == [step for step in gone if step not in (1, 6)]
 
 

@@ -13,7 +13,7 @@ import torch
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.inference import end_ids, load_model
+from megalite.conversion.inference import load_model, stop_token_ids
 from megalite.conversion.native import write_native
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
@@ -166,7 +166,7 @@ def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
         open_plain(small, needs_tokenizer=True)
     large = made_up(tmp_path / "large")
     model = open_plain(large, needs_tokenizer=True)
-    assert (model.tokenizer.eod, model.end_ids) == (256, {256})
+    assert (model.tokenizer.eod, model.stop_token_ids) == (256, {256})
     shutil.rmtree(large / "tokenizer")
     with pytest.raises(ConfigError, match=r"is missing \(recorded as"):
         open_plain(large, needs_tokenizer=True)
@@ -180,14 +180,14 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     saved("llama3", folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    assert end_ids(HuggingFaceWeights(folder), None) == frozenset()
+    assert stop_token_ids(HuggingFaceWeights(folder), None) == frozenset()
     edit_config(folder, eos_token_id=[3, 4])
-    assert end_ids(HuggingFaceWeights(folder), None) == {3, 4}
+    assert stop_token_ids(HuggingFaceWeights(folder), None) == {3, 4}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert end_ids(HuggingFaceWeights(folder), None) == {5}
+    assert stop_token_ids(HuggingFaceWeights(folder), None) == {5}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "5"}))
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '5'"):
-        end_ids(HuggingFaceWeights(folder), None)
+        stop_token_ids(HuggingFaceWeights(folder), None)
 
 
 def one_without(context: RankContext, folder: str, **axes: int) -> str:

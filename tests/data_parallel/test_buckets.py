@@ -151,7 +151,7 @@ def test_a_matrix_that_a_layer_adds_itself_keeps_no_hook() -> None:
     matrix = FACTORY.parameter("weight", (2, 5), decay=False, value=1.0)
     (bucket,) = make_buckets([matrix], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
     assert matrix._post_accumulate_grad_hooks
-    matrix.grad_given()  # as torch 2.13 does if a backward returns None
+    matrix.after_autograd()  # as torch 2.13 does if a backward returns None
     bucket.collect()
     assert not matrix._post_accumulate_grad_hooks
     matrix.float().sum().backward()

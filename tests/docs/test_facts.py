@@ -77,9 +77,9 @@ def test_the_rows_of_imports() -> None:
     assert shown == [{name.removeprefix("megalite.") for name in row} - {"megalite"} for row in ROWS]
 
 
-def test_rooms_and_terms() -> None:
-    rooms = section("docs/architecture.md", "The rooms")
+def test_packages_and_terms() -> None:
+    packages = section("docs/architecture.md", "The packages")
     folders = {path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py")}
-    assert {name for name in folders if f"`{name}`" not in rooms} == set()
+    assert {name for name in folders if f"`{name}`" not in packages} == set()
     rows = re.findall(r"^\| (?!term|-)(.+?) \| (.+) \|$", section("CONTRIBUTING.md", "Glossary"), re.MULTILINE)
     assert len(rows) == len({term for term, _ in rows}) >= 30

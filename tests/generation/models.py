@@ -69,17 +69,19 @@ def texts(
     prompts: list[list[int]],
     sampling: Sampling,
     *,
-    end_ids: frozenset[int] = frozenset(),
+    stop_token_ids: frozenset[int] = frozenset(),
     batch_size: int = 16,
     make_text: MakeText | None = None,
 ) -> list[tuple[list[int], str | None]]:
     """New tokens of each prompt, and why they end."""
-    made = generate_batch(chain, prompts, sampling, end_ids=end_ids, batch_size=batch_size, make_text=make_text)
+    made = generate_batch(
+        chain, prompts, sampling, stop_token_ids=stop_token_ids, batch_size=batch_size, make_text=make_text
+    )
     done = {one.index: (one.new, one.finish) for one in made if one.finish is not None}
     return [done[index] for index in range(len(prompts))]
 
 
 def new_tokens(stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None) -> list[int]:
     """Those after one prompt, by a model in one stage."""
-    end_ids = frozenset(() if eod is None else (eod,))
-    return texts(Chain(stage), [prompt], sampling, end_ids=end_ids)[0][0]
+    stop_token_ids = frozenset(() if eod is None else (eod,))
+    return texts(Chain(stage), [prompt], sampling, stop_token_ids=stop_token_ids)[0][0]

@@ -61,7 +61,7 @@ def every_family(context: RankContext, families: list[str], **axes: int) -> dict
         chain = chain_of(FAMILIES[family], topology)
         greedy = texts(chain, PROMPTS, Sampling(max_new_tokens=5, temperature=0.0))
         ends = frozenset(range(0, VOCAB, 5))
-        found[family] = [greedy, texts(chain, PROMPTS, SHORT, end_ids=ends, batch_size=2)]
+        found[family] = [greedy, texts(chain, PROMPTS, SHORT, stop_token_ids=ends, batch_size=2)]
     return found
 
 
@@ -107,7 +107,7 @@ def test_the_prefix_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> No
         return forward(self, x, *args, **named)
 
     monkeypatch.setattr(GPTStage, "forward", counted)
-    found = texts(chain, PROMPTS, GREEDY, end_ids=frozenset([stop]))
+    found = texts(chain, PROMPTS, GREEDY, stop_token_ids=frozenset([stop]))
     assert sizes[0] == (5, 7)
     lengths = [len(tokens) + (finish == "eod") for tokens, finish in found]
     assert sizes[1:] == [(sum(length > step for length in lengths), 1) for step in range(1, max(lengths))]
@@ -141,10 +141,10 @@ def test_it_stops_before_a_text() -> None:
 def test_repetition_penalty_reaches_the_prompt_and_the_new_tokens() -> None:
     chain = chain_of(LLAMA)
     strong = Sampling(max_new_tokens=20, temperature=0.0, repetition_penalty=1e9)
-    found = texts(chain, PROMPTS, strong, end_ids=frozenset([7]))
+    found = texts(chain, PROMPTS, strong, stop_token_ids=frozenset([7]))
     for prompt, (tokens, _) in zip(PROMPTS, found, strict=True):
         assert len(set(tokens) | set(prompt)) == len(tokens) + len(set(prompt))
-    assert found != texts(chain, PROMPTS, Sampling(max_new_tokens=20, temperature=0.0), end_ids=frozenset([7]))
+    assert found != texts(chain, PROMPTS, Sampling(max_new_tokens=20, temperature=0.0), stop_token_ids=frozenset([7]))
 
 
 def test_padding_is_never_chosen() -> None:

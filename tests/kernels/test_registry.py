@@ -131,13 +131,13 @@ def test_one_backend_goes_first_for_all_operations(everywhere: None) -> None:
     kernels = Kernels(kernel_requests(["apex", "layernorm=torch"]), preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
     assert chosen(kernels) == ("apex", "requested for all operations")
-    assert kernels.not_first() is None
+    assert kernels.fallback_summary() is None
     for operation in ("layernorm", "swiglu", "geglu", "matmul"):
         kernels.get(operation, device=CPU, dtype=torch.float32, size=8)
     assert kernels.chosen[1].why == "requested"  # by its name
     assert chosen(kernels, torch.bfloat16) == ("torch", "no rule: torch")
     assert chosen(kernels, size=5000) == ("torch", "no rule: torch")
-    assert kernels.not_first() == (
+    assert kernels.fallback_summary() == (
         "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it supports float32, not "
         "bfloat16); torch for rmsnorm (it takes sizes up to 4096)"
     )

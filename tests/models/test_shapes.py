@@ -13,7 +13,7 @@ from megalite.models.shapes import (
     head_shapes,
     layer_forward_flops,
     layer_shapes,
-    of_layers,
+    map_layers,
     parameter_count,
     stage_shapes,
 )
@@ -57,7 +57,7 @@ def test_every_other_layer_with_a_window_costs_less() -> None:
     assert [turned.has_rope(index) for index in range(4)] == [True, True, False, True]
     experts = dataclasses.replace(model, num_experts=2, moe_layer_freq=3)
     for kind in (mixed.has_window, turned.has_rope, experts.is_moe_layer):  # what is asked once for layers of one kind
-        assert of_layers(kind.__self__, range(4), kind) == list(map(kind, range(4)))
+        assert map_layers(kind.__self__, range(4), kind) == list(map(kind, range(4)))
 
 
 def test_ends() -> None:

@@ -22,7 +22,7 @@ from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
 from megalite.training import step
 from megalite.training.replica import Replica
-from megalite.training.saving import what_is_saved
+from megalite.training.saving import tensors_to_save
 from tests.support.ranks import forked_pools
 from tests.support.tiny import LLAMA, tiny_config
 
@@ -94,9 +94,9 @@ def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.Monke
     def says_more(replica: Replica, step: int, *, newest: str) -> Any:
         if replica.topology.rank == 3:
             replica.topology.world.gather_json("again")
-        return what_is_saved(replica, step, newest=newest)
+        return tensors_to_save(replica, step, newest=newest)
 
-    monkeypatch.setattr(run, "what_is_saved", says_more)
+    monkeypatch.setattr(run, "tensors_to_save", says_more)
     _, faults = rehearse_world(tiny_config(4, tp=2, dp=2))
     assert any("gather_json" in fault and "over world" in fault and "in save" in fault for fault in faults)
 
@@ -165,7 +165,7 @@ def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest
     assert covered(found.journal, found.second_step) == []
     gathers = [one for one in found.journal.operations if one.queue == "gathers"]
     assert gathers and {one.name for one in gathers} == {"all_gather"}
-    monkeypatch.setattr(topology, "GATHERED", ())
+    monkeypatch.setattr(topology, "GATHERED_KINDS", ())
     found = rehearse(config, 0)
     lost = covered(found.journal, found.second_step)
     assert [(each.waited.split()[0], each.covered.split()[0]) for each in lost] == [("reduce_scatter", "all_gather")]

@@ -9,7 +9,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
-from megalite.planner.hardware import load_cluster, load_stack, refuse_taken, stack_file
+from megalite.planner.hardware import load_cluster, load_stack, require_new_file, stack_file
 from megalite.sweep.candidates import Predicted, Run, read_machine
 from megalite.sweep.report import calibrate, judge, report, spearman, summary, write_report
 from megalite.sweep.results import OOM, Result
@@ -183,11 +183,11 @@ def test_what_cannot_be_fitted_or_written(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)
     with pytest.raises(ConfigError, match="--calibrate requires 3 successful runs, got 1"):
         calibrate(runs, {runs[0].key: measured(runs[0], 1.0)}, machine, tmp_path / "a.yaml", source="steps")
-    refuse_taken(tmp_path / "a.yaml", "--calibrate")
+    require_new_file(tmp_path / "a.yaml", "--calibrate")
     (tmp_path / "a-stack.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"a-stack.yaml exists already"):
-        refuse_taken(tmp_path / "a.yaml", "--calibrate")
+        require_new_file(tmp_path / "a.yaml", "--calibrate")
     with pytest.raises(ConfigError, match=r"must end in .yaml"):
-        refuse_taken(tmp_path / "a", "--calibrate")
+        require_new_file(tmp_path / "a", "--calibrate")
     with pytest.raises(ConfigError, match=r"folder .* does not exist"):
-        refuse_taken(tmp_path / "no" / "b.yaml", "--calibrate")
+        require_new_file(tmp_path / "no" / "b.yaml", "--calibrate")

@@ -61,8 +61,8 @@ def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[
             and parameter.info.shard_dim is not None
             and not parameter.info.tied
         )
-        if target.grad_wanted is not None:
-            target.grad_wanted()
+        if target.before_accumulation is not None:
+            target.before_accumulation()
         assert target.main_grad is not None
         target.main_grad.view(-1)[0] = value
         arm(stage, pending)

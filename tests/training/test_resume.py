@@ -18,7 +18,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
 from megalite.data.token_files import encode_side_file
 from megalite.optimizers.schedules import Progress
-from megalite.training.resume import check_fits, load, other_data, other_numbers
+from megalite.training.resume import changed_data, changed_numbers, check_fits, load
 from megalite.training.save_folder import resumes_own
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
@@ -249,7 +249,7 @@ def in_manifest(**changes: Any) -> dict[str, Any]:
 
 
 def changed(config: RunConfig, **changes: Any) -> list[str]:
-    return other_data(in_manifest(), replace(config, **changes), dp=1, here=1)
+    return changed_data(in_manifest(), replace(config, **changes), dp=1, here=1)
 
 
 @pytest.mark.parametrize(
@@ -293,22 +293,22 @@ def test_numbers_that_change_without_the_order_are_said() -> None:
         (open_batch, replace(config, global_batch_size=None), 4, "global_batch_size 8 -> 1"),
     ):
         lines = [f"other settings than the checkpoint's run had: {said}"] if said else []
-        assert other_numbers(saved, now, dp=dp, here=1) == lines
+        assert changed_numbers(saved, now, dp=dp, here=1) == lines
 
 
 def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> None:
     old = in_manifest()
     del old["data"]["packing"], old["data"]["data_order"]
-    assert other_data(old, tiny_config(1, **BASE), dp=1, here=1) == []
+    assert changed_data(old, tiny_config(1, **BASE), dp=1, here=1) == []
 
 
 def test_megatron_s_order_is_another_for_another_length() -> None:
     config = tiny_config(1, **MEGATRON)
-    (line,) = other_data(in_manifest(**MEGATRON), replace(config, train_iters=40), dp=1, here=1)
+    (line,) = changed_data(in_manifest(**MEGATRON), replace(config, train_iters=40), dp=1, here=1)
     assert line == "the order of samples changes from here on: train_iters 20 -> 40"
-    assert other_data(in_manifest(**MEGATRON), config, dp=1, here=1) == []
+    assert changed_data(in_manifest(**MEGATRON), config, dp=1, here=1) == []
     open_batch = in_manifest(**MEGATRON, micro_batch_size=2)
     open_batch["training"]["global_batch_size"] = None
-    assert other_data(open_batch, config, dp=4, here=1) == []
-    (line,) = other_data(open_batch, config, dp=2, here=1)
+    assert changed_data(open_batch, config, dp=4, here=1) == []
+    (line,) = changed_data(open_batch, config, dp=2, here=1)
     assert line.endswith("global_batch_size 4 -> 8")

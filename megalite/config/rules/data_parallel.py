@@ -48,7 +48,7 @@ def _fragments(c: Settings) -> Findings:
 
 
 def _pairs(c: Settings) -> Findings:
-    count = c.own_weights or 1
+    count = c.distinct_replicas or 1
     if c.dp_strategy == "gossip" and c.gossip_graph == "one-peer" and count > 1 and count % 2:
         name = "dp_instances" if c.instances > 1 else "dp"
         yield f"{{gossip_graph}} pairs up replicas, but {name} is {{={name}}}; use --gossip-graph ring, or {name} {count - 1}"
@@ -154,10 +154,10 @@ OPTIMIZER: tuple[Check, ...] = (
                 lambda c: c.freeze_step is not None
             ),
             "{!onebit_scale} has no effect with {onebit_rule}, which has one magnitude per bucket; remove it": (
-                lambda c: c.published_onebit
+                lambda c: c.deepspeed_onebit
             ),
             "{?cp|ep} does not go with {onebit_rule}, which clips each replica separately; leave it out, or use --onebit-rule "
-            "megalite": lambda c: c.published_onebit,
+            "megalite": lambda c: c.deepspeed_onebit,
             "{?sgd_nesterov} is a form of momentum, but the run has {sgd_momentum}; use --sgd-momentum 0.9, or --no-sgd-nesterov": (
                 _has_no_state
             ),

@@ -174,7 +174,7 @@ class HuggingFaceWeights(Weights):
         return reduce(torch.promote_types, (read_as[dtype] for dtype in types))
 
     @property
-    def dequantised(self) -> str | None:
+    def quantization(self) -> str | None:
         """Describe the quantized weights and the dtype in which they are read; None if there are none."""
         dtypes = {self._shards.records[piece.theirs].dtype for pieces in self._pieces.values() for piece in pieces}
         return next((kind.description for dtype, kind in self._quantized.items() if dtype in dtypes), None)
@@ -365,7 +365,7 @@ class HuggingFaceSource:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._weights = HuggingFaceWeights(folder, divisible_by=model.make_vocab_size_divisible_by)
-        self.path, self.model, self.dequantised = folder, self._weights.model, self._weights.dequantised
+        self.path, self.model, self.quantization = folder, self._weights.model, self._weights.quantization
         self._entries = {
             weight_key(name): TensorEntry(name, DTYPE_NAMES[self._weights.dtype(name)], shape.shape, ())
             for name, shape in parameter_shapes(self.model).items()

@@ -169,7 +169,7 @@ class MomentumExchange(AllReduce):
         warmup = None
         if freeze is not None and (training.train_iters or training.train_samples):
             warmup = min(freeze / max(total_steps(config), 1), 1.0)
-        published = config.optimizer.published_onebit
+        published = config.optimizer.deepspeed_onebit
         scale = "buffer" if published else config.optimizer.onebit_scale
         return cls(stages, scale=scale, own_clipping=published, warmup=warmup, **common)
 

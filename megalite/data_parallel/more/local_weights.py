@@ -135,13 +135,13 @@ class OwnWeights(DataParallelStrategy):
         self._noted = 0
         super().__init__(stages, **common)
         assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
-        self.replicas, _ = self.groups.own_weights(self.all_buckets()[0].kind)
+        self.replicas, _ = self.groups.weight_replicas(self.all_buckets()[0].kind)
         """The ranks with this rank's index in all replicas."""
         self.alone = self.replicas.size == 1  # no other replica, so no exchange
 
     def between(self, bucket: Bucket) -> Replicas:
         """Return the replicas of a bucket."""
-        return Replicas(*map(self._channel, self.groups.own_weights(bucket.kind)))
+        return Replicas(*map(self._channel, self.groups.weight_replicas(bucket.kind)))
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -167,7 +167,7 @@ class OwnWeights(DataParallelStrategy):
 
     def _put_mean(self, shard: OptimizerShard) -> None:
         bucket = shard.bucket
-        groups, uncounted = self.groups.own_weights(bucket.kind), WireCounter()
+        groups, uncounted = self.groups.weight_replicas(bucket.kind), WireCounter()
         replicas = Replicas(*(self.new_channel(group, uncounted) for group in groups))
         if shard.is_copy:
             mean = self._means[bucket] = shard.main_param.data.clone()
@@ -198,7 +198,7 @@ class OwnWeights(DataParallelStrategy):
 
     def _counts_here(self, bucket: Bucket) -> bool:
         """Return whether this rank, of those in its replica with equal values, is the one that counts."""
-        _, same = self.groups.own_weights(bucket.kind)
+        _, same = self.groups.weight_replicas(bucket.kind)
         return same.rank == 0 and self.groups.first_copy(bucket.kind)
 
     @property

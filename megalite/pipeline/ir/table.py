@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.run import Itself, once_per_object
+from megalite.config.run import IdentityKey, once_per_object
 from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
 from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, SEND_OF, ActionLists, Need, Schedule
 
@@ -56,7 +56,7 @@ class Table:
     @classmethod
     def of(cls, rows: ActionLists, schedule: Schedule) -> "Table":
         """Build the table of `rows`: the schedule's lists, or those of a program of this schedule."""
-        return _table(rows, Itself(schedule))
+        return _table(rows, IdentityKey(schedule))
 
     @cached_property
     def computes(self) -> BoolArray:
@@ -213,7 +213,7 @@ def _integers(actions: list[Action], field: int) -> IntArray:
 
 
 @once_per_object(maxsize=4)
-def _table(rows: ActionLists, schedule: Itself[Schedule]) -> Table:
+def _table(rows: ActionLists, schedule: IdentityKey[Schedule]) -> Table:
     # Cached, because simulations with other costs and the memory replay use the same table.
     flat = list(chain.from_iterable(rows))
     lengths = [len(row) for row in rows]

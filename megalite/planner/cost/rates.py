@@ -19,7 +19,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig, once_per_object
-from megalite.partition.activations import ELEMENT_BYTES, kept_share
+from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.pipeline import placement_of
 from megalite.partition.stages import parts_of_message
 from megalite.pipeline.ir.simulate import Link
@@ -69,7 +69,7 @@ class Workload:
     hidden_dropout: Number = _of(lambda c: c.model.hidden_dropout > 0)
     attention_dropout: Number = _of(lambda c: c.model.attention_dropout > 0)
     experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer
-    topk: Number = _of(lambda c: c.model.moe_router_topk * kept_share(c))  # experts per token, after capacity
+    topk: Number = _of(lambda c: c.model.moe_router_topk * rows_per_choice(c))  # experts per token, after capacity
     expert_ffn: Number = _of(lambda c: c.model.expert_ffn_size)
     # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)

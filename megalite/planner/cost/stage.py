@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalite.config.run import Itself, RunConfig, once_per_object
+from megalite.config.run import IdentityKey, RunConfig, once_per_object
 from megalite.partition.activations import offloaded_activation_bytes, recompute_units
 from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
@@ -189,7 +189,7 @@ def stage_costs(
     # are NaN, so that a price that did read one would be NaN too.
     unread = (*_UNREAD, *(() if stack.float8_rate else ("weight_uses",)))
     numbers = vars(workload_of(config)) | dict.fromkeys(unread, math.nan)
-    price = _pricing(Itself(cluster), Itself(stack), tuple(numbers.items()))
+    price = _pricing(IdentityKey(cluster), IdentityKey(stack), tuple(numbers.items()))
     return [_priced(price, stage_kind(config, plan)) for plan in stages]
 
 
@@ -198,7 +198,7 @@ _UNREAD = ("dp", "pp", "order_dp_first", "message_share", "scatters_messages")
 
 @lru_cache(maxsize=64)
 def _pricing(
-    cluster: Itself[Cluster], stack: Itself[SoftwareStack], numbers: tuple[tuple[str, Any], ...]
+    cluster: IdentityKey[Cluster], stack: IdentityKey[SoftwareStack], numbers: tuple[tuple[str, Any], ...]
 ) -> operations.Pricing:
     return operations.Pricing.of(Workload(**dict(numbers)), cluster.value, stack.value)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.optimizer import sides_of
-from megalite.config.run import Itself, RunConfig, once_per_object, once_per_reading
+from megalite.config.optimizer import matrix_sides
+from megalite.config.run import IdentityKey, RunConfig, once_per_object, once_per_reading
 from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import Convention, ParameterShape, flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
@@ -73,7 +73,9 @@ class _DataParallel:
                 if kind not in exchanges:
                     exchanges[kind] = self._exchange(plan)
             if kinds not in updates:
-                updates[kinds] = _optimizer_seconds(config, tuple(plans), Itself(self.cluster), Itself(self.stack))
+                updates[kinds] = _optimizer_seconds(
+                    config, tuple(plans), IdentityKey(self.cluster), IdentityKey(self.stack)
+                )
             own = [exchanges[kind] for kind in kinds]
             ready, late = self._exposed(own, plans, course)
             hidden = sum(each.reduce + each.gather for each in own) - (ready - course.end - run.shift) - late
@@ -83,7 +85,7 @@ class _DataParallel:
     def _exchange(self, plan: StagePlan) -> Exchange:
         work = rates.workload_of(self.config)
         strides = float(rates.data_stride(work)), float(rates.pipeline_stride(work))
-        machine = Itself(self.cluster), Itself(self.stack)
+        machine = IdentityKey(self.cluster), IdentityKey(self.stack)
         return _exchange(self.config, plan, self.stages, self.microbatches, strides, *machine)
 
     def _exposed(
@@ -116,8 +118,8 @@ def _exchange(
     stages: tuple[StagePlan, ...],
     microbatches: int,
     strides: tuple[float, float],
-    cluster: Itself[Cluster],
-    stack: Itself[SoftwareStack],
+    cluster: IdentityKey[Cluster],
+    stack: IdentityKey[SoftwareStack],
 ) -> Exchange:
     """Sum the time of `gradient_volumes`, run one after another."""
     narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.value.half_gradients else 1.0
@@ -148,7 +150,7 @@ def _exchange(
 
 @once_per_reading
 def _optimizer_seconds(
-    config: RunConfig, plans: tuple[StagePlan, ...], machine: Itself[Cluster], stack: Itself[SoftwareStack]
+    config: RunConfig, plans: tuple[StagePlan, ...], machine: IdentityKey[Cluster], stack: IdentityKey[SoftwareStack]
 ) -> float:
     """Sum the time of reading and writing states, reading gradients for norm and update and zeroing them, writing
     parameters, and copying offloaded states; plus whole matrices' exchange and work on the busiest rank."""
@@ -188,7 +190,7 @@ def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
     iterations, or SOAP's rotations into eigenbases and back, Gram matrices, and now and then a product and a QR
     (8/3·n³) per basis."""
     model, optimizer, (rows, columns) = config.model, config.optimizer, shape.shape[-2:]
-    sides = sides_of(optimizer, rows, columns).values()
+    sides = matrix_sides(optimizer, rows, columns).values()
     if sides:
         rotations = 8.0 * rows * columns * sum(sides)
         return rotations + sum((2.0 + 8.0 / 3.0) * n**3 for n in sides) / optimizer.soap_frequency

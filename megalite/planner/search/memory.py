@@ -65,7 +65,7 @@ class Sizer:
         """Return the coefficients, [features, shares], for pipelines of pp ranks."""
         found = np.zeros((len(Feature), len(shares)))
         if len(shares):
-            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, held_bytes)
+            found[Feature.DENSE : Feature.COPY + 1] = self.states(shares, persistent_bytes)
             self._activations(shares, found)
             self._whole(shares, pp, found)
             if self.config.compute.fp8 and self.config.model.num_layers > 1:
@@ -262,7 +262,7 @@ class Sizer:
         )
 
 
-def held_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
+def persistent_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> float:
     """Return the bytes per element of parameters, gradients and optimizer states, on the device or in host memory."""
     return sum(element_bytes(config, shape, replicas)[:3]) + square_share(config, shape)
 

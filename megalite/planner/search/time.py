@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
-from megalite.partition.activations import ELEMENT_BYTES, kept_share
+from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.stages import StagePlan
 from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
@@ -176,7 +176,7 @@ class Clock:
         assert batch is not None, "the request has one"
         recompute, modules = shares.recompute, self.config.training.recompute_modules
         parts, place = np.unique(shares.tp * shares.cp, return_inverse=True)
-        kept = np.array([kept_share(self.config, each) for each in parts.tolist()])[place]
+        kept = np.array([rows_per_choice(self.config, each) for each in parts.tolist()])[place]
         selective = (recompute == RECOMPUTE.index("selective")).astype(float)
 
         def of(module: str) -> Floats:

@@ -219,7 +219,7 @@ def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: P
     rename(tmp_path / "plain", lambda _: plain)
     edit_config(tmp_path / "plain", quantization_config=...)
     four, whole = HuggingFaceWeights(tmp_path / "packed"), HuggingFaceWeights(tmp_path / "plain")
-    assert four.dequantised == "those in MXFP4 are read as bf16" and whole.dequantised is None
+    assert four.quantization == "those in MXFP4 are read as bf16" and whole.quantization is None
     assert four.dtype("layers.0.moe.experts.up.weight") == torch.bfloat16
     for name in parameter_shapes(four.model):
         assert torch.equal(four.read(name), whole.read(name)), name

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALVES = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *HALVES)
+HALF_TYPES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALF_TYPES)
 
 
 def bound(values: Sequence[Any], kinds: str) -> None:

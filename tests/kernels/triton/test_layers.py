@@ -18,7 +18,7 @@ from tests.kernels.triton.exact import DTYPES, LIMITS, Outputs, assert_near, com
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-3  # large, so that leaving it out or putting it outside the root shows
 P = 0.25
-HALVES = (torch.bfloat16, torch.float16)
+HALF_TYPES = (torch.bfloat16, torch.float16)
 Draw = Callable[[int], Tensor]
 
 
@@ -177,10 +177,10 @@ def outputs(made: Outputs) -> list[Tensor]:
 @pytest.mark.parametrize("name", [*CASES, *TORCHS])
 def test_values_and_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
     case = (CASES | TORCHS)[name]
-    if "torch bias_gelu" in name and dtype in HALVES:
+    if "torch bias_gelu" in name and dtype in HALF_TYPES:
         pytest.skip("torch rounds the sum with the bias")
     # torch's LayerNorm adds up gradients of half parameters in their type.
-    limit = 4 * LIMITS[dtype] if "torch layernorm" in name and dtype in HALVES else None
+    limit = 4 * LIMITS[dtype] if "torch layernorm" in name and dtype in HALF_TYPES else None
     for shape in case.shapes:
         compare(case.ours, case.exact, drawn(case, shape, device, dtype), limit)
 
@@ -288,7 +288,7 @@ def test_what_is_kept_for_the_backward(name: str, device: torch.device) -> None:
         assert sum(value.numel() for value in kept if value.data_ptr() not in known) == case.kept * 4 * 3 * 2
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("name", [*NORMS, "rope"])
 def test_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Squares beyond fp16, sums beyond bf16's precision, and a row of zeros."""

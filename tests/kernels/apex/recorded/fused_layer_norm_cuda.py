@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, HALVES, bound, contiguous, of_type, require, some_blocks
+from tests.kernels.apex.signatures import FLOATS, HALF_TYPES, bound, contiguous, of_type, require, some_blocks
 
 
 def _rows(x: torch.Tensor, sizes: tuple[int, ...], *factors: torch.Tensor) -> torch.Tensor:
@@ -76,5 +76,5 @@ def _grads(grad: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor) -> torch.Te
     contiguous(grad)
     of_type(grad, gamma.dtype)
     require(grad.shape == x.shape, "the gradient is another tensor's")
-    assert gamma.dtype in (*HALVES, torch.float32)
+    assert gamma.dtype in (*HALF_TYPES, torch.float32)
     return grad.float().view(-1, x.shape[-1])

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, HALVES, bound, contiguous, of_type, require, some_blocks
+from tests.kernels.apex.signatures import FLOATS, HALF_TYPES, bound, contiguous, of_type, require, some_blocks
 
 
 def _add(arguments: tuple[Any, ...], types: tuple[torch.dtype, ...], main: torch.dtype | None) -> None:
@@ -26,4 +26,4 @@ def wgrad_gemm_accum_fp32(*arguments: Any) -> None:
 
 
 def wgrad_gemm_accum_fp16(*arguments: Any) -> None:
-    _add(arguments, HALVES, None)
+    _add(arguments, HALF_TYPES, None)

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import HALVES, bound, contiguous, of_type, require
+from tests.kernels.apex.signatures import HALF_TYPES, bound, contiguous, of_type, require
 
 
 def _check(x: torch.Tensor) -> None:
     require(x.dim() == 3, "expected 3D tensor")
-    of_type(x, *HALVES)
+    of_type(x, *HALF_TYPES)
     matrices, length = x.shape[:2]
     require(x.shape[2] == length <= 16384, "seq_len <= 16384")
     require(length > 16, "lengths that blocks of other sizes serve are not recorded")
