@@ -52,7 +52,7 @@ def regret(request: Request, cluster: Cluster, stack: SoftwareStack, refined: in
 
 
 def measured(name: str, refined: int) -> dict[str, Any]:
-    request, cluster, stack = plan.asked(PLAN.parse(CASES[name].split()))
+    request, cluster, stack = plan.search_inputs(PLAN.parse(CASES[name].split()))
     space = len(survey(request, cluster, stack).space)
     surveyed = seconds_of(lambda: survey(request, cluster, stack))
     planned = seconds_of(lambda: find(request, cluster, stack))

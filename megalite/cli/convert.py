@@ -207,7 +207,7 @@ def described(weights: Weights) -> str:
     elif isinstance(weights, HuggingFaceWeights) and weights.quantization is not None:
         written = f", of which {weights.quantization}"
     if model.mtp_num_layers:
-        written += f"; with {model.mtp_num_layers} MTP layers"
+        written += f"; MTP layers: {model.mtp_num_layers}"
     return (
         f"{weights.path} ({weights.format}): {model.num_layers} layers of width {model.hidden_size}{experts}, "
         f"{model.normalization}, {model.activation}, {model.position_embedding_type}, vocabulary {model.vocab_size}; "

@@ -306,6 +306,7 @@ class Topology:
                 # Another communicator of all ranks would be the most expensive one to create.
                 made["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        new_group = functools.partial(dist.new_group, timeout=timeout, backend=backend)
 
         def group(kind: str, rank_lists: RankLists, communicator: str) -> Group | None:
             own = None
@@ -314,16 +315,14 @@ class Topology:
                 if len(ranks) > 1 and key not in made:
                     options = _options(backend, communicator, kind, max_ctas or {})
                     text = lane_name(communicator, ranks)  # the flight recorder reports it
-                    made[key] = dist.new_group(list(ranks), timeout, backend, options, group_desc=text)
+                    made[key] = new_group(list(ranks), pg_options=options, group_desc=text)
                 if rank in ranks:
                     process_group = made[key] if len(ranks) > 1 else None
                     own = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
             return own
 
         sources = group_sources(layout, gathers_apart=gathers_apart and backend == "nccl")
-        groups = {
-            name: group(kind, layout.groups(kind), communicator) for name, (kind, communicator) in sources.items()
-        }
+        groups = {name: group(kind, layout.groups(kind), queue) for name, (kind, queue) in sources.items()}
         world, pipeline = groups["world"], groups["pp"]
         assert world is not None and pipeline is not None
         edges = {}

@@ -27,7 +27,7 @@ class Forks(Launched):
         self._stack = ExitStack()
         words = ["--config", str(folder / CONFIG)]
         self._processes = self._stack.enter_context(forked(run.ranks, words, folder))
-        self.begun()
+        self.mark_started()
 
     def look(self) -> int | None:
         statuses = [process.exitcode for process in self._processes]

@@ -138,11 +138,11 @@ class Search:
         """Test whether another prefix of the same layers on the same devices is at least as good in every respect."""
         if not node.stages:
             return False
-        values = (node.entry, node.ending, node.pivot)
+        entry, ending, pivot = node.entry, node.ending, node.pivot
         rivals = self._seen.setdefault((node.begin, node.free, node.stages[-1].devices), [])
-        if any(all(x <= y for x, y in zip(rival, values)) for rival in rivals):
+        if any(a <= entry and b <= ending and c <= pivot for a, b, c in rivals):
             return True
-        rivals.append(values)
+        rivals.append((entry, ending, pivot))
         return False
 
     def _close(self, node: _Node, options: _Options, latencies: Array) -> None:

@@ -143,7 +143,7 @@ def test_further_tokens_go_along(tmp_path: Path) -> None:
     weights = InMemory(tmp_path / "ours", model, 12, tensors)
     folder = write(weights, tmp_path / "theirs", family="deepseek_v3")
     found, held = HuggingFaceWeights(folder), tensors_of(folder)
-    assert found.model == model and "further tokens (2)" in described(found)
+    assert found.model == model and "MTP layers: 2" in described(found)
     assert all(torch.equal(found.read(name), tensors[name]) for name in tensors)
     for index in (3, 4):
         for copy, of in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
