@@ -90,7 +90,7 @@ def _verifies(checkpoint: Path) -> bool:
 
 
 def discard(checkpoint: Path) -> None:
-    """Rename a checkpoint to a name that loading ignores, then remove it. Half removed, it would look damaged."""
+    """Rename a checkpoint to a name that loading ignores, then remove it: half removed, it would look damaged."""
     if not checkpoint.is_symlink() and not os.access(checkpoint, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
     checkpoint.rename(_hidden(checkpoint))

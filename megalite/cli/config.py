@@ -34,7 +34,7 @@ def run(flags: Namespace) -> int:
 
 
 def _explain(config: RunConfig, invocation: Invocation) -> dict[str, dict[str, Any]]:
-    """Return setting -> value and source, for settings that are not at their default."""
+    """Return setting -> value and source, for settings with a source other than the default."""
     rows = {}
     for name, value in values_of(config).items():
         source = invocation.provenance[name]

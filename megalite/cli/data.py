@@ -340,7 +340,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Build the indices of a dataset or blend for the samples first <= i < stop, and return a report.
 
-    For a blend documents, tokens and samples per epoch are None; for a small index, which is not stored, the folder.
+    For a blend, documents, tokens and samples per epoch are None; for a small index (not stored), the folder is None.
     """
     cache = part.cache
     assert cache is not None, "build_datasets gives each a cache"

@@ -33,7 +33,7 @@ DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:
     """Return the layout for the flags and the number of ranks.
 
-    If --tp is missing the remaining ranks form one tp group, or with `data_parallel` replicas of the model."""
+    Without --tp, the ranks that --pp leaves form one tp group; with `data_parallel` they are replicas of the model."""
     for axis, reason in (("cp", "a sequence is not split"), ("ep", "experts are split by --tp")):
         if getattr(flags, axis) != 1:
             raise ConfigError(

@@ -95,7 +95,7 @@ def _dtypes(flags: Namespace, device: torch.device) -> tuple[str, ...]:
 
 
 def _prepare(flags: Namespace, world: Group, dtypes: Sequence[str]) -> tuple[Machine, Cluster, bool, SoftwareStack]:
-    """Check all inputs on every rank before measuring. Return machine, base cluster, if it is nominal, and stack."""
+    """Check all inputs on all ranks before measuring. Return machine, base cluster, whether that is nominal, stack."""
     machine = describe_machine(world)
     with world.errors_on_all_ranks():
         base, nominal = stand_in(machine, flags.like)

@@ -76,7 +76,7 @@ class KernelFacts:
 
 
 KERNELS: Registry[Any] = Registry("kernels", facts=KernelFacts)
-"""Kernels that users add, named OPERATION=BACKEND: a function, or a tuple of them if torch's kernel is one. A requested
+"""Kernels that users add, named OPERATION=BACKEND: a function, or a tuple if torch's kernel is a tuple. A requested
 kernel is used if it reproduces torch's numbers on a few rows. megalite's kernels are in `kernels.registry`."""
 
 

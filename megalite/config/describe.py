@@ -180,7 +180,7 @@ def without_credentials(config: RunConfig) -> RunConfig:
 
 def without_derived(config: RunConfig, asked: RunConfig) -> RunConfig:
     """Return the resolved config for a file that may be used elsewhere: settings that `asked` left open are open again,
-    and so are the data paths, since resolution replaces them by local files."""
+    and data and load are as in `asked`, since resolution replaces their paths by local files."""
     open_ = [name for name, value in values_of(asked).items() if value is None]
     config = dataclasses.replace(config, data=asked.data)
     return replace(config, **{**dict.fromkeys(open_), "load": asked.checkpoint.load})

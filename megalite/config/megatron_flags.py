@@ -339,7 +339,7 @@ class Known:
     """Class of the flag."""
     why: str
     values: str | None
-    """Values: None: none; `*`: any number; else one, which must match this regular expression."""
+    """Values: None: none; `*`: any number; else one, which must match this regular expression unless it is empty."""
 
     def judge(self, words: Sequence[str], where: str) -> "Note":
         """Return the note for the flag with these words. Raises ConfigError: it is refused, or takes another number of

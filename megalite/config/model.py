@@ -116,7 +116,7 @@ class ModelConfig:
     """yarn: factor on queries and keys: 0.1·this·ln(factor) + 1, divided by the same term of rope_mscale_all_dim."""
     rope_mscale_all_dim: float | None = option(None, above=0, flags=("--mscale-all-dim",))
     """yarn: see rope_mscale. If both are unset, the factor is 0.1·ln(factor) + 1. multi_latent_attention also
-    multiplies scores by this term's square."""
+    multiplies scores by the square of 0.1·this·ln(factor) + 1, if set."""
     rope_attention_factor: float | None = option(None, above=0)
     """yarn: explicit factor on queries and keys, instead of rope_mscale."""
     sliding_window: int | None = option(None, at_least=2)

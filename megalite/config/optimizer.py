@@ -220,7 +220,7 @@ class OptimizerConfig:
     soap_frequency: int = option(10, at_least=1)
     """soap, one-sided-soap: updates between recomputations of the eigenbases."""
     qk_clip: bool = option(False)
-    """MuonClip: after each step, shrink query and key weights of heads with a logit above qk_clip_threshold."""
+    """MuonClip: after a step, shrink query and key weights of heads with attention logits above qk_clip_threshold."""
     qk_clip_threshold: float = option(100.0, above=0)
     """qk_clip: largest attention logit."""
     qk_clip_alpha: float = option(0.5, at_least=0, at_most=1)

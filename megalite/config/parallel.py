@@ -128,7 +128,7 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(10.0, above=0)
     """Minutes after which a waiting collective fails."""
     hang_timeout_minutes: float | None = option(None, at_least=0)
-    """Minutes without progress on any rank after which a watchdog names the hanging rank and ends the run; 0: never;
+    """If no rank progresses for this many minutes, a watchdog names the hanging rank and ends the run; 0: never;
     default: 0.8 of distributed_timeout_minutes."""
     hang_save_timeout_minutes: float | None = option(None, above=0)
     """hang_timeout_minutes in saves and starts; default: six times that, at most 0.9 of distributed_timeout_minutes."""
@@ -244,7 +244,7 @@ class DataParallelConfig:
     """Settings of the data-parallel strategies; each applies to some strategies only."""
 
     wire_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"))
-    """Format of communicated gradients and weights; sums are in fp32 or wider. fp16 needs a loss scale."""
+    """Format of communicated gradients and weights; sums are in fp32 or wider. fp16 uses a loss scale."""
     reduction_order: str = option("backend", choices=("backend", "rank"))
     """Summation order of gradients: the backend's, or by rank."""
     shard_gradients: bool = option(False)

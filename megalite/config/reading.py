@@ -41,7 +41,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 class Span(io.RawIOBase):
-    """The bytes [start, stop) of an open file as a file, which closes it."""
+    """The bytes [start, stop) of an open file, as a file; closing it closes the open file too."""
 
     def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
         self._file, self._start, self._length, self._place = file, start, stop - start, 0

@@ -61,7 +61,7 @@ class Registry(Collection[str], Generic[T]):
             self.entries[name] = _Entry(known, path)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
+        return iter(tuple(self.entries))
 
     def __len__(self) -> int:
         return len(self.entries)

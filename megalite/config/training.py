@@ -84,11 +84,12 @@ class TrainingConfig:
     fine_grained_activation_offloading: bool = option(False)
     """Offload only the activations of offload_modules; in all layers unless cpu_offloading_num_layers is set."""
     offload_modules: list[str] = option([])
-    """Modules to offload, of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, mlp_act."""
+    """fine_grained_activation_offloading: modules to offload, of attn_norm, qkv_linear, core_attn, attn_proj,
+    mlp_norm, expert_fc1, mlp_act."""
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     """Device; auto: cuda if available."""
     imports: list[str] = option([], flags=("--import",), basic=True)
-    """Your modules that register parts (docs/extend.md), such as my_package.my_module. May be repeated."""
+    """Your modules that register parts (docs/extend.md); e.g. my_package.my_module. May be repeated."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
     """Steps between evaluations on the validation split; default: none."""
     eval_iters: int = option(10, at_least=0)
@@ -144,7 +145,8 @@ class CheckpointConfig:
     max_failures_at_step: int = option(3, at_least=0)
     """Refuse to start after this many failures in the same step; 0: never."""
     load: str | None = option(None, basic=True)
-    """Folder or address to resume from, at the newest checkpoint that verifies; hf:FOLDER: a Hugging Face model."""
+    """Folder or address to resume from, at the newest checkpoint that verifies; hf:FOLDER: start from a Hugging Face
+    model."""
     ckpt_step: int | None = option(None, at_least=0)
     """Resume from this step instead of the newest."""
     fresh_if_missing: bool = option(False, basic=True)

@@ -50,8 +50,7 @@ def ring_attention(
         gathers: gather all keys and values at once, and again in the backward, instead of the ring.
 
     Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1
-        of
-    their gradients in fp32 (fp64 for fp64). With `gathers`: an all-gather of k and v; backward the same and a
+    of their gradients in fp32 (fp64 for fp64). With `gathers`: an all-gather of k and v; backward the same and a
     reduce-scatter of the gradients.
     """
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]

@@ -101,7 +101,7 @@ def open_model(
 ) -> Source:
     """Open the weights in `folder` and check them without reading tensors. All ranks return or raise the same.
     `folder`: a folder of checkpoints (opens the newest that verifies, or that of `step`), one checkpoint, or a Hugging
-    Face model. `dtype`: the dtype to read; main parameters are read if it differs from the weights'. `ema`: read the
+    Face model. `dtype`: the caller's dtype; unless None or the weights', main parameters are read. `ema`: read the
     moving average. `log`: see `find_checkpoint`.
 
     Collectives: gathers over the world."""

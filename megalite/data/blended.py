@@ -14,7 +14,7 @@ from megalite.config.errors import ConfigError
 from megalite.data.dataset import PackedSource, Packing, SampleSource, require_sample
 from megalite.data.index_cache import Kept
 
-MAX_PERIOD = 1 << 20  # largest common denominator of the shares with blocks of one period
+MAX_PERIOD = 1 << 20  # largest common denominator of the shares for which a block is one period
 BLOCK = 1 << 16  # approximate samples in a block of other blends
 
 
@@ -48,7 +48,7 @@ class BlendedDataset:
     In a block of P samples, q_i of them from dataset i, its j-th sample (from 0) must be in the slots
     [floor(j·P/q_i), ceil((j+1)·P/q_i)), and the sample with the earliest deadline comes first. This meets all deadlines
     because the q_i sum to P (Baruah et al., "Proportionate progress", 1996). So at any k a count differs from its share
-    by less than 1 within a period, and by at most the number of datasets in blocks of 2^16.
+    by less than 1 within a period and, in blocks of 2^16, by at most the number of datasets.
 
     Megatron's greedy rule (the largest w_i·k - count_i comes next) mixes as evenly, but takes k steps to find its state
     at sample k; see `MegatronBlend`.
@@ -127,7 +127,7 @@ def exact_shares(weights: Sequence[float | Fraction]) -> list[Fraction]:
     weight is not a number above 0."""
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(
-            f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out datasets without weight"
+            f"data weights {[float(weight) for weight in weights]} must all be above 0; leave out the other datasets"
         )
     fractions = [Fraction(str(weight)) for weight in weights]
     # As integers, because sums of fractions with different denominators are slow for thousands of datasets.

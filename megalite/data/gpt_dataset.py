@@ -25,7 +25,7 @@ class _Epoch:
 
     documents: NDArray[np.int32] | NDArray[np.int64]  # sequence numbers in this epoch's order
     ends: NDArray[np.int64]  # position in the stream after the last token of each document
-    samples: KeyedPermutation  # i -> position of the epoch's i-th sample, in samples
+    samples: KeyedPermutation  # i -> start of the epoch's i-th sample in the stream, in units of seq_length
 
 
 @dataclass(eq=False, kw_only=True)

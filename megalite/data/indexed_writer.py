@@ -132,8 +132,8 @@ class TokenStream:
 
         def blocks() -> Iterator[NDArray]:
             with self.path(".lengths").open("rb") as file:
-                while len(block := np.fromfile(file, LENGTH, _BLOCK)):
-                    yield block
+                while data := file.read(_BLOCK * LENGTH.itemsize):  # unlike np.fromfile this raises read errors
+                    yield np.frombuffer(data[: len(data) // LENGTH.itemsize * LENGTH.itemsize], dtype=LENGTH)
 
         def ends() -> Iterator[NDArray]:
             before = 0

@@ -108,7 +108,7 @@ class BatchLoader:
     def load(self, first_sample: int, global_batch_size: int, length: int | None = None) -> list[Microbatch]:
         """Return this rank's microbatches of the samples [first_sample, first_sample + global_batch_size).
 
-        `length`: truncate samples to this number of inputs. Raises ConfigError if the data is invalid."""
+        `length`: truncate samples to this number of inputs; None: do not. Raises ConfigError if the data is invalid."""
         started = time.perf_counter()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.key == (first_sample, global_batch_size, length or self.seq_length):

@@ -24,7 +24,7 @@ _SURPLUS = 0.005
 _BLOCK = 1 << 20
 _INT32_MAX = (1 << 31) - 1
 _LAST_EPOCH = 0.80  # a last epoch that provides less than this fraction of its samples is shuffled separately
-_LANES = 1024  # of a wave
+_LANES = 1024  # lanes per wave
 _STEPS = 1024  # samples per lane
 _WIDE_PASSES, _NARROW = 4, 64  # passes over all wrong lanes of a wave; later passes are limited to this many lanes
 

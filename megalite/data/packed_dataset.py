@@ -51,7 +51,7 @@ class PackedDataset(DocumentDataset):
 
     pad_token: int = 0
     responses: IndexedDataset | None = None
-    """1 for each token with a prediction that counts, else 0, per document; None: all count."""
+    """Per document, 1 for each token that counts as a label (a response token), else 0; None: all count."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

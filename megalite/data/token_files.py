@@ -162,7 +162,7 @@ def refuse_examples(prefix: str) -> None:
     signs += [mask] if _exists(str(mask)) else []
     if signs:
         raise ConfigError(
-            f"data path {prefix} contains fine-tuning examples ({' and '.join(map(str, signs))}), and without sft their "
+            f"data path {prefix} contains fine-tuning examples (see {' and '.join(map(str, signs))}); without sft their "
             "prompts are learned too; add --sft to learn the responses alone, or move "
             f"{'these files' if len(signs) > 1 else 'that file'} away to learn all tokens"
         )
@@ -177,7 +177,7 @@ def require_recorded_tokenizer(prefix: str, tokenizer: Tokenizer | str) -> None:
     """Raise ConfigError if the side file records another tokenizer. `tokenizer` may be the fingerprint of a model's
     tokenizer."""
     if isinstance(tokenizer, str):
-        sha256, current, remedy = tokenizer, "the model has its own", "use token files of the model's"
+        sha256, current, remedy = tokenizer, "the model has its own", "use token files of its tokenizer"
     else:
         sha256, current, remedy = tokenizer.fingerprint(), f"this run has {tokenizer.name}", "use the one of the file"
     recorded = _recorded_tokenizer(prefix)

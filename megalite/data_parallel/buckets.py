@@ -21,7 +21,7 @@ from megalite.topology.group import DONE, Work
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and its first element in its bucket."""
+    """A parameter and the offset of its first element in its bucket."""
 
     parameter: ShardedParameter
     start: int

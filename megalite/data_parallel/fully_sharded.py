@@ -20,7 +20,7 @@ def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that gather their parameters together (a transformer layer, the embedding, the head), in forward
     order: the children of the stage; containers are replaced by their children.
 
-    A stage is itself a unit if only it, and none of its children, has parameters.
+    If no child has parameters, the stage itself is the unit; parameters outside the units are an AssertionError.
     """
     modules: list[torch.nn.Module] = []
     for child in stage.children():

@@ -94,9 +94,9 @@ class FusedAllReduce(DataParallelStrategy):
 
 
 class ReadyQueue:
-    """The gradients of one bucket that are final and not yet in flight, as separate ranges. `threshold`: least elements
-    of a range that the queue returns. `align`: returned ranges start and end at multiples of it; other ready elements stay
-    in the queue."""
+    """The gradients of one bucket that are final and not yet in flight, as separate ranges. `threshold`: least number of
+    elements of a returned range. `align`: returned ranges start and end at multiples of it; other ready elements stay in
+    the queue. Neither applies to `rest`."""
 
     def __init__(self, bucket: Bucket, *, threshold: float, align: int) -> None:
         self._threshold, self._align = max(threshold, 1.0), align

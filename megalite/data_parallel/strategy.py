@@ -367,7 +367,8 @@ class DataParallelStrategy(ABC):
         """Wait until the model's parameters may be read outside a forward."""
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """Return the whole bucket's values from all replicas' `values` of one shard. Every rank calls it."""
+        """Return the whole bucket's values from all replicas' `values`, each like its shard's `main_param`. Every rank
+        calls it."""
         return values
 
     def consensus(self) -> AbstractContextManager[None]:
@@ -423,7 +424,7 @@ class DataParallelStrategy(ABC):
         return Placement.SHARDED if self.shards_over_dp else Placement.REPLICATED
 
     def weights(self, shard: OptimizerShard) -> FlatState:
-        """Return this rank's part of the model's weights of a shard's bucket."""
+        """Return the model's weights of a shard's bucket, as far as this rank stores them."""
         return FlatState("weight", shard.bucket, shard.bucket.data, Placement.REPLICATED)
 
     def states(self) -> list[FlatState]:

@@ -17,7 +17,8 @@ from megalite.topology.group import DONE, Work
 
 
 class GradientShards:
-    """Stores only this rank's range of gradients; a whole bucket's gradient has memory for one microbatch only.
+    """Stores only this rank's range of gradients. A whole bucket's gradient has memory only while it is filled by one
+    microbatch and reduce-scattered.
 
     The buffer gets memory when a layer requests it, and is freed after its reduce-scatter. A bucket is sent when each of
     its parameters has reported as many gradients as one microbatch gives. If the program splits the backward, these may

@@ -1,1 +1,1 @@
-"""Kernels of the hot operations, one file each. torch's support float64 too, so tests can compare exactly."""
+"""Kernels of the hot operations, one file each. The torch kernels support float64 too, so tests can compare exactly."""

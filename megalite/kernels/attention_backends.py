@@ -106,7 +106,7 @@ class AttentionShape:
     head_size: int
 
     def tensors(self, seq: int, *, grouped: bool = True) -> list[Tensor]:
-        """Return zero queries, keys and values of one sample; without `grouped`, keys and values have all heads."""
+        """Return queries, keys and values of one sample, all 0; without `grouped`, keys and values have all heads."""
         groups = self.groups if grouped else self.heads
         shapes = [(1, heads, seq, self.head_size) for heads in (self.heads, groups, groups)]
         return [torch.zeros(each, dtype=self.dtype, device=self.device, requires_grad=True) for each in shapes]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Compute a [..., i] · b [i, o] + bias [o] -> [..., o]; b may be a transposed view; with `out` a must be 2-D."""
+    """Compute a [..., i] · b [i, o] + bias [o] -> [..., o] in one type; b may be a transposed view; `out`: a is 2-D."""
     if out is None:
         return torch.matmul(a, b) if bias is None else F.linear(a, b.t(), bias)
     if bias is None:

@@ -1,7 +1,7 @@
 """Check that a third-party kernel matches torch on a few rows before it is chosen.
 
-apex's extensions are built from many versions of its source and of CUDA, and most of its functions hardly check their
-arguments. torch's operator for oneDNN is not documented.
+apex's extensions are built from many versions of its source with many versions of CUDA, and most of its functions
+hardly check their arguments. torch's operator for oneDNN is not documented.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -241,7 +241,7 @@ class Attention(AttentionCore):
             q, k, v = self._split(qkv, b)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
-                if isinstance(self.q_norm, AllHeadsNorm):  # its flattened input may be a copy, so v need not keep qkv
+                if isinstance(self.q_norm, AllHeadsNorm):  # the norm saves a copy, but a view v would keep all of qkv
                     v = v.contiguous()
             if rope is not None:
                 q, k = self._rotate(q, *rope), self._rotate(k, *rope)

@@ -147,8 +147,8 @@ class LatentAttention(AttentionCore):
         return self._rotate(shared.unsqueeze(2), context)
 
     def _rotate(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Apply RoPE to interleaved pairs of all channels of x [s, b, heads, e]; the result has halves, like every
-        query and key."""
+        """Apply RoPE to interleaved pairs of all channels of x [s, b, heads, e]; the output has the pairs' first
+        channels in one half and the second in the other, for queries and keys alike."""
         if not self.has_rope or context.rope is None:
             return x
         pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -53,7 +53,9 @@ class ActivationOffload(SavedTensors):
             self._layer = None
         layer.leave()
         if self._before is not None:
-            self.out.await_on_device(self._before.copied)  # otherwise the host runs ahead and no layer's memory is free
+            self.out.await_on_device(
+                self._before.copied
+            )  # otherwise the host runs ahead and no layer's memory is freed
         self._before = layer
 
     @contextmanager

@@ -22,7 +22,7 @@ def unpack(handle: Handle) -> Tensor:
 
 
 class SavedTensors:
-    """Handles the tensors that a stage's operations save for the backward; this class recomputes those in `recomputing`.
+    """Handler of the tensors that a stage's operations save for the backward; recomputes those passed to `recomputing`.
 
     One pair of hooks serves all scopes, because torch calls only the innermost hooks.
     """
@@ -133,7 +133,7 @@ class Recompute:
     method: str = "uniform"
     num_layers: int = 1
     offload_layers: int = 0
-    """Offload instead of recompute: saved tensors of the first layers of each stage go to host memory."""
+    """Number of layers at the start of each stage with saved tensors go to host memory; not a recompute setting."""
     offload_modules: frozenset[str] | None = None
     """Offload only saved tensors of these modules; None: of all modules."""
     saves: SavedTensors = field(default_factory=SavedTensors, repr=False, compare=False)

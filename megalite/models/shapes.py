@@ -53,7 +53,7 @@ class StageLayers:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
-    """Return whether it is a matrix outside embedding and head; Muon orthogonalizes these."""
+    """Return whether the parameter is a matrix outside embedding and head; Muon orthogonalizes these."""
     return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")
 
 
@@ -311,9 +311,9 @@ def parameter_count(model: ModelConfig) -> int:
 def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:
     """Return the FLOPs per token of a layer's two attention products, q·kᵀ and P·v, in a sequence of `seq_length`.
 
-    palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one). megatron: half of
-    that, for the causal mask. A sliding window w < s replaces s by w, or with the causal mask by the w - w²/2s keys
-    that a token sees on average.
+    palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one); a sliding window w < s
+    makes that 4·w·(heads·d). megatron counts only the keys under the causal mask: s/2 on average, so half of that, or
+    w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
     """
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)

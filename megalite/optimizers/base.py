@@ -91,7 +91,7 @@ class Update:
     lr: float
     weight_decay: float
     decoupled_lr: float | None = None  # learning rate of flat parameters with `decoupled_lr`
-    factor: float = 1.0  # factor of gradients, which undoes the loss scale and clips
+    factor: float = 1.0  # still to be multiplied with gradients; undoes the loss scale and clips
     clipped_rows: Rows = field(default_factory=dict)
     """Tensor name -> (first row, one past the last, factor of these rows after the step), for QK-clip."""
     copies: Mapping[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)

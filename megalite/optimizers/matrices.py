@@ -310,5 +310,6 @@ class _WaveValues:
 
 
 def group_of(context: Context) -> Group:
-    """Return the ranks that share the work on matrices: one replica only if replicas have different weights."""
+    """Return the ranks that share the work on matrices: those of one pipeline rank, or only the tp ranks of one replica
+    if replicas have different weights."""
     return context.topology.tp_dp_cp if context.replicas_agree else context.topology.tp

@@ -123,7 +123,7 @@ NOISE_SHARE = 0.01
 def bound_moments(
     optimizer: Optimizer, sums: TensorSums, freeze: FreezePoint, *, updates: int, by_bucket: bool
 ) -> None:
-    """Raise or clear small second moments, in place and once for each v that divides signs, to bound steps by signs.
+    """Raise or clear small second moments, in place and once for each v that divides signs, so that steps are bounded.
 
     A decoded sign has the size of its whole tensor. Divided by the √v̂ of an element far below the tensor's mean, it could
     be a step of any length: the gradients of key biases, for example, are rounding noise, as softmax is invariant to them.

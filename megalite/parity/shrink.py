@@ -149,7 +149,7 @@ def sequence_changes(config: RunConfig) -> Changes:
     return changes
 
 
-MAX_WORLD = 8  # number of ranks unless --world-size is larger
+MAX_WORLD = 8  # largest number of ranks, unless --world-size sets more
 
 MAX_BATCH, MAX_MICRO_BATCH, MAX_GROUP = 32, 2, 8
 

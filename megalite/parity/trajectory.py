@@ -212,7 +212,7 @@ def whole(ranks: Sequence[RankTrajectory]) -> Trajectory:
 
 def plain(config: RunConfig) -> RunConfig:
     """Return the same run on one rank, without splits, reordering or recompute, with one microbatch per batch. With a
-    ramp-up or batch schedule the micro batch size stays, as no other size divides all batches."""
+    ramp-up or batch schedule the micro batch size stays, as no single size fits all batches."""
     training = config.training
     size = training.global_batch_size if len(batch_sizes(config)) == 1 else training.micro_batch_size
     return validate(replace(config, **LAYOUT_OF_ONE_RANK, micro_batch_size=size), 1)

@@ -152,7 +152,7 @@ def is_built_without_limit(config: RunConfig) -> bool:
 
 
 def within_memory(config: RunConfig, limit: float) -> RunConfig:
-    """Give a validated config with `auto` and no limit a memory limit, if it needs more than `limit` bytes of a device:
+    """Return a validated config, with a memory limit if its `auto` has none and it needs more than `limit` bytes:
     the bytes left for activations on the fullest rank. Raises ConfigError: nothing is left."""
     if not is_built_without_limit(config) or max(rank.total_bytes for rank in planned_memory(config)) <= limit:
         return config

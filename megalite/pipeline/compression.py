@@ -1,7 +1,7 @@
 """Lossy compression of the activations and gradients that pipeline stages exchange (`pipeline_compression`).
 
-The receiver computes with the decompressed activation, and the sender's backward gets the compressed gradient. The loss
-is not made up for later: there is no error feedback, because the next message belongs to other samples. Source: dynamic
+The receiver computes with the decompressed activation, and the sender's backward gets the compressed gradient. Errors
+are not corrected later: there is no error feedback, because the next message belongs to other samples. Source: dynamic
 communication thresholding for model parallelism, arXiv 2010.08899. Unlike there, the largest elements are chosen per
 message, so the size is fixed and there is no state. A message depends on the tensor alone: tensor-parallel ranks with
 equal tensors send equal bits.

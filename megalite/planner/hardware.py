@@ -153,7 +153,7 @@ class SoftwareStack:
     overlap_tensor_gradients: bool = False  # the sum of an input gradient overlaps with the weight gradient
     overlap_gathers: bool = False  # the backward's gather of sequence parallelism overlaps with the input gradient
     fused_loss: bool = True  # else logits are copied to fp32, and each step of the loss is a pass
-    attention_backward: float = field(default=1.0, metadata=FRACTION)  # relative to that, for the backward
+    attention_backward: float = field(default=1.0, metadata=FRACTION)  # backward, relative to attention_efficiency
     # Recompute of a layer or an MLP ends with the last tensor that the backward reads: before the last product.
     recompute_stops_early: bool = False
     # Memory traffic of the optimizer relative to a single fused kernel.

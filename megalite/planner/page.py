@@ -199,7 +199,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """Return the path of a polyline that breaks at NaN; a single point becomes a short line to be visible."""
+    """Return the path of a polyline that breaks at non-finite y; a single point becomes a short line to be visible."""
     parts: list[str] = []
     drawing = False
     for index, (x, y) in enumerate(points):

@@ -269,7 +269,7 @@ def _best(data: dict[str, Any]) -> list[str]:
 
 
 def whole_run_lines(data: dict[str, Any]) -> list[str]:
-    """Describe the training with the best layout: time, known failures, cost and energy, and steps on fewer ranks."""
+    """Describe the training with the best layout: time; failures, cost and energy if known; steps on fewer ranks."""
     best, ranks = data["layouts"][0], data["cluster"]["ranks"]
     run = best["training"]
     lines = [

@@ -69,7 +69,7 @@ class WholeRun:
 
 
 def goodput(interval: float, save: float, mtbf: float, restart: float) -> float:
-    """Return the fraction of time spent on training if a save of `save` seconds follows each `apart` seconds of it."""
+    """Return the fraction of time spent on training if a save of `save` seconds follows each `interval` seconds of it."""
     if (interval + save + restart) / mtbf > 700.0:
         return 0.0
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))

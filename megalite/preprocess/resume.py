@@ -192,7 +192,8 @@ def _read_kept(
 
 def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
     """Yield the next `count` items of a file, or fewer if it ends."""
-    while len(block := np.fromfile(file, dtype, min(count, _BLOCK // dtype.itemsize))):
+    while count and (data := file.read(min(count * dtype.itemsize, _BLOCK))):
+        block = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
         count -= len(block)
         yield block
 

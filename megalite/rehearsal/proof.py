@@ -73,7 +73,7 @@ def _signature(operation: Operation) -> tuple[str, str, str, int, str]:
 
 
 def deadlock(journals: Mapping[int, Journal]) -> str | None:
-    """Simulate the ranks; None if all finish, else the cycle of waiting ranks. `journals`: of one pipeline or a whole
+    """Simulate the ranks; None if all finish, else a text on who waits for whom. `journals`: of one pipeline or a whole
     world; operations of other ranks are assumed to arrive."""
     order: dict[int, list[int]] = {}  # rank -> index of each operation within its communicator
     started: dict[Communicator, dict[int, int]] = defaultdict(dict)  # number of operations started, by rank

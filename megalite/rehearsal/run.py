@@ -200,7 +200,7 @@ def rehearse_world(
     operations match in all groups and nothing deadlocks.
 
     Ranks of one pipeline rank run the same program on parts of equal size, so if both corners have equal events, the
-    ranks between them have too. Groups along tp, cp, dp and ep are within one pipeline rank, so their operations match
+    ranks between them do too. Groups along tp, cp, dp and ep are within one pipeline rank, so their operations match
     if the corners do; groups across pipeline ranks (edges, embeddings, the world) are compared among the rehearsed
     ranks, which are two whole pipelines. `workers`: processes; `done`: called with (number rehearsed, total)."""
     layout = layout_of(config)

@@ -171,7 +171,7 @@ _KEY_LENGTH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    key: str  # digest of the config and the number of ranks
+    key: str  # digest of the config and the number of ranks, equal across sweeps
     source: str
     label: str  # short description
     settings: Mapping[str, Any]  # values of all settings that any run of the sweep changes

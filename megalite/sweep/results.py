@@ -124,7 +124,7 @@ class Store:
 
 
 def _identity(spec: SweepSpec, launcher: str) -> dict[str, Any]:
-    """Return the settings that must not change between runs of a sweep; configurations may be added."""
+    """Return the settings that must not change when a sweep is continued; configurations may be added."""
     return {
         "preset": spec.preset,
         "base": [str(path.resolve()) for path in spec.base],

@@ -24,7 +24,7 @@ from megalite.topology.group import DONE, Group, Work
 class _Linear(Function):
     """x·Wᵀ + bias; the backward overlaps the input gradient's collective with the weight gradient's GEMM.
 
-    For the overlap it contains Megatron-LM's f (copy or gather forward, all-reduce or reduce-scatter backward).
+    To overlap them it contains Megatron-LM's f (copy or gather forward, all-reduce or reduce-scatter backward).
     """
 
     @staticmethod
@@ -66,8 +66,8 @@ class _Linear(Function):
         if gather is not None or deferring:
             gradient = linear_weight_gradient(weight, x, grad_rows, gather, multiply)
         if gradient is not None and not deferring:
-            # The gather of x overlaps the input gradient's product; the collective of that overlaps the weight
-            # gradient's.
+            # The gather of x overlaps the input gradient's product, and the input gradient's collective overlaps the
+            # weight gradient's product.
             gradient.start()
         if pieces is not None:
             grad_x, reducing = pieces.scatter(grad_y, weight.flatten(0, -2))

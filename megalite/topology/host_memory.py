@@ -32,8 +32,8 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Event]) -> Event:
-        """Start copies (target, source) after all events of `after`. Return the event of their end; until then both
-        tensors must stay alive and unchanged."""
+        """Start copies (target, source) after all events of `after`. Return the event of their end; until then the
+        tensors must stay alive, and nothing else may write to them."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)

@@ -128,7 +128,7 @@ class RollCall:
         except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
             if not present:
                 return None
-            # The store ended with its host, rank 0, which had answered until then.
+            # The store ended with rank 0, which hosted it and was alive until then.
         return sorted(everyone - present)
 
     def explain(self, error: BaseException, *, seconds: float = ANSWER_SECONDS) -> None:

@@ -37,7 +37,7 @@ def remedy(config: RunConfig, steps: int, *, in_weights: bool) -> str:
     c = config.checkpoint
     if steps == 0:
         std = f"--init-method-std ({config.model.init_method_std:g})"
-        origin = std if c.load is None else f"the weights of --load {c.load}"
+        origin = std if c.load is None else "the weights of --load"
         return f"No step has been taken, so --lr is not the cause: look at {origin} and at this batch"
     if not in_weights:
         return "Lower --lr, or raise --lr-warmup-iters, or look at this batch; --on-non-finite skip would leave it out"

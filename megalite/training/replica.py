@@ -272,7 +272,7 @@ class Replica:
 
     @property
     def balance(self) -> Balance | None:
-        """Function that splits a microbatch over cp ranks; None: equal parts."""
+        """Function that splits a microbatch over cp ranks by its documents; None: a split independent of documents."""
         parallel, model = self.config.parallel, self.config.model
         if parallel.context_parallel_load_balancer == "headtail":
             return None

@@ -29,7 +29,7 @@ class MetricSink(Protocol):
 
 
 class BestEffort:
-    """Wraps a sink so that its exceptions do not end the run: records are dropped, and one is retried now and then."""
+    """Wraps a sink so that its exceptions do not end the run: it drops records, and tries a new one now and then."""
 
     def __init__(self, sink: MetricSink, name: str, log: Callable[[str], None]) -> None:
         self._sink, self._name, self._log = sink, name, log

@@ -226,7 +226,7 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
-        # One all-reduce of all numbers that decide about the step, so that ranks agree. Split them off from the end.
+        # One all-reduce of all numbers that decide about the step, so that ranks agree; `sums` is popped in reverse.
         loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         squared = sums.pop() / scale**2 if squares else math.nan

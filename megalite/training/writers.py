@@ -116,7 +116,7 @@ class TensorBoard:
         start = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{platform.node()}.{os.getpid()}"
         file = next(path for number in itertools.count() if not (path := folder / f"{start}.{number}").exists())
         version = self._event(wall_time=time.time(), file_version="brain.Event:2")
-        # No session start event: readers would drop later points of all curves, also of those over samples.
+        # No session start event: readers would drop all points beyond its step, so most of the curves over samples.
         self._file = AppendedFile(file, head=self._framed([version]))
         self.close = self._file.close
 

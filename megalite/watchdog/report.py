@@ -201,7 +201,7 @@ class Report:
             is_culprit = state.rank in self.verdict.culprits
             lines.append(f"{_INDENT}rank {state.rank}{'' if is_culprit else f' {reason}'}: {state.doing()}")
         lines += self._notes()
-        where = f"stacks of all ranks: {written}" if written else "the report is below: the run has no --run-dir"
+        where = f"stacks of all ranks: {written}" if written else "the report is below, not in a file"
         lines.append(f"{_INDENT}{where}")
         return "\n".join(lines) + "\n"
 

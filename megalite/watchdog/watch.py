@@ -65,7 +65,7 @@ class WatchPlan:
         return cls(**{**value, "hosts": tuple(value["hosts"]), "ranks": ranks})
 
 
-_FRESH_SECONDS = 10.0  # greatest age of another host's file, beside two rounds of reading
+_FRESH_SECONDS = 10.0  # greatest age of another host's file, in addition to two rounds of reading
 _ROUND_SECONDS, _HOST_SECONDS = 0.2, 0.005
 """Least interval between two rounds of reading all hosts' files, and the interval per host: the load stays constant."""
 

@@ -162,7 +162,7 @@ def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -
     ) as error:
         open_data(build(RankContext(0), config), None)
     shown = [str({"json": side, "mask": f"{mask}.idx"}[sign]) for sign in signs]
-    assert f"({' and '.join(shown)})" in str(error.value)
+    assert f"(see {' and '.join(shown)})" in str(error.value)
     if "mask" in signs:
         assert open_data(build(RankContext(0), replace(config, sft=True)), None).train is not None
     for file in (side, Path(f"{mask}.idx")):

@@ -1,4 +1,4 @@
-"""Rules about batch sizes, the run's length and its schedules. `BATCH` and `LENGTHS` need dp and global_batch_size."""
+"""Rules about batch sizes, length and schedules. `BATCH` and `LENGTHS` need dp and global_batch_size resolved."""
 
 from megalite.config.batch import batch_sizes, decay_length, samples_per_microbatch, steps_until, total_steps
 from megalite.config.errors import Findings

@@ -216,7 +216,7 @@ _YARN = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "atte
 
 
 def _read_yarn(file: ModelFile, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read YaRN's settings. Missing values and 0 mean the default. mscale needs mscale_all_dim, and vice versa."""
+    """Read YaRN's settings. Missing values and 0 mean the default. mscale or mscale_all_dim alone has no effect."""
     present = {name: values[name] for name in _YARN if values.get(name) not in (None, 0) or values.get(name) is False}
     found = {f"rope_{name}": file.finite(name, value) for name, value in present.items() if name != "truncate"}
     if "truncate" in present:

@@ -14,10 +14,8 @@ class ExpertKeys:
     """A family's config.json keys, defaults and tensor names of its experts. The defaults here are Mixtral's: experts
     in every layer, of width intermediate_size, with weights that sum to 1."""
 
-    count: tuple[str, int] = (
-        "num_local_experts",
-        8,
-    )  # key of the number of experts in published files, and its default
+    # Key of the number of experts in published files, and its default.
+    count: tuple[str, int] = ("num_local_experts", 8)
     topk: int | None = 2  # default of num_experts_per_tok; None: the key is required
     width: int | None = None  # default of moe_intermediate_size; None: the width is intermediate_size
     normalises: bool | None = None  # default of norm_topk_prob (the weights sum to 1); None: always true

@@ -200,7 +200,7 @@ def _layers(args: Arguments, name: str) -> list[int] | None:
 
 
 def _activation(args: Arguments, biases: bool) -> str:
-    """Megatron-LM's fused bias and GELU uses the tanh approximation. Without biases, it does not fuse them."""
+    """Megatron-LM's fused bias and GELU uses the tanh approximation. Without biases, nothing is fused (exact GELU)."""
     if args.flag("swiglu", False):
         return "swiglu"
     for name in ("squared_relu", "quick_geglu"):

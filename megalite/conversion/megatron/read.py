@@ -72,7 +72,7 @@ class MegatronModel(Weights):
 def refuse_unknown(path: Path, unknown: Collection[str]) -> None:
     """Raise if there are tensors that the conversion would drop."""
     if unknown:
-        raise ConversionError(f"{path} has tensors that do not belong to its args: {', '.join(sorted(unknown)[:4])}")
+        raise ConversionError(f"{path} has tensors that its args do not describe: {', '.join(sorted(unknown)[:4])}")
 
 
 def is_step(folder: Path) -> bool:

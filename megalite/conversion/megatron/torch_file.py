@@ -279,9 +279,8 @@ class TorchFileWriter:
         self._file = path.open("r+b", buffering=0)
         with path.open("rb") as written:
             stored = [record for record in _read_directory(str(path), written).values() if "/data/" in record.name]
-        stored.sort(
-            key=lambda record: int(record.name.rpartition("/")[2])
-        )  # torch numbers storages in the order of saving
+        # torch numbers storages in the order of saving.
+        stored.sort(key=lambda record: int(record.name.rpartition("/")[2]))
         self._left = iter(zip(stored, dtypes, strict=True))
         self._checksums: dict[Record, int] = {}
 

@@ -36,7 +36,7 @@ _YARN = {
     "rope_truncate": True,
     "rope_attention_factor": None,
 }
-"""Constants of megatron.core's YaRN in multi-latent attention."""
+"""Values that megatron.core's YaRN of multi-latent attention has built in, or has no argument for."""
 _GROWTH = ("rope_mscale", "rope_mscale_all_dim", "rope_attention_factor")
 
 

@@ -108,7 +108,7 @@ class TopK(Codec):
         x_i = values_i + e_i;  out = Σ_i top_k(x_i)/n, in the order of ranks;  e_i = x_i - top_k(x_i)
 
     They are the largest of the whole bucket, not of each tensor: a tensor with small gradients waits until its errors have
-    grown. Elements are sent in the wire's format, if any; the rounding error stays in the error.
+    grown. Elements are sent in the wire's format, else in the values' type; the rounding error stays in the error.
 
     Wire: 8·k·(n-1) bytes, 6·k·(n-1) with bf16. Above a density of 1/n the whole gradient takes less.
 

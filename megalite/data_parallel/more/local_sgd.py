@@ -280,8 +280,8 @@ def _pull(own: torch.Tensor, others: Mapping[int, torch.Tensor], dtype: torch.dt
 class Gossip(LocalWeights):
     """Averages weights with peers in each step: W_ij = 1/3 on a ring, 1/2 between two. Gradients g_i are taken at x_i.
 
-    - d-psgd (arXiv 1705.09056): x_i = step from Σ_j W_ij x_j by g_i, with any optimizer. Ranks send the weights before the
-      step, during forward and backward.
+    - d-psgd (arXiv 1705.09056): x_i = step from Σ_j W_ij x_j by g_i, with any optimizer. During forward and backward,
+      ranks send the weights that they have before the step.
     - decentlam (arXiv 2104.11981): m_i = μ·m_i + (x_i - Σ_j W_ij (x_j - γ·g_j))/γ, x_i = x_i - γ·m_i at the rate γ.
       Then averaging does not disturb the momentum, which in d-psgd magnifies the differences between replicas. m has two
       parts. That of gradients is the momentum of the SGD optimizer. That of averaging is stored times γ: u_i = μ·u_i -

@@ -90,7 +90,7 @@ class Window:
 
 
 LARGE = 1 << 12
-"""Least values of a piece with separate windows: there the size is a scalar, not one number for each value."""
+"""Least number of values of a piece that gets separate windows: there the size is one scalar for all values."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def by_arrival(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
 
 
 def by_rank(waiting: Sequence[Event], ledger: Ledger) -> Event | None:
-    """Choose pulls first, and pushes of one clock in the order of ranks once all have arrived.
+    """Choose other events before pushes, and pushes of one clock in the order of ranks once all have arrived.
 
     With max_staleness 0, workers wait for each other anyway; all then pull the same version for each step, and the run is
     deterministic.

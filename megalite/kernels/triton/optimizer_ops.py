@@ -77,8 +77,8 @@ def adam(
     copy: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """See `optimizer_ops.adam`, for fp32 with a gradient in fp32 or a half type. The bias corrections are computed on
-    the host in double precision, which never waits for `factor`."""
+    """See `optimizer_ops.adam`, for fp32 with a gradient in fp32 or a half type. The host computes the bias corrections
+    in double precision and never waits for `factor`."""
     _check(param, exp_avg, exp_avg_sq)
     assert all(x.is_contiguous() and x.numel() == param.numel() for x in (grad, copy) if x is not None)
     lr, beta1, beta2, step = settings["lr"], settings["beta1"], settings["beta2"], settings["step"]

@@ -34,14 +34,14 @@ class RowCounts:
     """
 
     table: Tensor  # [etp, ep, E/ep]: rows for each local expert, from each rank of ep to each rank of expert_tp
-    copy: HostCopy  # the [E] rows that this rank sends, then the table, unless both are the same
+    copy: HostCopy  # the [E] numbers of rows that this rank sends, then the table, unless both are the same
 
     def await_on_device(self) -> None:
         """Make the device wait for the table, which is computed on a side stream."""
         shared_stream(self.table.device).await_on_device(self.copy.done)
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """Return the sent rows [ep, E/ep] and the table. The host waits for their copy."""
+        """Return the numbers of rows sent [ep, E/ep] and the table. The host waits for their copy."""
         etp, ep, local = self.table.shape
         counts = self.copy.read().view(-1, ep, local)
         return counts[0], counts[-etp:]
@@ -64,7 +64,7 @@ class Route:
 
     @cached_property
     def _known(self) -> list[int] | None:
-        """Rows of each rank of expert_tp if no communication is needed to know them, else None."""
+        """Rows of each rank of expert_tp if they do not depend on the choice of experts, else None."""
         return None if self.drops or self.ep.size > 1 else [self.order.numel()] * self.expert_tp.size
 
     @cached_property

@@ -77,8 +77,7 @@ def grouped_linear(
     bias: ShardedParameter | None = None,
     adds_bias: bool = True,
 ) -> Tensor:
-    """Compute y = x·W_eᵀ + b_e for the rows of each expert e: x [n, i], weight [E/ep, ..., i], bias [E/ep, ...] -> [n,
-    o].
+    """Compute y = x·W_eᵀ + b_e of each expert e: x [n, i], weight [E/ep, ..., i], bias [E/ep, ...] -> [n, o].
 
     Without `adds_bias` another rank adds the bias to its partial sums; this rank still computes the bias's gradient.
     `multiply` computes output and input gradient if the experts' products are not fused.

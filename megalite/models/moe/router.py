@@ -14,7 +14,7 @@ from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
 from megalite.topology.group import Group
 
-WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared after rounding to 1/steps
+WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared as multiples of 1/steps
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def within_capacity(
 
     The choice is made per sequence over all its tokens, so it depends neither on the split over ranks nor on the other
     sequences of the microbatch. Of equal weights the lower position wins. Weights are equal if they round to the same
-    of `WEIGHT_STEPS`, because weights of equal tokens differ by rounding that depends on the layout.
+    multiple of 1 / `WEIGHT_STEPS`, because weights of equal tokens differ by rounding that depends on the layout.
 
     Args:
         weights: [s_local, b, k] of this rank's tokens; `chosen`: their experts, int64.

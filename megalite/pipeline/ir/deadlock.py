@@ -103,7 +103,7 @@ def deadlock(wiring: Wiring) -> Fault:
     )
     return Fault(
         f"schedule {wiring.program.schedule.name} deadlocks {when}: {'; '.join(map(str, cycle))} (-> waits for; each "
-        f"awaited action comes on its rank after the next wait or is that wait, and the last one closes the cycle)",
+        f"awaited action is the next wait or comes after it on that rank, and the last one closes the cycle)",
         {wait.rank: wait.position for wait in cycle},
     )
 

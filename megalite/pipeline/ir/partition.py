@@ -141,10 +141,8 @@ def _even_cut(sums: list[int], extra: list[int], least: Sequence[int]) -> tuple[
                 cost = sums[end] - sums[start] + extra[stage]
                 if cost > bound:
                     break
-                found = (
-                    squares + cost * cost,
-                    (start - end, *counts),
-                )  # negative, so that more layers early sort first
+                # Negative counts, so that more layers early sort first.
+                found = (squares + cost * cost, (start - end, *counts))
                 if start not in before or found < before[start]:
                     before[start] = found
         best = before

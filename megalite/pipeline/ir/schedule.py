@@ -189,7 +189,7 @@ RECEIVE_OF = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """Return the producers of everything that this action reads (`NEEDS`); they must end before it starts.
+    """Return the producers of what this action reads (`NEEDS`). They end before it starts, except a receive's send.
 
     A backward on the last stage starts from the loss, so it depends on its F (or R) alone. REDUCE_GRAD depends on every
     B or W of its stage."""

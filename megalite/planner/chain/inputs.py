@@ -192,5 +192,5 @@ TWINS = tuple(sorted(path.stem for path in _TWINS.glob("*.yaml")))
 
 def find_profile(name_or_path: str) -> ChainProfile:
     """Return a twin by name, or the profile in a file. A twin has its model's published totals; its activations are the
-    published memory per device minus the parameters' state; its file says how layers share them."""
+    published memory per device minus the parameters' state; its file says how layers share them. Raises ConfigError."""
     return read_profile(find_file(name_or_path, _TWINS, kind="chain profile"))

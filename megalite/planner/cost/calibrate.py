@@ -40,7 +40,7 @@ _SECONDS = {"operation_seconds": 1.0, "collective_seconds": 1.0, "microbatch_sec
 _CONSTANTS = {**_SHARES, **_FACTORS, **_SECONDS}
 PRIORS = {**_EFFICIENCIES, **_CONSTANTS}
 DEFAULT = tuple(name for name in PRIORS if name not in ("attention_backward", "product_rate"))
-"""All but two factors of another constant, which are fitted only if that constant is fixed."""
+"""All constants but two, each a second factor of another one: fit such a factor only if the other is fixed."""
 PRIOR_WEIGHT = 0.013  # twice the cost of one standard deviation from the prior, in mean logarithmic error
 ROUNDS, STEPS = 3, 5  # simulations of all rows, and steps per value of `SMOOTH` between two simulations
 SMOOTH = (0.1, 0.03, 0.01)  # errors below this value count by their squares

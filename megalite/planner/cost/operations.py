@@ -325,7 +325,7 @@ def mtp_inputs(price: Pricing) -> Piece:
 def head(price: Pricing) -> Piece:
     """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
 
-    An extra loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
+    An unfused loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
     sum, reads and writes it for the difference, its exponential and the quotient; in the backward it makes a further pass
     for the product with the loss gradient before the logits' gradient."""
     work = price.work

@@ -307,7 +307,7 @@ def data_stride(work: Workload) -> Number:
 
 
 def spine_crosses(stride: Number, pp: Number, cluster: Cluster) -> Number:
-    """Return `crosses` for messages between pods: in a pod, only ranks of each pipeline's last stage send at once."""
+    """Return `crosses` for messages between pods: of a pipeline's ranks in a pod, only the last stage there sends."""
     return np.maximum(cluster.network.oversubscription / members_within(cluster.pod, pp, stride), 1.0)
 
 

@@ -49,7 +49,8 @@ def steady(pipeline: Pipeline, group: int | None = None) -> Pipeline:
 
 
 def in_flight(pipeline: Pipeline, ranks: Counts, *, warm_up: str = "pa", group: int | None = None) -> InFlight:
-    """Return the moments at which one of `ranks` may need most memory. `warm_up`: of 1f1b; `group`: of interleaved."""
+    """Return the moments at which one of `ranks` may need most memory. `warm_up`: of 1f1b; `group`: of interleaved
+    (default: the smallest)."""
     schedule, p, v, m, _ = pipeline
     left = p - ranks
     if schedule in ("zb-h1", "zb-h2"):

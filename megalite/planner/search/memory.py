@@ -104,7 +104,7 @@ class Sizer:
         return np.asarray((self._local(shares) * each[:, None, :]).sum(2).T)
 
     def _kept_in_fp8(self, shares: Shares) -> Floats:
-        """Return fp8 bytes, [4, shares]: of a dense and an expert layer, minus those of the two outer layers (no fp8)."""
+        """Return fp8 bytes, [4, shares]: dense layer, expert layer, and the first and last (negative: not in fp8)."""
 
         def sizes(place: int) -> list[float]:
             config = self.of_share(shares, place)

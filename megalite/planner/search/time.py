@@ -160,7 +160,7 @@ class Clock:
         one, rounds = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
         one = one * (stack.overlap_gradients and p.overlap_param_gather)
         late = np.maximum(np.maximum(gather / chunks - one, gather - rounds * one), 0.0)
-        # A stage's last backward hides all pieces but the first.
+        # A stage's last backward hides all pieces but one.
         cover = (busiest - first_forward) / chunks if overlapped else 0.0
         end = np.maximum(reduce - cover, reduce / prices.pieces)
         each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)

@@ -298,7 +298,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     for change, message in (
         (endless, "one dict twice, or in itself: decoder"),
         (deep, "dicts nested more than 16 deep"),
-        (surplus, "tensors that do not belong to its args: decoder.layers.0.mlp.gate.weight"),
+        (surplus, "tensors that its args do not describe: decoder.layers.0.mlp.gate.weight"),
         (twice, "exists twice"),
         (whole_numbers, "torch.int64, which is not floating-point"),
     ):

@@ -64,7 +64,7 @@ def _groups(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def one_by_one(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Run one microbatch after another through all stages and back: the slowest schedule, with the least memory."""
+    """Run one microbatch after another through all stages and back: slow, but no schedule needs less memory."""
     trip = [(Kind.F, stage) for stage in range(len(placement))]
     trip += [(Kind.B, stage) for stage in reversed(range(len(placement)))]
 
@@ -118,10 +118,12 @@ def build_auto(
     Source of filling gaps with W under a memory limit: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
 
     Args:
-        placement: Rank of each virtual stage. Only loops and Vs have named candidates. costs: Per virtual stage. sizes:
-        Per virtual stage, in the unit of `limit`. Default: an activation is 1, all else 0. limit: Maximum memory of a
-        rank, one number or one per rank. Default: no limit. recompute_ahead: Add an R before every I and B, except
-        right after its own F. effort: A key of `EFFORTS`.
+        placement: Rank of each virtual stage. Only loops and Vs have named candidates.
+        costs: Per virtual stage.
+        sizes: Per virtual stage, in the unit of `limit`. Default: an activation is 1, all else 0.
+        limit: Maximum memory of a rank, one number or one per rank. Default: no limit.
+        recompute_ahead: Add an R before every I and B, except right after its own F.
+        effort: A key of `EFFORTS`.
     """
     sizes = Sizes.uniform(len(placement)) if sizes is None else sizes
     num_ranks = max(placement) + 1

@@ -1,4 +1,4 @@
-"""Generate schedules with several chunks per rank: interleaved 1F1B and looped breadth-first, ZB-V and DualPipeV.
+"""Generate schedules with several chunks per rank: interleaved 1F1B, looped breadth-first, ZB-V and DualPipeV.
 
 In a loop, chunk c of a rank is stage c * num_ranks + rank.
 """

@@ -88,7 +88,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, warm_up: str = "pa") -> S
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with each backward of rank r replaced by an I and the W of r microbatches before.
+    """ZB-H1: 1F1B with each backward of rank r replaced by an I and the W of the microbatch r before it.
 
     For m >= p and W <= I, F the bubble is (p-1)(F+I-W): with F = I = W a third of 1F1B's. Rank r holds the activations
     of p-r microbatches, as in 1F1B, and the deferred tensors of r microbatches.
