@@ -92,7 +92,7 @@ DERIVED_MEANING = {
     "--eval-global-batch-size": "nothing if equal to `global_batch_size`, else refused",
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
     "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
-    "--moe-router-load-balancing-type": "`moe_aux_loss_sequences`: `aux_loss` a microbatch, `seq_aux_loss` 1; `none`: "
+    "--moe-router-load-balancing-type": "`moe_aux_loss_sequences` is `micro_batch_size` with `aux_loss`, 1 with `seq_aux_loss`; `none`: "
     "`moe_aux_loss_coeff: 0`",
     "--rope-type": "with rope, `--rotary-scaling-factor` sets nothing",
     "--use-rope-scaling": "`rope_scaling: llama3`, without `multi_latent_attention`",

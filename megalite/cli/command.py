@@ -306,13 +306,11 @@ class _Parser:
             setattr(self.namespace, flag.attribute, values)
 
     def _assign_positional(self) -> None:
-        """Assign the remaining words to the positional arguments, and leave enough for the later ones."""
+        """Assign the remaining words to the positional arguments, in order."""
         words, missing = self.rest, []
-        flags = [flag for flag in self.command.flags if flag.is_positional]
-        for index, flag in enumerate(flags):
+        for flag in (flag for flag in self.command.flags if flag.is_positional):
             least, most = flag.arity
-            later = sum(each.arity[0] for each in flags[index + 1 :])
-            count = int(min(most, max(len(words) - later, least)))
+            count = int(min(most, len(words)))
             if len(words) < least:
                 missing.append(flag.label)
             elif count:

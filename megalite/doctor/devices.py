@@ -46,7 +46,7 @@ def driver_version(path: Path) -> str | None:
 
 
 def build(driver: str | None, cuda: str | None, available: bool) -> Finding:
-    """Return whether torch can use the driver's GPUs. `driver`: its version, None without a driver. `cuda`: version for
+    """Report whether torch can use the driver's GPUs. `driver`: its version, None without a driver. `cuda`: version for
     which torch was built, None for a CPU build. `available`: torch finds a device."""
     remedy = None
     if available:

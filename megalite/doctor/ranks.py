@@ -169,7 +169,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
 
 _found = partial(finding, "collectives")
 SLOW = 0.7  # share of the median rate below which a rank or a pair of hosts is reported
-TIMEOUT = 90.0  # seconds for ranks that `examine` starts
+TIMEOUT = 90.0  # seconds until ranks that `examine` starts are given up
 
 
 def examine(*, ranks: int, device_type: str, host: str, seconds: float) -> Iterator[Finding]:

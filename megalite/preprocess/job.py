@@ -18,7 +18,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.tokenizers.build import build_tokenizer
 
 MAX_FAULTS = 10  # bad lines that are stored and shown, with place and reason
-SFT_KEYS = ("sft", MASK_KEY)  # datasets of fine-tuning examples: tokens, and 1 for each token in the loss
+SFT_KEYS = ("sft", MASK_KEY)  # datasets of fine-tuning examples: tokens, and a mask with 1 for each token in the loss
 _REMEDY = "use another --output-prefix"
 
 Border = tuple[int, int]  # a position between two documents: number of the input, and byte offset in it

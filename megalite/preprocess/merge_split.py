@@ -183,7 +183,7 @@ def parts_of_split(dataset: IndexedDataset, split: str) -> list[range]:
                 f"{indices[document - 1]} to {indices[document] - 1}); cut between documents with --documents"
             )
     borders = [0, *above]
-    # Documents without a sequence at the end belong to the last part with a document.
+    # Trailing documents without a sequence belong to the last part with a document.
     last = max(i for i in range(1, 4) if i == 1 or borders[i] > borders[i - 1])
     borders[last:] = [dataset.num_documents] * (4 - last)
     return [range(start, stop) for start, stop in pairwise(borders)]

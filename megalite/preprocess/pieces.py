@@ -34,7 +34,7 @@ Form = Literal["json", "line", "paragraph", "file", "rows"]
 LINE_END = re.compile(rb"\n")
 PARAGRAPH_END = re.compile(rb"\n\r?\n")
 _SEPARATOR_BYTES = 3  # length of the longest separator
-_SLACK = 8  # more than the line ends around a document, which may exceed max_document_bytes by them
+_SLACK = 8  # more than the line ends around a document; with them it may exceed max_document_bytes by that much
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _read_kept(
 
 def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
     """Yield the next `count` items of a file, or fewer if it ends."""
-    while count and (data := file.read(min(count * dtype.itemsize, _BLOCK))):
+    while count and len(data := file.read(min(count * dtype.itemsize, _BLOCK))) >= dtype.itemsize:
         block = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
         count -= len(block)
         yield block

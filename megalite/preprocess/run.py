@@ -49,8 +49,8 @@ class Plan:
 
 
 def plan(job: PreprocessJob) -> Plan:
-    """Find the inputs, load the tokenizer and read the first document, without writing. Raises ConfigError as the
-    job."""
+    """Find the inputs, load the tokenizer and read the first document, without writing. Raises ConfigError as
+    `preprocess`."""
     check_settings(job)
     inputs, _ = job_inputs(job)
     check_target(job, inputs)

@@ -1,4 +1,4 @@
-"""Measures forwards and backwards of small stages, and fits the planner's costs beside products and attention.
+"""Measures forwards and backwards of small stages, and fits the planner's costs other than products and attention.
 
 Kernel times are not enough on a CPU. The work between the products (norms, activations, softmax, copies) consists of
 many operations, some bound by memory and some by arithmetic, so no formula of bytes predicts its rate."""

@@ -93,7 +93,7 @@ class Timer:
 
     def amid(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Time `run` as in `together`, but between computations if ranks take turns on the cores. There a rank that
-        waits gives up its turn, and gets it back later the longer it has computed. Each run follows products of a few
+        waits gives up its turn; the longer it has computed, the later it runs again. Each run follows products of a few
         milliseconds, as between two collectives of a layer; their own time is subtracted.
 
         Collectives: those of `run`, barriers and maxima of a number over the world."""

@@ -71,8 +71,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
 
 def find_tokenizer_files(folder: Path, wanted: str | None) -> tuple[str | None, str | None, str | None]:
     """Return (model, vocab_file, merge_file) of a folder in the layout of Hugging Face, Meta or OpenAI. `wanted`: the
-    tokenizer_type; selects the first tokenizer of this kind. Raises ConfigError if there is no tokenizer, or an
-    ambiguous choice."""
+    tokenizer_type; selects the first tokenizer of this kind. Raises ConfigError if there is no tokenizer, or the
+    choice is ambiguous."""
     ranked = sorted(folder.glob("*.tiktoken"))
     named = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     models = [*named, *ranked]

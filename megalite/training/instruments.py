@@ -206,7 +206,7 @@ class Instruments:
         return self.clock.phase(name) if self._times else nullcontext()
 
     def open(self, total_steps: int) -> None:
-        """Start the account of this session, before the first step and before the sinks open their files. A ConfigError
+        """Start the account of the run's time, before the first step and before the sinks open their files. A ConfigError
         may occur on some ranks only."""
         topology, config = self._replica.topology, self._replica.config
         for traced in sorted(self.traces.steps if self.traces else ()):

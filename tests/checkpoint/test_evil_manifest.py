@@ -33,7 +33,7 @@ EVIL: dict[str, tuple[Evil, str]] = {
     "nul": (file_name("a\0.safetensors"), "not the name"),
     "newline": (file_name("x.safetensors\n"), "not the name"),
     "very long name": (file_name("x" * 5000 + ".safetensors"), "not the name"),
-    "unlisted file": (set_to(*E, "parts", 0, "file", to="other.safetensors"), "not listed"),
+    "unlisted file": (set_to(*E, "parts", 0, "file", to="other.safetensors"), "not listed under files"),
     "length negative": (set_to("files", FILE, "length", to=-1), "not an integer"),
     "length true": (set_to("files", FILE, "length", to=True), "not an integer"),
     "length float": (set_to("files", FILE, "length", to=10.0), "not an integer"),

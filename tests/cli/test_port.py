@@ -57,7 +57,7 @@ def commands(script: str, **given: str) -> list[list[str]]:
             ["run", "a"]]),
         ("F=false; if $F; then run no; fi; N=2; if [ $N -eq 2 -a -z \"$X\" ]; then run and; fi; [ $N = 3 -o $N = 2 ] && run or", [
             ["run", "and"], ["run", "or"]]),
-        ("function f {\n local a=$1; shift\n run $a $# \"$@\" \"${@:2}\"\n}\ng() { f x \"$@\"; }\ng y z", [["run", "x", "2", "y", "z", "z"]]),
+        ("function f {\n local a=$1; shift\n run $a $# ${#@} \"$@\" \"${@:2}\"\n}\ng() { f x \"$@\"; }\ng y zz", [["run", "x", "2", "2", "y", "zz", "zz"]]),
         ("main() { C=$1; run $C; }\nmain \"$@\"; A=(a b c); S=abcd; run ${A[@]:1:1} ${S:1:2} ${S^^}", [["run", "${C}"], ["run", "b", "bc", "ABCD"]]),
         ("declare -A L=([7b]=32 [\"1.3b\"]=24); S=7b; A=(x y z); I=1; A[3]=w; run ${L[$S]} ${L[1.3b]} ${#L[@]} ${A[$I]} ${A[3]} ${L[70b]}", [
             ["run", "32", "24", "2", "y", "w"]]),

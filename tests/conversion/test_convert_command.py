@@ -85,7 +85,7 @@ def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pyte
     assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
     assert (tmp_path / "with" / "vocab.json").is_file()
     assert run(gpt, tmp_path / "without", "--to", "native", "--without-tokenizer") == 0
-    assert "without tokenizer" in capsys.readouterr().out
+    assert "without tokenizer (--without-tokenizer)" in capsys.readouterr().out
     assert NativeWeights(tmp_path / "without").tokenizer_files == []
     assert run(tmp_path / "without", tmp_path / "x", "--to", "native", "--without-tokenizer") == 0
     words = ["--to", "huggingface", "--tokenizer-model", tmp_path / "data"]

@@ -135,7 +135,9 @@ def test_a_strategy_keeps_what_it_is_registered_with(monkeypatch: pytest.MonkeyP
     facts = {"traffic": lambda t: [], "states": lambda config: ("seen",)}
     with registered(STRATEGIES, "keeping", Keeping, **facts):
         config = tiny_config(RANKS, dp=RANKS, dp_strategy="keeping", precision="fp32")
-        with pytest.raises(ConfigError, match=r"keeps a state seen, which is not in .*; add STATES\['seen'\]"):
+        with pytest.raises(
+            ConfigError, match=r"keeps a state seen, which is not in megalite.*\.STATES; add STATES\['seen'\]"
+        ):
             strategy_bytes(config, RANKS)
         monkeypatch.setitem(STATES, "seen", StateFact(Placement.REPLICATED, "zeros"))
         assert strategy_bytes(config, RANKS) == 4

@@ -30,7 +30,7 @@ FP8: Settings = {
     "dp_strategy": "fully-sharded",
     "micro_batch_size": 2,
 }
-GATHERED_KINDS: Settings = {"fp8_param_gather": True}
+GATHERED: Settings = {"fp8_param_gather": True}
 SIXTEENS: Settings = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
 """Sizes of a Llama model that work in fp8 on two ranks."""
 TP2: Settings = {**LLAMA, **SIXTEENS, "tp": 2, "sequence_parallel": True}
@@ -91,7 +91,7 @@ CASES: list[tuple[int, Settings]] = [
 @pytest.mark.parametrize(("world", "settings"), CASES, ids=str)
 def test_the_bits_of_a_gather_in_bf16(world: int, settings: Settings) -> None:
     plain = run_ranks(world, steps, world, settings, 1 << 20)
-    ours = run_ranks(world, steps, world, {**settings, **GATHERED_KINDS}, 100)
+    ours = run_ranks(world, steps, world, {**settings, **GATHERED}, 100)
     for theirs, found in zip(plain, ours, strict=True):
         assert found["same"] == theirs["same"]
         assert found["sent"] < theirs["sent"]
@@ -109,7 +109,7 @@ def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, A
 
 @pytest.mark.parametrize(("world", "settings"), [CASES[1], (4, {"pp": 2, "num_layers": 4}), CASES[5]], ids=str)
 def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> None:
-    settings = {**settings, **GATHERED_KINDS, "sanitize_communication": False}
+    settings = {**settings, **GATHERED, "sanitize_communication": False}
     config = tiny_config(world, **{**FP8, **settings})
     assert config.parallel.dp is not None
     count = 8 // (2 * config.parallel.dp)
@@ -138,7 +138,7 @@ def flagged(context: RankContext, world: int, settings: Settings) -> tuple[set[s
 @pytest.mark.parametrize("family", [{}, {**LLAMA, **SIXTEENS}, LATENT, SHARED], ids=["gpt", "llama", "latent", "moe"])
 def test_gathered_are_the_weights_that_multiply_in_fp8(family: Settings) -> None:
     sizes = {"qk_head_dim": 12, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "num_attention_heads": 4}
-    settings = {"num_layers": 4, **family, **GATHERED_KINDS, **(sizes if family is LATENT else {})}
+    settings = {"num_layers": 4, **family, **GATHERED, **(sizes if family is LATENT else {})}
     for multiply, gathered in run_ranks(2, flagged, 2, settings):
         assert multiply == gathered
         assert len(gathered) >= 8
@@ -161,7 +161,7 @@ def continue_from(context: RankContext, world: int, settings: Settings, folder: 
 @pytest.mark.parametrize("settings", [{}, {**Z1, "main_params": "split", "ddp_bucket_size": 1}], ids=str)
 def test_a_checkpoint_has_the_weights_as_they_are(settings: Settings, tmp_path: Path) -> None:
     plain = run_ranks(2, continue_from, 2, settings, str(tmp_path / "plain"))
-    ours = run_ranks(2, continue_from, 2, {**settings, **GATHERED_KINDS}, str(tmp_path / "fp8"))
+    ours = run_ranks(2, continue_from, 2, {**settings, **GATHERED}, str(tmp_path / "fp8"))
     assert ours == plain
     for _, third, again in ours:
         assert third == again
@@ -169,7 +169,7 @@ def test_a_checkpoint_has_the_weights_as_they_are(settings: Settings, tmp_path: 
 
 def spoilt(context: RankContext, world: int) -> str:
     """Return the error of a step with an infinite weight on one rank."""
-    runner = runner_of(context, world, GATHERED_KINDS)
+    runner = runner_of(context, world, GATHERED)
     strategy = runner.replica.strategy
     shard = next(shard for shard in strategy.shards if shard.bucket.kind.fp8)
     if context.rank == 0:

@@ -85,9 +85,9 @@ def test_a_model_made_without_memory_gets_it_and_keeps_what_it_is() -> None:
 def test_what_its_derivatives_do_not_know_is_refused() -> None:
     stage, (tokens, labels, _) = build(LLAMA), batch()
     loss = partial(stage, tokens, stage.context((4, 5)), labels=labels)
-    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="neither autocast"):
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match=r"supports neither autocast nor torch\.func"):
         loss()
-    with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
+    with pytest.raises(RuntimeError, match=r"supports neither autocast nor torch\.func transforms"):
         torch.func.grad(lambda scale: (loss() * scale).sum())(torch.ones(()))
     with pytest.raises(ValueError, match=r"10 tokens with a context of 5; use context\(seq_length=10\)"):
         stage(tokens, stage.context((4, 5), seq_length=5), labels=labels)

@@ -187,7 +187,7 @@ def test_blockwise_products_are_those_of_the_rounded_blocks(bias: bool) -> None:
 
 
 def test_shards_of_blocks_are_rounded_like_the_whole() -> None:
-    """Results have the same bits if scales are equal: layers split over tp, batches over dp, cp or microbatches."""
+    """Shards have the bits and the scales of the whole: layers split over tp, batches over dp, cp or microbatches."""
     products, x = BlockProducts(), drawn(3, 256, 384)
     x[:128] *= 1e-9
     rows, columns = (products._rounded(each, None, E4M3) for each in (x, x.t()))

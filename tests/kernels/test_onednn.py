@@ -53,7 +53,7 @@ def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int
 def test_few_rows_are_multiplied_by_blocks_of_a_weight(
     outputs: int, rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside autograd, torch's kernel is used: MKL would copy the weight first."""
+    """Outside autograd, and only with torch's kernel: MKL would copy the weight first."""
     x, weight, bias = drawn(1, 1, rows, 40), drawn(2, outputs, 40), drawn(3, outputs)
     exact = x.double() @ weight.double().t()
     for stacked in (False, True):
@@ -61,9 +61,13 @@ def test_few_rows_are_multiplied_by_blocks_of_a_weight(
         assert_right(products.output_alone(x, weight.view(2, -1, 40) if stacked else weight, None), exact)
         assert_right(products.output_alone(x, weight, bias), exact + bias.double())
     for kernel, passed_on in ((matmul.matmul, not blocks), (onednn_matmul, True)):
-        products = Products(kernel)
-        monkeypatch.setattr(products, "output", lambda *given: given)
-        assert isinstance(products.output_alone(x, weight, bias), tuple) == passed_on
+        for stacked in (False, True):
+            products = Products(kernel, stacked=stacked)
+            monkeypatch.setattr(products, "output", lambda *given: given)
+            for given in ((x, weight.view(2, -1, 40) if stacked else weight, None), (x, weight, bias)):
+                found = products.output_alone(*given)
+                same = isinstance(found, tuple) and all(a is b for a, b in zip(found, given, strict=True))
+                assert same == passed_on
 
 
 def test_parts_of_larger_tensors() -> None:

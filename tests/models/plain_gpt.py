@@ -52,7 +52,7 @@ def rotate(x: Tensor, base: float, size: int | None = None, interleaved: bool = 
 
 
 def attend(w: Weights, name: str, x: Tensor, c: Plain) -> Tensor:
-    """Return the rows of the qkv weight: for each group its queries, then its key, then its value."""
+    """Apply attention. Rows of the qkv weight: for each group its queries, then its key, then its value."""
     per = c.heads // c.groups
     weight = w[f"{name}.qkv.weight"].view(c.groups, per + 2, c.head_size, -1)
     qkv = torch.einsum("bsh,gjdh->bsgjd", x, weight)

@@ -13,7 +13,7 @@ def values(b: int, s: int, seed: int) -> torch.Tensor:
 
 
 def test_rows_of_unequal_length() -> None:
-    """Each row has its own keys, then new tokens that overwrite its padding, then zeros."""
+    """Each row sees its own keys, then its new tokens, which overwrite its padding, and nothing after them."""
     cache, k, v = KeyValueCache(limit=20), values(3, 4, 0), values(3, 4, 1)
     cache.fill("a", k, v)
     lengths = [4, 2, 3]

@@ -140,7 +140,7 @@ def test_each_loss_alone_and_scaled(losses_of: dict[str, float]) -> None:
 
 
 def test_the_loss_of_sequences_together() -> None:
-    """Capacity is per sequence: one sequence's overflow does not use another's free capacity."""
+    """The loss of sequences together is lower: one sequence's surplus of an expert makes up for another's lack."""
     config = config_of(moe_aux_loss_coeff=AUX)
     each, both = (compare(build(config), config, draw(1, S, B, H), together=n).balance for n in (1, B))
     assert float(both.detach()) < 0.999 * float(each.detach())

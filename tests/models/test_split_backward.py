@@ -19,7 +19,7 @@ from tests.models.test_recompute import MODELS, PLANS, Products, full, name_of, 
 
 MICROBATCHES = 3
 WHOLE = ("B0", "B1", "B2")
-HALF_TYPES = ("I0", "I1", "W0", "I2", "W1", "W2")
+HALVES = ("I0", "I1", "W0", "I2", "W1", "W2")
 
 EXPERTS = varied(
     LLAMA,
@@ -75,7 +75,7 @@ def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, Tensor], di
 
 def compare(model: ModelConfig, plan: Recompute, dtype: torch.dtype, *, main_grad: bool = True) -> None:
     whole, whole_products, whole_terms = play(stage_of(model, plan, dtype, main_grad=main_grad), WHOLE)
-    halves, products, terms = play(stage_of(model, plan, dtype, main_grad=main_grad), HALF_TYPES)
+    halves, products, terms = play(stage_of(model, plan, dtype, main_grad=main_grad), HALVES)
     what = f"{name_of(plan)} {dtype} main_grad={main_grad}"
     assert halves.keys() == whole.keys(), what
     assert [name for name in whole if not torch.equal(whole[name], halves[name])] == [], what

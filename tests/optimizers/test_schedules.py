@@ -1,4 +1,5 @@
-"""Compare learning rates with values computed by hand; test_megatron_schedules.py tests weight decay."""
+"""Compare learning rates with values computed by hand; test_megatron_schedules.py has the built-in
+schedules and weight decay."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ def test_a_split_program_needs_deferred_weight_gradients() -> None:
     for deferred, given in ((None, "none"), ({0: DeferredWeightGradients()}, r"\[0\]")):
         with pytest.raises(
             ConfigError,
-            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: pass weight",
+            match=rf"schedule mine splits the backward of stages \[1\] on pipeline rank 0, but deferred has {given}: pass weight gradients",
         ):
             Rank(program, 0, {}, deferred=deferred)
     Rank(program, 0, {}, deferred={1: DeferredWeightGradients()})

@@ -157,7 +157,7 @@ def test_microbatches_that_the_schedule_refuses() -> None:
 
 @pytest.mark.parametrize("more", ["--fp8 --fp8-param-gather", "--lr-multipliers layers.6.*=2.0"])
 def test_stages_of_one_kind_are_alike(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the two inner layers is the model's last, for which these settings mean something else."""
+    """One of the inner stages of two layers has the model's last layer, which these settings treat differently."""
     layout = "--num-layers 7 --pp 5 --dp 2 --pipeline-layout Et|tt|tt|tt|L --dp-strategy distributed-optimizer"
     config = config_of(f"{GPT} {layout} --no-overlap-param-gather --precision bf16 {more}", 10)
 

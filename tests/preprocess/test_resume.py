@@ -90,7 +90,7 @@ def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["0.bin", "0.lengths", "1.bin", "state.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "one byte"])
 def test_what_is_damaged_is_done_again(tmp_path: Path, name: str, damage: str) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": str(i), "a": f"{i} 7"}) for i in range(100)))
     job = number_job(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"), piece_bytes=64)
@@ -99,7 +99,7 @@ def test_what_is_damaged_is_done_again(tmp_path: Path, name: str, damage: str) -
     path = tmp_path / "out.unfinished" / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 3
-    path.write_bytes(content if damage == "flip" else content[: len(content) // 2 + 1])
+    path.write_bytes(content[: {"flip": len(content), "cut": len(content) // 2 + 1, "one byte": 1}[damage]])
     result = preprocess(job)
     assert result.kept_documents == 0 and ("is damaged and is done again" in result.notice) == (name != "state.json")
     assert documents(tmp_path, "q") == [[i] for i in range(100)]

@@ -165,6 +165,8 @@ def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest
     assert covered(found.journal, found.second_step) == []
     gathers = [one for one in found.journal.operations if one.queue == "gathers"]
     assert gathers and {one.name for one in gathers} == {"all_gather"}
+    sources = topology.group_sources(ParallelLayout(dp=4, instances=2), gathers_apart=True)
+    assert sources["dp_cp_gathers"] == ("intra-dp-cp", "gathers"), "inside an instance"
     monkeypatch.setattr(topology, "GATHERED_KINDS", ())
     found = rehearse(config, 0)
     lost = covered(found.journal, found.second_step)

@@ -144,7 +144,7 @@ ZERO_ONE: Settings = {
 }
 """Signs of gradients are exchanged in step 3, signs of steps in 4, 5 and 7; 6, 8 and 9 are local."""
 AUTO: Settings = {"freeze_step": None, "adam_beta2": 0.5, "freeze_threshold": 0.3, "lr_warmup_iters": 1}
-"""The second moment is updated every 2 steps."""
+"""The norm of the second moment is checked every 2 steps."""
 EMA: Settings = {"ema_decay": 0.7, "eval_ema": True}
 SCHEDULE_FREE: Settings = {"optimizer": "schedule-free-adamw", "lr_decay_style": "constant"}
 SPLIT: Settings = {**Z1, "tp": 2, "micro_batch_size": 1}

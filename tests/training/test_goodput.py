@@ -29,7 +29,7 @@ def start(folder: Path, clock: Clock, *, step: int = 0, resumes: bool = True) ->
 
 
 def make_steps(account: SessionLog, clock: Clock, steps: range, seconds: float) -> None:
-    """Open the account as a run does: before metrics.jsonl drops the repeated steps."""
+    """Make steps as a run does: metrics.jsonl drops the repeated ones only after the account was opened."""
     assert account._folder is not None
     sink = JsonLines(account._folder / "metrics.jsonl", step=steps.start - 1)
     account.ready()

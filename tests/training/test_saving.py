@@ -164,7 +164,7 @@ def broken_folder(context: RankContext, folder: str, how: str) -> str:
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("removed", "the folder does not exist any more"),
+        ("removed", "the folder does not exist any more; it existed when the run started"),
         ("read-only", "Read-only file system"),
         ("full", "No space left on device; the checkpoint needs "),
     ],

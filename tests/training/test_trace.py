@@ -155,7 +155,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
     (found,) = compare([1.0, 1.0, 1.0, 5.0, 7.5, 5.0], places, 1.2)
     assert (found.ranks, found.factor, found.peers) == ((4,), 1.5, (3, 5))
     assert compare([1.0, 9.0], units(ParallelLayout(pp=2)), 1.2) == [], "without peers there is no straggler"
-    # The median excludes the rank itself: with two ranks, one could never take twice the median.
+    # The median excludes the rank itself; otherwise one of two ranks could never take twice the median.
     assert compare([1.0, 3.0, 30.0, 2.0], units(ParallelLayout(dp=4)), 2.0)[0].factor == 15.0
     (found,) = compare([1.0, 3.0], units(ParallelLayout(dp=2)), 1.2)
     assert (found.ranks, found.factor, found.peers) == ((1,), 3.0, (0,))

@@ -149,16 +149,8 @@ def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
 @pytest.mark.parametrize("now", [900.0, 900.001, 900.999])
 def test_torchrun_finds_the_culprit_to_be_the_first(now: float) -> None:
     """torchrun compares whole seconds; a culprit that is silent for less than one still comes first."""
-    report = Report(
-        silent=0.4,
-        limit=0.3,
-        verdict=Verdict((1,), {1: "it waits for no other rank"}),
-        states=[rank(0, WAITS, silent=0.4), rank(1, silent=0.4)],
-        stacks={},
-        flight={},
-        kernel={},
-        unheard=[],
-        world_size=2,
-    )
+    known: dict[str, Any] = {"states": [rank(0, WAITS, silent=0.4), rank(1, silent=0.4)], "silent": 0.4, "limit": 0.3}
+    unknown: dict[str, Any] = {"stacks": {}, "flight": {}, "kernel": {}, "unheard": []}
+    report = Report(**known, **unknown, verdict=Verdict((1,), {1: "it waits for no other rank"}), world_size=2)
     first, second = (int(report.error_of(number, now)["message"]["extraInfo"]["timestamp"]) for number in (0, 1))
     assert first == 900 and second < 900

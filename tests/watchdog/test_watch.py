@@ -142,7 +142,7 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     began = time.monotonic()
     watcher = run.watch()
     assert run.statuses() == [HUNG, -HUNG if fault == "deaf" else HUNG]
-    assert time.monotonic() - began < run.seconds + 60
+    assert time.monotonic() - began < run.seconds + 20
     _, said = watcher.communicate(timeout=60)
     assert watcher.returncode == 0 and not run.folder.exists()
     assert f"megalite: rank 1 stands still: {WHY[fault]}" in said, said
@@ -150,6 +150,7 @@ def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault
     assert f"rank 0 {waits}: step 2, last all_reduce 2 of tp [0, 1]" in said
     report = run.report()
     assert report["culprits"] == [1] and report["exit_status"] == HUNG
+    assert report["limit_seconds"] == pytest.approx(run.seconds)
     assert {row["rank"]: row["process"] for row in report["ranks"]}[1] == ("stopped" if fault == "stop" else "running")
     text = next(run.reports.glob("hang-*.txt")).read_text()
     assert f"stacks of all ranks: {next(run.reports.glob('hang-*.txt'))}" in said
@@ -181,7 +182,7 @@ def test_one_that_beats_keeps_all_alive_until_the_end_is_said(start: Any) -> Non
 
 
 def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
-    run = start("sleep", "sleep", seconds=60)
+    run = start("sleep", "sleep", seconds=600)
     watcher = run.watch()
     for process in run.ranks:
         process.kill()

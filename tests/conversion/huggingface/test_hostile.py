@@ -163,13 +163,16 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     "unknown family": (config(model_type="falcon"), "model_type is 'falcon'; supported: gpt2, llama"),
     "no family": (config(model_type=...), "model_type is 'None'"),
     "auto_map": (config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map names code"),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "config: supported: mxfp4, and fp8"),
+    "quantized": (
+        config(quantization_config={"quant_method": "gptq"}),
+        "quantization_config: supported: mxfp4, and fp8",
+    ),
     "quantized without blocks": (config(quantization_config={"quant_method": "fp8"}), "weight_block_size is 'None'"),
     "no size": (config(hidden_size=...), "hidden_size is missing"),
     "text for a size": (config(hidden_size="8"), "hidden_size is '8'; it must be a whole number"),
     "absurd layers": (config(num_hidden_layers=10**9), "num_hidden_layers is '1000000000'; .* to 65536"),
     "too many layers": (config(num_hidden_layers=6_000), "has 6000 layers, the files have 21 tensors"),
-    "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight is \[11, 8\]; config"),
+    "absurd width": (config(hidden_size=2**24 - 8), r"embed_tokens\.weight is \[11, 8\]; config\.json requires"),
     "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps is 'nan'; it must be a number"),
     "flag of text": (config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; it must be true or false"),
     "token of text": (config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
@@ -220,7 +223,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
     # Links.
     "weights elsewhere": (link(ONE, "../elsewhere/one.safetensors"), f"{ONE} is a link to .*elsewhere"),
     "no blobs outside a cache": (link(ONE, "../../blobs/one"), "is a link to .*outside of the folder"),
-    "link to nowhere": (both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")), "broken link"),
+    "link to nowhere": (both(remove(ONE), lambda f: (f / ONE).symlink_to("gone")), f"{ONE}: broken link"),
     "link to itself": (loop, "broken link"),
 }
 

@@ -61,7 +61,7 @@ def test_a_long_gradient_is_not_clipped(adapter: Adapter) -> None:
 
 
 def test_the_second_half_leaves_the_moments(adapter: Adapter) -> None:
-    """Infinite squares of moments do not spread, although another tensor replaces the gradient."""
+    """No moment changes, even if its square overflows: another tensor is passed as the gradient, times 1 - β = 0."""
     param, _, exp_avg, exp_avg_sq = piece(300)
     exp_avg[:3] = torch.tensor([3e38, -3e38, 1e-30])
     before = exp_avg.clone(), exp_avg_sq.clone()

@@ -342,7 +342,7 @@ def test_one_of_the_sums_outputs_is_not_used(used: int, device: torch.device) ->
 
 
 def test_dropped_elements_have_no_part(device: torch.device) -> None:
-    """Dropped elements are 0 even if the branch is not finite, and get no gradient."""
+    """A dropped element adds nothing to the residual, even if the branch is not finite, and gets no gradient."""
     case = CASES["add_norm, layer"]
     branch, bias, keep, residual, *rest = drawn(case, (6, 40), device)
     branch = torch.where(keep, branch, float("inf"))

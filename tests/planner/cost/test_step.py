@@ -130,8 +130,8 @@ def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
 @pytest.mark.parametrize("name", ["one", "tp", "1f1b", "experts", "cp"])
 @pytest.mark.parametrize(("product_rate", "float8_rate"), [(1.0, 0.0), (9.0, 0.0), (1.0, 1.5), (9.0, 9.0)])
 def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, float8_rate: float) -> None:
-    """With any stack constants and everything else free, the rate of products is never above their own rate or the
-    peak, which doubles in 8 bits."""
+    """With any stack constants and everything else free, MFU is above neither the rate of products nor the peak, which
+    doubles in 8 bits."""
     config, cluster = _config(name), free_communication(cluster_with(memory_bandwidth=ENDLESS, kernel_seconds=0.0))
     stack = replace(without_host(), attention_efficiency=1.0, product_rate=product_rate, float8_rate=float8_rate)
     found = predict(config, cluster, stack)

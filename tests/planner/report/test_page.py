@@ -17,7 +17,7 @@ def test_nothing_is_from_outside() -> None:
 
 
 def test_large_numbers_are_short_beside_an_axis() -> None:
-    """On narrow screens the plots are large, with the axis label beside them."""
+    """On narrow screens the numbers are large, and the axis label is beside them."""
     drawn = scatter([Dot(30_000.0, 1_580_000.0, "a dot")], x_label="x", y_label="y")
     assert (
         all(f">{label}</text>" in drawn for label in ("500k", "1M", "1.5M", "10k", "5,000")) and ">1,500k<" not in drawn
