@@ -28,6 +28,7 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = {
     "rope": (Shape(T, 128), Shape(T, 64)),
     "cross_entropy": (Shape(T, 50304), Shape(T, 131072)),
     "softmax": (Shape(128, 2048),),
+    "dropout_mask": (Shape(1024, 2048),),  # few, because torch draws on the host
     "weight_grad": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192)),
     "flat": (Shape(1, 1 << 28), Shape(1, 1 << 24), Shape(1, 1 << 20)),
 }
@@ -37,11 +38,12 @@ SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interprete
     "rope": (Shape(8, 512),),
     "cross_entropy": (Shape(6, 50),),
     "softmax": (Shape(2, 20),),
+    "dropout_mask": (Shape(6, 40),),
     "weight_grad": (Shape(6, 8),),
     "flat": (Shape(1, 1500),),
 }
 KINDS = {  # operation -> which shapes; others have shapes of their own
-    **dict.fromkeys(("rmsnorm", "layernorm", "add_norm", "dropout_mask", "fp8"), "norms"),
+    **dict.fromkeys(("rmsnorm", "layernorm", "add_norm", "fp8"), "norms"),
     **dict.fromkeys(("bias_gelu", "swiglu", "geglu"), "mlp"),
     **dict.fromkeys(("adam", "lamb", "l2norm"), "flat"),
     "matmul": "weight_grad",
@@ -232,20 +234,22 @@ def _shapes(case: str, dry: bool) -> tuple[Shape, ...]:
 
 
 CLEAR = 0.02  # A backend must be faster than torch by this share to go before it
+LARGE = 1 << 24
+"""Elements from which the device's time decides: the host launches the next kernels meanwhile. Below, it is waited for."""
 HALF_TYPES = ["bfloat16", "float16"]
 
 
 def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[str, Any]]:
     """A rule an operation and range of sizes.
 
-    A backend's time at a size is the sum of its passes as launched from Python. What failed, is not repeatable or is
-    less exact than it may be has no place in the order. Sizes next to each other with one order share a rule; what
+    A backend's time at a size is the sum of its passes: from `LARGE` elements up as replayed in a graph, below as launched
+    from Python. What failed, is not repeatable or is less exact than it may be has no place in the order. Sizes next to each other with one order share a rule; what
     holds for the smallest measured size holds below it too.
     """
     found: list[dict[str, Any]] = []
     for operation in dict.fromkeys(row["operation"] for row in rows if "operation" in row):
         # A case with a comma in its name is a variant, which the table of preferences does not tell apart.
-        own = [row for row in rows if row.get("case") == operation]
+        own = [row for row in rows if row.get("case") == operation and "backend" in row]
         last: list[str] | None = None
         for number, size in enumerate(sorted({row["size"] for row in own})):
             at = [row for row in own if row["size"] == size]
@@ -274,7 +278,7 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
         if reasons and any("ms" in row for row in own):
             refused[backend] = reasons[0]
         elif own and not reasons:
-            times[backend] = sum(row["ms"] for row in own)
+            times[backend] = sum(_time(row) for row in own)
     if "torch" not in times:
         return None, ""
     # What torch does nearly as fast, torch does: it needs no compiler, and is what everybody else runs.
@@ -283,6 +287,10 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
     words += "".join(f"; {backend} refused: {reason}" for backend, reason in refused.items())
     shape = f"{rows[0]['rows']} x {rows[0]['size']}" if rows[0]["rows"] > 1 else f"{rows[0]['size']} elements"
     return order, f"{shape}: {words}"
+
+
+def _time(row: Row) -> float:
+    return float(row.get("graph_ms", row["ms"]) if row["rows"] * row["size"] >= LARGE else row["ms"])
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:

@@ -68,8 +68,8 @@ def peer_legs(device: str) -> list[Leg]:
         tasks = [step_task(who, DRY, device=device, peer=peer, steps=2) for who, peer in peers.items()]
         return [Leg("peers", tuple(tasks), 600.0)]
     found = []
-    for model, accumulations in ((LARGE, [1, 8]), (SMALL, [1, 4])):
-        for who, peer in peers.items():
+    for who, peer in peers.items():
+        for model, accumulations in ((LARGE, [1, 8]), (SMALL, [1, 4])):
             task = step_task(who, model, device=device, peer=peer, accumulations=accumulations, steps=8)
             found.append(Leg(f"{who} {model}", (task,), 90.0))
     return found
@@ -100,7 +100,7 @@ def legs_of(arguments: argparse.Namespace, device: str) -> list[Leg]:
 
 def said(row: Row) -> str:
     keys = KEYS.split()
-    name = " ".join(str(row[key]) for key in keys if key in row)
+    name = " ".join(str(row[key]) for key in keys if key in row and row[key] is not True)
     if "failed" in row:
         return f"{name}: {row['failed']}"
     return f"{name}: {row['ms']:.4g} ms" if "ms" in row else name
@@ -149,15 +149,15 @@ def main(command: Sequence[str] | None = None) -> int:
         timed = [row for row in rows if row.get("part") == "kernels" and row.get("backend", "torch") in BACKENDS]
         where = f"{'a dry run on ' if arguments.dry else ''}{short(machine)}"
         measured = rules(timed, device=capability(machine), measured_on=where)
+    if arguments.write_preferences:
+        write(arguments.write_preferences, measured)
+    result = {"dry": arguments.dry, "gpu": machine, "seconds": time.monotonic() - started}
+    common.write_json(arguments.json, "gpu.run", given, {**result, "preferences": measured, "rows": rows})
     for table in (kernels_table, ceilings_table, profiles_table, steps_table):
         print("\n".join(table(rows)), end="\n\n")
     print(f"{short(machine) if machine else 'no machine'}; {time.monotonic() - started:.0f} s in all")
     if arguments.dry:
         print("A dry run: the times above mean nothing.")
-    if arguments.write_preferences:
-        write(arguments.write_preferences, measured)
-    result = {"dry": arguments.dry, "gpu": machine, "seconds": time.monotonic() - started}
-    common.write_json(arguments.json, "gpu.run", given, {**result, "preferences": measured, "rows": rows})
     return 0
 
 

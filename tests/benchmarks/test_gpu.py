@@ -21,6 +21,7 @@ from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.kernels import rules, write
 from benchmarks.gpu.legs import Row
 from benchmarks.gpu.operations import Shape
+from benchmarks.gpu.report import profiles_table, steps_table
 from megalite.kernels import triton
 from megalite.kernels.registry import KernelUse, read_preferences
 
@@ -149,6 +150,7 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
         *(kernel_row("torch", 4096, 2.0), kernel_row("triton", 4096, 0.5)),  # the same order: no rule of its own
         *(kernel_row("torch", 8192, 2.0), kernel_row("triton", 8192, 0.5, bitwise=False)),
         {"operation": "swiglu", "case": "swiglu", "backend": "apex", "size": 8192, "failed": "none"},
+        {"part": "kernels", "case": "swiglu", "size": 16384, "failed": "not run: the leg's time is spent"},
     ]
     found = rules(rows, device="sm_90", measured_on="a GPU")
     assert [(rule.get("from_size"), rule["order"]) for rule in found] == [
@@ -166,6 +168,22 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
         ("torch",),
     ]
     assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), "the shipped ones stay"
+
+
+def test_the_device_decides_about_much_work_and_the_host_about_little() -> None:
+    def measured(backend: str, rows: int, ms: float, graph_ms: float) -> dict[str, Any]:
+        return {**kernel_row(backend, 1024, ms), "rows": rows, "graph_ms": graph_ms}
+
+    for count, first in ((1 << 14, "triton"), (1 << 12, "torch")):
+        rows = [measured("torch", count, 0.2, 0.2), measured("triton", count, 0.3, 0.1)]
+        assert rules(rows, device="sm_90", measured_on="a GPU")[0]["order"][0] == first
+
+
+def test_a_step_that_was_not_run_has_a_line() -> None:
+    """Its task asked for a profile, which it does not have."""
+    row = {"part": "step", "who": "megalite", "model": "GPT 1.3B", "precision": "fp8", "microbatch": 8, "profile": True}
+    assert profiles_table([{**row, "failed": "late"}]) == []
+    assert steps_table([{**row, "failed": "late"}])[-1].endswith("- late")
 
 
 def test_every_module_of_triton_kernels_has_a_row() -> None:
