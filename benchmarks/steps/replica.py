@@ -39,15 +39,18 @@ class Run:
         return self.config.training.global_batch_size
 
     def read(self, size: int) -> list[Microbatch]:
-        """This rank's part of the next `size` samples; the tokens of the step after are read meanwhile, as in training."""
+        """This rank's part of the next `size` samples."""
         scope, first = self.replica.strategy.scope, self.progress.samples
-        batches, _ = read_batches(self.data.train, first, size, topology=self.topology, scope=scope)
-        if self.data.train is not None:
-            self.data.train.prefetch(first + size, size)
-        return batches
+        return read_batches(self.data.train, first, size, topology=self.topology, scope=scope)[0]
 
     def train(self, batches: list[Microbatch], size: int) -> StepResult:
-        result = self.stepper.step(batches, before=self.progress, batch_size=size)
+        """A step; the tokens of the next one are read meanwhile, as in training."""
+
+        def read_next() -> None:
+            if self.data.train is not None:
+                self.data.train.prefetch(self.progress.samples + size, size)
+
+        result = self.stepper.step(batches, before=self.progress, batch_size=size, meanwhile=read_next)
         self.progress = Progress(self.progress.step + 1, self.progress.samples + size)
         return result
 

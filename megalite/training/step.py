@@ -189,6 +189,8 @@ class Stepper:
         """Forward of the current batch."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Number of groups of ranks that step separately, each on a share of the batch."""
+        self._asynchronous = replica.topology.device.type != "cpu"
+        """The device computes while the host continues."""
         self._has_head = any(stage.head is not None for stage in replica.stages.values())
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
@@ -198,18 +200,26 @@ class Stepper:
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
         self._auxiliary_names += ["mtp_loss"] * (model.mtp_num_layers > 0)
 
-    def step(self, microbatches: Sequence[Microbatch], *, before: Progress, batch_size: int) -> StepResult:
+    def step(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        before: Progress,
+        batch_size: int,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> StepResult:
         """Run forward, backward, reduction, clipping and update for the global batch after `before`.
 
-        `microbatches`: those of this rank; empty on ranks that read no data.
+        `microbatches`: those of this rank; empty on ranks that read no data. `meanwhile` starts other threads: on a CPU
+        at the beginning, else before the host waits for the device, because earlier they would delay its launches.
 
         Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over the
         world for loss and norm, so that every rank takes the same decisions. If the strategy's `scope` is smaller than
         the world, the first is omitted and the second is over the scope.
-
         Raises NonFiniteError on every rank of the scope, before any parameter changed.
         """
-        replica, strategy, training = self._replica, self._replica.strategy, self._replica.config.training
+        replica, strategy = self._replica, self._replica.strategy
+        self._begin(meanwhile, before_wait=False)
         after = Progress(before.step + 1, before.samples + batch_size)
         self._set_mode(training=True)
         scale = replica.scaler.scale
@@ -226,6 +236,7 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
+        self._begin(meanwhile, before_wait=True)
         # One all-reduce of all numbers that decide about the step, so that ranks agree; `sums` is popped in reverse.
         loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
@@ -238,15 +249,7 @@ class Stepper:
         scheduled = self._scheduled(before, after)
         lr, decoupled = self._schedules.lr(scheduled), self._schedules.decoupled_lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)
-        checks = training.check_for_nan_in_loss_and_grad
-        # A too large scale makes gradients overflow; a non-finite loss has another cause.
-        overflow = replica.scaler.dynamic and not finite and (math.isfinite(loss) or not checks)
-        fault = None
-        shown = f"step {after.step}: loss {loss}, gradient norm {norm}"
-        if overflow and checks:
-            self._judge_overflow(shown)
-        elif not finite and checks:
-            fault = self._fault(shown, batch, losses, before.step)
+        overflow, fault = (False, None) if finite else self._not_finite(loss, norm, batch, losses, after.step)
         skipped = overflow or fault is not None
         if replica.noise is not None and finite:
             replica.noise.update(norm**2, squared, batch_size)
@@ -277,6 +280,10 @@ class Stepper:
             phase=strategy.phase(after.step),
             wire_bytes=strategy.wire(),
         )
+
+    def _begin(self, meanwhile: Callable[[], object] | None, *, before_wait: bool) -> None:
+        if meanwhile is not None and before_wait == self._asynchronous:
+            meanwhile()
 
     def _auxiliary_losses(self, batch_size: int, length: int, scale: float) -> AuxiliaryLosses:
         config = self._replica.config
@@ -317,6 +324,18 @@ class Stepper:
         total = self._replica.strategy.local_params_squared().clone()
         self._replica.topology.world.all_reduce(total)
         return math.sqrt(float(total))
+
+    def _not_finite(
+        self, loss: float, norm: float, batch: _Batch, losses: list[torch.Tensor], step: int
+    ) -> tuple[bool, str | None]:
+        """Return whether the gradients overflowed, and a log line if the step is skipped for another reason."""
+        scaler, checks = self._replica.scaler, self._replica.config.training.check_for_nan_in_loss_and_grad
+        # A too large scale makes gradients overflow; a non-finite loss has another cause.
+        overflow = scaler.dynamic and (math.isfinite(loss) or not checks)
+        shown = f"step {step}: loss {loss}, gradient norm {norm}"
+        if overflow and checks:
+            self._judge_overflow(shown)
+        return overflow, self._fault(shown, batch, losses, step - 1) if checks and not overflow else None
 
     def _judge_overflow(self, shown: str) -> None:
         """Raise NonFiniteError after too many overflows in a row at the minimum loss scale."""

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.batch import batch_size, sequence_length, steps_left
@@ -347,10 +348,9 @@ class Trainer:
                 scope=self.replica.strategy.scope,
                 stops=None if self._apart else self.stops,
             )
-            # Read the next data while the step computes.
-            self._prepare(after)
             self.instruments.begin(after.step)
-            result = self.stepper.step(microbatches, before=before, batch_size=size)
+            read_next = partial(self._prepare, after)
+            result = self.stepper.step(microbatches, before=before, batch_size=size, meanwhile=read_next)
             bubble, traces = None, self.instruments.traces
             if traces is not None:
                 bubble = traces.finish(after.step, self.replica.schedule_of(size))
