@@ -9,6 +9,9 @@ generator state.
 """
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +23,10 @@ from megalite.topology.layout import ShardSpec
 
 BLOCK = 64
 """Rows (columns) per block. Changing it changes every initial weight."""
+
+THREADS = min(8, os.cpu_count() or 1)
+"""Threads per rank that draw a large parameter; numpy draws without Python's lock."""
+WORTH_THREADS = 1 << 20  # elements of a large parameter
 
 
 def _key(*parts: object, size: int) -> int:
@@ -45,15 +52,23 @@ def fill_normal(tensor: Tensor, spec: ShardSpec, *, dim: int, std: float, seed: 
 
 def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tuple[object, ...]) -> None:
     (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
-    shape = list(spec.global_shape)
-    for block in range(start // BLOCK, -(-stop // BLOCK)):
+
+    def draw(block: int) -> tuple[int, Tensor]:
+        """Return the part of a block in the slice, and its first row in the slice."""
         first, last = block * BLOCK, min((block + 1) * BLOCK, extent)
-        shape[dim] = last - first
+        shape = [*spec.global_shape[:dim], last - first, *spec.global_shape[dim + 1 :]]
         generator = np.random.Generator(np.random.Philox(key=_key(*key, block, size=16)))
         drawn = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * np.float32(std))
         lower, upper = max(first, start), min(last, stop)
-        part = drawn.narrow(dim, lower - first, upper - lower)
-        tensor.narrow(dim, lower - start, upper - lower).copy_(part)
+        return lower - start, drawn.narrow(dim, lower - first, upper - lower)
+
+    blocks = range(start // BLOCK, -(-stop // BLOCK))
+    threads = THREADS if tensor.numel() >= WORTH_THREADS else 1
+    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+        for wave in range(0, len(blocks), 4 * threads):  # few at a time, because each is as large as its part in fp32
+            numbers = blocks[wave : wave + 4 * threads]
+            for at, part in map(draw, numbers) if pool is None else pool.map(draw, numbers):
+                tensor.narrow(dim, at, part.shape[dim]).copy_(part)
 
 
 @dataclass(frozen=True)

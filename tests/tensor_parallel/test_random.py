@@ -1,12 +1,14 @@
 """Initial weights and dropout masks are the same in every layout, with the right distribution."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.kernels.layer_ops import masked_dropout
+from megalite.tensor_parallel import random
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream, fill_normal, keep_mask
 from megalite.topology.group import Group
@@ -31,6 +33,16 @@ def test_the_parts_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int
         fill_normal(piece, spec, dim=dim, std=1.0, seed=7)
         pieces.append(piece)
     assert torch.equal(torch.cat(pieces, dim), whole(shape, dim))
+
+
+def test_threads_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = whole((650, 7), 0)
+    monkeypatch.setattr(random, "WORTH_THREADS", 0)
+    monkeypatch.setattr(random, "THREADS", 2)
+    used: list[int] = []
+    monkeypatch.setattr(random, "ThreadPoolExecutor", lambda count: used.append(count) or ThreadPoolExecutor(count))
+    assert torch.equal(whole((650, 7), 0), expected)
+    assert used == [2]
 
 
 def test_distribution() -> None:
