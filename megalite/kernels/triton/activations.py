@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.kernels.bases import Function
 from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, rows_of, warps
 
-SILU, ERF, TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SILU, ERF, TANH, HALF_ERF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 RESIDENT = 7  # programs of bias_gelu's backward per multiprocessor, limited by registers
 
 
@@ -25,6 +25,16 @@ def _activate(z: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
         share = tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
         slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
         return z * share, share + z * share * (1.0 - share) * slope
+    elif KIND == HALF_ERF:
+        # tl.erf limits the rate. For half types this is precise enough: the tail of the normal distribution is its
+        # density times a polynomial, fitted from 0 to 14 with a relative error of at most 6e-6, and 1e-7 at 0.
+        near = 1.0 / (1.0 + 0.31 * tl.abs(z))
+        powers = 0.01764945847420471 + near * (0.17863997323123715 - near * 0.07327951986270118)
+        powers = 0.12384271896786286 + near * (0.1206552969836302 + near * (0.1324921722057662 + near * powers))
+        density = tl.exp(-0.5 * z * z)
+        tail = density * near * powers
+        share = tl.where(z > 0.0, 1.0 - tail, tail)
+        return z * share, share + z * 0.3989422804014327 * density
     else:
         share = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return z * share, share + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
@@ -181,12 +191,18 @@ def _constants(kind: int, n: int, tile: Tile, dtype: torch.dtype) -> dict[str, A
     return {"KIND": kind, **sizes, "ACC": accumulator(dtype), "num_warps": tile.warps}
 
 
+def _gelu(tanh: bool, dtype: torch.dtype) -> int:
+    if tanh:
+        return TANH.value
+    return HALF_ERF.value if dtype.itemsize == 2 else ERF.value
+
+
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; saves x.
 
     One pass computes the gradients of bias and x, with the same order of sums in every run on a device.
     """
-    return _BiasGelu.apply(x, bias, TANH.value if tanh else ERF.value)
+    return _BiasGelu.apply(x, bias, _gelu(tanh, x.dtype))
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -196,4 +212,4 @@ def swiglu(x: Tensor) -> Tensor:
 
 def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.geglu`; saves only x."""
-    return _Gated.apply(x, TANH.value if tanh else ERF.value)
+    return _Gated.apply(x, _gelu(tanh, x.dtype))
