@@ -1,5 +1,6 @@
 """Apply the config section `compute` to the process and to the layers of a stage, once when they are built."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -20,14 +21,23 @@ from megalite.topology.group import Group
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
 
+_INTENDED = (
+    "An unbatched P2P op .*2-rank NCCL communicator",
+    "Attempting to run cuBLAS, but there was no current CUDA context",
+)
+"""torch's warnings on CUDA: each pipeline edge has its own communicator, and each thread sets its context on first use."""
+
 
 def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
-    """Apply `tf32` and `deterministic` to the whole process; return lines for the log.
+    """Apply `tf32` and `deterministic` to the whole process, and hide warnings about what is intended; return lines for
+    the log.
 
     Raises:
         ConfigError: the device does not support TF32.
     """
     lines = []
+    for message in _INTENDED:
+        warnings.filterwarnings("ignore", message)
     if compute.tf32:
         reason = None if device.type == "meta" else why_not_capability(device, (8, 0), "products in TF32")
         if reason is not None:

@@ -182,8 +182,7 @@ def _on_any_rank(tp: Group, reason: str | None) -> str | None:
 
 def _why_not_here(tp: Group) -> str | None:
     try:
-        assert tp.process_group is not None
-        imported("torch.distributed._symmetric_memory:enable_symm_mem_for_group")(tp.process_group.group_name)
+        imported("torch.distributed._symmetric_memory:rendezvous")  # registers the operators
         missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
     except Exception as error:
         return f"torch {torch.__version__} has no symmetric memory ({type(error).__name__})"
