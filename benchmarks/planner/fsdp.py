@@ -245,7 +245,7 @@ def _errors(rows: Sequence[Row], cluster: Cluster, stack: SoftwareStack) -> np.n
 
 
 def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], folder: Path) -> None:
-    """Both stacks, dgx-h100 and what is assumed to be like it."""
+    """Both stacks and dgx-h100."""
     words = {"flash-2023": "", "flash-2023-h100": " on H100, not optimised for it"}
     for (name, where), each, spread in zip(words.items(), (stack, hopper.stack), spreads):
         rounded = {constant: round(getattr(each, constant), 4) for constant in STACK}
@@ -254,14 +254,12 @@ def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], f
         named = replace(each, name=name, description=text, spread=spread, provenance=sources, **rounded)
         save_stack(named, folder / f"{name}.yaml")
     efficiency = Efficiency(**{name: round(value, 4) for name, value in vars(hopper.cluster.efficiency).items()})
-    for name in ("dgx-h100", "dgx-h200"):
-        cluster, fitted = load_cluster(name), hopper.cluster.provenance
-        sources = dict(cluster.provenance)
-        for key in (f"efficiency.{each}" for each in vars(efficiency)):
-            like = "dgx-h100" if name != "dgx-h100" else "dgx-a100"
-            assumed = f"assumed, the constants of {like}; nothing was measured on this machine"
-            sources[key] = fitted[key] if name == "dgx-h100" and key in fitted else assumed
-        save_cluster(replace(cluster, efficiency=efficiency, provenance=sources), folder / f"{name}.yaml")
+    cluster, fitted = load_cluster("dgx-h100"), hopper.cluster.provenance
+    sources = dict(cluster.provenance)
+    for key in (f"efficiency.{each}" for each in vars(efficiency)):
+        assumed = "assumed, the constants of dgx-a100; nothing was measured on this machine"
+        sources[key] = fitted.get(key, assumed)
+    save_cluster(replace(cluster, efficiency=efficiency, provenance=sources), folder / "dgx-h100.yaml")
 
 
 def main(words: Sequence[str] | None = None) -> None:

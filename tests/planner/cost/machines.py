@@ -10,7 +10,8 @@ from megalite.config.validate import validate
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack
 
 BASE = load_cluster("dgx-a100")
-NEUTRAL = {"product_rate": 1.0, "attention_backward": 1.0, "overlap_cost": 0.0, "recompute_stops_early": False}
+NEUTRAL = {"product_rate": 1.0, "attention_backward": 1.0, "overlap_cost": 0.0, "elementwise_slowdown": 1.0}
+NEUTRAL |= {"recompute_stops_early": False}
 STACK = replace(load_stack("fused"), attention_efficiency=0.75, **NEUTRAL)
 ENDLESS = 1e30
 
