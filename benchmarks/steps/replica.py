@@ -50,6 +50,8 @@ class Run:
             if self.data.train is not None:
                 self.data.train.prefetch(self.progress.samples + size, size)
 
+        if self.device.type == "cpu":
+            read_next()
         result = self.stepper.step(batches, before=self.progress, batch_size=size, meanwhile=read_next)
         self.progress = Progress(self.progress.step + 1, self.progress.samples + size)
         return result

@@ -189,8 +189,6 @@ class Stepper:
         """Forward of the current batch."""
         self._shares = replica.topology.world.size // replica.strategy.scope.size
         """Number of groups of ranks that step separately, each on a share of the batch."""
-        self._asynchronous = replica.topology.device.type != "cpu"
-        """The device computes while the host continues."""
         self._has_head = any(stage.head is not None for stage in replica.stages.values())
         model = replica.config.model
         coefficients = {"load_balancing_loss": model.moe_aux_loss_coeff, "z_loss": model.moe_z_loss_coeff}
@@ -210,16 +208,15 @@ class Stepper:
     ) -> StepResult:
         """Run forward, backward, reduction, clipping and update for the global batch after `before`.
 
-        `microbatches`: those of this rank; empty on ranks that read no data. `meanwhile` starts other threads: on a CPU
-        at the beginning, else before the host waits for the device, because earlier they would delay its launches.
+        `microbatches`: this rank's; none if it reads no data. `meanwhile` is called before the host waits for the device.
 
         Collectives: those of the program and the strategy, one all-reduce over dp for the token count and one over the
         world for loss and norm, so that every rank takes the same decisions. If the strategy's `scope` is smaller than
         the world, the first is omitted and the second is over the scope.
+
         Raises NonFiniteError on every rank of the scope, before any parameter changed.
         """
         replica, strategy = self._replica, self._replica.strategy
-        self._begin(meanwhile, before_wait=False)
         after = Progress(before.step + 1, before.samples + batch_size)
         self._set_mode(training=True)
         scale = replica.scaler.scale
@@ -236,7 +233,8 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
-        self._begin(meanwhile, before_wait=True)
+        if meanwhile is not None:
+            meanwhile()
         # One all-reduce of all numbers that decide about the step, so that ranks agree; `sums` is popped in reverse.
         loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
@@ -280,10 +278,6 @@ class Stepper:
             phase=strategy.phase(after.step),
             wire_bytes=strategy.wire(),
         )
-
-    def _begin(self, meanwhile: Callable[[], object] | None, *, before_wait: bool) -> None:
-        if meanwhile is not None and before_wait == self._asynchronous:
-            meanwhile()
 
     def _auxiliary_losses(self, batch_size: int, length: int, scale: float) -> AuxiliaryLosses:
         config = self._replica.config

@@ -53,6 +53,10 @@ TakeLayout = Callable[..., tuple[RunConfig, frozenset[str]]]
 """Type of `planner.elastic.take_layout`, which chooses the layout of an elastic run for its number of ranks."""
 
 
+_TOO_LATE = 0.005
+"""Seconds that a step may wait for its data."""
+
+
 class Trainer:
     """Runs the training that a config describes. Every rank of the launch creates one; without torchrun the run has one
     rank, as in a notebook: `Trainer(configure(...)).fit()`.
@@ -301,6 +305,8 @@ class Trainer:
             if self.progress.step >= self.total:
                 return self._find_nothing_to_do()
             self._prepare(self.progress)
+            # On a GPU reading begins when the host waits for it, not to delay launches, until that proves too late.
+            self._reads_early = self.replica.topology.device.type == "cpu"
             # Evaluate also after resuming: the first line shows that a new layout changed nothing.
             self._evaluate()
             self.reporter.restart_clock()
@@ -340,20 +346,19 @@ class Trainer:
         self._heartbeat.begin_step(after.step)
         try:
             microbatches, waited = read_batches(
-                self.loaders.train,
-                before.samples,
-                size,
-                sequence_length(self.config, before.step),
+                *(self.loaders.train, before.samples, size, sequence_length(self.config, before.step)),
                 topology=self.replica.topology,
                 scope=self.replica.strategy.scope,
                 stops=None if self._apart else self.stops,
             )
-            self.instruments.begin(after.step)
+            self._reads_early |= self._stepped and waited > _TOO_LATE
             read_next = partial(self._prepare, after)
+            if self._reads_early:
+                read_next()
+            self.instruments.begin(after.step)
             result = self.stepper.step(microbatches, before=before, batch_size=size, meanwhile=read_next)
-            bubble, traces = None, self.instruments.traces
-            if traces is not None:
-                bubble = traces.finish(after.step, self.replica.schedule_of(size))
+            traces = self.instruments.traces
+            bubble = None if traces is None else traces.finish(after.step, self.replica.schedule_of(size))
             self.progress = after
             self._step_reached, self._stepped = after.step, True
             self.reporter.step(

@@ -8,6 +8,8 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.data.loader import BatchLoader, Microbatch
+from megalite.training.evaluation import read_batches
+from megalite.training.step import Stepper
 from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
@@ -68,6 +70,37 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
     run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8], seq_length_warmup=[4, 3])
     assert unprepared == []
     assert len(records(tmp_path / "run", "train")) == 4
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_host_that_launches_kernels_is_not_delayed(
+    slow: bool, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading begins when it waits for the device, unless the step then waits for the data."""
+    order: list[str] = []
+    prefetch, compute, wait = BatchLoader.prefetch, Stepper._run, read_batches
+
+    def reading(loader: BatchLoader, *step: Any) -> None:
+        before = loader._ahead
+        prefetch(loader, *step)
+        if loader._ahead is not before:
+            order.append("read")
+
+    def computing(*args: Any, **kwargs: Any) -> Any:
+        order.append("compute")
+        return compute(*args, **kwargs)
+
+    def begun(trainer: Trainer, before: Any = Trainer._step) -> None:
+        trainer._reads_early &= trainer._stepped  # as on a device
+        before(trainer)
+
+    monkeypatch.setattr(BatchLoader, "prefetch", reading)
+    monkeypatch.setattr(Stepper, "_run", computing)
+    monkeypatch.setattr(Trainer, "_step", begun)
+    monkeypatch.setattr("megalite.training.trainer.read_batches", lambda *a, **k: (wait(*a, **k)[0], 1.0 * slow))
+    run(prefix, tmp_path / "run", eval_interval=None, split="1,0,0")
+    late, early = ["compute", "read"], ["read", "compute"]
+    assert order == ["read", *late, *(2 * early if slow else 2 * late), "compute"]
 
 
 def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:

@@ -35,19 +35,16 @@ def test_nan_in_the_loss_alone_stops_every_rank() -> None:
     assert "loss nan" in found[0]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_other_threads_start_where_they_delay_nothing(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device's kernels are launched first; a CPU's threads run beside the step."""
+def test_other_work_begins_once_everything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, order = Runner(build(RankContext(0, {}), tiny_config(1))), list[str]()
     for name in ("_run", "_totals"):
         method = getattr(runner.stepper, name)
         monkeypatch.setattr(runner.stepper, name, lambda *a, n=name, m=method, **k: (order.append(n), m(*a, **k))[1])
-    monkeypatch.setattr(runner.stepper, "_asynchronous", asynchronous)
     size = runner.replica.config.training.global_batch_size
     assert size is not None
     batch = runner.loader.load(0, size)
     runner.stepper.step(batch, before=runner.progress, batch_size=size, meanwhile=lambda: order.append("read"))
-    assert order == (["_run", "read", "_totals"] if asynchronous else ["read", "_run", "_totals"])
+    assert order == ["_run", "read", "_totals"]
 
 
 def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[int | None, float]]:
