@@ -234,17 +234,18 @@ def _shapes(case: str, dry: bool) -> tuple[Shape, ...]:
 
 
 CLEAR = 0.02  # A backend must be faster than torch by this share to go before it
-LARGE = 1 << 24
-"""Elements from which the device's time decides: the host launches the next kernels meanwhile. Below, it is waited for."""
+LARGE = 1 << 25
+"""Bytes from which the device's time decides: the host launches the next kernels meanwhile. Below, the device waits for it."""
 HALF_TYPES = ["bfloat16", "float16"]
 
 
 def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[str, Any]]:
     """A rule an operation and range of sizes.
 
-    A backend's time at a size is the sum of its passes: from `LARGE` elements up as replayed in a graph, below as launched
-    from Python. What failed, is not repeatable or is less exact than it may be has no place in the order. Sizes next to each other with one order share a rule; what
-    holds for the smallest measured size holds below it too.
+    A backend's time at a size is the sum of its passes: as replayed in a graph if every backend has that time and moves
+    `LARGE` bytes per pass, else as launched from Python. What failed, is not repeatable or is less exact than it may be
+    has no place in the order. Sizes next to each other with one order share a rule; what holds for the smallest measured
+    size holds below it too.
     """
     found: list[dict[str, Any]] = []
     for operation in dict.fromkeys(row["operation"] for row in rows if "operation" in row):
@@ -272,13 +273,15 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
     of_torch = [row for row in rows if row["backend"] == "torch"]
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
+    timed = [row for row in rows if "ms" in row]
+    of_device = all("graph_ms" in row and row["bytes"] >= LARGE for row in timed)
     for backend in BACKENDS:
         own = [row for row in rows if row["backend"] == backend]
         reasons = [reason for row in own if (reason := acceptable(row, of_torch[0] if of_torch else None))]
         if reasons and any("ms" in row for row in own):
             refused[backend] = reasons[0]
         elif own and not reasons:
-            times[backend] = sum(_time(row) for row in own)
+            times[backend] = sum(row["graph_ms" if of_device else "ms"] for row in own)
     if "torch" not in times:
         return None, ""
     # What torch does nearly as fast, torch does: it needs no compiler, and is what everybody else runs.
@@ -287,10 +290,6 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
     words += "".join(f"; {backend} refused: {reason}" for backend, reason in refused.items())
     shape = f"{rows[0]['rows']} x {rows[0]['size']}" if rows[0]["rows"] > 1 else f"{rows[0]['size']} elements"
     return order, f"{shape}: {words}"
-
-
-def _time(row: Row) -> float:
-    return float(row.get("graph_ms", row["ms"]) if row["rows"] * row["size"] >= LARGE else row["ms"])
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:

@@ -164,7 +164,7 @@ def why_not_symmetric(tp: Group) -> str | None:
 
 def self_check(tp: Group) -> str | None:
     """Return the result of `why_not_symmetric` for any device."""
-    for check in (lambda: _why_not_here(tp), *_checks(tp)):
+    for check in (_why_not_here, *_checks(tp)):
         try:
             reason = check()
         except Exception as error:  # torch's private functions may raise anything
@@ -180,7 +180,7 @@ def _on_any_rank(tp: Group, reason: str | None) -> str | None:
     return None if passes.item() else reason or "another rank of tp has no symmetric memory"
 
 
-def _why_not_here(tp: Group) -> str | None:
+def _why_not_here() -> str | None:
     try:
         imported("torch.distributed._symmetric_memory:rendezvous")  # registers the operators
         missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]

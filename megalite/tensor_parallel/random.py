@@ -54,7 +54,7 @@ def _fill_blocks(tensor: Tensor, spec: ShardSpec, dim: int, std: float, key: tup
     (start, stop), extent = spec.slice[dim], spec.global_shape[dim]
 
     def draw(block: int) -> tuple[int, Tensor]:
-        """Return the part of a block in the slice, and its first row in the slice."""
+        """Return the first row (column) of a block in the slice, and the block's part of the slice."""
         first, last = block * BLOCK, min((block + 1) * BLOCK, extent)
         shape = [*spec.global_shape[:dim], last - first, *spec.global_shape[dim + 1 :]]
         generator = np.random.Generator(np.random.Philox(key=_key(*key, block, size=16)))

@@ -63,6 +63,23 @@ def read_batches(
     return microbatches, waited
 
 
+class ReadAhead:
+    """Decides when the next batch is read: from the beginning of a step, or on a GPU while the host waits for the device.
+
+    Threads that read delay a host that launches kernels. If three steps in a row still wait for their data, that is too
+    late, and reading begins with the step for the rest of the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.early = device.type == "cpu"
+        self._late_steps = 0  # in a row
+
+    def waited(self, seconds: float) -> None:
+        """Note how long a step waited for its data."""
+        self._late_steps = self._late_steps + 1 if seconds > 0.005 else 0
+        self.early |= self._late_steps == 3
+
+
 def meet(stops: StopRequests, topology: Topology) -> None:
     """Raise StopRun on all ranks if one was requested to stop. Ranks that step apart call it when they synchronize.
 

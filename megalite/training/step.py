@@ -233,10 +233,8 @@ class Stepper:
         parts = strategy.norm_terms()
         zeros = [strategy.local_zeros()] if replica.config.logging.log_num_zeros_in_grad else []
         squares = [strategy.unreduced_squared] if replica.noise is not None else []
-        if meanwhile is not None:
-            meanwhile()
         # One all-reduce of all numbers that decide about the step, so that ranks agree; `sums` is popped in reverse.
-        loss, *sums = self._totals(strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
+        loss, *sums = self._totals(meanwhile, strategy.scope, losses, *parts, *terms, *zeros, *squares, *loads)
         chosen, sums = sums[len(sums) - len(loads) :], sums[: len(sums) - len(loads)]
         squared = sums.pop() / scale**2 if squares else math.nan
         num_zeros = int(sums.pop()) if zeros else None
@@ -372,7 +370,7 @@ class Stepper:
         self._set_mode(training=False)
         batch = _Batch(microbatches, first_sample, batch_size, self._replica.config.training.seq_length)
         losses = self._run(batch, scale=1.0, auxiliary=None)
-        return self._totals(self._replica.topology.world, losses)[0]
+        return self._totals(None, self._replica.topology.world, losses)[0]
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self._replica.stages.values():
@@ -429,8 +427,15 @@ class Stepper:
             )
         return self._executors[key]
 
-    def _totals(self, over: Group, losses: list[torch.Tensor], *parts: torch.Tensor | None) -> list[float]:
-        """Sum the losses, each counted once, and each further number over a group in one all-reduce."""
+    def _totals(
+        self,
+        meanwhile: Callable[[], object] | None,
+        over: Group,
+        losses: list[torch.Tensor],
+        *parts: torch.Tensor | None,
+    ) -> list[float]:
+        """Sum the losses, each counted once, and each further number over a group in one all-reduce. Call `meanwhile`
+        before the host waits for the device."""
         topology = self._replica.topology
         totals = torch.zeros(1 + len(parts), dtype=torch.float64, device=topology.device)
         if self._has_head and topology.tp.rank == 0:
@@ -439,6 +444,8 @@ class Stepper:
             if part is not None:
                 totals[index] = part
         over.all_reduce(totals)
+        if meanwhile is not None:
+            meanwhile()
         # The host waits for the device only here in a step.
         with topology.world.heartbeat.synchronise():
             return totals.tolist()

@@ -21,7 +21,7 @@ from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.callbacks import Callback, Callbacks, write_line
-from megalite.training.evaluation import Evaluator, meet, read_batches
+from megalite.training.evaluation import Evaluator, ReadAhead, meet, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
 
 TakeLayout = Callable[..., tuple[RunConfig, frozenset[str]]]
 """Type of `planner.elastic.take_layout`, which chooses the layout of an elastic run for its number of ranks."""
-
-
-_TOO_LATE = 0.005
-"""Seconds that a step may wait for its data."""
 
 
 class Trainer:
@@ -242,7 +238,7 @@ class Trainer:
         self._heartbeat = topology.world.heartbeat
         self._apart = replica.strategy.scope.size < topology.world.size
         """Whether ranks step without waiting for all others."""
-        self.loaders = open_data(replica, tokenizer)
+        self.loaders, self._reading = open_data(replica, tokenizer), ReadAhead(topology.device)
         self.progress = Progress(0, 0)
         if config.checkpoint.load is not None:
             self.progress = imported("megalite.training.resume:resume")(replica, tokenizer=fingerprint, log=log)
@@ -305,8 +301,6 @@ class Trainer:
             if self.progress.step >= self.total:
                 return self._find_nothing_to_do()
             self._prepare(self.progress)
-            # On a GPU reading begins when the host waits for it, not to delay launches, until that proves too late.
-            self._reads_early = self.replica.topology.device.type == "cpu"
             # Evaluate also after resuming: the first line shows that a new layout changed nothing.
             self._evaluate()
             self.reporter.restart_clock()
@@ -351,9 +345,9 @@ class Trainer:
                 scope=self.replica.strategy.scope,
                 stops=None if self._apart else self.stops,
             )
-            self._reads_early |= self._stepped and waited > _TOO_LATE
+            self._reading.waited(waited)
             read_next = partial(self._prepare, after)
-            if self._reads_early:
+            if self._reading.early:
                 read_next()
             self.instruments.begin(after.step)
             result = self.stepper.step(microbatches, before=before, batch_size=size, meanwhile=read_next)

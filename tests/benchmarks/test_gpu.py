@@ -171,12 +171,13 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
 
 
 def test_the_device_decides_about_much_work_and_the_host_about_little() -> None:
-    def measured(backend: str, rows: int, ms: float, graph_ms: float) -> dict[str, Any]:
-        return {**kernel_row(backend, 1024, ms), "rows": rows, "graph_ms": graph_ms}
+    def first(moved: int, **of_torch: float) -> str:
+        rows = [kernel_row("torch", 1024, 0.2, bytes=moved, **of_torch)]
+        rows.append(kernel_row("triton", 1024, 0.3, bytes=moved, graph_ms=0.1))
+        return str(rules(rows, device="sm_90", measured_on="a GPU")[0]["order"][0])
 
-    for count, first in ((1 << 14, "triton"), (1 << 12, "torch")):
-        rows = [measured("torch", count, 0.2, 0.2), measured("triton", count, 0.3, 0.1)]
-        assert rules(rows, device="sm_90", measured_on="a GPU")[0]["order"][0] == first
+    assert first(1 << 25, graph_ms=0.2) == "triton"
+    assert first(1 << 24, graph_ms=0.2) == first(1 << 25) == "torch"
 
 
 def test_a_step_that_was_not_run_has_a_line() -> None:

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_061,
+    "megalite: lines": 76_079,
     "megalite: files": 362,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_714,
+    "tests: lines": 69_728,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_581,
+    "docs: words": 34_604,
 }
 
 

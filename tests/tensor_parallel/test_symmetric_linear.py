@@ -61,9 +61,8 @@ def trial(context: RankContext, wrong: str) -> str | None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SymmetricMemory, "gather", damaged)
-        patch.setattr(
-            overlapped_linear, "_why_not_here", lambda tp: "torch has none" if wrong == "none" and tp.rank else None
-        )
+        missing = "torch has none" if wrong == "none" and tp.rank else None
+        patch.setattr(overlapped_linear, "_why_not_here", lambda: missing)
         return self_check(tp)
 
 

@@ -19,8 +19,8 @@ def nan_in_the_loss(context: RankContext) -> str:
     runner = Runner(build(context, tiny_config(2, pp=2)))
     totals = Stepper._totals
 
-    def with_nan(stepper: Stepper, over: Group, losses: list[torch.Tensor], squared: torch.Tensor) -> list[float]:
-        return totals(stepper, over, [loss * float("nan") for loss in losses], squared)
+    def with_nan(stepper: Stepper, work: Any, over: Group, losses: list[torch.Tensor], *more: Any) -> list[float]:
+        return totals(stepper, work, over, [loss * float("nan") for loss in losses], *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stepper, "_totals", with_nan)
@@ -37,14 +37,19 @@ def test_nan_in_the_loss_alone_stops_every_rank() -> None:
 
 def test_other_work_begins_once_everything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, order = Runner(build(RankContext(0, {}), tiny_config(1))), list[str]()
-    for name in ("_run", "_totals"):
-        method = getattr(runner.stepper, name)
-        monkeypatch.setattr(runner.stepper, name, lambda *a, n=name, m=method, **k: (order.append(n), m(*a, **k))[1])
+    scope, compute = type(runner.replica.strategy.scope), runner.stepper._run
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        order.append("compute")
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(runner.stepper, "_run", run)
+    monkeypatch.setattr(scope, "all_reduce", lambda group, tensor, **how: order.append("sum"))
     size = runner.replica.config.training.global_batch_size
     assert size is not None
     batch = runner.loader.load(0, size)
     runner.stepper.step(batch, before=runner.progress, batch_size=size, meanwhile=lambda: order.append("read"))
-    assert order == ["_run", "read", "_totals"]
+    assert order[order.index("compute") :] == ["compute", "sum", "sum", "read"]
 
 
 def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[tuple[int | None, float]]:
