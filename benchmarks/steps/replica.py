@@ -10,7 +10,7 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.topology.group import ProcessGroups
 from megalite.topology.topology import Topology
-from megalite.training.evaluation import read_batches
+from megalite.training.evaluation import ReadAhead, read_batches
 from megalite.training.replica import Replica, build_replica
 from megalite.training.setup import open_data
 from megalite.training.step import Stepper, StepResult
@@ -50,7 +50,7 @@ class Run:
             if self.data.train is not None:
                 self.data.train.prefetch(self.progress.samples + size, size)
 
-        if self.device.type == "cpu":
+        if ReadAhead(self.device).early:
             read_next()
         result = self.stepper.step(batches, before=self.progress, batch_size=size, meanwhile=read_next)
         self.progress = Progress(self.progress.step + 1, self.progress.samples + size)

@@ -29,8 +29,7 @@ _INTENDED = (
 
 
 def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
-    """Apply `tf32` and `deterministic` to the whole process, and hide warnings about what is intended; return lines for
-    the log.
+    """Apply `tf32` and `deterministic` to the whole process, and hide intended warnings; return lines for the log.
 
     Raises:
         ConfigError: the device does not support TF32.

@@ -248,7 +248,7 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
 
 
 SHORTEST_CHUNK = 128
-"""Least number of positions in a chunk of `balanced_spans`, if a rank has more than two: fewer do not fill a tile."""
+"""Least number of positions in a chunk of `balanced_spans`, with more than two per rank: fewer do not fill a tile."""
 
 
 def balanced_spans(

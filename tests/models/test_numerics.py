@@ -1,6 +1,7 @@
 """`--tf32` and `--deterministic`: settings, errors, and unchanged bits on a CPU."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -33,6 +34,16 @@ def as_before() -> Iterator[None]:
 def test_nothing_is_set_unasked() -> None:
     assert use_numerics(ComputeConfig(), CUDA) == []
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_torchs_warnings_about_what_is_intended_are_hidden() -> None:
+    """Their texts in torch 2.11. In tests, a warning that is not hidden is an error."""
+    use_numerics(ComputeConfig(), CUDA)
+    warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set", stacklevel=1)
+    unbatched = "An unbatched P2P op (send/recv) was called on this ProcessGroup with size 2."
+    warnings.warn(f"{unbatched}  This will result in a new 2-rank NCCL communicator to be created.", stacklevel=1)
+    with pytest.raises(UserWarning, match="unbatched"):
+        warnings.warn(unbatched, stacklevel=1)
 
 
 def test_tf32_sets_both_of_torchs_spellings(monkeypatch: pytest.MonkeyPatch) -> None:

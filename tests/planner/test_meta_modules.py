@@ -108,7 +108,7 @@ def parsed(name: str) -> RunConfig:
 def test_a_rank_of_a_big_layout_holds_what_the_dry_run_says(name: str) -> None:
     config = parsed(name)
     world_size, programs = CASES[name][0], Programs(config)
-    # The first and the last stage, and one between them on a rank that is the first of none of its groups.
+    # Ranks of the first and the last stage, and one between them that is first in none of its groups.
     for rank in (0, 2 * world_size // 5 - 1, world_size - 1):
         said = rank_report(config, rank)
         replica = build_replica(config, topology_of(layout_of(config), rank), programs)

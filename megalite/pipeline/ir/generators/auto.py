@@ -121,7 +121,7 @@ def build_auto(
         placement: Rank of each virtual stage. Only loops and Vs have named candidates.
         costs: Per virtual stage.
         sizes: Per virtual stage, in the unit of `limit`. Default: an activation is 1, all else 0.
-        limit: Maximum memory of a rank, one number or one per rank. Default: no limit.
+        limit: Maximum memory per rank: one number for all, or one each. Default: no limit.
         recompute_ahead: Add an R before every I and B, except right after its own F.
         effort: A key of `EFFORTS`.
     """
