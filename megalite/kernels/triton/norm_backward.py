@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, row_tile
+from megalite.kernels.triton.partial_sums import sum_of_programs
 
 REGISTERS = 128
 """Registers per thread of `backward_kernel`, so that a multiprocessor with 65 536 runs RESIDENT_WARPS at once."""
@@ -201,23 +202,24 @@ def gradients(
     offset: float,
     *,
     branch: torch.dtype | None = None,
-    bias: bool = False,
+    bias: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (dz, dbranch, sums [kinds, n]) of `backward_kernel` for the outputs of `normalise`.
 
     Args:
         dy, dtotal, z: [rows, n] with contiguous rows.
         branch: type of the branch's gradient, if it is a different tensor from dz.
-        bias: also sum the gradient of the branch's bias, as the last of the sums.
+        bias: type of the branch's bias; the sum of its gradient is then the last of the sums.
     """
     rows, n = z.shape
     centred = statistics.shape[0] == 2
-    kinds = 1 + centred + bias
+    kinds = 1 + centred + (bias is not None)
+    dtype = weight.dtype if bias is None else torch.promote_types(weight.dtype, bias)
     exact = torch.promote_types(z.dtype, torch.float32)
     dz = torch.empty((rows, n), dtype=z.dtype, device=z.device)
     dbranch = None if branch is None else torch.empty((rows, n), dtype=branch, device=z.device)
     if rows == 0:
-        return dz, dbranch, torch.zeros((kinds, n), dtype=exact, device=z.device)
+        return dz, dbranch, torch.zeros((kinds, n), dtype=dtype, device=z.device)
     tile = backward_tile(n, z.element_size())
     grid = backward_grid(rows, n, tile, z.device)
     constants = {"OFFSET": offset, "CENTRED": centred, "N": n, "ACC": accumulator(z.dtype)}
@@ -233,11 +235,11 @@ def gradients(
         *(inputs, strides, weight, sums, rows, (dz, dbranch, partials)),
         **constants,
         SCALE=scale,
-        BIAS=bias,
-        AHEAD=tile.warps < 16 or not (centred and bias),  # with all three sums, prefetching would spill registers
+        BIAS=bias is not None,
+        AHEAD=tile.warps < 16 or kinds < 3,  # with all three sums, prefetching would spill registers
         ROWS=tile.rows,
         BLOCK=tile.block,
         num_warps=tile.warps,
         maxnreg=REGISTERS,
     )
-    return dz, dbranch, partials.sum(1)
+    return dz, dbranch, sum_of_programs(partials, dtype)

@@ -192,7 +192,6 @@ class _Norm(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         rows, weight, bias, statistics = ctx.saved_tensors
         dx, _, sums = gradients(rows_of(dy), None, rows, weight, None, 1.0, statistics, ctx.offset)
-        sums = sums.to(weight.dtype)
         return dx.view(dy.shape), sums[0], None if bias is None else sums[1], None, None
 
 
@@ -242,7 +241,7 @@ class _AddNorm(Function):
             *(rows_of(dy), None if dtotal is None else rows_of(dtotal), rows_of(total), weight, keep),
             *(ctx.scale, statistics, ctx.offset),
             branch=branch_dtype,
-            bias=ctx.bias is not None,
+            bias=ctx.bias,
         )
         dresidual = dz.view(total.shape)
         dbranch = dresidual if dbranch is None else dbranch.view(total.shape)

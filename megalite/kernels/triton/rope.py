@@ -52,9 +52,9 @@ def rope_kernel(
 
 @functools.cache
 def rope_tile(half: int, itemsize: int) -> Tile:
-    """Return the heads per program: one 16-byte load per thread, half and tensor in 4 warps."""
+    """Return the heads per program: one 16-byte load per thread, half and tensor in 2 warps."""
     block = next_power_of_2(half)
-    return Tile(max(4 * 32 * 16 // itemsize // block, 1), block, 4)
+    return Tile(max(2 * 32 * 16 // itemsize // block, 1), block, 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.kernels import layer_ops
 from megalite.kernels.triton import activations, norms, rope
+from megalite.kernels.triton.partial_sums import sum_of_programs
 from tests.kernels.triton.exact import DTYPES, LIMITS, Outputs, assert_near, compare, distance, norm, numbers, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -381,8 +382,16 @@ def test_rows_that_programs_of_bias_gelu_share(device: torch.device) -> None:
     compare(case.ours, case.exact, drawn(case, (20 * 32 + 3, 32), device, torch.float32), limit=3e-6)
 
 
+@pytest.mark.parametrize("programs", [1, 128, 300])
+def test_sums_of_many_programs(programs: int, device: torch.device) -> None:
+    partials = numbers(3, programs, 37, dtype=torch.float32, device=device)
+    sums = sum_of_programs(partials, torch.float16)
+    assert sums.dtype == torch.float16
+    assert_near(sums, partials.double().sum(1))
+
+
 def test_the_error_function_of_half_types(device: torch.device) -> None:
-    """Before rounding: Φ(z) has a relative error of 6e-6 in exact arithmetic, GELU's slope that error in absolute terms."""
+    """Before rounding: Φ(z) has a relative error of 3e-6 in exact arithmetic, GELU's slope that error in absolute terms."""
     z = torch.linspace(-12, 12, 4001, dtype=torch.float32, device=device)[None].requires_grad_()
     y = activations._BiasGelu.apply(z, None, activations.HALF_ERF.value)
     y.sum().backward()
@@ -393,7 +402,7 @@ def test_the_error_function_of_half_types(device: torch.device) -> None:
     assert (z.grad.double() - slope).abs().max() <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, where infinity is meant
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2?:RuntimeWarning")  # numpy's, where infinity is meant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"])
 def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -404,7 +413,8 @@ def test_activations_of_great_numbers(name: str, dtype: torch.dtype, device: tor
     gated = "glu" in name
     (y,), (grad,) = run(CASES[name].ours, [torch.cat((z, ones))] if gated else [z, None], [ones])
     assert torch.equal(y, relu)
-    torch.testing.assert_close(grad[:7], slope, rtol=0.0, atol=1e-6)
+    # Half of 0.99999994 is 0.5 after rounding, but the interpreter truncates.
+    torch.testing.assert_close(grad[:7], slope, rtol=0.0, atol=2e-3 if dtype == torch.bfloat16 else 1e-6)
     assert not gated or torch.equal(grad[7:], relu)
 
 
