@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.gpu.operations import DIFFERENTIABLE, Operation, Pass, Shape, Tensors, draw, widen
+from megalite.data_parallel.facts import ALIGNMENT
 from megalite.kernels.optimizer_ops import lamb_moments, lamb_step
 
 ADAM = common.settings("lr=1e-3 beta1=0.9 beta2=0.95 eps=1e-8 weight_decay=0.1 step=7")
@@ -159,7 +160,7 @@ def plain_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Two buffers, as of a model with two buckets."""
-    first = shape.size // 3
+    first = shape.size // 3 // ALIGNMENT * ALIGNMENT
     return _drawn({"first": (first,), "second": (shape.size - first,)}, dtype, device)
 
 

@@ -1,5 +1,7 @@
 """Whole runs on a GPU give the CPU's numbers in every layout: ranks share the GPU and communicate by NCCL."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,26 +36,28 @@ LAYOUTS = {
 }
 
 
-def trained(folder: Path, ranks: int, flags: str) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step of a run in fp32."""
+Numbers = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+def trained(folder: Path, ranks: int, flags: str) -> Numbers:
+    """Return the numbers of a run in fp32."""
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), "tests/e2e/on_one_gpu.py"]
     run(*launcher, *RUN.split(), *flags.split(), "--run-dir", folder, seconds=240).require_success()
     return [(record["loss"], record["grad_norm"]) for record in records(folder, "train")]
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[float, float]]]:
-    folders = {model: tmp_path_factory.mktemp(model) for model in MODELS}
-    return {model: trained(folder, 1, f"{MODELS[model]} --device cpu") for model, folder in folders.items()}
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Numbers]:
+    """Return the CPU's numbers of a model, computed once."""
+    return functools.cache(lambda model: trained(tmp_path_factory.mktemp(model), 1, f"{MODELS[model]} --device cpu"))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gpu_gives_the_numbers_of_a_cpu(
-    layout: str, on_cpu: dict[str, list[tuple[float, float]]], tmp_path: Path
-) -> None:
+def test_a_gpu_gives_the_numbers_of_a_cpu(layout: str, on_cpu: Callable[[str], Numbers], tmp_path: Path) -> None:
     model, ranks, flags = LAYOUTS[layout]
     found = trained(tmp_path, ranks, f"{MODELS[model]} {flags} --device cuda")
     assert len(found) == 3
-    for numbers, expected in zip(found, on_cpu[model], strict=True):
+    for numbers, expected in zip(found, on_cpu(model), strict=True):
         assert numbers == pytest.approx(expected, rel=1e-4)
