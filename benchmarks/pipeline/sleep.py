@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megalite.parity.pool import RankContext
-from megalite.pipeline.executor import Executor, Tracer
+from megalite.pipeline.executor import Executor, MessageFormat, Tracer
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Program, Schedule
@@ -108,8 +108,8 @@ class SleepingRank:
         self._tokens = torch.ones(SHAPE, requires_grad=True)
         deferred = {stage: held.deferred for stage, held in self._stages.items()}
         self.executor = Executor(
-            program, rank=rank, edges=edges, forward=self._forward, activation_shape=SHAPE, dtype=torch.float32,
-            device=torch.device("cpu"), reducer=None, deferred=deferred, tracer=tracer,
+            program, rank=rank, edges=edges, forward=self._forward, reducer=None, deferred=deferred, tracer=tracer,
+            messages=MessageFormat(shape=SHAPE, dtype=torch.float32, device=torch.device("cpu")),
         )  # fmt: skip
 
     def _forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:

@@ -23,6 +23,46 @@ if TYPE_CHECKING:  # imported at run time only if a config selects compression
     from megalite.pipeline.compression import MessageCodec
 
 
+@dataclass(kw_only=True, eq=False)
+class MessageFormat:
+    """Turns a tensor between two stages, an activation or its gradient, into this rank's message and back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    split_over: Group = field(default_factory=lambda: Group.solo("tp"))
+    """Ranks with equal tensors: each sends a part and all-gathers those received (Narayanan et al. 2021, section 4.1)."""
+    compression: str = "none"
+    """A value of `pipeline_compression`."""
+
+    def __post_init__(self) -> None:
+        self._codec: MessageCodec | None = None
+        self._count = math.prod(self.shape) // self.split_over.size
+        if self.compression != "none":
+            make = imported("megalite.pipeline.compression:make_codec")
+            self._codec = make(self.compression, self._count, self.dtype, self.device)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's message: its contiguous part of a tensor, compressed if configured."""
+        part = tensor if self.split_over.size == 1 else tensor.view(self.split_over.size, -1)[self.split_over.rank]
+        return part if self._codec is None else self._codec.encode(part.view(-1))
+
+    def empty(self) -> torch.Tensor:
+        """Return a message to receive into."""
+        if self._codec is None:
+            return torch.empty(self._count, dtype=self.dtype, device=self.device)
+        return torch.empty(self._codec.nbytes, dtype=torch.uint8, device=self.device)
+
+    def unpack(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor. Collectives: an all-gather over `split_over`."""
+        part = message if self._codec is None else self._codec.decode(message)
+        if self.split_over.size == 1:
+            return part.view(self.shape)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.split_over.all_gather(tensor.view(-1), part)
+        return tensor
+
+
 class _Pending(NamedTuple):
     work: Work
     tensor: torch.Tensor
@@ -69,8 +109,7 @@ class Channels:
 
 
 Key = tuple[int, int]  # (stage, microbatch)
-_MESSAGE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-_FORWARDS = (Kind.F, Kind.R)
+_RECEIVE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
 @dataclass
@@ -89,12 +128,6 @@ class StepState:
     input_grads: dict[Key, torch.Tensor] = field(default_factory=dict)
     receiving: dict[Action, tuple[Work, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
-
-    def take_input(self, key: Key) -> torch.Tensor | None:
-        """Remove and return the stage's input for its backward; None on the first stage."""
-        if key in self.kept_inputs:
-            return self.kept_inputs.pop(key)
-        return self.inputs.pop(key, None)
 
 
 def free_output(output: torch.Tensor) -> None:
@@ -164,10 +197,7 @@ class Executor:
         edges: The process group of each directed neighbour pair.
         forward: Computes one stage on one microbatch. It is called twice if the program has an R, first without
             gradients.
-        activation_shape: Shape of the tensors sent between stages.
-        shared: Ranks with equal tensors. Each sends its part of a tensor and all-gathers the parts received (Narayanan
-            et al. 2021, section 4.1). None: each rank sends whole tensors.
-        compression: A value of `pipeline_compression`.
+        messages: Format of the tensors sent between stages.
         reducer: None in forward-only programs.
         deferred: For each stage of this rank with a split backward.
         check_memory: Compare the live tensors with the program's replay after each action; AssertionError if they differ.
@@ -180,11 +210,7 @@ class Executor:
         rank: int,
         edges: dict[tuple[int, int], Group],
         forward: ForwardStep,
-        activation_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: Group | None = None,
-        compression: str = "none",
+        messages: MessageFormat,
         reducer: GradientReducer | None,
         deferred: Mapping[int, WeightGradients] | None = None,
         tracer: Tracer | None = None,
@@ -193,23 +219,16 @@ class Executor:
     ) -> None:
         schedule, row = program.schedule, program.actions[rank]
         self._schedule, self._row, self._rank = schedule, row, rank
-        self._forward = forward
-        self._shape, self._dtype, self._device = activation_shape, dtype, device
+        self._forward, self._messages = forward, messages
         self._reducer, self._tracer, self._heartbeat = reducer, tracer, heartbeat
         self._deferred = _deferred_for(program, rank, deferred or {})
         self._texts = [str(action).encode() for action in row]
-        self._placement = schedule.placement
-        self._last_stage = schedule.num_stages - 1
+        self._placement, self._last_stage = schedule.placement, schedule.num_stages - 1
         self._forward_only = schedule.forward_only
-        self._shared = shared or Group.solo("tp")
-        self._codec: MessageCodec | None = None
-        if compression != "none":
-            make, count = imported("megalite.pipeline.compression:make_codec"), math.prod(activation_shape)
-            self._codec = make(compression, count // self._shared.size, dtype, device)
         self._channels = Channels(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Per stage, the action after which its gradients are final."""
-        self._messages = {one: one._replace(kind=_MESSAGE_OF[one.kind]) for one in row if one.kind in _MESSAGE_OF}
+        self._receives = {one: one._replace(kind=_RECEIVE_OF[one.kind]) for one in row if one.kind in _RECEIVE_OF}
         """The receive that each computation waits for, if its input comes from another rank."""
         self._following = _following(row)
         self._expected: list[LiveUnits] | None = None
@@ -249,17 +268,16 @@ class Executor:
         return step.losses
 
     def _compute(self, action: Action, step: StepState) -> None:
-        message = self._messages.get(action)
-        if message in step.receiving:
-            work, part = step.receiving.pop(message)
+        receive = self._receives.get(action)
+        if receive in step.receiving:
+            work, message = step.receiving.pop(receive)
             work.wait()
             received = step.inputs if action.kind is Kind.F else step.output_grads
-            received[action.stage, action.microbatch] = self._gathered(part)
+            received[action.stage, action.microbatch] = self._messages.unpack(message)
         if self._reducer is not None and action in self._following:
             following = self._following[action]
-            self._reducer.announce(
-                following and following.stage, backward=following is not None and following.kind not in _FORWARDS
-            )
+            backward = following is not None and following.kind not in (Kind.F, Kind.R)
+            self._reducer.announce(following and following.stage, backward=backward)
         if self._tracer is not None:
             self._tracer.start(action)
         self._do[action.kind](action, step)
@@ -313,8 +331,8 @@ class Executor:
             _engine_backward(output, grad)
         if self._reducer is not None:
             self._reducer.collect_grads(stage)
-        x = step.take_input(key)
-        if x is None:
+        x = step.kept_inputs.pop(key) if key in step.kept_inputs else step.inputs.pop(key, None)
+        if x is None:  # on the first stage
             return
         assert x.grad is not None, action
         if self._placement[stage - 1] == self._rank:
@@ -331,41 +349,20 @@ class Executor:
     def _send_forward(self, action: Action, step: StepState) -> None:
         key, to = (action.stage, action.microbatch), self._placement[action.stage + 1]
         if key in step.leaving:
-            self._channels.send(self._part(step.leaving.pop(key)), to=to)
+            self._channels.send(self._messages.pack(step.leaving.pop(key)), to=to)
             return
         output = step.outputs[key]
-        self._channels.send(self._part(output.detach()), to=to, sent=lambda: free_output(output))
+        self._channels.send(self._messages.pack(output.detach()), to=to, sent=lambda: free_output(output))
 
     def _send_backward(self, action: Action, step: StepState) -> None:
         grad = step.input_grads.pop((action.stage, action.microbatch)).contiguous()
-        self._channels.send(self._part(grad), to=self._placement[action.stage - 1])
+        self._channels.send(self._messages.pack(grad), to=self._placement[action.stage - 1])
 
     def _receive(self, action: Action, step: StepState) -> None:
         neighbour = -1 if action.kind is Kind.RECV_F else 1
-        count = self._shared.size
-        if self._codec is not None:
-            part = torch.empty(self._codec.nbytes, dtype=torch.uint8, device=self._device)
-        else:
-            part = self._empty(self._shape if count == 1 else (math.prod(self._shape) // count,))
-        work = self._channels.receive(part, source=self._placement[action.stage + neighbour])
-        step.receiving[action] = work, part
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's contiguous share of a tensor, compressed if configured."""
-        part = tensor if self._shared.size == 1 else tensor.view(self._shared.size, -1)[self._shared.rank]
-        return part if self._codec is None else self._codec.encode(part.view(-1))
-
-    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        if self._codec is not None:
-            part = self._codec.decode(part)
-        if self._shared.size == 1:
-            return part.view(self._shape)
-        tensor = self._empty(self._shape)
-        self._shared.all_gather(tensor.view(-1), part)
-        return tensor
-
-    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        message = self._messages.empty()
+        work = self._channels.receive(message, source=self._placement[action.stage + neighbour])
+        step.receiving[action] = work, message
 
     def _reduce_grad(self, action: Action, step: StepState) -> None:
         if self._reducer is not None:

@@ -20,7 +20,7 @@ from megalite.models.gpt import GPTStage
 from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.stages import message_parts
-from megalite.pipeline.executor import Executor, Tracer
+from megalite.pipeline.executor import Executor, MessageFormat, Tracer
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
 from megalite.training.replica import Replica
@@ -407,18 +407,21 @@ class Stepper:
         if key not in self._executors:
             replica = self._replica
             any_stage = next(iter(replica.stages.values()))
+            messages = MessageFormat(
+                shape=any_stage.activation_shape(replica.config.training.micro_batch_size, length),
+                dtype=replica.precision.compute,
+                device=replica.topology.device,
+                split_over=replica.topology.tp if message_parts(replica.config) > 1 else Group.solo("tp"),
+                # Evaluation must not depend on the layout.
+                compression="none" if evaluation else replica.config.parallel.pipeline_compression,
+            )
             self._executors[key] = Executor(
                 replica.programs.program(microbatches, evaluation=evaluation),
                 rank=replica.topology.pp.rank,
                 edges=replica.topology.edges,
                 # The executor is cached over steps, and must not keep a batch alive.
                 forward=lambda *arguments: self._forward(*arguments),
-                activation_shape=any_stage.activation_shape(replica.config.training.micro_batch_size, length),
-                dtype=replica.precision.compute,
-                device=replica.topology.device,
-                shared=replica.topology.tp if message_parts(replica.config) > 1 else None,
-                # Evaluation must not depend on the layout.
-                compression="none" if evaluation else replica.config.parallel.pipeline_compression,
+                messages=messages,
                 reducer=None if evaluation else replica.strategy,
                 deferred=replica.deferred,
                 tracer=None if evaluation else self._tracer,

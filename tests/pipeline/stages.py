@@ -8,7 +8,7 @@ import torch
 
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import AllReduce
-from megalite.pipeline.executor import Executor, GradientReducer, Tracer
+from megalite.pipeline.executor import Executor, GradientReducer, MessageFormat, Tracer
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -16,6 +16,7 @@ from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParamete
 from megalite.topology.group import Group
 
 ROWS, H, F_SIZE = 6, 16, 24
+MESSAGES = MessageFormat(shape=(ROWS, H), dtype=torch.float32, device=torch.device("cpu"))
 
 
 class Stage(torch.nn.Module):
@@ -86,11 +87,8 @@ class Rank:
             rank=rank,
             edges=edges,
             forward=self.forward,
-            activation_shape=(ROWS, H),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
             reducer=self.reducer_of(schedule),
-            **{"deferred": self.deferred, "check_memory": True, "tracer": tracer, **options},
+            **{"messages": MESSAGES, "deferred": self.deferred, "check_memory": True, "tracer": tracer, **options},
         )
 
     def reducer_of(self, schedule: Schedule) -> GradientReducer | None:

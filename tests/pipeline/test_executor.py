@@ -1,6 +1,7 @@
 """Run every schedule with the executor: in fp32 bitwise equal to one rank, with the program's memory and order."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.topology.group import Work
-from tests.pipeline.stages import ROWS, H, Rank, Watched, gradients, one_rank
+from tests.pipeline.stages import MESSAGES, ROWS, H, Rank, Watched, gradients, one_rank
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.traffic import counted
 
@@ -141,7 +142,7 @@ def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
 def on_two_tensor_ranks(context: RankContext, case: Case) -> dict[str, Any]:
     schedule = schedule_of(case)
     topology = edges_of(context, schedule, tp=2)
-    me = Rank(lower(schedule), topology.pp.rank, topology.edges, shared=topology.tp)
+    me = Rank(lower(schedule), topology.pp.rank, topology.edges, messages=replace(MESSAGES, split_over=topology.tp))
     with counted() as (moved, _):
         losses, grads = me.step()
     return {"losses": losses, "grads": grads, "moved": moved, "pp": topology.pp.rank, "placement": schedule.placement}
