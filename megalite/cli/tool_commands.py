@@ -5,12 +5,10 @@ from pathlib import Path
 from megalite.cli.command import IMPORT, Command, Flag, above_zero, byte_size, not_negative, positive
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import PRECISIONS
-from megalite.pipeline.ir.generators.registry import SCHEDULES
 
 DOCTOR_SECONDS = 5.0
-AUTO = "auto"
-NAMES = (*SCHEDULES, AUTO)
 
+_SCHEDULES = ", ".join(PIPELINE_SCHEDULES.builtin)
 _DEVICE = ("auto", "cpu", "cuda")
 _LAUNCHERS = ("local", "sbatch", "ray", "kubernetes")
 _JSON = Flag("--json", "print everything as JSON", bool)
@@ -89,9 +87,7 @@ SCHEDULE = Command(
     "schedule that you wrote before training with it. Costs are those of a rank's whole share of the model for one "
     "microbatch; without --costs forward, input gradient and weight gradient take 1 each. See docs/schedules.md.",
     [
-        Flag(
-            "--schedule NAME", f"{', '.join(NAMES)} (default 1f1b, with --vpp interleaved)", choices=PIPELINE_SCHEDULES
-        ),
+        Flag("--schedule NAME", f"{_SCHEDULES} (default 1f1b, with --vpp interleaved)", choices=PIPELINE_SCHEDULES),
         IMPORT,
         Flag("--csv FILE", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path),
         Flag("--compare [NAME ...]", "several schedules in one table (default all)", choices=PIPELINE_SCHEDULES),

@@ -93,12 +93,8 @@ def test_default_schedule_and_knobs(run: Any) -> None:
     assert early != run(f"{base} --lowered") and early.split("program:")[1].count("RECV") == 12
     # Messages that take longer than what makes them: with a wider window ranks wait less for their sends.
     Path("slow.json").write_text('{"forward": 1, "p2p": 5}')
-    narrow, wide = (
-        json.loads(run(f"--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --send-window {window} --json"))[
-            "makespan"
-        ]
-        for window in (1, 4)
-    )
+    slow = "--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --json --send-window"
+    narrow, wide = (json.loads(run(f"{slow} {window}"))["makespan"] for window in (1, 4))
     assert wide < narrow
 
 
@@ -138,22 +134,17 @@ def test_compare(run: Any) -> None:
     # Name, chunks, makespan m(F+B) + the bubble, ratio, bubble share, peak in whole shares, W waiting, sends.
     assert rows[1] == ["gpipe", "1", "27", "1.500", "33.3%", "33.3%", "6", "0", "12"]
     assert rows[2] == ["1f1b", "1", "27", "1.500", "33.3%", "33.3%", "4", "0", "12"]
-    assert rows[3][:2] == ["interleaved", "3"]
-    assert rows[4][:2] == ["zb-v", "2"]
+    assert [row[:2] for row in rows[3:5]] == [["interleaved", "3"], ["zb-v", "2"]]
     reason = "dualpipe-v: not possible: schedule dualpipe-v with pp 4 needs 8 microbatches or more but has 6"
     assert text.splitlines()[-1].startswith(reason)
 
 
 def test_compare_with_ones_own(run: Any) -> None:
     run("--schedule interleaved --pp 2 --microbatches 4 --vpp 3 --write-csv 1f1b.csv")
-    found = json.loads(
-        run("--csv 1f1b.csv --compare 1f1b looped-bfs --json --svg all.svg --html all.html --trace all.json")
-    )
-    assert [(each["name"], each["num_stages"]) for each in found["schedules"]] == [
-        ("1f1b.csv", 6),
-        ("1f1b", 2),
-        ("looped-bfs", 6),
-    ]
+    files = "--svg all.svg --html all.html --trace all.json"
+    found = json.loads(run(f"--csv 1f1b.csv --compare 1f1b looped-bfs --json {files}"))
+    stages = {each["name"]: each["num_stages"] for each in found["schedules"]}
+    assert stages == {"1f1b.csv": 6, "1f1b": 2, "looped-bfs": 6}
     assert found["written"] == ["all.svg", "all.html", "all.json"]
     report = Path("all.html").read_text()
     assert Path("all.svg").read_text().strip() in report, "one picture: the classes of two would clash"
@@ -165,14 +156,11 @@ def test_compare_with_ones_own(run: Any) -> None:
     assert names == ["1f1b.csv", "1f1b", "looped-bfs"]
 
 
-def test_compare_when_nothing_fits(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--compare gpipe 1f1b --pp 4 --microbatches 8 --memory-limit"
-    assert main([*line.split(), "2"]) == 2
+def test_compare_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", "gpipe", "1f1b", "--pp", "4", "--microbatches", "8", "--memory-limit", "2"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "error: none of these schedules is possible"
     assert [text.split(":")[0] for text in said[1:]] == ["gpipe", "1f1b"]
-    assert all("above the limit of 2;" in text for text in said[1:])
-    assert run(f"{line} 4").splitlines()[1].startswith("1f1b")
 
 
 @pytest.mark.parametrize(("costs", "scale"), [("", 1e3), ("--costs costs.json", 1e3), ("--costs s.json", 1e6)])
