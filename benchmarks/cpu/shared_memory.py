@@ -66,7 +66,7 @@ def steps(
     for name, memory in WAYS.items():
         layout = {"tp": ranks, "sequence_parallel": sequence_parallel, "shared_memory_collectives": memory}
         config = validate(replace(RunConfig(), **model, **layout, mock_data=True, train_iters=1000, lr=1e-4), ranks)
-        run = Run(config, rank=context.rank, device=torch.device("cpu"), made=context.made)
+        run = Run(config, rank=context.rank, device=torch.device("cpu"), reuse=context.groups)
         batches = run.read(run.batch_size)
         works[name] = lambda run=run, batches=batches: run.train(batches, run.batch_size)  # type: ignore[misc]
         works[name]()

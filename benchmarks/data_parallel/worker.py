@@ -157,7 +157,7 @@ class Recorder:
 def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) -> None:
     """A case of megalite: the training loop's own parts, without its log."""
     config = validate(replace(RunConfig(), **case["settings"]), dist.get_world_size())
-    run = Run(config, rank=dist.get_rank(), device=torch.device("cpu"), made=groups)
+    run = Run(config, rank=dist.get_rank(), device=torch.device("cpu"), reuse=groups)
     replica, size = run.replica, run.batch_size
     notes: list[str] = []
     diverged: int | None = None

@@ -20,12 +20,12 @@ class Run:
     """A replica, its data and how far it is.
 
     Args:
-        made: process groups of earlier runs of this process, to be used again.
+        reuse: process groups of earlier runs of this process, to be used again.
     """
 
-    def __init__(self, config: RunConfig, *, rank: int, device: torch.device, made: ProcessGroups | None = None) -> None:
+    def __init__(self, config: RunConfig, *, rank: int, device: torch.device, reuse: ProcessGroups | None = None) -> None:
         self.config, self.device = config, device
-        groups: dict[str, Any] = {} if made is None else {"made": made}
+        groups: dict[str, Any] = {} if reuse is None else {"reuse": reuse}
         memory = config.parallel.shared_memory_collectives
         self.topology = Topology.create(layout_of(config), rank=rank, device=device, shared_memory=memory, **groups)
         self.replica: Replica = build_replica(config, self.topology)

@@ -99,9 +99,9 @@ def chosen_kernels(device: torch.device, kernels_setting: Sequence[str] = ()) ->
             kernels = Kernels(requests)
             kernels.get(operation, device=device, dtype=dtype, size=size)
             choice = kernels.chosen[0]
-            why = (
-                choice.why if choice.instead is None else f"{choice.why}; {requests[ALL_OPERATIONS]}: {choice.instead}"
-            )
+            why = choice.why
+            if choice.why_not_requested is not None:
+                why += f"; {requests[ALL_OPERATIONS]}: {choice.why_not_requested}"
             found.append(Chosen(operation, size, str(dtype), choice.backend, why))
     return found
 

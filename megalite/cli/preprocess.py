@@ -16,7 +16,7 @@ from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.run import RunConfig
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.remote import shown
+from megalite.data.remote import redacted
 from megalite.preprocess import text_data
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.job import PreprocessJob, Progress, parse_shard, shard_name
@@ -85,7 +85,7 @@ def tokenize_text(*args: Any, **more: Any) -> dict[str, str]:
 def report_texts(config: RunConfig) -> None:
     """Report what a run would do with the texts among its data paths."""
     for path in filter(is_address, config.data.texts):
-        notify(f"{shown(path)} would be fetched and tokenized before training")
+        notify(f"{redacted(path)} would be fetched and tokenized before training")
     try:
         texts = text_data.find_texts(config)
     except ConfigError as error:  # the files may exist only on the cluster

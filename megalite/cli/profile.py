@@ -55,11 +55,11 @@ def run(flags: Namespace) -> int:
 
 
 def profile(
-    flags: Namespace, launch: Launch, device: torch.device, dtypes: Sequence[str], *, made: ProcessGroups | None = None
+    flags: Namespace, launch: Launch, device: torch.device, dtypes: Sequence[str], *, reuse: ProcessGroups | None = None
 ) -> None:
-    """Measure on ranks that have joined. Rank 0 prints and writes. `made`: see `Topology.create`."""
+    """Measure on ranks that have joined. Rank 0 prints and writes. `reuse`: see `Topology.create`."""
     layout = ParallelLayout(dp=launch.world_size)
-    world = Topology.create(layout, rank=launch.rank, device=device, made=made).world
+    world = Topology.create(layout, rank=launch.rank, device=device, reuse=reuse).world
     machine, base, nominal, stack = _prepare(flags, world, dtypes)
 
     def say(line: str) -> None:
@@ -73,7 +73,7 @@ def profile(
         Timer(device, world, crowded=machine.crowded),
         dtypes=dtypes,
         seconds=flags.seconds,
-        made=made,
+        reuse=reuse,
         progress=lambda line: say(f"{time.monotonic() - started:5.0f} s  {line}"),
     )
     with world.errors_on_all_ranks():

@@ -149,7 +149,7 @@ class NativeWeights(Weights):
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read]:
         """See `Weights`."""
-        name = piece.ours
+        name = piece.parameter
         shape = self._checkpoint.entry(self._keys[name]).global_shape
 
         def read(start: int, count: int, room: torch.Tensor | None = None) -> torch.Tensor:

@@ -223,7 +223,7 @@ class Target:
 
     @property
     def key(self) -> str:
-        return self.piece.theirs
+        return self.piece.name
 
     @property
     def record(self) -> Record:
@@ -280,8 +280,8 @@ def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterato
     """Yield the elements of a piece as contiguous blocks of `dtype`, then zeros for padding. Each block is a new
     tensor, so that a queued write or hash keeps no more memory alive. Contiguous elements are read block by block if
     the weights support it; otherwise the whole tensor is read."""
-    left, streamed = math.prod(piece.shape), weights.elements(piece)
-    whole = weights.read(piece.ours) if streamed is None else torch.empty(streamed[0], device="meta")
+    name, left, streamed = piece.parameter, math.prod(piece.shape), weights.elements(piece)
+    whole = weights.read(name) if streamed is None else torch.empty(streamed[0], device="meta")
     for _, place in piece.places(whole):
         for block in blocks(place):
             if streamed is not None and block.is_contiguous():
@@ -290,9 +290,9 @@ def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterato
             else:
                 values = block
                 if streamed is not None:
-                    values = weights.read(piece.ours).as_strided(block.shape, block.stride(), block.storage_offset())
+                    values = weights.read(name).as_strided(block.shape, block.stride(), block.storage_offset())
                 stored = torch.empty(block.shape, dtype=dtype).copy_(values)
-            refuse_overflow(piece.ours, values, stored)
+            refuse_overflow(name, values, stored)
             yield stored
         left -= place.numel()
     yield from blocks(torch.zeros(left, dtype=dtype))

@@ -52,11 +52,11 @@ def part_at(*index: int) -> View:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the other format, named `theirs`, of `shape`: a `view` of our tensor `ours`, in the same element
-    order. Their elements beyond the view's are padding of the vocabulary: written as zeros, and not read."""
+    """A tensor of the other format, its `name` and `shape`: a `view` of our `parameter`, in the same element order. Its
+    elements beyond the view's are padding of the vocabulary: written as zeros, and not read."""
 
-    theirs: str
-    ours: str
+    name: str
+    parameter: str
     shape: tuple[int, ...]
     view: View = whole
     rest: tuple[View, ...] = ()  # views that follow `view` in their tensor, if it is not a single view of ours

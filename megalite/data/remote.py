@@ -22,7 +22,7 @@ from megalite.config.describe import redact_text, replace, value_of
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.registry import optional
 from megalite.config.run import RunConfig
-from megalite.data.stores import Broken, Missing, State, StoreObject, open_store, shown, with_suffix
+from megalite.data.stores import Broken, Missing, State, StoreObject, open_store, redacted, with_suffix
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
 
 BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
@@ -109,7 +109,7 @@ def _cache_folder(config: RunConfig) -> Path:
 
 def _place_in(folder: Path, address: str) -> Path:
     """Return a local path with the address's file name, in a folder of its address."""
-    key = hashlib.sha256(shown(address).encode()).hexdigest()[:_NAME_CHARACTERS]
+    key = hashlib.sha256(redacted(address).encode()).hexdigest()[:_NAME_CHARACTERS]
     return folder / key / PurePosixPath(urlsplit(address).path).name
 
 
@@ -143,17 +143,17 @@ class _Cache:
             if optional:
                 place.unlink(missing_ok=True)
                 return None
-            raise _Unusable(f"{shown(address)} does not exist; give the address of a file that does") from None
+            raise _Unusable(f"{redacted(address)} does not exist; give the address of a file that does") from None
         origin = [state.size, state.tag, sha256]
         if place.exists() and place.stat().st_size == state.size and _read_note(note) == origin:
             return place
-        with self._stored(shown(address), place) as part:
+        with self._stored(redacted(address), place) as part:
             digest = self._download(address, state, part, RunningDigest(block) if block else hashlib.sha256())
             if sha256 is not None and digest != sha256:
-                raise _Unusable(f"{shown(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
+                raise _Unusable(f"{redacted(address)} is damaged: its sha256 is {digest}, not {sha256}; write it again")
             note.unlink(missing_ok=True)
         note.write_text(json.dumps(origin))
-        self._log(f"fetched {shown(address)} ({state.size:,} bytes) to {place}")
+        self._log(f"fetched {redacted(address)} ({state.size:,} bytes) to {place}")
         return place
 
     @contextlib.contextmanager
@@ -183,15 +183,15 @@ class _Cache:
                             file.write(block)
                             digest.update(block)
                             if self._stopped():
-                                raise ConfigError(f"stopped while {shown(address)} was fetched")
+                                raise ConfigError(f"stopped while {redacted(address)} was fetched")
                 except (Broken, Missing) as error:
                     fault = str(error) or "it is gone"
                 if file.tell() >= state.size:
                     break
             if file.tell() != state.size:
                 raise ConfigError(
-                    f"{shown(address)} cannot be read: {fault}, after {file.tell():,} of {state.size:,} bytes; start again "
-                    "when the server responds"
+                    f"{redacted(address)} cannot be read: {fault}, after {file.tell():,} of {state.size:,} bytes; start "
+                    "again when the server responds"
                 )
         return str(digest.hexdigest())
 
@@ -243,15 +243,15 @@ class _Cache:
             try:
                 text = self.file(with_suffix(base, f"/{MANIFEST_NAME}"), place=place / MANIFEST_NAME)
                 assert text is not None
-                manifest = Manifest.from_json(text.read_text(), source=f"{shown(base)}/{MANIFEST_NAME}")
-                accept(shown(base), manifest, config)
+                manifest = Manifest.from_json(text.read_text(), source=f"{redacted(base)}/{MANIFEST_NAME}")
+                accept(redacted(base), manifest, config)
                 for file, entry in manifest.files.items():
                     self.file(with_suffix(base, f"/{file}"), place=place / file, sha256=entry.sha256, block=entry.block)
             except (_Unusable, CheckpointError) as error:
                 if manifest is not None and not isinstance(error, _Unusable):
                     raise  # it is complete, but was not accepted
                 unusable.append(error)
-                self._log(f"checkpoint {shown(base)} is passed over: {error}")
+                self._log(f"checkpoint {redacted(base)} is passed over: {error}")
                 continue
             for former in local.glob("of-*") if own else ():
                 if former != place.parent:
@@ -261,10 +261,10 @@ class _Cache:
             raise unusable[0]
         if not config.checkpoint.fresh_if_missing:
             raise CheckpointMissing(
-                f"no complete checkpoint at {shown(folder)}; use the address of the folder of steps, or start at "
+                f"no complete checkpoint at {redacted(folder)}; use the address of the folder of steps, or start at "
                 "step 0 with --fresh-if-missing"
             )
-        self._log(f"no complete checkpoint at {shown(folder)}")
+        self._log(f"no complete checkpoint at {redacted(folder)}")
         return str(local / "none")
 
 
@@ -274,7 +274,7 @@ def manifests_at(folder: str, step: int | None) -> Iterator[tuple[str, str]]:
     for name in _candidates(folder, step):
         address = with_suffix(folder, f"/{name}/{MANIFEST_NAME}")
         if (content := open_store(address).content()) is not None:
-            yield shown(address), content.decode(errors="replace")
+            yield redacted(address), content.decode(errors="replace")
 
 
 def _candidates(folder: str, step: int | None) -> Iterable[str]:
@@ -292,7 +292,7 @@ def _candidates(folder: str, step: int | None) -> Iterable[str]:
         return []
     name = latest.decode(errors="replace").strip()
     if step_of(name) is None:
-        raise CheckpointError(f"{shown(folder)}/{LATEST_NAME} names no checkpoint: {name[:40]!r}")
+        raise CheckpointError(f"{redacted(folder)}/{LATEST_NAME} names no checkpoint: {name[:40]!r}")
     return [name]
 
 

@@ -42,7 +42,7 @@ class State:
     tag: str  # changes with the content
 
 
-def shown(address: str) -> str:
+def redacted(address: str) -> str:
     """Format an address for messages: without credentials and without the query, which may be a signature."""
     parts = urlsplit(address)
     return redact_text(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
@@ -67,7 +67,7 @@ class WebObject:
         with self._open("HEAD") as answer:
             headers = answer.headers
         if not (headers.get("Content-Length") or "").isdecimal():
-            raise ConfigError(f"{shown(self._address)}: the server sends no Content-Length; copy the file here")
+            raise ConfigError(f"{redacted(self._address)}: the server sends no Content-Length; copy the file here")
         return State(int(headers["Content-Length"]), headers.get("ETag") or headers.get("Last-Modified") or "")
 
     def read(self, start: int, state: State) -> Generator[bytes, None, None]:
@@ -75,7 +75,7 @@ class WebObject:
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
             if tag != state.tag or (start and answer.status != http.client.PARTIAL_CONTENT):
                 raise ConfigError(
-                    f"{shown(self._address)} has changed while it was read, or cannot be resumed; start again"
+                    f"{redacted(self._address)} has changed while it was read, or cannot be resumed; start again"
                 )
             try:
                 while block := answer.read(_BLOCK):
@@ -117,7 +117,7 @@ class WebObject:
 
     def _refused(self, reason: object) -> ConfigError:
         return ConfigError(
-            f"{shown(self._address)} cannot be read: {reason}; check that the server runs and that you have access"
+            f"{redacted(self._address)} cannot be read: {reason}; check that the server runs and that you have access"
         )
 
 
@@ -233,4 +233,4 @@ class StoreObject:
 
     def _fault(self, reason: object, done: str = "read") -> ConfigError:
         text = redact_text(str(reason))[:200] or type(reason).__name__
-        return ConfigError(f"{shown(self._address)} cannot be {done}: {text}")
+        return ConfigError(f"{redacted(self._address)} cannot be {done}: {text}")

@@ -63,7 +63,7 @@ class FullySharded(DistributedOptimizer):
         """Indices of each stage's units."""
         super().__init__(stages, **common)
         self._backward_of: int | None = None  # the unit that is in its backward
-        self._announced: int | None = None  # the first unit of the program's next computation
+        self._next_unit: int | None = None  # the first unit of the program's next computation
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter]) -> list[Bucket]:
         left, members = set(parameters), []
@@ -125,12 +125,12 @@ class FullySharded(DistributedOptimizer):
     def _after_backward(self) -> None:
         self._backward_of = None
 
-    def announce(self, stage: int | None, *, backward: bool) -> None:
-        self._announced = None if stage is None else self._of_stage[stage][-1 if backward else 0]
+    def set_prefetch(self, stage: int | None, *, backward: bool) -> None:
+        self._next_unit = None if stage is None else self._of_stage[stage][-1 if backward else 0]
 
     def _make_whole(self, now: int, ahead: int, stage: range) -> None:
-        """Gather unit `now`, start to gather `ahead` (past the end of the stage: the announced unit), and free others."""
-        wanted, following = list(self._needs[now]), ahead if ahead in stage else self._announced
+        """Gather unit `now`, start to gather `ahead` (past the end of the stage: `_next_unit`), and free others."""
+        wanted, following = list(self._needs[now]), ahead if ahead in stage else self._next_unit
         if self._overlap_gather and following is not None:
             wanted += self._needs[following]
         self._free(but=wanted)
@@ -163,7 +163,7 @@ class FullySharded(DistributedOptimizer):
     # ---- the hooks of a step
 
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
-        self._backward_of = self._announced = None
+        self._backward_of = self._next_unit = None
         self._free()
         super().begin_step(step, loss_scale=loss_scale)
 

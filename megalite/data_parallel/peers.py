@@ -122,4 +122,4 @@ def check_replicas(
                     f"differ in {first}{f' and {more} more tensors' if more else ''}: the run cannot be trusted; continue "
                     "from an earlier checkpoint, and check the hardware if it happens again"
                 )
-    world.agree(error)
+    world.raise_on_all_ranks(error)

@@ -111,7 +111,7 @@ class DataParallelStrategy(ABC):
         """Lines for the log, the same on every rank; the training loop removes them after each step."""
         self._written: Mapping[torch.nn.Parameter, torch.Tensor] = {}
         """During `update`: main parameters -> weights that the optimizer rounds and writes itself."""
-        self._averaged = False  # inside `averaged`
+        self._evaluating = False  # inside `evaluation_weights`
         self.step = 0  # the current step, counted from 1
         self.loss_scale = 1.0
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
@@ -255,8 +255,8 @@ class DataParallelStrategy(ABC):
                 self._unreduced[bucket] = self.options.l2norm([bucket.grad]).square()
             self._reducing[bucket] = self._reduce(bucket)
 
-    def announce(self, stage: int | None, *, backward: bool) -> None:
-        """Announce the stage of the computation after the next one, for strategies that prefetch weights."""
+    def set_prefetch(self, stage: int | None, *, backward: bool) -> None:
+        """Set the stage of the computation after the coming one, for strategies that prefetch weights."""
 
     def finish_grad_sync(self) -> None:
         """Wait until the sums of the owned ranges are complete. Buckets with `in_parts` are summed over tp or both copies
@@ -378,7 +378,7 @@ class DataParallelStrategy(ABC):
         return self.main_in_memory()
 
     @contextlib.contextmanager
-    def averaged(self, optimizer: Optimizer) -> Iterator[None]:
+    def evaluation_weights(self, optimizer: Optimizer) -> Iterator[None]:
         """Put the optimizer's `evaluated` values into the model inside the block, and restore its parameters bit for bit
         at the end. Use it inside `consensus`, between steps: the memory of gradients stores parameters without a copy."""
         with self.main_in_memory():
@@ -390,7 +390,7 @@ class DataParallelStrategy(ABC):
                 else:
                     shard.grad.copy_(shard.main_param.data)
                     shard.main_param.data.copy_(average)
-            self._written, self._averaged = self._rounded(), True
+            self._written, self._evaluating = self._rounded(), True
             self.publish_parameters()
             self.wait_until_idle()
             self._written = {}
@@ -398,16 +398,16 @@ class DataParallelStrategy(ABC):
                 yield
             finally:
                 self.wait_until_idle()
-                self._averaged = False
+                self._evaluating = False
                 for shard in self.shards:
                     if not shard.is_copy:
                         shard.main_param.data.copy_(shard.grad)
                 self.publish_parameters()
                 self.wait_until_idle()
 
-    def trained(self, shard: OptimizerShard) -> torch.Tensor:
-        """Return the shard's main parameters, also inside `averaged`, which moves some of them."""
-        return shard.grad if self._averaged and not shard.is_copy else shard.main_param.data
+    def training_weights(self, shard: OptimizerShard) -> torch.Tensor:
+        """Return the shard's main parameters, also inside `evaluation_weights`, which moves some of them."""
+        return shard.grad if self._evaluating and not shard.is_copy else shard.main_param.data
 
     def main_in_memory(self) -> AbstractContextManager[None]:
         """Bring main parameters into memory inside the block; writes to them persist. At the end, the model's parameters
@@ -445,7 +445,7 @@ class DataParallelStrategy(ABC):
     def loaded(self) -> None:
         """Recompute derived values after all states and counters have been loaded from a checkpoint."""
 
-    def wire(self) -> float:
+    def take_wire_bytes(self) -> float:
         """Return the payload bytes that this rank has sent for data parallelism since the last call."""
         return self.wire_counter.take()
 

@@ -191,7 +191,7 @@ def measured(context: RankContext, ranks: int, device_type: str, host: str, seco
         device = torch.device("cuda", context.rank)
         torch.cuda.set_device(device)
     layout = ParallelLayout(dp=ranks)
-    world = Topology.create(layout, rank=context.rank, device=device, made=context.made).world
+    world = Topology.create(layout, rank=context.rank, device=device, reuse=context.groups).world
     return measure(world, host=host, seconds=seconds)
 
 

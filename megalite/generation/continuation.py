@@ -266,7 +266,7 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling
             )
 
 
-class Lane:
+class Batch:
     """A batch of continuations that are processed together. Each step produces one token per row.
 
     The first step processes the prompts, padded at the end to the longest; attention is causal, so no mask is needed.
@@ -318,13 +318,13 @@ class Lane:
             self.seen = None if self.seen is None else self.seen[remaining]
 
 
-def lanes_of(
+def batches_of(
     continuations: Sequence[Continuation], *, batch_size: int, in_flight: int, max_new_tokens: int
-) -> list[Lane]:
+) -> list[Batch]:
     """Split continuations, sorted by prompt length, into about equal batches of at most `batch_size`. There are at
     least `in_flight` batches, if there are as many prompts, to keep all pipeline stages busy."""
     by_length = sorted(continuations, key=lambda one: len(one.prompt))
     total = len(by_length)
     count = max(-(-total // batch_size), min(in_flight, total))
     cuts = [total * number // count for number in range(count + 1)]
-    return [Lane(by_length[first:stop], max_new_tokens) for first, stop in pairwise(cuts)]
+    return [Batch(by_length[first:stop], max_new_tokens) for first, stop in pairwise(cuts)]

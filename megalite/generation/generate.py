@@ -7,14 +7,14 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.generation.continuation import (
+    Batch,
     Continuation,
-    Lane,
     MakeText,
     Sampling,
+    batches_of,
     check_prompts,
     choose,
     continuations_of,
-    lanes_of,
 )
 from megalite.models.gpt import GPTStage
 from megalite.pipeline.executor import Channels
@@ -97,72 +97,72 @@ def generate_batch(
     chain.stage.eval()
     continuations = continuations_of(prompts, sampling, make_text)
     most = sampling.max_new_tokens
-    waiting = deque(lanes_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most))
-    in_flight: deque[Lane] = deque()
+    waiting = deque(batches_of(continuations, batch_size=batch_size, in_flight=chain.size, max_new_tokens=most))
+    in_flight: deque[Batch] = deque()
     try:
         while waiting or in_flight:
             if waiting and len(in_flight) < chain.size:
-                lane = waiting.popleft()
+                batch = waiting.popleft()
             else:
-                lane = in_flight.popleft()
-                yield from lane.take(_tokens(chain, lane), stop_token_ids=stop_token_ids, max_new_tokens=most)
-                if not lane.rows:
+                batch = in_flight.popleft()
+                yield from batch.take(_tokens(chain, batch), stop_token_ids=stop_token_ids, max_new_tokens=most)
+                if not batch.rows:
                     continue
-            _step(chain, lane, sampling)
-            in_flight.append(lane)
+            _step(chain, batch, sampling)
+            in_flight.append(batch)
     except ConfigError:
         # All ranks raise at the same token. Receive the pending messages before the connections are closed.
-        for lane in in_flight:
-            _tokens(chain, lane)
+        for batch in in_flight:
+            _tokens(chain, batch)
         chain.drain()
         raise
     chain.drain()
 
 
-def _tokens(chain: Chain, lane: Lane) -> list[int]:
+def _tokens(chain: Chain, batch: Batch) -> list[int]:
     if not chain.is_last:
-        return chain.receive_tokens(len(lane.rows))
-    assert lane.chosen is not None
-    chosen: list[int] = lane.chosen.tolist()
+        return chain.receive_tokens(len(batch.rows))
+    assert batch.chosen is not None
+    chosen: list[int] = batch.chosen.tolist()
     return chosen
 
 
 @torch.no_grad()
-def _step(chain: Chain, lane: Lane, sampling: Sampling) -> None:
+def _step(chain: Chain, batch: Batch, sampling: Sampling) -> None:
     """Run this stage's part of one step of a batch."""
-    stage, width = chain.stage, lane.width
-    x = lane.tokens(stage.device) if chain.is_first else chain.receive_activations(width, len(lane.rows))
+    stage, width = chain.stage, batch.width
+    x = batch.tokens(stage.device) if chain.is_first else chain.receive_activations(width, len(batch.rows))
     wanted = None
-    if lane.is_new:
+    if batch.is_new:
         context = stage.generation_context(width)
-        wanted = torch.tensor([len(row.prompt) - 1 for row in lane.rows], device=stage.device)
+        wanted = torch.tensor([len(row.prompt) - 1 for row in batch.rows], device=stage.device)
     else:
-        context = stage.next_token_context(lane.lengths)
+        context = stage.next_token_context(batch.lengths)
     with torch.inference_mode():  # skips version counters and view tracking, which saves CPU time
-        x = stage(x, context, cache=lane.cache, wanted=wanted)
+        x = stage(x, context, cache=batch.cache, wanted=wanted)
     if chain.is_last:
-        lane.chosen = _chosen(stage, lane, x[0], sampling)
-        chain.send_tokens(lane.chosen)
+        batch.chosen = _chosen(stage, batch, x[0], sampling)
+        chain.send_tokens(batch.chosen)
     else:
         chain.send_activations(x)
-    lane.advance()
+    batch.advance()
 
 
-def _chosen(stage: GPTStage, lane: Lane, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _chosen(stage: GPTStage, batch: Batch, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the next token of each row, int64 [b]. One rank chooses for its tp group."""
     whole = whole_vocabulary(stage, logits)
     if sampling.repetition_penalty != 1.0:
-        if lane.seen is None:
-            lane.seen = torch.zeros_like(whole, dtype=torch.bool)
-            for mark, row in zip(lane.seen, lane.rows, strict=True):
+        if batch.seen is None:
+            batch.seen = torch.zeros_like(whole, dtype=torch.bool)
+            for mark, row in zip(batch.seen, batch.rows, strict=True):
                 mark[list(row.prompt)] = True
         else:
-            last = torch.tensor([row.last for row in lane.rows], device=stage.device)
-            lane.seen.scatter_(1, last.unsqueeze(1), True)
-    chosen = torch.empty(len(lane.rows), dtype=torch.int64, device=stage.device)
+            last = torch.tensor([row.last for row in batch.rows], device=stage.device)
+            batch.seen.scatter_(1, last.unsqueeze(1), True)
+    chosen = torch.empty(len(batch.rows), dtype=torch.int64, device=stage.device)
     if stage.tp.rank == 0:
-        draws = [row.draws(len(row.new)) for row in lane.rows] if sampling.temperature else []
-        chosen.copy_(choose(whole, sampling, draws, seen=lane.seen))
+        draws = [row.draws(len(row.new)) for row in batch.rows] if sampling.temperature else []
+        chosen.copy_(choose(whole, sampling, draws, seen=batch.seen))
     stage.tp.broadcast(chosen)
     return chosen
 

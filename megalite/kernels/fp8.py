@@ -102,7 +102,7 @@ class Fp8Products(Products):
         self._kept: dict[Tensor, tuple[Tensor | None, dict[Side, Rounded]]] | None = None
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def caching_weights(self) -> Iterator[None]:
         """Cache the fp8 weights inside, where weights must not change. 2 bytes per element if backwards run too."""
         self._kept = {}
         try:

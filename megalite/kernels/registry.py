@@ -213,7 +213,7 @@ class Choice:
     use: KernelUse
     backend: str
     why: str  # "requested", or the reason of the matching rule
-    instead: str | None = None  # why the backend requested for all operations is not used
+    why_not_requested: str | None = None  # why the backend requested for all operations is not used
 
 
 class Kernels:
@@ -260,8 +260,8 @@ class Kernels:
         """Return a log line with the uses that the backend of all operations does not support, and why; None: none."""
         groups: dict[tuple[str, str], list[str]] = {}
         for choice in self.chosen:
-            if choice.instead is not None:
-                operations = groups.setdefault((choice.backend, choice.instead), [])
+            if choice.why_not_requested is not None:
+                operations = groups.setdefault((choice.backend, choice.why_not_requested), [])
                 operations += [choice.operation] if choice.operation not in operations else []
         parts = [f"{backend} for {', '.join(of)} ({reason})" for (backend, reason), of in groups.items()]
         return f"kernels: not {self._first} but {'; '.join(parts)}" if parts else None
@@ -278,20 +278,20 @@ class Kernels:
         return self._chosen[operation, use]
 
     def _choose(self, operation: str, use: KernelUse, device: torch.device) -> Choice:
-        requested, first, instead = self._requests.get(operation), self._first, None
+        requested, first, unusable = self._requests.get(operation), self._first, None
         if requested is not None:
             _refuse(operation, requested, why_not(operation, requested, use))
             return Choice(operation, use, requested, "requested")
         if first is not None:
             none = None if first in IMPLEMENTATIONS[operation] else "it has none"
-            instead = none or why_not(operation, first, use)
-            if instead is None:
+            unusable = none or why_not(operation, first, use)
+            if unusable is None:
                 return Choice(operation, use, first, "requested for all operations")
         order, why = self._preferences.order(operation, use, device)
         for backend in order:
             if backend in IMPLEMENTATIONS[operation] and why_not(operation, backend, use) is None:
-                return Choice(operation, use, backend, why, instead)
-        return Choice(operation, use, "torch", "no other backend supports it", instead)
+                return Choice(operation, use, backend, why, unusable)
+        return Choice(operation, use, "torch", "no other backend supports it", unusable)
 
 
 def why_not_backend(backend: str, device: str) -> str | None:

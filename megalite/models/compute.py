@@ -16,7 +16,7 @@ from megalite.kernels.probes import why_not_capability
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlapped_linear import Pieces, Ring, SymmetricMemory, why_not_symmetric
+from megalite.tensor_parallel.overlapped_linear import OverlappedProducts, Ring, SymmetricMemory, why_not_symmetric
 from megalite.topology.group import Group
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
@@ -81,7 +81,7 @@ def _use_overlap(stage: GPTStage, compute: ComputeConfig) -> str:
     """Set the overlap backend of linear layers. Collectives: those of `why_not_symmetric`, except for `ring`."""
     requested, reason = compute.tp_comm_overlap_backend, "requested"
     linears = [module for module in stage.modules() if isinstance(module, _LINEAR)]
-    by: Callable[[Group, Matmul], Pieces] = Ring
+    by: Callable[[Group, Matmul], OverlappedProducts] = Ring
     if requested != "ring" and stage.device.type != "meta":  # a rehearsal has no memory to share
         found = why_not_symmetric(stage.tp)
         if requested == "symmetric" and found is not None:

@@ -34,10 +34,10 @@ class AuxiliaryLosses:
         scale: float,
         device: torch.device,
         records_logits: bool = False,
-        together: int = 1,
+        sequences_per_loss: int = 1,
     ) -> None:
         self.per_sequence, self.per_token, self.scale = per_sequence, per_token, scale
-        self.together = together
+        self.sequences_per_loss = sequences_per_loss
         """Number of sequences per load-balancing loss; it divides the microbatch."""
         self.totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in NAMES}
         """Name -> this rank's part of the unscaled term, over all layers and the microbatches after their backward."""

@@ -40,9 +40,9 @@ class RankFailure(AssertionError):
 class RankContext:
     """The first argument of a function that runs on a pool."""
 
-    def __init__(self, rank: int, made: ProcessGroups | None = None) -> None:
+    def __init__(self, rank: int, groups: ProcessGroups | None = None) -> None:
         self.rank = rank
-        self.made = {} if made is None else made
+        self.groups = {} if groups is None else groups
 
     def topology(self, *, sanitized: bool = False, **axes: Any) -> Topology:
         """Return the topology of `ParallelLayout(**axes)` over the first ranks of the pool."""
@@ -51,7 +51,7 @@ class RankContext:
     def _topology(self, layout: ParallelLayout, *, sanitized: bool, memory: bool = True) -> Topology:
         kind, cpu = SanitizedGroup if sanitized else Group, torch.device("cpu")
         return Topology.create(
-            layout, rank=self.rank, device=cpu, made=self.made, group_type=kind, shared_memory=memory
+            layout, rank=self.rank, device=cpu, reuse=self.groups, group_type=kind, shared_memory=memory
         )
 
     def topology_of(self, config: RunConfig) -> Topology:
@@ -156,7 +156,7 @@ def _work(
     fd = None if listening is None else listening.detach()
     store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
     pipe.send((True, None, 0))
-    made: ProcessGroups = {}
+    groups: ProcessGroups = {}
     gc.freeze()  # imported objects stay alive: collections can skip them
     current = 0
     while True:
@@ -168,13 +168,13 @@ def _work(
             if job != current:  # another number of ranks
                 if current:
                     dist.destroy_process_group()
-                made.clear()
+                groups.clear()
                 gc.collect()  # modules and their hooks hold groups in cycles
                 current = job
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore(f"job{job}", store), rank=rank, world_size=size, timeout=seconds
                 )
-            answer = (True, fn(RankContext(rank, made), *args, **kwargs), len(made))
+            answer = (True, fn(RankContext(rank, groups), *args, **kwargs), len(groups))
         except BaseException:
             answer = (False, traceback.format_exc(), 0)
         try:

@@ -157,7 +157,7 @@ class GradientReducer(Protocol):
     def start_grad_sync(self, stage: int) -> None:
         """Start all reductions of the stage that have not started; its gradients are final."""
 
-    def announce(self, stage: int | None, *, backward: bool) -> None:
+    def set_prefetch(self, stage: int | None, *, backward: bool) -> None:
         """Prepare the weights of this stage for the computation after the coming one, a forward or a backward. None:
         the coming computation is the last of the step that reads weights."""
 
@@ -277,7 +277,7 @@ class Executor:
         if self._reducer is not None and action in self._following:
             following = self._following[action]
             backward = following is not None and following.kind not in (Kind.F, Kind.R)
-            self._reducer.announce(following and following.stage, backward=backward)
+            self._reducer.set_prefetch(following and following.stage, backward=backward)
         if self._tracer is not None:
             self._tracer.start(action)
         self._do[action.kind](action, step)

@@ -16,7 +16,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, Place, cut
-from megalite.tokenizers.base import refusing, require_package
+from megalite.tokenizers.base import as_config_error, require_package
 from megalite.tokenizers.subword import GPT2_END
 from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
@@ -193,7 +193,7 @@ def train_byte_level(texts: Iterable[str], *, output_prefix: str | Path, vocab_s
     )
     source = _CountedTexts(texts)
     try:
-        with refusing("byte-level BPE cannot be trained"):
+        with as_config_error("byte-level BPE cannot be trained"):
             tokenizer.train_from_iterator(iter(source), trainer=trainer)
     except ConfigError:
         source.require_any()  # an exception of `texts` comes first

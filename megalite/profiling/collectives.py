@@ -153,18 +153,18 @@ class Channels:
 
 
 def make_channels(
-    machine: Machine, rank: int, device: torch.device, *, made: ProcessGroups | None = None
+    machine: Machine, rank: int, device: torch.device, *, reuse: ProcessGroups | None = None
 ) -> list[Channels]:
     """Create groups inside a node (of 2 ranks and of all) and across nodes (one rank of each), with a pair for
     messages. If tensor-parallel ranks use shared memory, also create groups inside a node that do.
 
-    Collectives: creates process groups (`made` as for `Topology.create`); every rank calls it at the same time."""
-    made = {} if made is None else made
+    Collectives: creates process groups (`reuse` as for `Topology.create`); every rank calls it at the same time."""
+    reuse = {} if reuse is None else reuse
     local, nodes = machine.ranks_per_node, machine.nodes
 
     def topology(*, shared_memory: bool = False, **axes: int | str) -> Topology:
         layout = ParallelLayout(**axes)  # type: ignore[arg-type]
-        return Topology.create(layout, rank=rank, device=device, made=made, shared_memory=shared_memory)
+        return Topology.create(layout, rank=rank, device=device, reuse=reuse, shared_memory=shared_memory)
 
     found = []
     if local > 1:

@@ -72,10 +72,10 @@ def measure(
     *,
     dtypes: Sequence[str],
     seconds: float,
-    made: ProcessGroups | None = None,
+    reuse: ProcessGroups | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
-    """Measure for about `seconds`. Every rank calls it at the same time; `made` is as for `Topology.create`.
+    """Measure for about `seconds`. Every rank calls it at the same time; `reuse` is as for `Topology.create`.
 
     Collectives: the measured ones, and barriers and gathers over the timer's world."""
     left_out = set() if machine.ranks > 1 else {"collectives"}
@@ -114,7 +114,7 @@ def measure(
         most = pieces.first_rate(timer, dtype) * seconds / (2 * len(stages.SHAPES) * _SAMPLES)
         found.passes += stages.measure_passes(timer, dtype=dtype, name=name, most_flops=most, seconds=seconds)
     if machine.ranks > 1:
-        places = between.make_channels(machine, timer.world.rank, timer.device, made=made)
+        places = between.make_channels(machine, timer.world.rank, timer.device, reuse=reuse)
         seconds = share["collectives"]
         if machine.crowded and places[0].place == "inside":
             progress("speed of ranks while others wait")

@@ -158,7 +158,7 @@ class RehearsedGroup(Group):
         for _ in range(2 if self.size > 1 and self.device.type == DEVICE.type else 0):
             self.journal.device.synchronise("reads text of other ranks")
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_on_all_ranks(self, error: BaseException | None) -> None:
         self._exchange_text("gather_json")
         if error is not None:
             raise error

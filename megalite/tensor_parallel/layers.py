@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import PLAIN, Matmul, Products
 from megalite.tensor_parallel.mappings import gather_along_sequence, reduce_partial_sums
-from megalite.tensor_parallel.overlapped_linear import Pieces, scattered_linear
+from megalite.tensor_parallel.overlapped_linear import OverlappedProducts, scattered_linear
 from megalite.tensor_parallel.parameter import (
     ParameterFactory,
     ShardedParameter,
@@ -36,7 +36,7 @@ class _Linear(Function):
         tp: Group | None,
         sequence_parallel: bool,
         products: Products,
-        pieces: Pieces | None,
+        pieces: OverlappedProducts | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.how = weight, weight._version, bias is not None, tp, sequence_parallel, products, pieces
@@ -101,7 +101,7 @@ def linear(
     tp: Group | None,
     sequence_parallel: bool = False,
     products: Products = PLAIN,
-    pieces: Pieces | None = None,
+    pieces: OverlappedProducts | None = None,
 ) -> Tensor:
     """Compute x [..., i] · weight [o/tp, i]ᵀ + bias [o/tp] -> [..., o/tp].
 
@@ -136,7 +136,7 @@ class ColumnParallelLinear(Module):
         shard_dim: the dimension of `shape` that is split.
     """
 
-    overlap_by: Callable[[Group, Matmul], Pieces] | None = None  # overlaps products and communication
+    overlap_by: Callable[[Group, Matmul], OverlappedProducts] | None = None  # overlaps products and communication
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class RowParallelLinear(Module):
     once, after the sum.
     """
 
-    overlap_by: Callable[[Group, Matmul], Pieces] | None = None  # overlaps products and communication
+    overlap_by: Callable[[Group, Matmul], OverlappedProducts] | None = None  # overlaps products and communication
 
     def __init__(self, name: str, shape: tuple[int, int], *, std: float, bias: bool, factory: ParameterFactory) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work
     return total, last
 
 
-class Pieces(Protocol):
+class OverlappedProducts(Protocol):
     """Products that overlap the gather of their input or the reduce-scatter of their output; outside autograd."""
 
     def gather(
@@ -80,7 +80,7 @@ class Pieces(Protocol):
 
 
 class Ring:
-    """`Pieces` by a ring. Collectives of each method: tp - 1 exchanges with the neighbours."""
+    """`OverlappedProducts` by a ring. Collectives of each method: tp - 1 exchanges with the neighbours."""
 
     def __init__(self, tp: Group, matmul: Matmul) -> None:
         self._tp, self._matmul = tp, matmul
@@ -103,7 +103,7 @@ class Ring:
 
 class _Scattered(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: ShardedParameter, pieces: OverlappedProducts) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.version, ctx.pieces = weight, weight._version, pieces
         y, summing = pieces.scatter(x, weight.t())
@@ -120,7 +120,7 @@ class _Scattered(Function):
         return grad_x, gradient.compute_or_defer(weight.deferred), None
 
 
-def scattered_linear(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+def scattered_linear(x: Tensor, weight: Tensor, pieces: OverlappedProducts) -> Tensor:
     """Compute x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
     Collectives: those of `pieces`, forward and backward.
@@ -135,7 +135,7 @@ _ROWS, _WIDTH, _LIMIT = 64, 128, 2e-2
 
 
 class SymmetricMemory:
-    """`Pieces` by symmetric memory. Collectives: a gather or a reduction over tp by copies, fused with the product."""
+    """`OverlappedProducts` by symmetric memory. Collectives: gather or reduction over tp by copies, with the product."""
 
     def __init__(self, tp: Group, matmul: Matmul) -> None:
         assert tp.process_group is not None

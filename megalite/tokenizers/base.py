@@ -152,7 +152,7 @@ def require_package(what: object, module: str, extra: str) -> Any:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def as_config_error(what: str) -> Iterator[None]:
     """Convert exceptions of a library to a ConfigError that starts with `what`. Includes panics of Rust libraries,
     which are no Exceptions, but not KeyboardInterrupt."""
     try:

@@ -9,10 +9,10 @@ import sentencepiece
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
+    as_config_error,
     digest,
     parse_json,
     read_tokenizer_file,
-    refusing,
     require_characters,
     require_package,
 )
@@ -36,7 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
         content = read_tokenizer_file(model_file)
         self._path = model_file
         self._processor = sentencepiece.SentencePieceProcessor()
-        with refusing(f"{model_file} is not a SentencePiece model"):
+        with as_config_error(f"{model_file} is not a SentencePiece model"):
             loaded = self._processor.LoadFromSerializedProto(content)
         self.vocab_size = self._processor.get_piece_size() if loaded else 0
         if not self.vocab_size:
@@ -48,7 +48,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         require_characters(texts)
-        with refusing(f"{self._path}: the model fails on a text"):
+        with as_config_error(f"{self._path}: the model fails on a text"):
             ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=1)
         return ids
 
@@ -66,7 +66,7 @@ class _TokenizersLibrary(Tokenizer):
         require_characters(texts)
         # encode_batch_fast skips the character offsets of tokens; older versions lack it.
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        with refusing(f"{self._path}: the tokenizer fails on a text"):
+        with as_config_error(f"{self._path}: the tokenizer fails on a text"):
             return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -86,7 +86,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     def __init__(self, tokenizer_file: str | Path) -> None:
         content = read_tokenizer_file(tokenizer_file)
         self._path = tokenizer_file
-        with refusing(f"{tokenizer_file} is not a Hugging Face tokenizer.json"):
+        with as_config_error(f"{tokenizer_file} is not a Hugging Face tokenizer.json"):
             self._tokenizer = require_package(tokenizer_file, "tokenizers", "tokenizers").Tokenizer.from_str(
                 content.decode("utf-8")
             )
@@ -121,7 +121,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids, and the range of characters of each. Raises ConfigError as `encode`."""
         require_characters([text])
-        with refusing(f"{self._path}: the tokenizer fails on a text"):
+        with as_config_error(f"{self._path}: the tokenizer fails on a text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -168,7 +168,7 @@ def _parse_vocabulary(content: bytes, path: str | Path) -> dict[str, int]:
 
 def _bpe(library: Any, vocabulary: dict[str, int], content: bytes, path: str | Path, vocab_file: str | Path) -> Any:
     """Build the BPE model from a vocabulary and the unique pairs of a merges.txt, in the order of the file."""
-    with refusing(f"{path} is not the merges.txt that belongs to {vocab_file}; give one tokenizer's files"):
+    with as_config_error(f"{path} is not the merges.txt that belongs to {vocab_file}; give one tokenizer's files"):
         lines = [line.rstrip("\r") for line in content.decode("utf-8").split("\n")]
         pairs = dict.fromkeys(tuple(line.split(" ")) for line in lines if line and not line.startswith("#version"))
         return library.models.BPE(vocab=vocabulary, merges=list(pairs))

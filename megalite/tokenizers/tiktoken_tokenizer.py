@@ -17,10 +17,10 @@ import regex
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
     Tokenizer,
+    as_config_error,
     digest,
     parse_json,
     read_tokenizer_file,
-    refusing,
     require_characters,
     require_package,
 )
@@ -105,7 +105,7 @@ class TikTokenizer(Tokenizer):
         )
 
     def _make(self, pattern: str) -> Any:
-        with refusing(f"{self._path}: tiktoken refuses it or {pattern[:100]!r}"):
+        with as_config_error(f"{self._path}: tiktoken refuses it or {pattern[:100]!r}"):
             return self._make_encoding(
                 Path(self._path).name,
                 pat_str=pattern,
@@ -118,7 +118,7 @@ class TikTokenizer(Tokenizer):
             return self._encode_by_words(text)
         # Not for a user's pattern, which may mean something else to the package `regex`.
         try:
-            with refusing(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text"):
+            with as_config_error(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text"):
                 ids: list[int] = self._encoding.encode_ordinary(text)
         except ConfigError:
             if self._plan.is_known:

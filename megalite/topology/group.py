@@ -285,7 +285,7 @@ class Group:
         """Start to copy a small tensor to the host; `read` of the result waits only if the copy has not finished."""
         return HostCopy(tensor, self.heartbeat)
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_on_all_ranks(self, error: BaseException | None) -> None:
         """Raise an error on every rank if any rank passes one; return on all ranks otherwise.
 
         Raises ConfigError (or CheckpointError): that of the first failing rank. Raises RemoteError: the first failing
@@ -310,14 +310,14 @@ class Group:
 
         Otherwise the ranks without the error would wait forever in the next collective.
 
-        Collectives: `agree`, at the end.
+        Collectives: `raise_on_all_ranks`, at the end.
         """
         found: Exception | None = None
         try:
             yield
         except kinds as error:
             found = error
-        self.agree(found)
+        self.raise_on_all_ranks(found)
 
 
 def _started(work: Work | None) -> Work:
@@ -395,20 +395,20 @@ class TreeGroup(Group):
 
 
 def host_group(
-    world: Group, name: str, *, timeout: datetime.timedelta, made: ProcessGroups | None = None, fan_out: int = FAN_OUT
+    world: Group, name: str, *, timeout: datetime.timedelta, reuse: ProcessGroups | None = None, fan_out: int = FAN_OUT
 ) -> Group:
     """Create a group of all ranks on gloo and the CPU, for JSON and all-reduces of few numbers only. `timeout`: limit
-    for live peers; if a peer dies, the wait ends at once. `made`: process groups to reuse and extend.
+    for live peers; if a peer dies, the wait ends at once. `reuse`: process groups to reuse and extend.
 
     Collectives: creates process groups; every rank calls it at the same time."""
     own_rank, ranks, levels = world.ranks[world.rank], world.ranks, list[Group]()
-    made = {} if made is None else made
+    reuse = {} if reuse is None else reuse
     while len(ranks) > 1:
         for part in (ranks[first : first + fan_out] for first in range(0, len(ranks), fan_out)):
-            if len(part) > 1 and (name, part) not in made:
-                made[name, part] = dist.new_group(list(part), timeout=timeout, backend="gloo")
+            if len(part) > 1 and (name, part) not in reuse:
+                reuse[name, part] = dist.new_group(list(part), timeout=timeout, backend="gloo")
             if len(part) > 1 and own_rank in part:
-                levels.append(Group(name, part, part.index(own_rank), made[name, part], world.heartbeat))
+                levels.append(Group(name, part, part.index(own_rank), reuse[name, part], world.heartbeat))
         ranks = ranks[::fan_out]
     if world.size <= fan_out:
         return levels[0] if levels else world

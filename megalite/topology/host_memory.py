@@ -47,7 +47,7 @@ class CopyStream:
             return self._stream.record_event()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def overlapped(self) -> Iterator[None]:
         """Start operations in the block after all work queued on the device so far, overlapped with later work."""
         if self._stream is None:
             yield

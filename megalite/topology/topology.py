@@ -278,7 +278,7 @@ class Topology:
         device: torch.device,
         backend: str = "auto",
         timeout_minutes: float = 10.0,
-        made: ProcessGroups | None = None,
+        reuse: ProcessGroups | None = None,
         heartbeat: Heartbeat = UNWATCHED,
         group_type: type[Group] = Group,
         shared_memory: bool = True,
@@ -292,7 +292,7 @@ class Topology:
         Pipeline edges, `PRIVATE_KINDS` and `GRADIENT_KINDS` have separate ones.
 
         Args:
-            made: process groups to reuse and extend, for programs that use many layouts of one world.
+            reuse: process groups to reuse and extend, for programs that use many layouts of one world.
             heartbeat: records the operations of every group.
             group_type: `SanitizedGroup` detects wrong use of asynchronous operations.
             shared_memory: on gloo, tensor-parallel ranks of one host communicate through shared memory.
@@ -300,11 +300,11 @@ class Topology:
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
-        if made is None:
-            made = {}
+        if reuse is None:
+            reuse = {}
             if dist.is_initialized() and (dist.get_world_size(), dist.get_backend()) == (layout.world_size, backend):
                 # Another communicator of all ranks would be the most expensive one to create.
-                made["shared", layout.groups("world")[0]] = dist.group.WORLD
+                reuse["shared", layout.groups("world")[0]] = dist.group.WORLD
         timeout = datetime.timedelta(minutes=timeout_minutes)
         new_group = functools.partial(dist.new_group, timeout=timeout, backend=backend)
 
@@ -312,12 +312,12 @@ class Topology:
             own = None
             for ranks in rank_lists:
                 key = (communicator, ranks)
-                if len(ranks) > 1 and key not in made:
+                if len(ranks) > 1 and key not in reuse:
                     options = _options(backend, communicator, kind, max_ctas or {})
                     text = lane_name(communicator, ranks)  # the flight recorder reports it
-                    made[key] = new_group(list(ranks), pg_options=options, group_desc=text)
+                    reuse[key] = new_group(list(ranks), pg_options=options, group_desc=text)
                 if rank in ranks:
-                    process_group = made[key] if len(ranks) > 1 else None
+                    process_group = reuse[key] if len(ranks) > 1 else None
                     own = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
             return own
 
@@ -331,7 +331,7 @@ class Topology:
             if edge is not None:
                 edges[pipeline.ranks.index(pair[0]), pipeline.ranks.index(pair[1])] = edge
         if shared_memory and backend == "gloo":
-            _share_memory(groups, made, timeout)
+            _share_memory(groups, reuse, timeout)
         if backend == "nccl":
             _connect(edges, device)
         return cls(
@@ -339,7 +339,7 @@ class Topology:
             rank=rank,
             coordinate=layout.coordinate(rank),
             device=device,
-            host=host_group(world, "host", timeout=timeout, made=made) if backend == "nccl" else world,
+            host=host_group(world, "host", timeout=timeout, reuse=reuse) if backend == "nccl" else world,
             edges=edges,
             **groups,  # type: ignore[arg-type]
         )
@@ -455,14 +455,14 @@ def _options(backend: str, communicator: str, kind: str, max_ctas: Mapping[str, 
     return options
 
 
-def _share_memory(groups: dict[str, Group | None], made: ProcessGroups, timeout: datetime.timedelta) -> None:
+def _share_memory(groups: dict[str, Group | None], reuse: ProcessGroups, timeout: datetime.timedelta) -> None:
     """Make the groups of `_SHARED_MEMORY_GROUPS` use shared memory, one segment per list of ranks."""
     for name in _SHARED_MEMORY_GROUPS:
         if (group := groups[name]) is not None and group.size > 1:
-            if (key := ("memory", group.ranks)) not in made:
+            if (key := ("memory", group.ranks)) not in reuse:
                 memory = imported("megalite.topology.shared_memory:SharedMemory")
-                made[key] = memory.open(group, timeout=timeout.total_seconds())
-            groups[name] = dataclasses.replace(group, memory=made[key])
+                reuse[key] = memory.open(group, timeout=timeout.total_seconds())
+            groups[name] = dataclasses.replace(group, memory=reuse[key])
 
 
 def _connect(edges: dict[tuple[int, int], Group], device: torch.device) -> None:

@@ -55,7 +55,7 @@ def read_batches(
         with group.heartbeat.synchronise():
             failed, waited, asked = agreed.tolist()
         if failed:
-            group.agree(fault)
+            group.raise_on_all_ranks(fault)
     elif fault is not None:
         raise fault
     if asked:

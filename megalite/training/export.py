@@ -29,7 +29,7 @@ def check_export(config: RunConfig) -> None:
 class Exporter:
     """Exports the checkpoints of one start of a run; does nothing on ranks other than 0. `total`: the run's last step.
 
-    Collectives: `Group.agree` in the constructor."""
+    Collectives: `Group.raise_on_all_ranks` in the constructor."""
 
     def __init__(
         self, replica: Replica, progress: Progress, *, total: int, stops: StopRequests, log: Callable[[str], None]

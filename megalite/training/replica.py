@@ -171,7 +171,7 @@ def consensus(replica: "Replica", *, saved: bool = False) -> Iterator[None]:
     with strategy.consensus(), ExitStack() as more:
         config = replica.config.optimizer
         if OPTIMIZERS.facts(config.optimizer).averaged or (config.eval_ema and not saved):
-            more.enter_context(strategy.averaged(optimizer))
+            more.enter_context(strategy.evaluation_weights(optimizer))
         yield
 
 
@@ -221,7 +221,7 @@ class Replica:
     """Every virtual stage of the model, in order."""
     programs: Programs
     kernels: Kernels
-    computes: tuple[str, ...]
+    compute_notes: tuple[str, ...]
     """Log lines on how the layers compute."""
     precision: Precision
     stages: dict[int, GPTStage]
@@ -387,7 +387,7 @@ def build_replica(
     `asked` is the config before it was resolved; default: `config` has no derived values.
     """
     programs = programs or Programs(config)
-    stages, kernels, computes = modules or build_modules(config, topology, programs)
+    stages, kernels, compute_notes = modules or build_modules(config, topology, programs)
     precision = Precision.of(config.training.precision)
     # In stage order: in a V-shaped schedule the head's stage, which defers products with a tied embedding, must come
     # after the stage of the embedding.
@@ -402,7 +402,7 @@ def build_replica(
         plan=programs.stages,
         programs=programs,
         kernels=kernels,
-        computes=computes,
+        compute_notes=compute_notes,
         precision=precision,
         stages=stages,
         deferred=deferred,

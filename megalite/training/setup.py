@@ -272,7 +272,7 @@ class _Task:
         finally:
             self._stop.set()
             thread.join(_PATIENCE)
-        world.agree(self._fault)
+        world.raise_on_all_ranks(self._fault)
         return self._found
 
 
@@ -411,7 +411,7 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
         f"{t.micro_batch_size} per microbatch x {p.dp} dp x {count} microbatches; "
         f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}"
     )
-    for line in (*replica.computes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
+    for line in (*replica.compute_notes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
         log(line)
     if (others := replica.kernels.fallback_summary()) is not None:
         log(others)

@@ -33,7 +33,7 @@ def flat_states(replica: Replica, shard: OptimizerShard) -> list[FlatState]:
     strategy, optimizer = replica.strategy, replica.optimizer
     states = {"main_param": shard.main} if shard.is_copy and strategy.replicas_agree else {}
     if OPTIMIZERS.facts(optimizer.config.optimizer).averaged:
-        states = {"train_param": strategy.trained(shard)}
+        states = {"train_param": strategy.training_weights(shard)}
     defaults = dict.fromkeys(optimizer.from_zeros, "zeros") | dict.fromkeys(optimizer.from_parameters, "parameter")
     return [
         FlatState(

@@ -274,7 +274,7 @@ class Stepper:
             fault=fault,
             auxiliary=dict(zip(self._auxiliary_names, added, strict=True)),
             phase=strategy.phase(after.step),
-            wire_bytes=strategy.wire(),
+            wire_bytes=strategy.take_wire_bytes(),
         )
 
     def _auxiliary_losses(self, batch_size: int, length: int, scale: float) -> AuxiliaryLosses:
@@ -285,7 +285,7 @@ class Stepper:
             scale=scale,
             device=self._replica.topology.device,
             records_logits=config.optimizer.qk_clip,
-            together=config.training.moe_aux_loss_sequences,
+            sequences_per_loss=config.training.moe_aux_loss_sequences,
         )
 
     def _clipped_rows(self, auxiliary: AuxiliaryLosses) -> Rows:
@@ -387,7 +387,7 @@ class Stepper:
             with ExitStack() as constant:
                 for stage in replica.stages.values():
                     if stage.fp8 is not None:
-                        constant.enter_context(stage.fp8.keeping())
+                        constant.enter_context(stage.fp8.caching_weights())
                 return self._executor(count, batch.length, evaluation=evaluation).run()
         finally:
             del self._forward  # releases the batch

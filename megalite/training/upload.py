@@ -24,7 +24,7 @@ from megalite.checkpoint.save import same_error_on_all_ranks, steps_to_remove
 from megalite.config.errors import CheckpointError, ConfigError, TakenError
 from megalite.config.run import RunConfig
 from megalite.data.remote import is_fetched, waiting_folder
-from megalite.data.stores import StoreObject, shown
+from megalite.data.stores import StoreObject, redacted
 from megalite.topology.group import Group
 
 _OWNER = ".owner"
@@ -39,7 +39,7 @@ class Destination:
         assert config.checkpoint.save is not None
         self._config = config
         self._run = StoreObject(config.checkpoint.save.rstrip("/"))
-        self.name = shown(config.checkpoint.save.rstrip("/"))
+        self.name = redacted(config.checkpoint.save.rstrip("/"))
         self.folder = waiting_folder(config)
         """Local folder of checkpoints until their upload."""
         self.host = platform.node()

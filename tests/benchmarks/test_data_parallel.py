@@ -39,7 +39,7 @@ def work(context: RankContext, folder: Path) -> None:
     """As the worker does, on the host's own network."""
     recorder = Recorder(folder / f"rank{context.rank}.jsonl", "lo")
     for case in (*CASES, *ORDERED):
-        train_ours(case, context.made, recorder)
+        train_ours(case, context.groups, recorder)
 
 
 @pytest.fixture(scope="module")

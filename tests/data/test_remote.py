@@ -19,7 +19,7 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.conversion.start import settings_in
 from megalite.data.remote import fetch_all, with_places
-from megalite.data.stores import shown
+from megalite.data.stores import redacted
 from megalite.topology.group import Group
 from megalite.training.resume import check_settings
 from megalite.training.setup import fetch_remote_files
@@ -111,7 +111,7 @@ def test_secrets_are_sent_and_never_shown(store: Store, tmp_path: Path) -> None:
     ) as error:
         fetch(tmp_path, data_path=[store.address("a.jsonl?token=hidden", user="me:wrong@")])
     assert "wrong" not in str(error.value) and "hidden" not in str(error.value)
-    assert shown("https://me:word@host/a/b?X-Amz-Signature=1#c") == "https://host/a/b"
+    assert redacted("https://me:word@host/a/b?X-Amz-Signature=1#c") == "https://host/a/b"
 
 
 def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:

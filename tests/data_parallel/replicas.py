@@ -120,11 +120,11 @@ def run_toy(
         run.step()
         found["weights"].append(run.weights())
         found["phases"].append(run.strategy.phase(step))
-        found["bytes"].append(run.strategy.wire())
+        found["bytes"].append(run.strategy.take_wire_bytes())
         if step in consensus_at:
             with run.strategy.consensus():
                 found["means"][step] = run.weights()
-            run.strategy.wire()
+            run.strategy.take_wire_bytes()
     found["notes"] = list(run.strategy.notes)
     found["elements"] = sum(bucket.data.numel() for bucket in run.strategy.all_buckets())
     run.strategy.close()

@@ -64,7 +64,7 @@ def said(context: RankContext, settings: dict[str, Any], silent: bool = False) -
             if run.strategy.notes:
                 lines[step] = list(run.strategy.notes)
                 run.strategy.notes.clear()
-            sent.append(run.strategy.wire())
+            sent.append(run.strategy.take_wire_bytes())
         run.strategy.close()
         assert torch.equal(torch.get_rng_state(), before)
     return lines, sent, run.weights()["table"]

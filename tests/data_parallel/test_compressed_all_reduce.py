@@ -29,7 +29,7 @@ def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_s
         run.step(loss_scale=loss_scale)
         found["weights"].append(run.weights())
         found["phases"].append(run.strategy.phase(step))
-        found["bytes"].append(run.strategy.wire())
+        found["bytes"].append(run.strategy.take_wire_bytes())
     found["codecs"] = [codec.wire_bytes for codec in getattr(run.strategy, "_codecs", {}).values()]
     run.strategy.close()
     return found

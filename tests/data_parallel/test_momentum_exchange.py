@@ -32,7 +32,7 @@ def trajectory(context: RankContext, dp: int, settings: dict[str, Any], steps: i
     for _ in range(steps):
         run.step()
         weights.append(run.weights())
-        sent.append((run.strategy.phase(run.steps), run.strategy.wire()))
+        sent.append((run.strategy.phase(run.steps), run.strategy.take_wire_bytes()))
     states = run.optimizer.tensor_state().items()
     factors = {name: float(value) for (state, name), value in states if state == "trust_factor"}
     run.strategy.close()

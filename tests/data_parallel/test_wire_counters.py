@@ -78,13 +78,13 @@ def measure(topology: Topology, settings: dict[str, Any]) -> tuple[float, int]:
         strategy.wait_for_parameters()
         if step == 1:
             dist.barrier()
-            strategy.wire()
+            strategy.take_wire_bytes()
             before = network_namespace.bytes_sent()
             dist.barrier()
     dist.barrier()
     measured = network_namespace.bytes_sent() - before
     dist.barrier()
-    said = strategy.wire()
+    said = strategy.take_wire_bytes()
     strategy.close()
     return said, measured
 

@@ -157,9 +157,9 @@ def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps
     run = UnitRun(context.topology(dp=dp), settings)
     losses, seen, sent = [], list[Seen](), 0.0
     for _ in range(steps):
-        run.strategy.wire()
+        run.strategy.take_wire_bytes()
         losses.append(run.step())
-        seen, sent = run.seen(), run.strategy.wire()
+        seen, sent = run.seen(), run.strategy.take_wire_bytes()
     idle = run.live()
     run.strategy.wait_for_parameters()
     weights = [layer.weight.detach().clone() for layer in run.layers]

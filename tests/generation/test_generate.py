@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.generation.continuation import GrowingText, Sampling, continuations_of, lanes_of
+from megalite.generation.continuation import GrowingText, Sampling, batches_of, continuations_of
 from megalite.generation.generate import whole_vocabulary
 from megalite.models import gpt
 from megalite.models.gpt import GPTStage
@@ -163,9 +163,9 @@ def test_batches(prompts: int, batch: int, flying: int, sizes: list[int]) -> Non
     """No larger than asked for, about equal, enough for every stage, of like lengths."""
     given = [[1] * (1 + 5 * index % 7) for index in range(prompts)]
     made = continuations_of(given, GREEDY, None)
-    lanes = lanes_of(made, batch_size=batch, in_flight=flying, max_new_tokens=9)
-    assert [len(lane.rows) for lane in lanes] == sizes
-    lengths = [len(row.prompt) for lane in lanes for row in lane.rows]
+    batches = batches_of(made, batch_size=batch, in_flight=flying, max_new_tokens=9)
+    assert [len(batch.rows) for batch in batches] == sizes
+    lengths = [len(row.prompt) for batch in batches for row in batch.rows]
     assert lengths == sorted(lengths)
 
 

@@ -226,7 +226,7 @@ def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
 
     products, weight = Fp8Products((largest, counted, cast_rows)), drawn(4, 64, 48)
     x, grad = drawn(3, 32, 48), drawn(5, 32, 64)
-    with products.keeping():
+    with products.caching_weights():
         first = products.output(x, weight, None)
         calls.clear()
         for _ in range(3):
@@ -235,7 +235,7 @@ def test_a_weight_is_rounded_once_while_it_does_not_change() -> None:
         assert calls == [32, 32, 48, *[32] * 4]
     weight.neg_()
     assert torch.equal(products.output(x, weight, None), -first)
-    with products.keeping():
+    with products.caching_weights():
         assert torch.equal(products.output(x, weight, None), -first)
 
 

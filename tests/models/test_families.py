@@ -239,10 +239,10 @@ def load(stage: GPTStage, family: Family, theirs: dict[str, Tensor], model: Mode
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary
     for piece in CONVERTED[family.names].pieces(model, theirs.keys()):
-        values = theirs[piece.theirs].flatten()
-        for first, place in piece.places(parameters[piece.ours]):
+        values = theirs[piece.name].flatten()
+        for first, place in piece.places(parameters[piece.parameter]):
             place.copy_(values[first : first + place.numel()].view(place.shape))
-        filled.add(piece.ours)
+        filled.add(piece.parameter)
     assert filled == parameters.keys()
 
 

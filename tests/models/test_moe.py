@@ -64,7 +64,7 @@ def context_of(auxiliary: AuxiliaryLosses | None = None, s: int = S) -> ForwardC
 
 
 def losses(scale: float = 1.0, together: int = 1) -> AuxiliaryLosses:
-    return AuxiliaryLosses(1 / B, 1 / (S * B), scale, torch.device("cpu"), together=together)
+    return AuxiliaryLosses(1 / B, 1 / (S * B), scale, torch.device("cpu"), sequences_per_loss=together)
 
 
 def leaves(layer: MoELayer) -> Weights:

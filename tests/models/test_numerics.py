@@ -80,7 +80,7 @@ def test_a_deterministic_run_has_the_bits_of_any_other(model: str) -> None:
         assert torch.are_deterministic_algorithms_enabled() == asked
         results = [run.step() for _ in range(3)]
         norms.append([(result.loss, result.grad_norm) for result in results])
-        assert any("deterministic" in line for line in run.replica.computes) == asked
+        assert any("deterministic" in line for line in run.replica.compute_notes) == asked
     assert norms[0] == norms[1]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 

@@ -133,8 +133,8 @@ class Watched(Rank):
         self.events.append(f"start {stage}")
         self.strategy.start_grad_sync(stage)
 
-    def announce(self, stage: int | None, *, backward: bool) -> None:
-        self.strategy.announce(stage, backward=backward)
+    def set_prefetch(self, stage: int | None, *, backward: bool) -> None:
+        self.strategy.set_prefetch(stage, backward=backward)
 
     def forward(self, stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
         held = [output for ref in self._outputs if (output := ref()) is not None]

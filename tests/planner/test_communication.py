@@ -151,7 +151,7 @@ def bytes_sent(context: RankContext, settings: dict[str, Any]) -> float:
     runner = Runner(build(context, four_ranks(settings)))
     for _ in range(2):
         runner.step()
-    runner.replica.strategy.wire()
+    runner.replica.strategy.take_wire_bytes()
     sent = sum(runner.step().wire_bytes for _ in range(4)) / 4
     runner.replica.strategy.close()
     return sent

@@ -30,7 +30,7 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     try:
         with contextlib.redirect_stdout(said):
             arguments, device = main.parse(words), torch.device("cpu")
-            profile(arguments, launch, device, _dtypes(arguments, device), made=context.made)
+            profile(arguments, launch, device, _dtypes(arguments, device), reuse=context.groups)
     except ConfigError as error:
         return said.getvalue(), str(error)
     return said.getvalue(), ""
@@ -65,7 +65,7 @@ def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, .
     """Return groups and pair of each place, and whether groups inside a node have shared memory."""
     world = context.topology(dp=len(hosts)).world
     machine = describe_machine(world, node=hosts[context.rank])
-    found = make_channels(machine, context.rank, torch.device("cpu"), made=context.made)
+    found = make_channels(machine, context.rank, torch.device("cpu"), reuse=context.groups)
     places = [
         (each.place, [group.ranks for group in each.groups], each.edges[0].ranks if each.edges else ())
         for each in found

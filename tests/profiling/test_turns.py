@@ -47,7 +47,7 @@ def _spans(context: RankContext) -> list[tuple[float, float]]:
     """Return when this rank computed, on the clock that all processes share."""
     device, spans = torch.device("cpu"), []
     machine = describe_machine(context.topology(dp=2).world, node="one")
-    channels, *_ = make_channels(machine, context.rank, device, made=context.made)
+    channels, *_ = make_channels(machine, context.rank, device, reuse=context.groups)
 
     def compute() -> None:
         start = time.monotonic()
@@ -71,7 +71,7 @@ def _turns(context: RankContext) -> TurnTime:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
     machine = describe_machine(world, node="one")
-    channels, *_ = make_channels(machine, context.rank, device, made=context.made)
+    channels, *_ = make_channels(machine, context.rank, device, reuse=context.groups)
     timer = Timer(device, world, crowded=True)
     return measure_turns(timer, channels, seconds=0.05)
 

@@ -76,7 +76,7 @@ def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
     found = []
     for of_ranks in faults:
         try:
-            topology.world.agree(of_ranks[topology.rank])
+            topology.world.raise_on_all_ranks(of_ranks[topology.rank])
         except Exception as error:
             found.append((type(error).__name__, str(error)))
     return found
@@ -116,7 +116,7 @@ def test_pool_reports_the_failing_rank() -> None:
 
 
 def groups_and_threads(context: RankContext) -> tuple[int, int]:
-    before, held = len(context.made), [context.topology(dp=2)]
+    before, held = len(context.groups), [context.topology(dp=2)]
     held[0].world.all_reduce(torch.ones(1))
     held.append(held)  # type: ignore[arg-type]  # a reference cycle, like modules and their hooks
     return before, len(list(Path("/proc/self/task").iterdir()))

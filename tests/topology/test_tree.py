@@ -23,7 +23,7 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
     said = {}
     for failing in (None, 0, 4, 6):
         try:
-            tree.agree(ConfigError(f"of rank {failing}") if context.rank == failing else None)
+            tree.raise_on_all_ranks(ConfigError(f"of rank {failing}") if context.rank == failing else None)
         except ConfigError as error:
             said[failing] = str(error)
     value = {"rank": context.rank, "text": "é" * context.rank}

@@ -141,7 +141,7 @@ def broken_folder(context: RankContext, folder: str, how: str) -> str:
     runner.step()
     saver.begin(runner.progress)
     runner.step()
-    context.topology_of(runner.replica.config).world.agree(None)
+    context.topology_of(runner.replica.config).world.raise_on_all_ranks(None)
     with pytest.MonkeyPatch.context() as patch:
         if how == "removed" and context.rank == 0:
             shutil.rmtree(folder)

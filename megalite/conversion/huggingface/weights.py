@@ -170,13 +170,13 @@ class HuggingFaceWeights(Weights):
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype. If the pieces of our tensor differ, return the dtype that represents all their values."""
         read_as = TORCH_DTYPES | {dtype: getattr(torch, kind.read_as) for dtype, kind in self._quantized.items()}
-        types = (self._shards.records[piece.theirs].dtype for piece in self._pieces[name])
+        types = (self._shards.records[piece.name].dtype for piece in self._pieces[name])
         return reduce(torch.promote_types, (read_as[dtype] for dtype in types))
 
     @property
     def quantization(self) -> str | None:
         """Describe the quantized weights and the dtype in which they are read; None if there are none."""
-        dtypes = {self._shards.records[piece.theirs].dtype for pieces in self._pieces.values() for piece in pieces}
+        dtypes = {self._shards.records[piece.name].dtype for pieces in self._pieces.values() for piece in pieces}
         return next((kind.description for dtype, kind in self._quantized.items() if dtype in dtypes), None)
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
@@ -188,7 +188,7 @@ class HuggingFaceWeights(Weights):
         first = sum(start * step for (start, _), step in zip(bounds, ours.stride(), strict=True))
         last = sum((stop - 1) * step for (_, stop), step in zip(bounds, ours.stride(), strict=True))
         for piece in self._pieces[name]:
-            read = self._elements(piece.theirs)
+            read = self._elements(piece.name)
             for offset, place in piece.places(ours):
                 fill(place, read, range(first, last + 1), offset)
         if name in ("embedding.word.weight", "head.weight"):
@@ -197,12 +197,12 @@ class HuggingFaceWeights(Weights):
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
         """See `Weights`. Supported for tensors that are stored with our order of elements."""
-        shape, (theirs, *others) = self._shapes[piece.ours], self._pieces[piece.ours]
+        shape, (theirs, *others) = self._shapes[piece.parameter], self._pieces[piece.parameter]
         ours = torch.empty(shape, device="meta")
         place = theirs.view(ours)
         if others or theirs.rest or place.numel() < ours.numel() or not place.is_contiguous():
             return None
-        return shape, self._elements(theirs.theirs)
+        return shape, self._elements(theirs.name)
 
     def _elements(self, theirs: str) -> Read:
         record = self._shards.records[theirs]
@@ -219,14 +219,14 @@ class HuggingFaceWeights(Weights):
         used = set()
         for piece in self.family.pieces(self.model, records.keys()):
             self._check(piece)
-            found.setdefault(piece.ours, []).append(piece)
-            used.add(piece.theirs)
-            if (kind := self._quantized.get(records[piece.theirs].dtype)) is not None:
-                used.add(kind.scales_of(piece.theirs))
+            found.setdefault(piece.parameter, []).append(piece)
+            used.add(piece.name)
+            if (kind := self._quantized.get(records[piece.name].dtype)) is not None:
+                used.add(kind.scales_of(piece.name))
         used |= {f"model.layers.{i}.{name}.weight" for i in self.model.mtp_layers for name in _COPIES}
         unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
         if HEAD in unknown and self.model.tie_embeddings:
-            self._check_tied(found["embedding.word.weight"][0].theirs)
+            self._check_tied(found["embedding.word.weight"][0].name)
             unknown.remove(HEAD)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -236,10 +236,10 @@ class HuggingFaceWeights(Weights):
         return found
 
     def _check(self, piece: Piece) -> None:
-        record = self._shards.records.get(piece.theirs)
+        record = self._shards.records.get(piece.name)
         if record is None:
-            raise ConversionError(f"{self.path}: {piece.theirs} is missing, which its config.json requires")
-        where = f"{self._shards.path_of(piece.theirs)}: {piece.theirs}"
+            raise ConversionError(f"{self.path}: {piece.name} is missing, which its config.json requires")
+        where = f"{self._shards.path_of(piece.name)}: {piece.name}"
         if record.shape != piece.shape:
             raise ConversionError(f"{where} is {list(record.shape)}; config.json requires {list(piece.shape)}")
         if (kind := self._quantized.get(record.dtype)) is not None:
@@ -308,7 +308,7 @@ def write_huggingface(
         generation = {**before, **known, **tokenizer.generation}
     if weights.model.mtp_num_layers and not chosen.mtp:
         log(f"{chosen.name} has no layers for multi-token prediction: {weights.model.mtp_num_layers} left out")
-    targets = [Target(piece, dtype or weights.dtype(piece.ours)) for piece in chosen.pieces(weights.model, None)]
+    targets = [Target(piece, dtype or weights.dtype(piece.parameter)) for piece in chosen.pieces(weights.model, None)]
     files = split_files(targets, max_file_bytes)
     identity = identity_of(weights, dtype=dtype, family=chosen.name, max_file_bytes=max_file_bytes)
     count = len(files)

@@ -311,8 +311,8 @@ class MegatronDistWeights(MegatronModel):
         whole = Stage(0, self.model.num_layers, has_embedding=True, has_head=True)
         unknown = set(by_name)
         for piece in stage_pieces(self.model, whole, Shard(1, 0), vocabulary=self.vocabulary):
-            unknown.discard(piece.theirs)
-            sources[piece.ours].append(self._source(piece, by_name))
+            unknown.discard(piece.name)
+            sources[piece.parameter].append(self._source(piece, by_name))
         refuse_unknown(self.path, unknown)
         return sources
 
@@ -328,7 +328,7 @@ class MegatronDistWeights(MegatronModel):
             place = source.piece.view(output).view(source.piece.shape)
             filled = sum(self._fill(place, source, block) for block in source.stored.pieces)
             if filled != place.numel():
-                raise ConversionError(f"{self.path}: {source.piece.theirs} has {filled} of {place.numel()} elements")
+                raise ConversionError(f"{self.path}: {source.piece.name} has {filled} of {place.numel()} elements")
         return output
 
     def open_block(self, block: StoredPiece, dtype: torch.dtype, name: str) -> TorchFile:
@@ -355,7 +355,7 @@ class MegatronDistWeights(MegatronModel):
         within = zip(source.index, block.offsets[:leading], block.sizes[:leading], strict=True)
         if not all(first <= index < first + size for index, first, size in within):
             return 0
-        file = self.open_block(block, source.stored.dtype, source.piece.theirs)
+        file = self.open_block(block, source.stored.dtype, source.piece.name)
         tensor: torch.Tensor = file.content
         for index, first in zip(source.index, block.offsets, strict=False):
             tensor = tensor[index - first]
@@ -364,14 +364,14 @@ class MegatronDistWeights(MegatronModel):
         return tensor.numel()
 
     def _source(self, piece: Piece, by_name: ByName) -> _Source:
-        found = by_name.get(piece.theirs)
+        found = by_name.get(piece.name)
         if found is None:
-            raise ConversionError(f"{self.path} lacks {piece.theirs}, which its args require")
+            raise ConversionError(f"{self.path} lacks {piece.name}, which its args require")
         stored, index = found
         if stored.shape[len(index) :] != piece.shape:
             shape = list(stored.shape[len(index) :])
-            raise ConversionError(f"{self.path}: {piece.theirs} is {shape}; its args require {list(piece.shape)}")
-        require_readable(self.path, piece.theirs, stored.dtype)
+            raise ConversionError(f"{self.path}: {piece.name} is {shape}; its args require {list(piece.shape)}")
+        require_readable(self.path, piece.name, stored.dtype)
         return _Source(stored, index, piece)
 
 

@@ -217,9 +217,9 @@ class MegatronWeights(MegatronModel):
 
     def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
         """See `Weights`. Supported for a piece that is the whole tensor, because a checksum covers all elements."""
-        shape = self.shapes[piece.ours].shape
+        shape = self.shapes[piece.parameter].shape
         wanted = sum(place.numel() for _, place in piece.places(torch.empty(shape, device="meta")))
-        return (shape, self._reader(piece.ours)) if wanted == math.prod(shape) else None
+        return (shape, self._reader(piece.parameter)) if wanted == math.prod(shape) else None
 
     def _reader(self, name: str) -> Read:
         for source, copy in self._copies[name]:
@@ -243,7 +243,7 @@ class MegatronWeights(MegatronModel):
     def _compare(self, source: _Source, copy: _Source) -> None:
         """Raise if two copies of a tensor differ. Padding of the vocabulary is not compared."""
         count = source.tensor.numel()
-        if source.piece.theirs in (WORD, HEAD):
+        if source.piece.name in (WORD, HEAD):
             assert self.model.vocab_size is not None
             whole = torch.empty(self.model.vocab_size, self.model.hidden_size, device="meta")
             count = source.piece.view(whole).numel()
@@ -253,7 +253,7 @@ class MegatronWeights(MegatronModel):
             one, other = (each.file.read(each.tensor, start, length) for each in (source, copy))
             # Compare unequal blocks as bytes, because NaN is not equal to itself.
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-                names = [f"{each.piece.theirs} of {each.file.name}" for each in (source, copy)]
+                names = [f"{each.piece.name} of {each.file.name}" for each in (source, copy)]
                 raise ConversionError(f"{names[0]} and {names[1]} differ")
 
     def _index(self, files: Mapping[Place, RankFile]) -> None:
@@ -264,16 +264,16 @@ class MegatronWeights(MegatronModel):
             for chunk, tensors in enumerate(file.chunks):
                 unknown = set(tensors)
                 for piece in self._pieces(file, chunk, self._stages[pipeline, chunk], shard):
-                    unknown.discard(piece.theirs)
+                    unknown.discard(piece.name)
                     source = _Source(file.file, _checked(file.path, tensors, piece), piece)
-                    shape = self.shapes[piece.ours]
-                    expert = (shard.e, piece.theirs) if shape.expert else None
-                    which = piece.ours, shard.r if shape.shard_dim is not None else 0, expert
+                    shape = self.shapes[piece.parameter]
+                    expert = (shard.e, piece.name) if shape.expert else None
+                    which = piece.parameter, shard.r if shape.shard_dim is not None else 0, expert
                     if is_first_copy(piece, shape, shard):
-                        self._sources[piece.ours].append(source)
+                        self._sources[piece.parameter].append(source)
                         firsts[which] = source
                     else:
-                        self._copies[piece.ours].append((firsts[which], source))
+                        self._copies[piece.parameter].append((firsts[which], source))
                 refuse_unknown(file.path, unknown)
         for name, sources in self._sources.items():
             types = {source.tensor.dtype for source in (*sources, *(copy for _, copy in self._copies[name]))}
@@ -290,7 +290,7 @@ class MegatronWeights(MegatronModel):
             raise ConversionError(f"{file.path}: checkpoint_version {file.version} has no args.num_query_groups")
         grouped = any(name.endswith(".mlp.experts.weight1") for name in tensors)
         for piece in stage_pieces(self.model, stage, shard, vocabulary=self._vocabulary, grouped=grouped):
-            old = file.version < 2.0 and piece.theirs in tensors.old_qkv
+            old = file.version < 2.0 and piece.name in tensors.old_qkv
             yield old_order(piece, self.model, file.version) if old else piece
         if self.model.tie_embeddings and HEAD in tensors and stage.has_embedding:
             yield vocabulary_piece(HEAD, WORD_OURS, self._vocabulary, self.model.hidden_size, shard)
@@ -345,17 +345,17 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
 
 
 def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    tensor = tensors.get(piece.theirs)
+    tensor = tensors.get(piece.name)
     if tensor is None:
-        raise ConversionError(f"{path} lacks {piece.theirs}, which its args require")
+        raise ConversionError(f"{path} lacks {piece.name}, which its args require")
     if tuple(tensor.shape) != piece.shape:
-        raise ConversionError(f"{path}: {piece.theirs} is {list(tensor.shape)}; its args require {list(piece.shape)}")
-    require_readable(path, piece.theirs, tensor.dtype)
+        raise ConversionError(f"{path}: {piece.name} is {list(tensor.shape)}; its args require {list(piece.shape)}")
+    require_readable(path, piece.name, tensor.dtype)
     return tensor
 
 
 def is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
     """Return whether a slice is read from this file: replicas are read from rank 0, a tied head from the embedding."""
-    if piece.theirs == HEAD and shape.name == WORD_OURS:
+    if piece.name == HEAD and shape.name == WORD_OURS:
         return False
     return (shape.expert or shard.e == 0) and (shape.shard_dim is not None or shard.r == 0)

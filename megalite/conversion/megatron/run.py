@@ -108,8 +108,8 @@ class _Buckets:
             if buffer not in buckets:
                 raise ConversionError(f"{weights.path} lacks the buckets of model-parallel rank {buffer[0]}")
             for piece in self._placed(buffer, shard, stage, local):
-                if is_first_copy(piece.piece, weights.shapes[piece.piece.ours], shard):
-                    self._slices[piece.piece.ours].append(piece)
+                if is_first_copy(piece.piece, weights.shapes[piece.piece.parameter], shard):
+                    self._slices[piece.piece.parameter].append(piece)
 
     def _stages(self, args: Arguments) -> Iterator[tuple[tuple[int, int], Shard, Stage]]:
         tp, pp = args.whole("tensor_model_parallel_size", 1), args.whole("pipeline_model_parallel_size", 1)
@@ -132,7 +132,7 @@ class _Buckets:
         sizes = self._sizes(buffer)
         bucket = cursor = 0
         every = stage_pieces(weights.model, stage, shard, vocabulary=weights.vocabulary)
-        pieces = [piece for piece in every if not piece.theirs.endswith(".expert_bias")]  # a buffer without gradient
+        pieces = [piece for piece in every if not piece.name.endswith(".expert_bias")]  # a buffer without gradient
         for piece in reversed(_in_module_order(pieces, local)):
             start = -(-cursor // _ALIGNED) * _ALIGNED
             cursor = start + torch.Size(piece.shape).numel()
@@ -168,12 +168,12 @@ class _Buckets:
         for block in sorted(stored.pieces, key=lambda block: block.offsets):
             low, high = max(first, block.offsets[0]), min(first + count, block.offsets[0] + block.sizes[0])
             if low < high:
-                file = self._weights.open_block(block, stored.dtype, place.piece.theirs)
+                file = self._weights.open_block(block, stored.dtype, place.piece.name)
                 values = file.read(file.content, low - block.offsets[0], high - low)
                 found[low - first : high - first] = values
                 done += high - low
         if done != count:
-            raise ConversionError(f"{self._weights.path}: the state of {place.piece.theirs} is incomplete")
+            raise ConversionError(f"{self._weights.path}: the state of {place.piece.name} is incomplete")
         return found
 
 
@@ -195,7 +195,7 @@ def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
 
     def place(item: tuple[int, Piece]) -> tuple[int, int]:
         index, piece = item
-        parts = piece.theirs.split(".")
+        parts = piece.name.split(".")
         if parts[1] != "layers":
             return (-1, index) if parts[0] == "embedding" else (len(pieces), index)
         return int(parts[2]), order.index(".".join(parts[3:-1])) * 2 + (parts[-1] == "bias")

@@ -361,15 +361,15 @@ class _Export:
         return Stage(first, first + count, has_embedding=index == 0, has_head=index == self.pp - 1)
 
     def _type(self, piece: Piece) -> torch.dtype:
-        return self.dtype or self.weights.dtype(piece.ours)
+        return self.dtype or self.weights.dtype(piece.parameter)
 
     def _name(self, piece: Piece, stage: int) -> str:
         """Return the tensor's name in the layers of `implementation`."""
         if self.implementation == "local":
-            return piece.theirs
-        parts = piece.theirs.split(".")
+            return piece.name
+        parts = piece.name.split(".")
         in_layer = parts[1] == "layers"
         layer = self._stage(stage).first + int(parts[2]) if in_layer else 0
         model = self.weights.model
         has_experts = in_layer and model.is_moe_layer(layer)
-        return fused_name(piece.theirs, has_experts=has_experts, latent=model.multi_latent_attention)
+        return fused_name(piece.name, has_experts=has_experts, latent=model.multi_latent_attention)

@@ -314,5 +314,5 @@ class AsyncParameterServer(OneServer):
             if not shard.is_copy:
                 shard.main_param.data.copy_(shard.bucket.data[shard.start : shard.stop])
 
-    def wire(self) -> float:
-        return super().wire() + (0 if self._server is None else self._server.take_sent())
+    def take_wire_bytes(self) -> float:
+        return super().take_wire_bytes() + (0 if self._server is None else self._server.take_sent())

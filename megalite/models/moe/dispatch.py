@@ -143,11 +143,11 @@ def _count_rows(chosen: Tensor, experts: int, ep: Group, expert_tp: Group) -> Ro
     sent = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device)).diff()
     stream = shared_stream(sent.device)
     if ep.size * expert_tp.size == 1:
-        with stream.beside():
+        with stream.overlapped():
             copy = ep.copy_to_host(sent)
         return RowCounts(table=sent.view(shape), copy=copy)
     received, table = torch.empty_like(sent), sent.new_empty(expert_tp.size, experts)
-    with stream.beside():
+    with stream.overlapped():
         ep.all_to_all(received, sent, [shape[2]] * ep.size, [shape[2]] * ep.size)
         expert_tp.all_gather(table.view(-1), received)
         copy = ep.copy_to_host(torch.cat((sent[None], table)))

@@ -192,7 +192,7 @@ class Router(Module):
                 chosen = _largest(probabilities.detach(), self.topk)
             if self.sigmoid:
                 probabilities = probabilities / (probabilities.sum(dim=-1, keepdim=True) + _LEAST)
-            together = auxiliary.together
+            together = auxiliary.sequences_per_loss
             choices = chosen.transpose(0, 1).reshape(chosen.shape[1] // together, -1)
             counts = probabilities.new_zeros(choices.shape[0], self.experts)
             counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=counts.dtype))
