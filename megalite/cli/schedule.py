@@ -19,7 +19,7 @@ from megalite.pipeline.ir.generators.registry import default_schedule
 from megalite.pipeline.ir.perfetto import merge_traces
 from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.schedule import Schedule
-from megalite.pipeline.ir.study import Request, Study, compare, study_named, study_written
+from megalite.pipeline.ir.study import ScheduleRequest, Study, compare, study_named, study_written
 from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.page import Row, Section, Table, page
 
@@ -178,9 +178,9 @@ def _answer(flags: Namespace) -> str:
     return "\n".join([text, *(f"wrote {path}" for path in written)])
 
 
-def _request(flags: Namespace, table: CostTable, own: Schedule | None) -> Request:
+def _request(flags: Namespace, table: CostTable, own: Schedule | None) -> ScheduleRequest:
     same = ("group", "warm_up", "recompute_ahead", "forward_only", "recv_prefetch", "send_window")
-    return Request(
+    return ScheduleRequest(
         num_ranks=flags.pp if own is None else own.num_ranks,
         num_microbatches=flags.microbatches if own is None else own.num_microbatches,
         num_chunks=own.num_chunks if own is not None and own.num_chunks > 1 else flags.vpp,

@@ -34,7 +34,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Conditions):
+class ScheduleRequest(Conditions):
     """Sizes and options of the schedules to build."""
 
     num_ranks: int
@@ -140,7 +140,7 @@ def study_written(schedule: Schedule, conditions: Conditions) -> Study:
         raise ScheduleError(f"{error}\ndrawn until it blocks:\n{render_grid(schedule)}") from None
 
 
-def study_named(name: str, request: Request) -> Study:
+def study_named(name: str, request: ScheduleRequest) -> Study:
     """Build and study the schedule of that name."""
     _check_amount(request.num_ranks, request.num_chunks or 1, request.num_microbatches)
     if name == "auto":
@@ -170,7 +170,7 @@ def _check_amount(num_ranks: int, num_chunks: int, num_microbatches: int) -> Non
         )
 
 
-def _study_auto(request: Request) -> Study:
+def _study_auto(request: ScheduleRequest) -> Study:
     """Return the fastest study over placements. Of equal times the first wins, which sends fewer messages."""
     if request.forward_only:
         raise ConfigError("schedule auto has no --forward-only; use --forward-only with another --schedule")
@@ -196,7 +196,7 @@ def _study_auto(request: Request) -> Study:
     return min(found, key=lambda each: each.timeline.makespan * (1 + 1e-9 * found.index(each)))
 
 
-def _placements(request: Request) -> Iterator[tuple[int, ...]]:
+def _placements(request: ScheduleRequest) -> Iterator[tuple[int, ...]]:
     """Yield the placements that `auto` tries: loops, and with two stages per rank a V."""
     for num_chunks in (1, 2) if request.num_chunks is None else (request.num_chunks,):
         yield loop_placement(request.num_ranks, num_chunks)
@@ -211,7 +211,9 @@ def _shares(placement: tuple[int, ...]) -> Sizes:
     return sizes
 
 
-def compare(names: Sequence[str], request: Request, own: Schedule | None = None) -> tuple[list[Study], dict[str, str]]:
+def compare(
+    names: Sequence[str], request: ScheduleRequest, own: Schedule | None = None
+) -> tuple[list[Study], dict[str, str]]:
     """Return studies of the possible schedules, `own` first, and the reason for each impossible one.
 
     The number of chunks applies to interleaved and looped-bfs, the group to interleaved, the warm-up to 1f1b. auto
