@@ -1,4 +1,4 @@
-"""Part 5: where a step's time goes, by torch's profiler: rows that add up to the step, the largest pieces by name."""
+"""Part 5: where a step's time goes, by torch's profiler: rows that add up to the step, with their largest pieces."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.legs import Row
 
-SHARE = 0.03  # pieces that take more of the step than this are named
+SHARE = 0.03  # pieces with a larger share of the step are listed
 
-KERNELS = {  # row -> what the names of its device kernels contain; the first row that fits counts
+KERNELS = {  # row -> parts of its device kernels' names; the first matching row counts
     "communication": "nccl",
     "attention": "flash fmha sdpa attention",
     "GEMM": "gemm nvjet cutlass xmma splitkreduce cublas scaled_mm",
@@ -22,7 +22,7 @@ KERNELS = {  # row -> what the names of its device kernels contain; the first ro
     "embedding": "embedding indexselect index_select",
     "copies": "memcpy memset copy_kernel catarray fillfunctor",
 }
-OPERATIONS = {  # the same for operations of a CPU, by torch's names
+OPERATIONS = {  # the same for torch's operations on a CPU
     "communication": "c10d:: gloo:",
     "attention": "scaled_dot_product flash_attention",
     "GEMM": "aten::mm aten::addmm aten::bmm aten::linear aten::matmul mkldnn",
@@ -45,7 +45,7 @@ ROWS += ("embedding", "copies", OTHER, "Python", "idle")
 
 
 def profile_rows(step: Callable[[], object], device: torch.device, *, warm_up: int) -> Iterator[Row]:
-    """A row a category: ms and share of one step, and its pieces above `SHARE`.
+    """Yield a row per category: ms and share of one step, and its pieces above `SHARE`.
 
     On CUDA a category is the time of its kernels, and idle the time in which none ran: the device waits for Python,
     which so has no row of its own. On CPU, Python is the thread's time outside operations, and idle the time in which
@@ -59,8 +59,7 @@ def profile_rows(step: Callable[[], object], device: torch.device, *, warm_up: i
         table["idle"] = (max(wall - busy, 0.0), {})
     else:
         table = shares(pieces, wall, category_of_operation)
-        # Operations are timed by the clock on the wall: where other programs interrupt them, they seem longer than the
-        # thread ran.
+        # Operations have wall times: if other programs interrupt them, their sum exceeds the thread's time.
         worked = sum(pieces.values())
         table["Python"] = (max(busy - worked, 0.0), {})
         table["idle"] = (max(wall - max(busy, worked), 0.0), {})
@@ -71,7 +70,7 @@ def profile_rows(step: Callable[[], object], device: torch.device, *, warm_up: i
 
 
 def shares(pieces: dict[str, float], wall: float, category: Callable[[str], str]) -> dict[str, tuple[float, dict[str, float]]]:
-    """Category -> (ms, those of its pieces that take more than `SHARE` of the step).
+    """Return category -> (ms, its pieces with more than `SHARE` of the step).
 
     Args:
         pieces: name -> ms.
@@ -93,17 +92,17 @@ def _row_of(name: str, table: Mapping[str, str]) -> str:
 
 
 def category_of_operation(name: str) -> str:
-    """The row of one of torch's operations."""
+    """Return the row of one of torch's operations."""
     return _row_of(name, OPERATIONS)
 
 
 def category_of_kernel(ours: dict[str, str]) -> Callable[[str], str]:
-    """The row of a device kernel by its name; `ours` are the Triton kernels by exact name."""
+    """Return the function from a device kernel's name to its row; `ours`: Triton kernels by exact name."""
     return lambda name: ours[name] if name in ours else _row_of(name, KERNELS)
 
 
 def triton_kernels() -> dict[str, str]:
-    """Name of each of megalite's Triton kernels -> row. Of two with one name the first counts."""
+    """Return name -> row for megalite's Triton kernels. Of two with the same name the first counts."""
     if util.find_spec("triton") is None:
         return {}
     found: dict[str, str] = {}
@@ -116,7 +115,7 @@ def triton_kernels() -> dict[str, str]:
 
 
 def _on_device(step: Callable[[], object], device: torch.device) -> tuple[float, dict[str, float], float]:
-    """Of one step: its ms without a profiler, which slows Python down; kernel -> ms; ms in which any kernel ran."""
+    """Return a step's ms without the profiler, which slows Python down; kernel -> ms; ms in which any kernel ran."""
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     step()
@@ -135,7 +134,7 @@ def _on_device(step: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 def profiled(step: Callable[[], object]) -> tuple[float, float, dict[str, tuple[float, int]]]:
-    """Of one step: wall and main thread's milliseconds, and operation -> (milliseconds, calls)."""
+    """Return a step's wall and main-thread milliseconds, and operation -> (milliseconds, calls)."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         wall, cpu = time.perf_counter(), time.thread_time()
         step()
@@ -145,7 +144,7 @@ def profiled(step: Callable[[], object]) -> tuple[float, float, dict[str, tuple[
 
 
 def _on_cpu(step: Callable[[], object], device: torch.device) -> tuple[float, dict[str, float], float]:
-    """Of one step: its ms; operation -> ms without its callees; ms in which this thread ran."""
+    """Return a step's ms; operation -> ms without its callees; ms in which this thread ran."""
     wall, spent, operations = profiled(step)
     return wall, {name: took for name, (took, _) in operations.items() if name.startswith(OPERATION)}, spent
 

@@ -1,4 +1,4 @@
-"""Part 1: what the device is, and what it gives at best: copying, matrix products, attention by each backend that torch has."""
+"""Part 1: the device, and its limits: copying, matrix products, attention by each of torch's backends."""
 
 import importlib.util
 import os
@@ -26,11 +26,10 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 RAN = {"cudnn": ("cudnn",), "flash": ("flash",), "efficient": ("fmha_cutlass", "efficient")}
-"""What the names of a backend's device kernels, or of its operations, contain."""
+"""Parts of the names of a backend's device kernels, or of its operations."""
 
 
 def ceiling_tasks(*, device: str, dry: bool) -> list[dict[str, Any]]:
-    """The three, with FP8 products beside."""
     shared = {"part": "ceilings", "device": device, "dry": dry}
     return [{**shared, "what": what} for what in ("copy", "gemm", "attention")]
 
@@ -56,7 +55,7 @@ def _copy(dry: bool, device: torch.device, clock: Clock) -> Iterator[Row]:
 
 
 def products(dry: bool) -> dict[str, tuple[int, int, int]]:
-    """Name -> (m, k, n) of [m, k] x [k, n]: the square one, then those of GPT 1.3B with 16384 tokens."""
+    """Return name -> (m, k, n) of [m, k] x [k, n]: a square one, then those of GPT 1.3B with 16384 tokens."""
     if dry:
         return {"square": (32, 32, 32), "mlp up": (16, 8, 32)}
     t, h, f, v = 16384, 2048, 8192, 50304
@@ -65,13 +64,13 @@ def products(dry: bool) -> dict[str, tuple[int, int, int]]:
 
 
 def _gemm(dry: bool, device: torch.device, clock: Clock) -> Iterator[Row]:
-    """x·Wᵀ as a linear layer has it; its gradients dy·W and dyᵀ·x; and the square one in FP8, tensorwise."""
+    """Time x·Wᵀ of a linear layer, its gradients dy·W and dyᵀ·x, and the square product in FP8, scaled per tensor."""
     for name, (m, k, n) in products(dry).items():
         shapes = ((m, k), (n, k), (m, n))
         x, w, dy = (torch.randn(shape, device=device).to(torch.bfloat16) for shape in shapes)
         yield _product(f"{name}, forward", "bfloat16", (m, k, n), clock, partial(torch.mm, x, w.t()))
         if name == "square":
-            # Straight after a load, before the clocks fall back.
+            # Right after a load, before the clocks drop.
             yield {"part": "machine", "when": "under load", "clocks": clocks()}
             continue
         yield _product(f"{name}, input gradient", "bfloat16", (m, k, n), clock, partial(torch.mm, dy, w))
@@ -95,7 +94,7 @@ def _product(name: str, dtype: str, shape: tuple[int, int, int], clock: Clock, w
 
 
 def _attention(dry: bool, device: torch.device, clock: Clock) -> Iterator[Row]:
-    """Each backend pinned, and torch's own choice with which it was."""
+    """Time each backend, and torch's choice of them."""
     b, a, s, d = (1, 2, 16, 8) if dry else ATTENTION
     q, k, v, dy = (torch.randn(b, a, s, d, device=device).to(torch.bfloat16) for _ in range(4))
     for tensor in (q, k, v):
@@ -121,7 +120,7 @@ def _attention(dry: bool, device: torch.device, clock: Clock) -> Iterator[Row]:
 
 
 def _ran(attend: Callable[[], object], device: torch.device) -> str:
-    """Which backend the names of what ran speak of."""
+    """Return the backend that ran, by the names of its kernels or operations."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     attend()
     with profile(activities=kinds) as profiler:
@@ -132,7 +131,7 @@ def _ran(attend: Callable[[], object], device: torch.device) -> str:
 
 
 def backend_named(names: Iterable[str]) -> str:
-    """`cudnn`, `flash`, `efficient`, else `math`."""
+    """Return `cudnn`, `flash` or `efficient`, else `math`."""
     text = " ".join(names).lower()
     return next((backend for backend, parts in RAN.items() if any(part in text for part in parts)), "math")
 
@@ -141,7 +140,7 @@ CLOCKS = "clocks.sm clocks.mem clocks.max.sm clocks.max.mem power.draw power.lim
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """For the JSON. `clocks` are those of this moment: describe at the beginning and again at the end."""
+    """Return the machine for the JSON. `clocks` are current ones: call it at the beginning and at the end."""
     found: dict[str, Any] = {
         "device": f"{common.processor()}, {os.cpu_count()} cores",
         "cores": os.cpu_count(),
@@ -161,14 +160,14 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str]:
-    """Clocks, power and temperature at this moment, in nvidia-smi's units; empty where it is not there."""
-    # The second is the older drivers' name of the first; a name that is not known would spoil the whole query.
+    """Return current clocks, power and temperature in nvidia-smi's units; nothing without it."""
+    # Older drivers have the second name; an unknown name would make the whole query fail.
     reasons = query("clocks_event_reasons.active") or query("clocks_throttle_reasons.active")
     return query(*CLOCKS.split()) | reasons
 
 
 def query(*names: str) -> dict[str, str]:
-    """nvidia-smi's fields of the first GPU."""
+    """Return nvidia-smi's fields of the first GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -179,6 +178,6 @@ def query(*names: str) -> dict[str, str]:
 
 
 def short(machine: dict[str, Any]) -> str:
-    """`NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, triton 3.6.0`."""
+    """Return for example `NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, triton 3.6.0`."""
     driver = f", driver {machine['driver']}" if machine.get("driver") else ""
     return f"{machine['device']}{driver}, torch {machine['torch']}, triton {machine['packages']['triton']}"

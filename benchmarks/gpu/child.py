@@ -1,7 +1,7 @@
-"""A process of gpu.run: imports, waits for its tasks on stdin, and prints a line a row. Not to be started by hand.
+"""A process of gpu.run: imports, waits for its tasks on stdin, and prints a line per row. Not for use by hand.
 
-The row of a task that raises says what it raised. If the device is broken after that, the process ends, and gpu.run gives
-what is left to another. A step that runs out of memory is tried once more with half the microbatch and twice as many.
+If a task raises, its row has the reason. If the device is broken afterwards, the process ends, and gpu.run starts another
+for the remaining tasks. A step that runs out of memory is repeated once with half the microbatch and twice as many.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from benchmarks.gpu.legs import BEGIN, END, MARK, OUT_OF_MEMORY, Row, Task, fail
 
 PARTS = dict.fromkeys(("machine", "ceilings"), "benchmarks.gpu.ceilings")
 PARTS |= dict.fromkeys(("step", "peer"), "benchmarks.gpu.step")
-PARTS["kernels"] = "benchmarks.gpu.kernels"  # part -> the module whose `rows(task)` does it
+PARTS["kernels"] = "benchmarks.gpu.kernels"  # part -> the module with its `rows(task)`
 
 
 def send(message: Row | str) -> None:
@@ -28,7 +28,7 @@ def send(message: Row | str) -> None:
 
 
 def broken() -> bool:
-    """The device answers no more, as after an illegal access, or draws no numbers, as after a CUDA graph that failed."""
+    """Return whether the device fails, as after an illegal access, or draws no numbers, as after a failed CUDA graph."""
     if not torch.cuda.is_initialized():
         return False
     try:
@@ -40,7 +40,7 @@ def broken() -> bool:
 
 
 def attempt(worker: Callable[[Task], Iterator[Row]], task: Task) -> str | None:
-    """Send a task's rows. Returns why it ended early, which is sent too, or None."""
+    """Send a task's rows. Return why it ended early, which is sent too, or None."""
     try:
         for row in worker(task):
             send(row)
@@ -71,10 +71,10 @@ def main() -> None:
 
 
 def release() -> None:
-    """Free what the last task left in memory."""
+    """Free the memory of the last task."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # broken() says so next
+        with contextlib.suppress(RuntimeError):  # reported by broken()
             torch.cuda.empty_cache()
 
 

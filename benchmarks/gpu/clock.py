@@ -1,10 +1,11 @@
-"""How long a piece of work takes on a device: medians by CUDA events, cold caches, and again as a replayed CUDA graph."""
+"""Time work on a device: medians by CUDA events with cold caches, launched from Python and replayed as a CUDA graph."""
 
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one piece of work, in ms: the median and percentiles of launches from Python, as in a training step, and the
-    median of a CUDA graph's replays, which need no such launch, or the reason why there is no graph."""
+    """Times in ms: median and percentiles of launches from Python, as in a training step, and the median of a CUDA
+    graph's replays, which need no such launch, or why there is no graph."""
 
     ms: float
     p20: float
@@ -32,7 +33,7 @@ class Clock:
     """Times work on one device.
 
     Args:
-        repeats: of each measurement.
+        repeats: repetitions of each measurement.
         graphs: measure replays too.
     """
 
@@ -42,6 +43,7 @@ class Clock:
         self.device, self.repeats = device, repeats
         self._graphs = graphs and device.type == "cuda"
         self._flushed: torch.Tensor | None = None
+        self._copies: dict[int, float] = {}
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -49,12 +51,12 @@ class Clock:
             self._flushed = torch.empty(max(2 * cache, 1 << 27), dtype=torch.uint8, device=device)
 
     def own_stream(self) -> AbstractContextManager[Any]:
-        """Where what is to be timed must be set up: a backward runs on the stream on which its forward ran, and a graph
-        can only be made of what runs on one stream that is not the default one."""
+        """Set up timed work in this context: a backward runs on the stream of its forward, and a graph needs one stream
+        that is not the default one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def time(self, work: Work, prepare: Work | None = None) -> Timing:
-        """Time `work`; `prepare` restores before each repetition what it uses up, outside the measured stretch."""
+        """Time `work`; the untimed `prepare` restores its inputs before each repetition."""
         for _ in range(self.WARM_UP if self.device.type == "cuda" else 1):
             self._ready(prepare)
             work()
@@ -68,15 +70,23 @@ class Clock:
                 torch.cuda.synchronize(self.device)
         return Timing(*spread, graph_ms, reason or None, self.repeats)
 
+    def copy_ms(self, moved: int) -> float:
+        """Return the time of a kernel that reads half of `moved` bytes and writes the other half: a limit for others."""
+        if moved not in self._copies:
+            source = torch.ones(max(moved // 8, 1), dtype=torch.int32, device=self.device)
+            timing = self.time(partial(torch.neg, source, out=torch.empty_like(source)))
+            self._copies[moved] = min(timing.ms, timing.graph_ms or timing.ms)
+        return self._copies[moved]
+
     def _ready(self, prepare: Work | None) -> None:
-        """Inputs as they should be, and nothing of them in the cache."""
+        """Restore the inputs and clear the cache."""
         if prepare is not None:
             prepare()
         if self._flushed is not None:
             self._flushed.fill_(1)
 
     def _repeat(self, work: Work, prepare: Work | None) -> tuple[float, float, float]:
-        """(median, 20th, 80th percentile) in ms."""
+        """Return (median, 20th, 80th percentile) in ms."""
         taken = []
         if self.device.type == "cpu":
             for _ in range(self.repeats):
@@ -87,7 +97,7 @@ class Clock:
             return _spread(taken)
         marks = []
         for _ in range(self.repeats):
-            # Not synchronised in between: while the device empties its cache, Python is already launching.
+            # Without synchronisation: Python launches while the device clears its cache.
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._ready(prepare)
             start.record()
@@ -99,7 +109,7 @@ class Clock:
 
     def _replayed(self, work: Work, prepare: Work | None) -> float:
         self._ready(prepare)
-        # What waits for the device cannot be captured, and after a capture that fails torch draws no random numbers.
+        # Work that waits for the device cannot be captured, and after a failed capture torch draws no random numbers.
         torch.cuda.set_sync_debug_mode("error")
         try:
             work()

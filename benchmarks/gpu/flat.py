@@ -1,4 +1,4 @@
-"""Operations of which autograd does not make the backward: cross-entropy, softmax, products, optimizers, the norm."""
+"""Operations without a backward by autograd: cross-entropy, softmax, products, optimizers, the norm."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import common
 from benchmarks.gpu.operations import DIFFERENTIABLE, Operation, Pass, Shape, Tensors, draw, widen
-from megalite.data_parallel.facts import ALIGNMENT
 from megalite.kernels.optimizer_ops import lamb_moments, lamb_step
 
 ADAM = common.settings("lr=1e-3 beta1=0.9 beta2=0.95 eps=1e-8 weight_decay=0.1 step=7")
@@ -31,7 +30,7 @@ def _loss_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _loss_passes(kernel: Any, t: Tensors) -> list[Pass]:
-    """The backward may write over what was saved, which is put back before each repetition."""
+    """The backward may overwrite saved tensors, so they are restored before each repetition."""
     forward, backward = kernel
     saved = forward(t["logits"], t["labels"], 0)[1]
     pristine = [tensor.clone() for tensor in saved]
@@ -41,7 +40,7 @@ def _loss_passes(kernel: Any, t: Tensors) -> list[Pass]:
             tensor.copy_(value)
 
     def back() -> torch.Tensor:
-        # In the type of the logits, which is what autograd hands on.
+        # Autograd passes it on in the type of the logits.
         return backward(saved, t["labels"], 0, None, t["grad"]).to(t["logits"].dtype)
 
     ahead = Pass("forward", lambda: forward(t["logits"], t["labels"], 0), restore)
@@ -55,7 +54,7 @@ def _loss_outputs(kernel: Any, t: Tensors) -> Tensors:
 
 
 def plain_loss_forward(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """By the formula: the logits are read, nothing of their size is written."""
+    """Compute by the formula: reads the logits, writes nothing of their size."""
     wide = widen(logits)
     maximum = wide.amax(-1)
     total = (wide - maximum.unsqueeze(-1)).exp().sum(-1)
@@ -66,7 +65,7 @@ def plain_loss_forward(logits: torch.Tensor, labels: torch.Tensor, first: int) -
 def plain_loss_backward(
     saved: Sequence[torch.Tensor], labels: torch.Tensor, first: int, total: Any, grad: torch.Tensor
 ) -> torch.Tensor:
-    """By the formula, into a new tensor; `total` is the logarithm over all ranks, None: `saved` has it."""
+    """Compute by the formula, into a new tensor; `total`: the logarithm over all ranks, None: it is in `saved`."""
     logits, own = saved
     hit = torch.arange(logits.shape[1], device=logits.device) == (labels - first).unsqueeze(-1)
     probabilities = (widen(logits) - (own if total is None else total).unsqueeze(-1)).exp()
@@ -108,7 +107,7 @@ def _adam(kernel: Any, t: Tensors) -> None:
 
 
 def _adam_passes(kernel: Any, t: Tensors) -> list[Pass]:
-    """A kernel may scale the gradient where it lies: repeated, it would go to 0."""
+    """A kernel may scale the gradient in place; without restoring, it would become 0."""
     grad = t["grad"].clone()
     return [Pass("update", lambda: _adam(kernel, t), lambda: t["grad"].copy_(grad))]
 
@@ -117,7 +116,7 @@ def _adam_outputs(kernel: Any, t: Tensors) -> Tensors:
     own = {name: value.clone() for name, value in t.items()}
     _adam(kernel, own)
     copy, rounded = own["copy"].double(), own["param"].to(own["copy"].dtype).double()
-    # Triton's interpreter cuts digits off where a device rounds.
+    # Triton's interpreter truncates, a device rounds.
     slack = 0.0 if own["param"].is_cuda else torch.finfo(own["copy"].dtype).eps
     if not bool(((copy - rounded).abs() <= slack * rounded.abs()).all()):
         raise ValueError("the copy is not what the parameters round to")
@@ -137,7 +136,7 @@ def plain_adam(
 
 
 def _lamb(kernel: Any, t: Tensors) -> torch.Tensor:
-    """The first half of LAMB; a run sums its norms over ranks before the second."""
+    """Run the first half of LAMB; a run sums its norms over ranks before the second."""
     return torch.stack(kernel[0](t["param"], t["grad"], t["exp_avg"], t["exp_avg_sq"], **LAMB, norms=True))
 
 
@@ -146,7 +145,7 @@ def _lamb_step(kernel: Any, t: Tensors) -> None:
 
 
 def _lamb_outputs(kernel: Any, t: Tensors) -> Tensors:
-    """The norms as squares, which are sums over elements."""
+    """Return norms as squares, which are sums over elements."""
     own = {name: value.clone() for name, value in t.items()}
     norms = _lamb(kernel, own)
     _lamb_step(kernel, own)
@@ -159,8 +158,8 @@ def plain_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """Two buffers, as of a model with two buckets."""
-    first = shape.size // 3 // ALIGNMENT * ALIGNMENT
+    """Return two buffers, like those of a model with two buckets; large ones have multiples of 64 elements, as buckets do."""
+    first = shape.size // 4
     return _drawn({"first": (first,), "second": (shape.size - first,)}, dtype, device)
 
 
@@ -169,7 +168,7 @@ def _norm_of(kernel: Any, t: Tensors) -> torch.Tensor:
 
 
 def _scores(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """[rows, 1, size, size]: `rows` heads."""
+    """Return scores of `rows` heads, [rows, 1, size, size]."""
     return _drawn(dict.fromkeys(("scores", "dp"), (shape.rows, 1, shape.size, shape.size)), dtype, device)
 
 
@@ -218,7 +217,7 @@ FLAT: Mapping[str, Operation] = {
         passes=_softmax_passes,
         outputs=_softmax_outputs,
         rows=frozenset({"scores", "dp", "p", "dscores"}),
-        # Half of what is read is hidden; all of what is written is written.
+        # Half of the scores are masked and not read; all outputs are written.
         bytes=lambda s, e: (s.rows * s.size**2 * e * 3 // 2, s.rows * s.size**2 * e * 2),
         plain=(plain_softmax_forward, plain_softmax_backward),
     ),
@@ -274,7 +273,7 @@ FLAT: Mapping[str, Operation] = {
     ),
 }
 CASES: Mapping[str, Operation] = {**DIFFERENTIABLE, **FLAT}
-"""Every case: an operation's name, and what is special after a comma."""
+"""All cases by name: an operation, or an operation, a comma and a variant."""
 
 
 def operation_of(case: str) -> str:

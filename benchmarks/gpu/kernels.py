@@ -1,6 +1,6 @@
-"""Part 2: each operation by each backend: time, share of the measured copy rate, error against fp64, the same twice.
+"""Part 2: each operation by each backend: time, share of the copy rate, error against fp64, equal bits in two runs.
 
-A task is a case at a shape; `kernel_tasks` lists them, `rows` does one.
+A task is a case at a shape; `kernel_tasks` lists the tasks, `rows` runs one.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from megalite.kernels.registry import IMPLEMENTATIONS, KernelUse, Rule, read_pre
 
 T = 16384
 SHAPES: Mapping[str, tuple[Shape, ...]] = {
-    # The first of each is of GPT 1.3B; 1024 is a size at which launches count.
+    # The first of each is from GPT 1.3B; at 1024 columns launches matter.
     "norms": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192), Shape(4096, 1024)),
     "mlp": (Shape(T, 8192), Shape(T, 16384), Shape(T, 32768), Shape(4096, 4096)),
     "rope": (Shape(T, 128), Shape(T, 64)),
@@ -32,7 +32,7 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = {
     "weight_grad": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192)),
     "flat": (Shape(1, 1 << 28), Shape(1, 1 << 24), Shape(1, 1 << 20)),
 }
-SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interpreter takes milliseconds a program
+SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interpreter takes milliseconds per program
     "norms": (Shape(6, 40),),
     "mlp": (Shape(6, 24),),
     "rope": (Shape(8, 512),),
@@ -42,7 +42,7 @@ SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interprete
     "weight_grad": (Shape(6, 8),),
     "flat": (Shape(1, 1500),),
 }
-KINDS = {  # operation -> which shapes; others have shapes of their own
+KINDS = {  # operation -> key of the shapes, if it is not the operation
     **dict.fromkeys(("rmsnorm", "layernorm", "add_norm", "fp8"), "norms"),
     **dict.fromkeys(("bias_gelu", "swiglu", "geglu"), "mlp"),
     **dict.fromkeys(("adam", "lamb", "l2norm"), "flat"),
@@ -51,11 +51,11 @@ KINDS = {  # operation -> which shapes; others have shapes of their own
 COMPILED = "compile"
 CHUNK = 1 << 26  # elements of an input that are compared in fp64 at a time
 PRECISE, WORSE = 0.125, 2.0
-"""An error may be this share of the type's precision and so many times torch's own."""
+"""Largest acceptable error: this share of the type's precision, and this multiple of torch's error."""
 
 
 def kernel_tasks(*, device: str, dry: bool) -> list[dict[str, Any]]:
-    """All cases at the first shape of each, then at the second, and so on: when time runs out, all have had one."""
+    """Return all cases at their first shapes, then at their second and so on, so that each is measured in a short time."""
     shapes = {case: _shapes(case, dry) for case in CASES}
     found = []
     for depth in range(max(map(len, shapes.values()))):
@@ -67,14 +67,14 @@ def kernel_tasks(*, device: str, dry: bool) -> list[dict[str, Any]]:
 
 
 def without_case() -> list[Row]:
-    """Operations of the registry that this benchmark does not know, as rows that say so."""
+    """Return a row for each operation of the registry that has no case here."""
     known = {operation_of(case) for case in CASES}
     row = {"part": "kernels", "failed": "this benchmark has no case for it"}
     return [{**row, "operation": name} for name in OPERATIONS if name not in known]
 
 
 def rows(task: Task) -> Iterator[Row]:
-    """A row a backend and pass; of a backend that gives no numbers one with the reason."""
+    """Yield a row per backend and pass; for a backend without numbers one with the reason."""
     clock = Clock(torch.device(task["device"]), repeats=1 if task["dry"] else 50)
     with clock.own_stream():
         yield from _rows(task, clock)
@@ -82,7 +82,7 @@ def rows(task: Task) -> Iterator[Row]:
 
 def _rows(task: Task, clock: Clock) -> Iterator[Row]:
     case, device = CASES[task["case"]], torch.device(task["device"])
-    # A compiled backward may not give its inputs' memory away: it is timed again and again on the same graph.
+    # A compiled backward must not reuse the memory of its inputs, because it is timed repeatedly on the same graph.
     setattr(importlib.import_module("torch._functorch.config"), "donated_buffer", False)  # noqa: B010  (typed so)
     torch.manual_seed(sum(ord(letter) << (at % 16) for at, letter in enumerate(task["case"])) + task["size"])
     shape = Shape(task["rows"], task["size"])
@@ -99,12 +99,12 @@ def _rows(task: Task, clock: Clock) -> Iterator[Row]:
         except Exception as error:
             yield {**common, "backend": backend, "failed": reason_of(error)}
             if device.type == "cuda":
-                torch.cuda.synchronize()  # raises if the device is lost: then this process is
+                torch.cuda.synchronize()  # raises if the device is lost, and ends this process
                 torch.cuda.empty_cache()
 
 
 def preferred(operation: str, dtype: torch.dtype, size: int, device: torch.device) -> str:
-    """The backend that a run takes today."""
+    """Return the backend that a run uses today."""
     use = KernelUse(device.type, dtype, size)
     order, _ = shipped_preferences().order(operation, use, device)
     has = IMPLEMENTATIONS[operation]
@@ -127,11 +127,11 @@ def _measure(
         rate = moved / min(timing.ms, timing.graph_ms or timing.ms) / 1e6
         flops = {"tflops": case.flops(shape) / timing.ms / 1e9} if case.flops is not None else {}
         of_pass = {"backend": backend, "pass": step.name, **timing.row(), "bytes": moved, "gb_s": rate, **flops}
-        yield {**common, **of_pass, **accuracy}
+        yield {**common, **of_pass, **accuracy, "copy_ms": clock.copy_ms(moved)}
 
 
 class Errors(NamedTuple):
-    """Of a kernel's outputs against fp64."""
+    """Errors of a kernel's outputs against fp64."""
 
     relative: float  # of the worst output ‖Δ‖ / ‖exact‖
     steps: float  # that in units of the output type's precision; by this the worst is found
@@ -140,9 +140,9 @@ class Errors(NamedTuple):
 
 
 def errors(case: Operation, tensors: Tensors, found: Tensors) -> Errors:
-    """How far a kernel is off.
+    """Return a kernel's errors.
 
-    Rows are compared some at a time, so that the largest shapes fit; what is summed over rows is summed in fp64.
+    Rows are compared in parts, so that the largest shapes fit in memory; sums over rows are added in fp64.
     """
     by_row = [value for name, value in tensors.items() if name in case.rows and value is not None]
     length = by_row[0].shape[0] if by_row else 1
@@ -173,7 +173,7 @@ def errors(case: Operation, tensors: Tensors, found: Tensors) -> Errors:
     relative = {name: math.sqrt(parts[0] / max(parts[1], 1e-300)) for name, parts in totals.items()}
 
     def in_steps(name: str) -> float:
-        # A half type's error must not hide one in an fp32 output beside it; nothing promises more than fp32.
+        # The error of a half type must not hide one in an fp32 output; no output is promised to be better than fp32.
         steps = relative[name] / max(torch.finfo(dtype).eps for dtype in (found[name].dtype, torch.float32))
         return math.inf if math.isnan(steps) else steps
 
@@ -187,7 +187,7 @@ def _wide(value: Any) -> Any:
 
 
 def acceptable(row: Row, of_torch: Row | None) -> str | None:
-    """Why a backend must not be preferred, whatever its speed, or None."""
+    """Return why a backend must not be preferred, independent of its speed, or None."""
     if "failed" in row:
         return str(row["failed"])
     if not row["bitwise"]:
@@ -202,11 +202,11 @@ def acceptable(row: Row, of_torch: Row | None) -> str | None:
 
 
 def _kernels(task: Task, case: Operation, shape: Shape) -> dict[str, Any]:
-    """Backend -> its kernel, or the reason for which there is none, as text."""
+    """Return backend -> its kernel, or the reason for its absence as text."""
     operation = operation_of(task["case"])
     use = KernelUse(task["device"], case.dtype, shape.size)
     found: dict[str, Any] = {}
-    for backend in reversed(BACKENDS):  # torch first: others are compared with it
+    for backend in reversed(BACKENDS):  # torch first, because others are compared with it
         implementation = IMPLEMENTATIONS[operation].get(backend)
         if implementation is None:
             continue
@@ -222,7 +222,7 @@ def _kernels(task: Task, case: Operation, shape: Shape) -> dict[str, Any]:
 
 
 def _compiled(plain: Any) -> Any:
-    """Plain torch, compiled: a rival that is not megalite's."""
+    """Return plain torch, compiled: a rival outside megalite."""
     if isinstance(plain, tuple):
         return tuple(map(_compiled, plain))
     return torch.compile(plain, dynamic=False, fullgraph=True)
@@ -233,23 +233,22 @@ def _shapes(case: str, dry: bool) -> tuple[Shape, ...]:
     return (SMALL if dry else SHAPES)[KINDS.get(operation, operation)]
 
 
-CLEAR = 0.02  # A backend must be faster than torch by this share to go before it
+CLEAR = 0.02  # a backend must be faster than torch by this share to precede it
 LARGE = 1 << 25
-"""Bytes from which the device's time decides: the host launches the next kernels meanwhile. Below, the device waits for it."""
+"""From this many bytes the device's time decides, because the host launches ahead; below, the device waits for the host."""
 HALF_TYPES = ["bfloat16", "float16"]
 
 
 def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[str, Any]]:
-    """A rule an operation and range of sizes.
+    """Return a rule per operation and range of sizes.
 
-    A backend's time at a size is the sum of its passes: as replayed in a graph if every backend has that time and moves
-    `LARGE` bytes per pass, else as launched from Python. What failed, is not repeatable or is less exact than it may be
-    has no place in the order. Sizes next to each other with one order share a rule; what holds for the smallest measured
-    size holds below it too.
+    A backend's time at a size is the sum of its passes: replayed in a graph if every backend has that time and moves at
+    least `LARGE` bytes per pass, else launched from Python. Backends that failed, are not repeatable or too inexact are
+    not in the order. Neighbouring sizes with the same order share a rule; the smallest size's rule also applies below it.
     """
     found: list[dict[str, Any]] = []
     for operation in dict.fromkeys(row["operation"] for row in rows if "operation" in row):
-        # A case with a comma in its name is a variant, which the table of preferences does not tell apart.
+        # The table of preferences does not distinguish variants, the cases with a comma in their name.
         own = [row for row in rows if row.get("case") == operation and "backend" in row]
         last: list[str] | None = None
         for number, size in enumerate(sorted({row["size"] for row in own})):
@@ -269,7 +268,7 @@ def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[st
 
 
 def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
-    """(backends, best first; the figures in words) at one size."""
+    """Return (backends, best first; the figures in words) at one size."""
     of_torch = [row for row in rows if row["backend"] == "torch"]
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -284,7 +283,7 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
             times[backend] = sum(row["graph_ms" if of_device else "ms"] for row in own)
     if "torch" not in times:
         return None, ""
-    # What torch does nearly as fast, torch does: it needs no compiler, and is what everybody else runs.
+    # If torch is nearly as fast, it is first: it needs no compiler and is the most used.
     order = sorted(times, key=lambda backend: times[backend] * (1.0 - CLEAR if backend == "torch" else 1.0))
     words = ", ".join(f"{backend} {times[backend]:.3f} ms" for backend in order)
     words += "".join(f"; {backend} refused: {reason}" for backend, reason in refused.items())
@@ -293,11 +292,11 @@ def _order(rows: list[Row]) -> tuple[list[str] | None, str]:
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:
-    """The measured rules, and those of the shipped table that they do not replace; read back to be sure."""
+    """Write the measured rules, and the shipped ones that they do not replace, and check that the file can be read."""
     replaced = {(rule["operation"], rule["device"]) for rule in measured}
     kept = [_as_row(rule) for rule in shipped_preferences().rules if (rule.operation, rule.device) not in replaced]
-    text = "# Which backend goes first, by operation, device, type and size of the last dimension. Where no rule fits: torch.\n"
-    text += "# Written by benchmarks/gpu/run.py; `because` says what a rule rests on.\n"
+    text = "# Order of backends by operation, device, type and size of the last dimension. Without a matching rule: torch.\n"
+    text += "# Written by benchmarks/gpu/run.py; `because`: the measurement or assumption behind a rule.\n"
     for row in [*measured, *kept]:
         text += yaml.safe_dump([row], sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     read_preferences(text, str(path))

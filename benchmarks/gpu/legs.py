@@ -1,8 +1,8 @@
-"""Runs tasks in child processes, so that one that runs out of memory, hangs or breaks the device is a row and not the end.
+"""Run tasks in child processes, so that running out of memory, a hang or a broken device costs one row only.
 
-A leg is a list of tasks for one process. The process sends each row as soon as it has it; when it dies, the task that it
-was at gets a row with the reason, and a new process takes the rest. The process of the next leg starts, and imports, while
-the present one is measuring, and waits for its turn.
+A leg is a list of tasks for one process, which sends each row at once. If it dies, the current task gets a row with the
+reason, and a new process continues with the remaining tasks. The next leg's process starts and imports while the current
+one measures.
 """
 
 import json
@@ -25,7 +25,7 @@ CHILD = (sys.executable, "-m", "benchmarks.gpu.child")
 MARK = "row "
 OUT_OF_MEMORY = "out of memory"
 BEGIN, END = "begin", "end"
-LEAST = 5.0  # seconds without which a leg is not worth starting
+LEAST = 5.0  # a leg with fewer seconds is not started
 
 Task = Mapping[str, Any]
 Row = dict[str, Any]
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 class Leg:
     name: str
     tasks: tuple[Task, ...]
-    seconds: float  # what it may take, in all
+    seconds: float  # limit for the whole leg
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,10 +58,10 @@ class Child:
             self.process.stdin.write((json.dumps(list(tasks)) + "\n").encode())
             self.process.stdin.close()
         except BrokenPipeError:
-            pass  # it has died already, which lines() will say
+            pass  # it has died already, as lines() reports
 
     def lines(self, until: float) -> Iterator[str]:
-        """What it prints, line by line, until it ends.
+        """Yield the lines that it prints until it ends.
 
         Raises:
             TimeoutError: at `until`, of time.monotonic().
@@ -76,7 +76,7 @@ class Child:
                     raise TimeoutError
                 if not selector.select(timeout=min(left, 1.0)):
                     if self.process.poll() is not None:
-                        return  # a helper that it started, such as a compiler, still holds the pipe
+                        return  # a process that it started, such as a compiler, still has the pipe
                     continue
                 piece = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not piece:
@@ -89,7 +89,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Kill it if it still runs; what it said last, or how it ended."""
+        """Kill it if it still runs, and return how it ended and the last line of its stderr."""
         if self.process.poll() is None:
             try:
                 self.process.wait(timeout=3.0)
@@ -107,8 +107,8 @@ class Child:
 
 
 def run_legs(legs: Sequence[Leg], *, until: float, show: Callable[[Row], None], command: Sequence[str] = CHILD) -> list[Row]:
-    """Run one leg after the other until `until` of time.monotonic(), `show` each row as it comes, and return them: of each task
-    one at least; one with `failed` says why there is no more. `command` starts a child, and gets the parts of its tasks."""
+    """Run the legs in order until `until` of time.monotonic(), `show` each row at once, and return all rows: at least one per
+    task; `failed` is the reason if a task has no more. `command` starts a child; the parts of its tasks are appended."""
     rows: list[Row] = []
 
     def take(row: Row) -> None:
@@ -135,7 +135,6 @@ def run_legs(legs: Sequence[Leg], *, until: float, show: Callable[[Row], None], 
 
 
 def reason_of(error: BaseException) -> str:
-    """One line."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
@@ -143,13 +142,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def failure(task: Task, reason: str) -> Row:
-    """The row of a task that gave none, or not all."""
+    """Return the row of a task that has no results, or not all."""
     named = {name: value for name, value in task.items() if isinstance(value, str | int | float | bool)}
     return {**named, "failed": reason}
 
 
 def _run(leg: Leg, child: Child, end: float, take: Callable[[Row], None], command: Sequence[str]) -> None:
-    """All tasks of a leg, in as many processes as it needs."""
+    """Run all tasks of a leg, in as many processes as needed."""
     left = list(leg.tasks)
     while left:
         child.begin(left)
@@ -169,7 +168,7 @@ def _run(leg: Leg, child: Child, end: float, take: Callable[[Row], None], comman
         except TimeoutError:
             timed_out = True
             child.kill()
-        except BaseException:  # interrupted: in its own session the child would live on
+        except BaseException:  # interrupted: the child has its own session and would continue
             child.kill()
             raise
         how = child.end()

@@ -1,7 +1,7 @@
-"""The operations of megalite's registry as the GPU benchmark sees them: inputs, passes, formulas in fp64, bytes.
+"""The operations of megalite's registry for the GPU benchmark: inputs, passes, formulas in fp64, bytes.
 
-All kernels of an operation have one signature, so each operation is described once. Here are those of which autograd makes
-the backward; the others are in flat.py. The plain functions are compared with in fp64, and compiled they are a rival.
+All kernels of an operation have the same signature, so each operation is described once. This module has the operations
+with a backward by autograd, flat.py the others. Plain functions give the exact results in fp64; compiled they are a rival.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,15 +16,14 @@ from megalite.kernels.dropout import dropout_mask
 from megalite.kernels.fp8 import E4M3, Rounded, cast, cast_rows, largest
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
 
-Tensors = dict[str, Any]  # by name: tensors, and None where an input is left out
+Tensors = dict[str, Any]  # name -> tensor, or None for an omitted input
 EPS = 1e-5
-FEATURES, BATCH = 2048, 8  # of rope's queries: all heads together, and the microbatch
+FEATURES, BATCH = 2048, 8  # of rope's queries: features of all heads, and sequences
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the inputs. `size` is what the registry is asked for: of the last dimension, of the flat tensor, columns of the
-    logits."""
+    """Shape of the inputs. `size`, as in the registry: the last dimension, a flat tensor's elements, columns of logits."""
 
     rows: int
     size: int
@@ -32,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Pass:
-    """A piece that is timed alone."""
+    """Work that is timed separately."""
 
     name: str
     work: Work
@@ -44,15 +43,15 @@ class Operation:
     """One operation.
 
     Args:
-        make: random inputs, and the gradients of the outputs; never zeros, on which devices are faster.
-        passes: forward and backward of a kernel, apart where it has both.
-        outputs: everything that a kernel computes, gradients too, by name; the inputs stay as they are.
+        make: random inputs and gradients of the outputs; no zeros, because devices process them faster.
+        passes: forward and backward of a kernel, or its other parts.
+        outputs: all results of a kernel with gradients, by name; inputs do not change.
         rows: inputs and outputs with independent rows in dimension 0; other outputs are sums over the rows.
-        bytes: what each pass must move at least, for elements of that many bytes: each input read once, each output
-            written.
+        bytes: minimum bytes that each pass moves, for a shape and bytes per element: inputs are read and outputs written
+            once.
         flops: of matrix products.
-        plain: a kernel of plain torch: in fp64 the others are compared with it; compiled it is a rival.
-        fused: there is something to fuse, so that it is compiled.
+        plain: a kernel of plain torch: exact in fp64, and a rival when compiled.
+        fused: fusion can help, so that the plain kernel is compiled.
     """
 
     make: Callable[[Shape, torch.dtype, torch.device], Tensors]
@@ -67,27 +66,27 @@ class Operation:
 
 
 def draw(*shape: int, dtype: torch.dtype, device: torch.device, shift: float = 0.0) -> torch.Tensor:
-    """Normal numbers about `shift`."""
+    """Return normal numbers with mean `shift`."""
     return torch.randn(shape, dtype=dtype, device=device) + shift
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """Halves in fp32; fp32 and fp64 as they are."""
+    """Convert half types to fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def differentiable(
     call: Callable[[Any, Tensors], Any], *, plain: Any, wrt: tuple[str, ...], rows: tuple[str, ...], **rest: Any
 ) -> Operation:
-    """An operation of which autograd makes the backward.
+    """Return an operation with a backward by autograd.
 
     Args:
-        call: a kernel on the inputs; an output or a tuple of outputs, whose gradients are inputs `dy0`, `dy1`.
+        call: runs a kernel on the inputs and returns one or several outputs; their gradients are the inputs `dy0`, `dy1`.
         wrt: inputs that get gradients.
     """
 
     def run(kernel: Any, tensors: Tensors) -> tuple[tuple[torch.Tensor, ...], Tensors, list[torch.Tensor]]:
-        """(outputs, leaves by name, gradients of the outputs)."""
+        """Return (outputs, leaves by name, gradients of the outputs)."""
         present = [name for name in wrt if tensors[name] is not None]
         leaves = {name: tensors[name].detach().requires_grad_() for name in present}
         found = call(kernel, {**tensors, **leaves})
@@ -113,7 +112,7 @@ def differentiable(
 
 
 def _inputs(*names: str, keep: float = 0.0) -> Callable[[Shape, torch.dtype, torch.device], Tensors]:
-    """[rows, size] for x, branch, residual and gradients; [size] for weight and biases."""
+    """Return inputs: x, branch, residual and gradients [rows, size]; weight and biases [size]."""
     matrices = {"x", "branch", "residual", "dy0", "dy1"}
 
     def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -134,7 +133,7 @@ def _gated_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """rows = positions x BATCH; size is the head's."""
+    """Return inputs for rows = positions x BATCH and heads of `size`."""
     s, heads = max(shape.rows // BATCH, 1), FEATURES // shape.size
     angles = torch.rand(s, 1, 1, shape.size // 2, device=device) * 6.28
     x, dy = (draw(s, BATCH, heads, shape.size, dtype=dtype, device=device) for _ in range(2))
@@ -142,7 +141,7 @@ def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _moves(forward: float, backward: float) -> Callable[[Shape, int], tuple[int, ...]]:
-    """So many passes over [rows, size]."""
+    """Return the bytes of this many passes over [rows, size]."""
     return lambda s, e: (int(forward * s.rows * s.size * e), int(backward * s.rows * s.size * e))
 
 
@@ -160,13 +159,13 @@ def _add_norm(dropout: float) -> Operation:
         wrt=names,
         rows=("branch", "residual", "keep"),
         make=_inputs(*names, "dy0", "dy1", keep=1.0 - dropout if dropout else 0.0),
-        # With a mask the branch's gradient is another than the residual's.
+        # With a mask the branch's gradient differs from the residual's.
         bytes=lambda s, e: (s.rows * s.size * (4 * e + mask), s.rows * s.size * ((4 + mask) * e + mask)),
     )
 
 
 def _of_x(plain: Any, *names: str, scale: tuple[float, ...] = ()) -> Operation:
-    """An operation on x and inputs of one row's size, called as kernel(x, *names, *scale)."""
+    """Return an operation on x and vectors of one row's size, called as kernel(x, *names, *scale)."""
     return differentiable(
         lambda kernel, t: kernel(t["x"], *(t[name] for name in names), *scale),
         plain=plain,
@@ -188,7 +187,7 @@ def _restored(rounded: Rounded) -> torch.Tensor:
 
 
 def _narrow(x: torch.Tensor) -> torch.Tensor:
-    """The exact result is that of the same rounding, which has no fp64 form."""
+    """Rounding to fp8 has no fp64 form, so the exact result is that of the same rounding."""
     return x.float() if x.dtype == torch.float64 else x
 
 

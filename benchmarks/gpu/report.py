@@ -1,4 +1,4 @@
-"""The tables that run.py prints, made of the rows of all parts: ceilings, kernels, profiles, steps with the floor."""
+"""The tables that run.py prints: ceilings, kernels, profiles, steps with their floor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +10,20 @@ from megalite.config.model import ModelConfig
 from megalite.models.shapes import attention_core_flops, flops_per_token, parameter_count
 
 AGAINST = ("torch", COMPILED, "apex")
-NORMS_AND_ACTIVATIONS = 36
-"""Passes over [tokens, hidden] that a layer must make: two sums with their norms, 4 each way, and GELU, 8 and 12."""
-HALF = 2
-LOSS = 6  # bytes an element of the logits in bf16: one read forward, one read and one write backward
+NORMS_AND_ACTIVATIONS = 36 * 2
+"""Minimum bytes of a layer per bf16 element of [tokens, hidden]: two sums with norms, 4 passes each way, GELU 8 and 12."""
+LOSS = 6  # bytes per bf16 logit: a read in the forward, a read and a write in the backward
 OPTIMIZER = 34
-"""Bytes a parameter: AdamW's 30 with fp32 gradients and bf16 weights, and 4 for the gradient norm."""
+"""Bytes per parameter: 30 of AdamW with fp32 gradients and bf16 weights, 4 of the gradient norm."""
 
 
 def copy_rate(rows: Sequence[Row]) -> float | None:
-    """Measured GB/s, reads and writes together."""
+    """Return the measured GB/s, reads and writes together."""
     return next((row["gb_s"] for row in rows if row.get("what") == "copy" and "gb_s" in row), None)
 
 
 def gemm_rate(rows: Sequence[Row]) -> float | None:
-    """Measured TFLOP/s of the square product in bf16."""
+    """Return the measured TFLOP/s of the square product in bf16."""
     products = [row for row in rows if row.get("what") == "gemm" and "tflops" in row]
     square = (row for row in products if row["shape"].startswith("square") and row["dtype"] == "bfloat16")
     return next((row["tflops"] for row in square), None)
@@ -33,7 +32,7 @@ def gemm_rate(rows: Sequence[Row]) -> float | None:
 def floor(
     ceilings: Sequence[Row], model: ModelConfig, *, seq_length: int, microbatch: int, accumulation: int
 ) -> dict[str, float] | None:
-    """What a step would take if each piece ran at the measured ceiling, so that what is above it has a name.
+    """Return the time of a step in which each piece runs at the measured ceiling.
 
     Returns:
         category of the profile -> ms in bf16 without recomputation; None without all three ceilings.
@@ -45,21 +44,21 @@ def floor(
         return None
     tokens = seq_length * microbatch * accumulation
     layers = range(model.num_layers)
-    core = sum(attention_core_flops(model, index, seq_length, "megatron") for index in layers)  # forward, a token
+    core = sum(attention_core_flops(model, index, seq_length, "megatron") for index in layers)  # of the forward, per token
     products = flops_per_token(model, seq_length, "megatron") - 3 * core
-    passes = model.num_layers * NORMS_AND_ACTIVATIONS * model.hidden_size * HALF
+    moved = model.num_layers * NORMS_AND_ACTIVATIONS * model.hidden_size
     return {
         "GEMM": tokens * products / gemm / 1e9,
-        # The backward has five products where the forward has two.
+        # The backward has five products, the forward two.
         "attention": tokens * core * (1 / best["tflops"] + 2.5 / best["backward_tflops"]) / 1e9,
-        "norms and activations": tokens * passes / copy / 1e6,
+        "norms and activations": tokens * moved / copy / 1e6,
         "cross-entropy": tokens * model.padded_vocab_size * LOSS / copy / 1e6,
         "optimizer": parameter_count(model) * OPTIMIZER / copy / 1e6,
     }
 
 
 def floor_of(rows: Sequence[Row], row: Row) -> dict[str, float] | None:
-    """Of the run that a row is of, if it is in bf16."""
+    """Return the floor of a row's run, if it is in bf16."""
     if row["precision"] != "bf16":
         return None
     counts = {"microbatch": row["microbatch"], "accumulation": row["accumulation"]}
@@ -86,26 +85,27 @@ def ceilings_table(rows: Sequence[Row]) -> list[str]:
 
 
 def kernels_table(rows: Sequence[Row]) -> list[str]:
-    """A line a kernel and pass, then what there is not."""
+    """Return a line per kernel and pass, then what is missing."""
     copy, gemm = copy_rate(rows), gemm_rate(rows)
     own = [row for row in rows if row.get("part") == "kernels" and "ms" in row]
     rivals = " ".join(f"{'x ' + name:>9}" for name in AGAINST)
     lines = [
-        "Kernels (x: time of that rival / time of this; %: of the measured copy, of a product of the measured GEMM)",
-        f"{'':<18}{'shape':<16}{'pass':<11}{'by':<8}{'ms':>9} {'p20-p80':>15} {'graph':>8} {'GB/s':>6} {'%':>4} "
+        "Kernels (x: rival's time / this time; %: of the measured copy or product; copy: share of a copy of as many bytes)",
+        f"{'':<18}{'shape':<16}{'pass':<11}{'by':<8}{'ms':>9} {'p20-p80':>15} {'graph':>8} {'GB/s':>6} {'%':>4} {'copy':>4} "
         f"{rivals} {'error':>8} {'max':>8} same",
     ]
     times = {(row["backend"], *_key(row)): row["ms"] for row in own}
     for row in own:
         rate, best = ("tflops", gemm) if "tflops" in row else ("gb_s", copy)
         share = f"{100 * row[rate] / best:.0f}" if best else "-"
+        equal = f"{100 * row['copy_ms'] / min(row['ms'], row.get('graph_ms', row['ms'])):.0f}"
         graph = f"{row['graph_ms']:8.4f}" if "graph_ms" in row else f"{'-':>8}"
         shape = f"{row['rows']} x {row['size']}" if row["rows"] > 1 else str(row["size"])
         others = [None if name == row["backend"] else times.get((name, *_key(row))) for name in AGAINST]
         against = " ".join(f"{other / row['ms']:>9.2f}" if other else f"{'-':>9}" for other in others)
         lines.append(
             f"{row['case']:<18}{shape:<16}{row['pass']:<11}{row['backend']:<8}{row['ms']:9.4f} "
-            f"{row['p20']:7.4f}-{row['p80']:<7.4f} {graph} {row['gb_s']:6.0f} {share:>4} {against} "
+            f"{row['p20']:7.4f}-{row['p80']:<7.4f} {graph} {row['gb_s']:6.0f} {share:>4} {equal:>4} {against} "
             f"{row['error']:8.1e} {row['max_error']:8.1e} {'yes' if row['bitwise'] else 'NO'}"
         )
     missing: dict[str, list[str]] = {}
@@ -113,7 +113,7 @@ def kernels_table(rows: Sequence[Row]) -> list[str]:
         if row.get("part") == "kernels" and "failed" in row:
             what = f"{row.get('case', row.get('operation'))} {row.get('size', '')}".strip()
             missing.setdefault(f"{row.get('backend', 'all')}: {row['failed']}", []).append(what)
-    lines += [f"  not there: {reason} ({', '.join(dict.fromkeys(of))})" for reason, of in missing.items()]
+    lines += [f"  missing: {reason} ({', '.join(dict.fromkeys(of))})" for reason, of in missing.items()]
     return lines
 
 
@@ -122,14 +122,14 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def steps_table(rows: Sequence[Row]) -> list[str]:
-    """A line a run; the floor is the step with each piece at its ceiling."""
+    """Return a line per run; the floor is the step with each piece at its ceiling."""
     lines = [
         "Steps (mb: microbatch, ga: microbatches per step, floor: every piece at its measured ceiling)",
         f"{'':<34}{'model':<12}{'type':<6}{'mb':>3}{'ga':>3}{'ms':>10}{'floor':>8}{'tokens/s':>10}{'MFU PaLM':>9}"
         f"{'causal':>8}{'GiB':>7}",
     ]
     for row in rows:
-        if row.get("part") not in ("step", "peer") or "step_ms" in row:  # a row of a profile has one
+        if row.get("part") not in ("step", "peer") or "step_ms" in row:  # rows of a profile have it
             continue
         name = f"{row['who']:<34}{row['model']:<12}{row['precision']:<6}{row['microbatch']:>3}"
         if "failed" in row:
@@ -146,7 +146,7 @@ def steps_table(rows: Sequence[Row]) -> list[str]:
 
 
 def profiles_table(rows: Sequence[Row]) -> list[str]:
-    """Where each profiled step's time goes."""
+    """Return where the time of each profiled step goes."""
     runs: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         if "step_ms" in row:

@@ -1,13 +1,12 @@
-"""What one GPU gives, and what megalite makes of it: ceilings, kernels, whole training steps beside peers, profiles.
+"""Measure one GPU and megalite on it: ceilings, kernels, whole training steps with peers, profiles.
 
     python3 -m benchmarks.gpu.run --json benchmarks/results/gpu.json --write-preferences preferences.yaml
 
-Needs one H100 or H200 (or a GPU like them), torch and Triton, and nothing that is not with torch; apex and
-transformers take part where they are installed. Ends before `--minutes` are over. Every leg runs in its own process:
-one that fails is a line that says why.
+Needs one H100, H200 or a similar GPU, torch and Triton; apex and transformers are measured if they are installed. Ends
+within `--minutes`. Each leg has its own process; if it fails, its line has the reason.
 
-`--dry` runs every part in tiny sizes on the CPU, Triton's kernels in its interpreter: it shows that the benchmark works,
-and its times mean nothing.
+`--dry` runs every part in tiny sizes on the CPU, with Triton's kernels in its interpreter: it tests the benchmark, and its
+times mean nothing.
 """
 
 import argparse
@@ -34,14 +33,14 @@ LARGE, SMALL, DRY = "GPT 1.3B", "GPT-2 124M", "GPT dry"
 
 
 def step_task(who: str, model: str, *, device: str, **settings: Any) -> dict[str, Any]:
-    """A run of megalite, or with `peer` of another."""
+    """Return the task of a run of megalite, or with `peer` of another program."""
     defaults = {"part": "peer" if "peer" in settings else "step", "who": who, "model": model, "device": device, "steps": 10}
     defaults |= {"precision": "fp32" if model == DRY else "bf16", "compiled": device == "cuda"}
     return {**defaults, "microbatch": MICROBATCH[model], "accumulations": [1], **settings}
 
 
 def own_legs(device: str, *, fp8: bool) -> list[Leg]:
-    """megalite's steps; the first of each model is profiled."""
+    """Return the legs of megalite's steps; the first of each model is profiled."""
     if device == "cpu":
         settings = {"accumulations": [1, 2], "steps": 2, "profile": True}
         return [Leg("megalite", (step_task("megalite", DRY, device=device, **settings),), 600.0)]
@@ -76,7 +75,7 @@ def peer_legs(device: str) -> list[Leg]:
 
 
 def legs_of(arguments: argparse.Namespace, device: str) -> list[Leg]:
-    """In this order, so that what matters most is there when time runs out."""
+    """Return the legs, the most important first, in case the time runs out."""
     dry, found = arguments.dry, []
     machine = {"part": "machine", "device": device}
     before = [{**machine, "when": "before"}]
@@ -88,11 +87,11 @@ def legs_of(arguments: argparse.Namespace, device: str) -> list[Leg]:
     if "kernels" in arguments.parts:
         found.append(Leg("kernels", tuple(kernel_tasks(device=device, dry=dry)), arguments.kernel_seconds))
     others = peer_legs(device) if "peers" in arguments.parts else []
-    # The large model's, then what else there is.
+    # First of the large model.
     found += [*others[:1], *own[1:3], *others[1:], *own[3:]]
     found.append(Leg("machine", ({**machine, "when": "after"},), 30.0))
     if dry:
-        # One process: to import torch takes longer than all of this.
+        # One process, because importing torch takes longer than all of this.
         tasks = tuple(task for leg in found for task in leg.tasks)
         return [Leg("all", tasks, 1500.0, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})]
     return found
@@ -108,11 +107,11 @@ def said(row: Row) -> str:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = common.parser(__doc__, json_help="write all rows here")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     parser.add_argument("--dry", action="store_true", help="everything in tiny sizes on the CPU")
-    parser.add_argument("--fp8", action="store_true", help="FP8 linear layers too, beside bf16")
-    parser.add_argument("--minutes", type=float, default=9.3, help="what it may take in all (9.3)")
-    parser.add_argument("--kernel-seconds", type=float, default=200.0, help="what the kernels may take of it (200)")
+    parser.add_argument("--fp8", action="store_true", help="FP8 linear layers in addition to bf16")
+    parser.add_argument("--minutes", type=float, default=9.3, help="limit for everything (9.3)")
+    parser.add_argument("--kernel-seconds", type=float, default=200.0, help="limit for the kernels (200)")
     parser.add_argument("--write-preferences", type=Path, metavar="FILE", help="write the measured table, as YAML")
     return parser.parse_args(arguments)
 

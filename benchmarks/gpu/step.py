@@ -1,9 +1,8 @@
-"""Part 4: whole training steps of megalite, through the path that pretrain_gpt.py takes; part 5 on the same replica; peers.
+"""Part 4: whole training steps of megalite, by the code of pretrain_gpt.py, and part 5 on the same replica; peers.
 
 A task builds one replica and measures it with one or several microbatches per step: tokens/s, MFU in both conventions, peak
-memory. Peers are a GPT in plain PyTorch under torch.compile and Hugging Face's GPT-2: both keep fp32 weights,
-compute under autocast in bf16, and take a step with torch's fused AdamW and clipping, as megalite does: same sizes, same
-number of tokens, no recomputation.
+memory. Peers are a GPT in plain PyTorch under torch.compile and Hugging Face's GPT-2. Both have fp32 weights, bf16 autocast,
+torch's fused AdamW and clipping, and the sizes and tokens of megalite's run, without recomputation.
 """
 
 import dataclasses
@@ -43,19 +42,19 @@ MICROBATCH = {"GPT 1.3B": 8, "GPT-2 124M": 32, "GPT dry": 2}
 
 
 def repeats(steps: int, accumulation: int) -> int:
-    """Measured steps: fewer where each is many microbatches long."""
+    """Return the number of measured steps, fewer if each has many microbatches."""
     return max(steps // accumulation, 4) if accumulation > 1 else steps
 
 
 def config_of(model: str, *, device: str, microbatch: int, accumulation: int, extra: list[str] | None = None) -> RunConfig:
-    """Of a run on one device: no recomputation, AdamW, clipping, random tokens."""
+    """Return the config of a run on one device: no recomputation, AdamW, clipping, random tokens."""
     flags = [*SETTINGS[model].split(), "--mock-data", "--train-iters", "1000", "--device", device]
     flags += ["--micro-batch-size", str(microbatch), "--global-batch-size", str(microbatch * accumulation)]
     return validate(parse_arguments([*flags, *(extra or [])]).config, 1)
 
 
 def rows(task: Task) -> Iterator[Row]:
-    """A row an entry of `accumulations`, then those of the profile if it is asked for."""
+    """Yield a row per entry of `accumulations`, then those of the profile if the task has one."""
     title: Row = {"part": "step", **{key: task[key] for key in ("who", "model", "precision", "microbatch")}}
     if task.get("peer") == "huggingface" and importlib.util.find_spec("transformers") is None:
         yield {**title, "failed": "transformers is not installed"}
@@ -77,7 +76,7 @@ def rows(task: Task) -> Iterator[Row]:
         stop_distributed()
 
 
-Step = Callable[[int], float]  # a training step over so many microbatches; returns its loss
+Step = Callable[[int], float]  # runs a training step of this many microbatches and returns its loss
 
 
 def _megalite(task: Task, config: RunConfig, rank: int, device: torch.device) -> tuple[Step, Row]:
@@ -92,7 +91,7 @@ def _megalite(task: Task, config: RunConfig, rank: int, device: torch.device) ->
 
 
 def measure(step: Callable[[], float], config: RunConfig, accumulation: int, steps: int, device: torch.device) -> Row:
-    """Median time of a step, and what follows from it."""
+    """Return the median time of a step and the figures derived from it."""
     cuda = device.type == "cuda"
     losses = [step() for _ in range(WARM_UP)]
     if cuda:
@@ -123,7 +122,7 @@ def measure(step: Callable[[], float], config: RunConfig, accumulation: int, ste
 
 
 def speed(seconds: list[float], *, model: ModelConfig, seq_length: int, samples: int, peak_tflops: float | None) -> Row:
-    """Tokens/s and MFU of steps over `samples` sequences; FLOPs by the planner's formulas, recomputation not counted."""
+    """Return tokens/s and MFU of steps of `samples` sequences; FLOPs by the planner's formulas without recomputation."""
     median = statistics.median(seconds)
     tokens = samples * seq_length / median
     row: Row = {"ms": 1e3 * median, "ms_min": 1e3 * min(seconds), "ms_max": 1e3 * max(seconds)}
@@ -174,14 +173,14 @@ def plain(config: RunConfig) -> GPT:
 
 
 def compile_blocks(network: Any) -> None:
-    """Block by block: one block's code serves all, so it takes seconds, not minutes."""
+    """Compile each block: all share the code, so it takes seconds, not minutes."""
     for block in network.blocks:
         block.compile(dynamic=False, fullgraph=True)
     network.loss = torch.compile(network.loss, dynamic=False, fullgraph=True)
 
 
 def hugging_face(config: RunConfig) -> Any:
-    """Their GPT-2 of the same sizes, with torch's attention: tokens and labels -> mean loss."""
+    """Return their GPT-2 of the same sizes with torch's attention: tokens and labels -> mean loss."""
     from transformers import GPT2LMHeadModel
 
     from benchmarks.peers.huggingface import settings_of
