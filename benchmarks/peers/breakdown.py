@@ -1,12 +1,11 @@
-"""Where a step of peers.run goes, megalite's beside a peer's, on each rank of a layout.
+"""Compare where the time of a training step goes, in megalite and in a peer, on each rank of a layout.
 
     OMP_NUM_THREADS=1 python -m benchmarks.peers.breakdown [--model wide] [--layout tp2] [--peer "plain torch"] [--bf16]
 
-Milliseconds of each kind of operation and of the largest operations alone (the least over some steps that torch's
-profiler watched, in turns), how often they ran, seconds and CPU seconds of a step without the profiler (what is between is
-waiting, or a core that others have), and its page faults: memory that the C library gave back to the system and got again,
-to be cleared by the kernel. And the calls of Python's functions and of C's from Python: with `--model tiny` they are what a
-step takes.
+Reports, each as the minimum over some steps in alternation: milliseconds and number of calls per kind of operation and of
+the largest operations, by torch's profiler; wall and CPU seconds of a step without the profiler (the difference is waiting,
+or a core used by others); page faults (memory that the C library returned to the system and got back, cleared by the
+kernel); calls of Python functions and from Python into C, which dominate a step of `--model tiny`.
 """
 
 import resource
@@ -24,11 +23,11 @@ from megalite.parity.pool import RankContext, RankPool
 
 WHOLE = ("seconds", "CPU seconds", "of them in the kernel", "page faults")
 CALLS = {"call": "Python calls", "c_call": "calls from Python into C"}
-Figures = dict[str, tuple[float, int]]  # of what -> (amount, calls)
+Figures = dict[str, tuple[float, int]]  # name -> (amount, calls)
 
 
-def watched(context: RankContext) -> Figures:
-    """Milliseconds of each kind of operation, of each operation, and their number, in the next step."""
+def profiled_step(context: RankContext) -> Figures:
+    """Run a step under the profiler: milliseconds and calls of each kind of operation and of each operation."""
     operations = profiled(lambda: worker.train(context, 1))[2]
     kinds: Figures = {}
     for name, (milliseconds, calls) in operations.items():
@@ -38,8 +37,8 @@ def watched(context: RankContext) -> Figures:
     return {**kinds, **operations}
 
 
-def unwatched(context: RankContext) -> Figures:
-    """What the next step costs as a whole."""
+def timed_step(context: RankContext) -> Figures:
+    """Run a step without the profiler: its total costs."""
     before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF), time.process_time(), time.perf_counter()
     worker.train(context, 1)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -48,8 +47,8 @@ def unwatched(context: RankContext) -> Figures:
     return {name: (amount, 1) for name, amount in zip(WHOLE, amounts, strict=True)}
 
 
-def called(context: RankContext) -> Figures:
-    """Calls in the next step."""
+def counted_step(context: RankContext) -> Figures:
+    """Run a step and count its calls."""
     counts: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, argument: counts.update((event,)))
     try:
@@ -60,14 +59,14 @@ def called(context: RankContext) -> Figures:
 
 
 def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]:
-    """The least of each figure over the rounds, by contender and rank."""
+    """Return the minimum of each figure over the rounds, by contender and rank."""
     ranks, found = case.layout.ranks, dict[str, Figures]()
     pools = {name: RankPool(ranks) for name in names}
     try:
         for name, pool in pools.items():
             pool.run(ranks, worker.build, name, case)
             pool.run(ranks, worker.train, 2, timeout=600.0)
-        for work in (unwatched, watched, called) * rounds:
+        for work in (timed_step, profiled_step, counted_step) * rounds:
             for name, pool in pools.items():
                 for rank, figures in enumerate(pool.run(ranks, work, timeout=600.0)):
                     least = found.setdefault(f"{name}, rank {rank}" if ranks > 1 else name, {})
@@ -79,7 +78,7 @@ def measure(case: Case, names: Sequence[str], rounds: int) -> dict[str, Figures]
 
 
 def report(found: dict[str, Figures], largest: int) -> str:
-    """The whole, kinds of operations, then the largest single ones, those with the largest differences first."""
+    """Table of totals, kinds of operations and the largest operations, sorted by their difference."""
     keys = list(dict.fromkeys(key for side in found.values() for key in side))
     rows = {key: [side.get(key, (0.0, 0)) for side in found.values()] for key in keys}
     summed = [key for key in keys if key.startswith(("ms of ", *WHOLE, *CALLS.values()))]
@@ -98,8 +97,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", choices=worker.CONTENDERS, default="plain torch")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--layout", choices=LAYOUTS, default="1")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each, watched and not (3)")
-    parser.add_argument("--largest", type=int, default=30, help="single operations that are shown (30)")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each, with and without the profiler (3)")
+    parser.add_argument("--largest", type=int, default=30, help="single operations in the table (30)")
     flags = parser.parse_args(words)
     model = MODELS[flags.model]
     case = Case(size=model.size, layout=LAYOUTS[flags.layout], family=model.family, bf16=flags.bf16)

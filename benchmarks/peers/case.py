@@ -1,7 +1,7 @@
-"""What all contenders of peers.run share: the models, the layouts, the batches, the first weights and the optimizer.
+"""What all contenders of peers.run share: models, layouts, batches, initial weights and optimizer.
 
-A contender is built for a `Case` on every rank of it and then makes steps: the same global batches, a microbatch at a
-time, the gradient of the mean loss, clipping by the global norm, AdamW that decays matrices and embeddings alone.
+Each rank of a `Case` builds its contender, which then trains: the same global batches, one microbatch at a time, the
+gradient of the mean loss, clipping by the global norm, AdamW with decay of matrices and embeddings only.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks, and how many threads each has."""
+    """Sizes of the parallel axes, and threads per rank."""
 
     dp: int = 1
     tp: int = 1
@@ -53,30 +53,30 @@ class Case:
     family: str = GPT2
     bf16: bool = False
     schedule: str | None = None
-    """Of the pipeline, instead of megalite's usual one: the cut of the layers goes by it."""
-    batch_peers: bool = False  # peers are scheduled as megalite's ranks are
-    folders: tuple[tuple[str, str], ...] = ()  # where peers that are not installed lie, by contender
+    """Pipeline schedule instead of megalite's default; it decides how the layers are cut."""
+    batch_peers: bool = False  # run peers under SCHED_BATCH, as megalite's ranks are
+    folders: tuple[tuple[str, str], ...] = ()  # contender -> folder of its package if it is not installed
 
     @property
     def microbatches(self) -> int:
-        """Of a step, on one data-parallel rank."""
+        """Microbatches per step on one data-parallel rank."""
         return self.size.batch // self.size.micro // self.layout.dp
 
     def share(self, tokens: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """The microbatches [b, s + 1] of a data-parallel rank, dealt out in turn."""
+        """Return the microbatches [b, s + 1] of a data-parallel rank, dealt round-robin."""
         return list(tokens.split(self.size.micro))[rank :: self.layout.dp]
 
 
 class Contender(Protocol):
-    """A system that trains, on one rank."""
+    """One rank of a system that trains."""
 
     def step(self, tokens: torch.Tensor) -> float:
-        """One step on the global batch [batch, s + 1]: this rank's part of its loss; the parts of all ranks add up."""
+        """Train on the global batch [batch, s + 1]. Returns this rank's part of the loss; the parts of all ranks sum to it."""
         ...
 
 
 def batch_of(size: Size, step: int) -> torch.Tensor:
-    """The tokens of a step, [batch, s + 1]: the same everywhere."""
+    """Tokens of a step, [batch, s + 1], the same on all ranks."""
     draws = torch.Generator().manual_seed(1000 + step)
     return torch.randint(0, size.vocab, (size.batch, size.seq + 1), generator=draws)
 
@@ -89,7 +89,7 @@ def model_of(case: Case) -> ModelConfig:
 
 
 def first_weights(case: Case) -> dict[str, torch.Tensor]:
-    """megalite's initial weights in fp32 by its own names: what every contender starts from."""
+    """megalite's initial weights in fp32 by megalite's names; every contender starts from them."""
     model = model_of(case)
     factory = ParameterFactory(tp=Group.solo("tp"), seed=SEED, dtype=torch.float32, device=torch.device("cpu"))
     part = StageLayers(first_layer=0, last_layer=model.num_layers, has_embedding=True, has_head=True)
@@ -98,7 +98,7 @@ def first_weights(case: Case) -> dict[str, torch.Tensor]:
     for parameter in stage.parameters():
         assert isinstance(parameter, ShardedParameter)
         found[parameter.info.spec.name] = parameter.detach()
-    # Norms and biases start as ones and zeros: with them a contender that mixed some up would still agree.
+    # Norms and biases start as ones and zeros, so a contender that confused two of them would still agree.
     draws = torch.Generator().manual_seed(SEED)
     return {
         name: value if value.dim() > 1 else value + 0.02 * torch.randn(value.shape, generator=draws)
@@ -107,11 +107,11 @@ def first_weights(case: Case) -> dict[str, torch.Tensor]:
 
 
 PLAIN_NAMES = {"norm1": "attention_norm", "norm2": "mlp_norm", "qkv": "attention.qkv", "out": "attention.out"}
-PLAIN_NAMES |= {"up": "mlp.up", "down": "mlp.down"}  # plain_gpt's modules of a block, and megalite's
+PLAIN_NAMES |= {"up": "mlp.up", "down": "mlp.down"}  # module of a block in plain_gpt -> in megalite
 
 
 def plain_weights(case: Case) -> dict[str, torch.Tensor]:
-    """The same by plain_gpt's names; its tensors are laid out as ours."""
+    """`first_weights` by plain_gpt's names; the layout of the tensors is the same."""
     ours = first_weights(case)
     found = {f"{name}.weight": ours[f"embedding.{name}.weight"] for name in ("word", "position")}
     for part in ("weight", "bias"):
@@ -123,7 +123,7 @@ def plain_weights(case: Case) -> dict[str, torch.Tensor]:
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices and embeddings are decayed, norms and biases are not; each kind of tensor in groups of its own."""
+    """Decay matrices and embeddings, not norms and biases; a separate group per tensor type."""
     groups: dict[tuple[type, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((type(parameter.data), parameter.dim() > 1), []).append(parameter)
@@ -136,13 +136,13 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, *, scale: float = 1.0) -> None:
-    """Scale gradients, whose global norm is `norm`, and then clip them to the norm `CLIP`, in one pass."""
+    """Multiply gradients of global norm `norm` by `scale`, then clip them to the norm `CLIP`, in one pass."""
     coefficient = scale * (CLIP / (norm * scale + 1e-6)).clamp(max=1.0)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(grads, coefficient)
 
 
 def squares(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Σg² of the gradients that are whole or of which this rank has a part, fp64 []."""
+    """Σg² of the gradients, or parts of gradients, on this rank; fp64 []."""
     norms = torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return torch.stack(norms).double().square().sum()

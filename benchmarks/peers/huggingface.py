@@ -11,12 +11,12 @@ from benchmarks.peers.plain_gpt import Size
 from benchmarks.peers.pytorch import Loop
 
 LAYER = {"norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.c_attn", "out": "attn.c_proj"}
-LAYER |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # plain_gpt's modules of a block, and theirs
+LAYER |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # module of a block in plain_gpt -> in GPT-2
 ENDS = {"word": "wte", "position": "wpe", "norm": "ln_f"}
 
 
 def weights_of(case: Case) -> dict[str, torch.Tensor]:
-    """The common weights by their names: projections transposed, queries, keys and values one after the other."""
+    """The common weights by Hugging Face's names: projections transposed; queries, keys and values concatenated."""
     size, found = case.size, {}
     for name, value in plain_weights(case).items():
         module, _, part = name.rpartition(".")
@@ -31,7 +31,7 @@ def weights_of(case: Case) -> dict[str, torch.Tensor]:
 
 
 def settings_of(size: Size, *, activation: str) -> GPT2Config:
-    """Their settings of a model: no dropout, no cache, torch's fused attention."""
+    """GPT-2 settings of a model: no dropout, no cache, torch's fused attention."""
     names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
     values = (size.vocab, size.seq, size.hidden, size.layers, size.heads)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -21,7 +21,7 @@ from megalite.training.step import Stepper
 
 
 def config_of(case: Case) -> RunConfig:
-    """The run as pretrain_gpt.py would have it."""
+    """The config that pretrain_gpt.py would use."""
     size, layout = case.size, case.layout
     batch = {"seq_length": size.seq, "micro_batch_size": size.micro, "global_batch_size": size.batch}
     update = {"lr": LR, "lr_decay_style": "constant", "weight_decay": DECAY, "clip_grad": CLIP, "seed": SEED}
@@ -34,7 +34,7 @@ def config_of(case: Case) -> RunConfig:
 
 
 def stage_layers(case: Case) -> list[tuple[int, int]]:
-    """First and last layer of each virtual stage, as megalite cuts them: by cost, head included."""
+    """First and last layer of each virtual stage as megalite cuts them: by cost, including the head."""
     return [(plan.first_layer, plan.last_layer) for plan in plan_stages(config_of(case))]
 
 
@@ -46,7 +46,7 @@ def step_flops(case: Case) -> float:
 
 class Megalite:
     def __init__(self, case: Case, context: RankContext) -> None:
-        keep_freed_memory()  # as training on a CPU does
+        keep_freed_memory()  # as in training on a CPU
         self._case = case
         config = config_of(case)
         self._topology = context.topology_of(config)
@@ -86,10 +86,10 @@ def build(case: Case, context: RankContext) -> Megalite:
 
 
 def build_zb_h2(case: Case, context: RankContext) -> Megalite:
-    """With the schedule that fills the bubble with weight gradients, at the price of more microbatches in flight."""
+    """Use the schedule that fills the bubble with weight gradients, with more microbatches in flight."""
     return Megalite(dataclasses.replace(case, schedule="zb-h2"), context)
 
 
 def build_dualpipe_v(case: Case, context: RankContext) -> Megalite:
-    """With the schedule that runs each forward beside a backward, on stages that go down the ranks and up again."""
+    """Use the schedule that pairs each forward with a backward, on stages in a V over the ranks."""
     return Megalite(dataclasses.replace(case, schedule="dualpipe-v"), context)

@@ -1,7 +1,7 @@
 """NVIDIA's megatron-core on a CPU as a contender of peers.run, in all its layouts.
 
-It is the package as pip brings it, without Transformer Engine and apex: its local layers, its DDP, optimizer and pipeline
-schedules, fusions that are CUDA kernels off. It asks for CUDA in many places; this process answers them with the CPU.
+The package is as pip installs it, without Transformer Engine and apex: its local layers, DDP, optimizer and pipeline
+schedules, with CUDA-only fusions off. Its calls of CUDA are redirected to the CPU.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NAMES = common.settings(
     "decoder.final_layernorm=final_norm input_layernorm=attention_norm self_attention.linear_qkv=attention.qkv "
     "self_attention.linear_proj=attention.out pre_mlp_layernorm=mlp_norm mlp.linear_fc1=mlp.up mlp.linear_fc2=mlp.down"
 )
-"""Its modules, and megalite's; tensors are laid out alike."""
+"""Module of megatron-core -> of megalite; the layout of the tensors is the same."""
 OFF = ("hidden_dropout", "attention_dropout", "perform_initialization", "persist_layer_norm", "bias_activation_fusion")
 OFF += ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
 
@@ -41,14 +41,14 @@ def _on_cpu(make: Any) -> Any:
 def _type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or tensor.dtype != torch.float32:
         return _plain_type(tensor, *args, **kwargs)
-    return "torch.cuda.FloatTensor"  # which clipping insists on
+    return "torch.cuda.FloatTensor"  # gradient clipping requires this type
 
 
 _plain_type = torch.Tensor.type
 
 
 def redirect_cuda(folder: str) -> None:
-    """Let the package in `folder` be imported, and what it asks of CUDA be done by the CPU. Once a process."""
+    """Make the package in `folder` importable and redirect its CUDA calls to the CPU; further calls do nothing."""
     if folder in sys.path:
         return
     sys.path.insert(0, folder)
@@ -63,7 +63,7 @@ def redirect_cuda(folder: str) -> None:
         setattr(owner, name, answer)
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    # Nothing is drawn: there is no dropout and the weights come from us.
+    # No random state is needed: there is no dropout, and the weights are loaded.
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
 
 
@@ -83,8 +83,8 @@ class Megatron:
         sizes = {"num_layers": size.layers, "hidden_size": size.hidden, "num_attention_heads": size.heads}
         split = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
         split["virtual_pipeline_model_parallel_size"] = virtual
-        # Batched messages between two ranks that are each other's next and previous would be mixed up. Others are
-        # under way while outputs are freed: gloo, unlike CUDA's streams, would send what has come there since.
+        # Two ranks that are each other's next and previous would confuse batched messages. Overlapped messages are still
+        # being sent when outputs are freed: gloo, unlike CUDA's streams, would send whatever was written there since.
         one = layout.vpp == 1
         messages = {"batch_p2p_comm": one, "overlap_p2p_comm": not one, "deallocate_pipeline_outputs": one}
         messages["pipeline_dtype"] = torch.float32 if layout.pp > 1 else None
@@ -98,7 +98,7 @@ class Megatron:
         settings = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=DECAY, adam_eps=1e-8, clip_grad=CLIP)
         self._optimizer = get_megatron_optimizer(settings, self._chunks, use_gloo_process_groups=False)
         for group in self._optimizer.param_groups:
-            group.update(fused=True, foreach=False)  # as ours has it; its own would be Transformer Engine's
+            group.update(fused=True, foreach=False)  # as megalite does; the default is Transformer Engine's
         self._run = get_forward_backward_func()
 
     def _build_chunks(self, config: Any) -> list[Any]:

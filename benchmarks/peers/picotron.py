@@ -1,7 +1,7 @@
 """Hugging Face's picotron on a CPU as a contender of peers.run: its Llama, its layers, buckets and 1F1B.
 
-Its step has no clipping and sums the microbatches of a pipeline instead of averaging them: both are corrected here, so that
-it trains what the others train. flash_attn, which it imports and does not use on a CPU, is stubbed.
+Its step does not clip, and sums the microbatches of a pipeline instead of averaging them: both are corrected here, so that
+it trains the same model. flash_attn is stubbed: picotron imports it, but does not use it on a CPU.
 """
 
 import os
@@ -25,13 +25,13 @@ _STUBS = {
 }
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "final_proj", "embedding")
 _ROWS = ("out_proj", "down_proj")
-"""What tensor parallelism splits along dimension 0 and along dimension 1."""
+"""Parameters that tensor parallelism splits along dimension 0, and along dimension 1."""
 _CONFIG = common.settings(
     "hidden_size=hidden_size num_attention_heads=num_attention_heads num_key_value_heads=num_attention_heads "
     "num_hidden_layers=num_layers intermediate_size=ffn_size vocab_size=vocab_size rms_norm_eps=norm_epsilon "
     "rope_theta=rotary_base max_position_embeddings=max_position_embeddings"
 )
-"""Its settings, and megalite's."""
+"""Setting of picotron -> of megalite."""
 _WEIGHTS = {
     "attention.out_proj": "attention.out",
     "mlp.down_proj": "mlp.down",
@@ -39,11 +39,11 @@ _WEIGHTS = {
     "post_attention_layernorm": "mlp_norm",
 }
 _ENDS = {"embedding": "embedding.word", "final_norm": "final_norm", "final_proj": "head"}
-"""Its modules, and megalite's, of those that are laid out alike."""
+"""Module of picotron -> of megalite, where the layout of the tensors is the same."""
 
 
 def prepare(folder: str, rank: int) -> None:
-    """Let the package in `folder` be imported. Once a process."""
+    """Make the package in `folder` importable; further calls do nothing."""
     if folder in sys.path:
         return
     sys.path.insert(0, folder)
@@ -58,7 +58,7 @@ def prepare(folder: str, rank: int) -> None:
 
 
 class Batches(Iterator[dict[str, torch.Tensor]]):
-    """What its steps ask of a data loader."""
+    """The part of a data loader that picotron's step uses."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self.grad_acc_steps = len(parts)
@@ -89,7 +89,7 @@ class Picotron:
             model = PipelineParallel(model, config)
         _load(model, weights_of(case), self._groups.tp_rank, layout.tp)
         self._parameters = list(model.parameters())
-        # Replicated over tp: counted once in the norm.
+        # replicated over tp: counted once in the norm
         self._split = [p for name, p in model.named_parameters() if layout.tp > 1 and _dim(name) is not None]
         self._model = DataParallelBucket(model) if layout.dp > 1 else model
         self._optimizer = adamw(self._parameters)

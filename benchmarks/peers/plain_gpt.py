@@ -22,7 +22,7 @@ class Size:
     micro: int = 4
     batch: int = 16
     gelu: str = "none"
-    """How torch approximates it."""
+    """torch's name of the approximation of GELU."""
 
     @property
     def head(self) -> int:
@@ -30,7 +30,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. Rows of `qkv` are ordered by head, so that a part of them is a part of the heads."""
+    """Pre-norm attention and MLP. Rows of `qkv` are ordered by head, so that a slice of rows is a set of heads."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(size.hidden)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the head sees: tokens [b, s] -> [b, s, h]."""
+        """Input of the head: tokens [b, s] -> [b, s, h]."""
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -75,5 +75,5 @@ class GPT(nn.Module):
 
 
 def without_reduction(model: Any, *, last: bool) -> AbstractContextManager[Any]:
-    """DDP reduces in the last microbatch's backward alone."""
+    """Make DDP reduce only in the backward of the last microbatch."""
     return model.no_sync() if not last and isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()

@@ -35,13 +35,13 @@ MeanLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Loop:
-    """The usual training loop: microbatches one after the other, clip, update.
+    """The usual training loop: microbatches in sequence, clip, update.
 
     Args:
         forward: tokens and labels [b, s] -> mean loss; the model itself or a wrapper of it.
-        rank: of data parallelism.
-        around: a context in which each microbatch runs.
-        parts: ranks that hold the same loss.
+        rank: data-parallel rank.
+        around: context of each microbatch.
+        parts: number of ranks with the same loss.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Loop:
 
 
 def _clip(parameters: list[nn.Parameter]) -> None:
-    """By the norm of all; torch takes split and whole tensors apart only."""
+    """Clip by the norm of all gradients; torch's clipping would treat split and whole tensors separately."""
     split = [parameter for parameter in parameters if isinstance(parameter.data, DTensor)]
     if not split:
         nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -89,14 +89,14 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 
 
 def plain_model(case: Case) -> plain_gpt.GPT:
-    """The model with the contenders' common weights."""
+    """The model with the common weights."""
     model = plain_gpt.GPT(case.size)
     model.load_state_dict(plain_weights(case))
     return model
 
 
 def in_precision(case: Case, model: nn.Module) -> MeanLoss:
-    """The model as the case wants it; in bf16: fp32 weights, products in bf16."""
+    """Set the model's precision: in bf16, fp32 weights and bf16 products."""
 
     def autocast(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -112,7 +112,7 @@ def build_plain(case: Case, context: Any) -> Loop:
 
 
 def build_ddp(case: Case, context: Any) -> Loop:
-    """DistributedDataParallel, its gradients views of its buckets."""
+    """DistributedDataParallel; gradients are views of its buckets."""
     model = DistributedDataParallel(plain_model(case), gradient_as_bucket_view=True)
     parameters = list(model.parameters())
     return Loop(case, parameters, adamw(parameters), model, rank=context.rank)
@@ -128,7 +128,7 @@ def build_zero(case: Case, context: Any) -> Loop:
 
 
 def build_dtensor(case: Case, context: Any) -> Loop:
-    """Tensor parallelism by DTensor: heads, MLP, vocabulary and loss are split, norms and the residual stream are whole."""
+    """Tensor parallelism by DTensor: heads, MLP, vocabulary and loss are split; norms and the residual stream are whole."""
     model = plain_model(case)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan: dict[str, Any] = {"word": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
@@ -155,11 +155,11 @@ SCHEDULES: dict[str, Any] = {
     "zb-v": ScheduleZBVZeroBubble,
     "dualpipe-v": ScheduleDualPipeV,
 }
-DOWN_AND_UP = ("zb-v", "dualpipe-v")  # the second half of the stages lies on the ranks in reverse
+DOWN_AND_UP = ("zb-v", "dualpipe-v")  # the second half of the stages is on the ranks in reverse order
 
 
 class Part(nn.Module):
-    """Layers [first, last) of the GPT, the embedding before or the head after them: tokens [b, s] or [b, s, h]."""
+    """Layers [first, last) of the GPT, with the embedding before or the head after them: tokens [b, s] or [b, s, h]."""
 
     def __init__(self, case: Case, layers: tuple[int, int], *, embeds: bool, heads: bool) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Part(nn.Module):
         self.load_state_dict({name: weights[name] for name in self.state_dict()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """-> [b, s, h], or logits [b, s, V]."""
+        """Return [b, s, h], or logits [b, s, V]."""
         if self.embeds:
             x = self.word(x) + self.position(torch.arange(x.shape[1]))
         for block in self.blocks.values():
@@ -198,7 +198,7 @@ class Pipeline:
         self._schedule = SCHEDULES[schedule](stages[0] if len(cut) == ranks else [*stages], case.microbatches, **settings)
         self._first, self._last = 0 in self._parts, last in self._parts
         self._parameters = [p for part in self._parts.values() for p in part.parameters()]
-        # Two, updated alike, also where one rank has both: each stage divides the gradients of its parameters.
+        # Two copies, updated alike, even if one rank has both: each stage divides the gradients of its own parameters.
         self._words = [part.word.weight for part in self._parts.values() if part.embeds or part.heads]
         self._optimizer = adamw(self._parameters)
 
@@ -210,7 +210,7 @@ class Pipeline:
             losses=losses if self._last else None,
             return_outputs=False,
         )
-        _sum_of_both(self._words)
+        _sum_tied_gradients(self._words)
         own = [p for p in self._parameters if not any(p is word for word in self._words)]
         own += self._words[:1] if self._first else []
         total = squares(own)
@@ -221,8 +221,8 @@ class Pipeline:
         return float(torch.stack(losses).detach().mean()) if self._last else 0.0
 
 
-def _sum_of_both(words: list[torch.Tensor]) -> None:
-    """The tied weight's gradients, of this rank's copies and the other's."""
+def _sum_tied_gradients(words: list[torch.Tensor]) -> None:
+    """Sum the gradients of both copies of the tied weight, on this rank or over two ranks."""
     grads = [word.grad for word in words]
     if len(grads) == 2:
         grads[0] += grads[1]
@@ -232,7 +232,7 @@ def _sum_of_both(words: list[torch.Tensor]) -> None:
 
 
 def even_cut(layers: int, stages: int) -> list[tuple[int, int]]:
-    """As many layers on each stage; the first ones get what is left over."""
+    """Equal numbers of layers per stage; the first stages get the remainder."""
     each, over = divmod(layers, stages)
     starts = [stage * each + min(stage, over) for stage in range(stages + 1)]
     return list(pairwise(starts))
@@ -244,22 +244,22 @@ def build_even(case: Case, context: Any) -> Pipeline:
 
 
 def build_balanced(case: Case, context: Any) -> Pipeline:
-    """The usual schedule, the layers cut as megalite cuts them."""
+    """Use the default schedule, with the layers cut as megalite cuts them."""
     return Pipeline(case, context.rank, stage_layers(case), _usual(case))
 
 
 def build_interleaved_zb(case: Case, context: Any) -> Pipeline:
-    """Weight gradients fill the bubble, the layers cut as megalite cuts them."""
+    """Fill the bubble with weight gradients, with the layers cut as megalite cuts them."""
     return Pipeline(case, context.rank, stage_layers(case), "interleaved-zb")
 
 
 def build_zb_v(case: Case, context: Any) -> Pipeline:
-    """The layers cut as megalite cuts them for its own."""
+    """Use zb-v, with the layers cut as megalite cuts them for zb-v."""
     return Pipeline(case, context.rank, stage_layers(dataclasses.replace(case, schedule="zb-v")), "zb-v")
 
 
 def build_dualpipe_v(case: Case, context: Any) -> Pipeline:
-    """The layers cut as megalite cuts them for its own."""
+    """Use dualpipe-v, with the layers cut as megalite cuts them for dualpipe-v."""
     cut = stage_layers(dataclasses.replace(case, schedule="dualpipe-v"))
     return Pipeline(case, context.rank, cut, "dualpipe-v")
 

@@ -1,4 +1,4 @@
-"""The rounds of peers.run: build every contender, compare their losses, let them take turns."""
+"""The rounds of peers.run: build every contender, compare their losses, time them in turn."""
 
 import math
 import statistics
@@ -22,12 +22,12 @@ class Disagreement(Exception):
 
 @dataclass
 class Measured:
-    """What was found of the contenders of one layout; times are of a step, round by round, CPU time over all ranks."""
+    """Results of the contenders of one layout. Times are per step, one per round; CPU time is summed over ranks."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)  # largest one from megalite's loss
-    failed: dict[str, str] = field(default_factory=dict)  # who did not run, and why
+    differences: dict[str, float] = field(default_factory=dict)  # largest difference from megalite's loss
+    failed: dict[str, str] = field(default_factory=dict)  # contender -> error
     gemm: list[float] = field(default_factory=list)  # FLOP/s of matrix products on one rank
     losses: dict[str, list[float]] = field(default_factory=dict)  # of the steps before the rounds
 
@@ -36,7 +36,7 @@ def compete(
     pools: Mapping[str, RankPool], case: Case, *, limit: float, checks: int, rounds: int, steps: int, gemm: int,
     seed: int,
 ) -> Measured:  # fmt: skip
-    """One model in one layout: `checks` steps whose losses may differ by `limit`, then `rounds` turns of `steps` each.
+    """Measure one model in one layout: `checks` steps with losses within `limit`, then `rounds` turns of `steps` each.
 
     Raises:
         Disagreement: a contender's losses are not megalite's.
@@ -88,7 +88,7 @@ def _or_infinite(difference: float) -> float:
 
 
 def ratio(found: Measured, name: str, ours: str = worker.MEGALITE) -> dict[str, Any]:
-    """Our rate over this contender's: medians over rounds, in wall and in CPU time."""
+    """Ratio of megalite's rate to this contender's: median over rounds, in wall and in CPU time."""
     sides = {"wall": found.seconds, "cpu": found.cpu}
     return {key: round(common.ratio(values[name], values[ours]), 4) for key, values in sides.items()}
 
@@ -125,7 +125,7 @@ def row_of(name: str, found: Measured, case: Case) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A layout's rows in Markdown, and what was reached against the best peer."""
+    """Markdown table of a layout's rows, followed by the comparison with the best peer."""
     cells: list[tuple[str, ...]] = [HEADER]
     measured = [row for row in result["rows"] if "note" not in row]
     for row in result["rows"]:
@@ -144,7 +144,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def verdict(measured: list[dict[str, Any]]) -> str:
-    """megalite in each of its ways against the peer that came nearest."""
+    """Compare each variant of megalite with the fastest peer."""
     lines = [
         f"{row['contender']} over the best peer ({best['peer']}): {best['wall']:.2f} (CPU time {best['cpu']:.2f})"
         for row in measured

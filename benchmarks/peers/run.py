@@ -1,15 +1,15 @@
-"""Tokens/s of megalite's training step beside every peer that runs on a CPU, in one run.
+"""Compare tokens/s of megalite's training step with every peer that runs on a CPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.peers.run [--json FILE]
         [--megatron-core FOLDER] [--picotron FOLDER]
 
-All train the same models from the same weights on the same batches: fp32 (on one rank in bf16 as well), AdamW with the
-same decay, clipping by the global norm. A layout's contenders are started together, make a few steps whose losses must
-agree, and then take turns, in another order every round, so that a busy neighbour slows all alike; medians and
-quartiles of the turns are shown, CPU time, and the model FLOPs (PaLM) as a share of the matrix products that the
-machine made in the same rounds. "ours" is the median over rounds of megalite's rate over the other's.
+All train the same models from the same weights on the same batches: fp32 (on one rank also bf16), AdamW with the same
+decay, clipping by the global norm. The contenders of a layout are started together, make a few steps, whose losses must
+agree, and are then timed in turn, in another order every round, so that other load on the machine affects all alike. The
+table has medians and quartiles of the turns, CPU time, and model FLOPs (PaLM) as a share of the matrix products that the
+machine made in the same rounds. "ours" is the median over rounds of megalite's rate over the contender's.
 
-picotron knows Llama alone: it is met in a Llama of the small size. megatron-core and picotron are taken from folders:
+picotron only has Llama: it is compared on a Llama of the small size. megatron-core and picotron are taken from folders:
 
     pip install --no-deps --target FOLDER megatron-core==0.16.1
     git clone https://github.com/huggingface/picotron FOLDER
@@ -33,9 +33,9 @@ from megalite.parity.pool import RankPool
 class Model(NamedTuple):
     size: Size
     layouts: tuple[str, ...]
-    rounds: float = 1.0  # of those asked for: large models take fewer
+    rounds: float = 1.0  # share of the requested rounds; large models make fewer
     family: str = GPT2
-    bf16: bool = True  # on one rank in bf16 as well
+    bf16: bool = True  # on one rank also in bf16
 
 
 TINY = Size(layers=4, hidden=32, heads=4, vocab=128, seq=16, micro=1, batch=4)
@@ -47,20 +47,20 @@ MODELS = {
     "llama": Model(Size(), tuple(name for name in _ALL if name != "pp2.vpp2"), family=LLAMA, bf16=False),
 }
 HOST = {"tiny": Model(TINY, _ALL), "tiny-llama": Model(TINY, ("1",), family=LLAMA, bf16=False)}
-"""Models of which a step is the host's own time: what Python and the dispatcher take."""
+"""Models so small that Python and the dispatcher dominate a step."""
 MODELS |= HOST
 LIMITS = {False: 1e-4, True: 3e-2}  # largest difference of losses, in fp32 and in bf16
 
 
 class Pools:
-    """Processes for the contenders: one set for each seat at a layout's table, kept from layout to layout."""
+    """Process pools for the contenders, one per seat, reused from layout to layout."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._pools: dict[str, RankPool] = {}
 
     def seat(self, seats: Sequence[str]) -> dict[str, RankPool]:
-        """Pools by seat; those that are missing or have failed are started, two at a time."""
+        """Return a pool per seat; start missing and failed ones, two at a time."""
         missing = [seat for seat in seats if seat not in self._pools or self._pools[seat].stopped]
         with ThreadPoolExecutor(max_workers=2) as starters:
             for seat, pool in zip(missing, starters.map(lambda _: RankPool(self._ranks), missing)):
@@ -73,7 +73,7 @@ class Pools:
 
 
 def seats_of(names: Iterable[str]) -> dict[str, str]:
-    """Contenders to seats. Ours and the peers that change torch for themselves keep theirs; the others share."""
+    """Assign contenders to seats. megalite and peers that patch torch have their own; the others share."""
     seats, shared = {}, 0
     for name in names:
         own = name if worker.CONTENDERS[name].ours else worker.CONTENDERS[name].needs
@@ -108,7 +108,7 @@ def run_case(pools: Pools, case: Case, layout: str, names: list[str], arguments:
 
 
 def cases_of(name: str, layouts: Sequence[str], arguments: Any) -> list[tuple[Case, str]]:
-    """What is run of a model: every layout in fp32, one rank in bf16."""
+    """Cases of a model: every layout in fp32, one rank in bf16."""
     model = MODELS[name]
     size = TINY if arguments.smoke else model.size
     found = []
@@ -131,10 +131,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=worker.CONTENDERS, default=list(worker.CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5; large models fewer)")
     parser.add_argument("--steps", type=int, default=1, help="steps of a turn (1)")
-    parser.add_argument("--checks", type=int, default=2, help="steps before, whose losses must agree (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
-    parser.add_argument("--batch-peers", action="store_true", help="peers under SCHED_BATCH too, as we are")
-    parser.add_argument("--no-bf16", action="store_true", help="fp32 alone")
+    parser.add_argument("--checks", type=int, default=2, help="steps before the rounds; their losses must agree (2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of turns")
+    parser.add_argument("--batch-peers", action="store_true", help="run peers under SCHED_BATCH, as megalite")
+    parser.add_argument("--no-bf16", action="store_true", help="fp32 only")
     parser.add_argument("--megatron-core", type=Path, help="folder that holds the package megatron")
     parser.add_argument("--picotron", type=Path, help="folder that holds the package picotron")
     parser.add_argument("--smoke", action="store_true", help="tiny models, one round: does it run?")
@@ -149,7 +149,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def without_folders(words: Sequence[str] | None) -> list[str]:
-    """The command line; where the peers lie is this machine's affair."""
+    """The command line, without this machine's paths."""
     shown = list(sys.argv[1:] if words is None else words)
     for place, word in enumerate(shown):
         if word in ("--megatron-core", "--picotron"):

@@ -1,4 +1,4 @@
-"""One rank of one contender of peers.run: builds it, trains it, takes turns."""
+"""One rank of one contender of peers.run: build it, train it, time it."""
 
 import gc
 import importlib
@@ -19,14 +19,14 @@ from megalite.parity.pool import RankContext
 
 
 class Entry(NamedTuple):
-    """A contender: what builds it, and where it takes part."""
+    """How to build a contender, and the layouts and families that it supports."""
 
     build: str  # module:function
     layouts: tuple[str, ...]
     families: tuple[str, ...] = (GPT2,)
-    bf16: bool = False  # it takes part in bf16 as well
-    needs: str | None = None  # the option that says where it lies
-    ours: bool = False  # megalite, as users may have it
+    bf16: bool = False  # also supports bf16
+    needs: str | None = None  # option with the folder of its package
+    ours: bool = False  # a variant of megalite
 
 
 MEGALITE = "megalite"
@@ -53,19 +53,19 @@ CONTENDERS: dict[str, Entry] = {
 }
 
 
-class _Seat(NamedTuple):
+class _Built(NamedTuple):
     name: str
     contender: Contender
     case: Case
-    steps: list[float]  # the losses so far
+    steps: list[float]  # losses so far
 
 
-_seat: list[_Seat] = []  # what this process trains
+_seat: list[_Built] = []  # the contender of this process, if any
 
 
 @contextmanager
-def _warnings_of(name: str) -> Iterator[None]:
-    """What peers warn of is not ours to fix."""
+def _without_peer_warnings(name: str) -> Iterator[None]:
+    """Ignore warnings of peers: they are not megalite's to fix."""
     with warnings.catch_warnings():
         if not CONTENDERS[name].ours:
             warnings.simplefilter("ignore")
@@ -74,34 +74,34 @@ def _warnings_of(name: str) -> Iterator[None]:
 
 def make(context: RankContext, name: str, case: Case) -> Contender:
     module, _, function = CONTENDERS[name].build.partition(":")
-    with _warnings_of(name):
+    with _without_peer_warnings(name):
         return getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)(case, context)
 
 
 def build(context: RankContext, name: str, case: Case) -> None:
-    """Make a contender, in place of what was here."""
+    """Build a contender in place of the previous one."""
     _seat.clear()
     gc.collect()
     batch = CONTENDERS[name].ours or case.batch_peers
-    # A pool's ranks are batch jobs, which is megalite's doing: peers run as their users start them, or as
-    # `chrt --batch` before their command would have them.
+    # Ranks of a pool run under SCHED_BATCH, which megalite sets. Peers run as their users start them or, with
+    # `--batch-peers`, as under `chrt --batch`.
     set_policy(os.SCHED_BATCH if batch else os.SCHED_OTHER)
     torch.set_num_threads(case.layout.threads)
-    _seat.append(_Seat(name, make(context, name, case), case, []))
+    _seat.append(_Built(name, make(context, name, case), case, []))
 
 
 def train(context: RankContext, steps: int) -> list[float]:
-    """This rank's parts of the losses of the next steps."""
+    """Train some steps. Returns this rank's parts of their losses."""
     seat = _seat[0]
     first = len(seat.steps)
-    with _warnings_of(seat.name):
+    with _without_peer_warnings(seat.name):
         for index in range(first, first + steps):
             seat.steps.append(seat.contender.step(batch_of(seat.case.size, index)))
     return seat.steps[first:]
 
 
 def turn(context: RankContext, steps: int) -> dict[str, float]:
-    """The same timed: when it began and ended here (one clock for all processes), and CPU seconds."""
+    """Time `train`: start and end by a clock that all processes share, and CPU seconds."""
     gc.collect()
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
@@ -111,7 +111,7 @@ def turn(context: RankContext, steps: int) -> dict[str, float]:
 
 
 def leave(context: RankContext) -> None:
-    """Free what was built; be what a pool's ranks are."""
+    """Free the contender and restore the scheduling policy of a pool's ranks."""
     set_policy(os.SCHED_BATCH)
     _seat.clear()
     gc.collect()

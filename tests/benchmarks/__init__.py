@@ -1,1 +1,1 @@
-"""Tests of what the benchmarks compute, not of what they time."""
+"""Tests of what the benchmarks compute, not of their timings."""

@@ -1,4 +1,4 @@
-"""The parts of the data-parallel benchmark that no clock decides."""
+"""The data-parallel benchmark, without its timings."""
 
 import json
 import os
@@ -36,7 +36,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def work(context: RankContext, folder: Path) -> None:
-    """As the worker does, on the host's own network."""
+    """Do the worker's cases on the host's loopback interface."""
     recorder = Recorder(folder / f"rank{context.rank}.jsonl", "lo")
     for case in (*CASES, *ORDERED):
         train_ours(case, context.groups, recorder)
@@ -44,14 +44,14 @@ def work(context: RankContext, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What two ranks of the worker write."""
+    """Records that two ranks of the worker write."""
     folder = tmp_path_factory.mktemp("job")
     run_ranks(2, work, folder)
     lines = [json.loads(line) for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
     return {case["name"]: [line for line in lines if line["case"] == case["name"]] for case in (*CASES, *ORDERED)}
 
 
-def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) -> None:
+def test_each_rank_writes_a_record_per_step(records: dict[str, list[dict[str, Any]]]) -> None:
     for case in CASES:
         for rank in range(2):
             rows = steps_of(records[case["name"]], rank)
@@ -60,23 +60,23 @@ def test_each_rank_writes_each_step(records: dict[str, list[dict[str, Any]]]) ->
             assert end_of(records[case["name"]], rank)["state_bytes"] > 0
     phases = [row["phase"] for row in steps_of(records["frozen"])]
     assert phases == ["gradients"] * 2 + ["momentum"] * 2
-    # By the strategies' own count: the host's interface counts what other programs send as well.
+    # Volumes by the strategies' own count: the host's interface also counts other programs.
     wire = {name: sum(row["wire"] for row in steps_of(found)) for name, found in records.items()}
     assert wire["frozen"] < wire["plain"] * 4 / 3
     assert sent(records["plain"]) >= wire["plain"]
     assert seconds(records["plain"], 2) < seconds(records["plain"])
 
 
-def test_the_order_of_pulls_changes_no_number(records: dict[str, list[dict[str, Any]]]) -> None:
+def test_order_of_pulls_does_not_change_losses(records: dict[str, list[dict[str, Any]]]) -> None:
     first, pushed = ([(row["loss"], row["wire"]) for row in steps_of(records[case["name"]])] for case in ORDERED)
     assert first == pushed and len({loss for loss, _ in first}) == 3
 
 
-def test_peers_have_a_pair_of_ours() -> None:
+def test_each_peer_has_a_megalite_counterpart() -> None:
     assert set(data_parallel.PAIRS) == set(PEERS)
 
 
-def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shaped_links.os, "geteuid", lambda: 1000)
 
     with pytest.raises(SystemExit, match="nothing measured: it needs root"):
@@ -84,9 +84,10 @@ def test_without_root_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
-def test_links_join_ranks_and_go_away() -> None:
-    """The namespace of each rank has its own interface, with counters from 0. Nothing is left behind, nor of a process that is gone;
-    what another one measures with stays."""
+def test_links_connect_ranks_and_are_removed() -> None:
+    """Each rank's namespace has an interface with counters from 0. Afterwards its namespaces and those of ended processes are
+    removed;
+    those of a running process stay."""
     gone, other = subprocess.Popen("true"), f"mgl-{os.getppid()}-rank0"
     gone.wait()
     for name in (f"mgl-{gone.pid}-rank0", other):

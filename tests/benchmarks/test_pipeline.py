@@ -1,4 +1,4 @@
-"""The parts of the pipeline benchmark that no clock decides."""
+"""The pipeline benchmark, without its timings."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from megalite.pipeline.ir.simulate import simulate
 NOTHING = Durations.equal(0.0)
 
 
-def test_dapples_headline_follows_from_our_simulator_and_replay() -> None:
-    """1.6 times the throughput in 12 % less memory, and what it leaves out: GPipe with a third microbatch."""
+def test_dapple_headline_is_reproduced_by_simulator_and_replay() -> None:
+    """Throughput 1.6 times as high with 12 % less memory; DAPPLE omits GPipe with a third microbatch."""
     found = bench_dapple()["ratios"]
     assert list(found["simulated"].values()) == pytest.approx([1.530, 1.604, 1.328, -0.124], abs=5e-4)
     assert list(found["paper"].values()) == [
@@ -27,8 +27,8 @@ def test_dapples_headline_follows_from_our_simulator_and_replay() -> None:
     ]
 
 
-def test_whole_backwards_and_halves_sleep_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of action sleeps for its own parts: a B for both halves in one."""
+def test_sleep_per_kind_of_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of action sleeps for its parts: a B for both halves of the backward."""
     slept: list[float] = []
     monkeypatch.setattr("benchmarks.pipeline.sleep.time.sleep", slept.append)
     durations = Durations(forward=1.0, input_grad=2.0, weight_grad=4.0)
@@ -37,13 +37,13 @@ def test_whole_backwards_and_halves_sleep_for_the_same_work(monkeypatch: pytest.
     assert slept == [1.0, 2.0, 4.0, 1.0, 1.0, 6.0]
 
 
-def test_durations_are_found_for_every_kind_of_action() -> None:
+def test_durations_cover_every_kind_of_action() -> None:
     took = measured_durations(NOTHING, microbatches=2)
     assert took.keys() == {Kind.F, Kind.B, Kind.I, Kind.W, Kind.R}
 
 
-def test_costs_are_those_of_the_actions() -> None:
-    """The simulator then sums up what was measured, recomputation counted where there is one."""
+def test_costs_are_sums_of_measured_durations() -> None:
+    """The simulator sums the measured durations, including recomputation where there is one."""
     took = {Kind.F: 1.0, Kind.R: 1.5, Kind.I: 2.25, Kind.W: 3.0, Kind.B: 5.0}
     for csv, split, recomputed, seconds in (
         ("0F0,0B0\n", False, False, 6.0),
@@ -59,7 +59,7 @@ def test_every_schedule_is_measured() -> None:
     assert set(AUTO.values()) == {1, 2}
 
 
-def test_live_bytes_are_those_of_living_storages() -> None:
+def test_live_bytes_counts_live_storages() -> None:
     outside = torch.zeros(1000)
     with LiveBytes() as live:
         kept = outside + 1.0

@@ -1,4 +1,4 @@
-"""The planner's benchmark: what is fitted on what, and published steps with the files that come along."""
+"""The planner's benchmark: which rows a fit uses, and errors of published steps with the shipped files."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def table_5() -> list[Row]:
     return [row for row in published() if row.size != "SC'21"]
 
 
-def test_published_steps_with_the_shipped_files(table_5: list[Row]) -> None:
+def test_published_steps_are_predicted_with_shipped_files(table_5: list[Row]) -> None:
     (largest,) = _errors("unfused", [row for row in published() if row.size == "SC'21"])
     assert abs(largest) < 0.05
     newer = _errors("unfused-2022", table_5)
@@ -36,8 +36,8 @@ def test_published_steps_with_the_shipped_files(table_5: list[Row]) -> None:
     assert max(map(abs, newer)) < 0.06
 
 
-def test_megatrons_tables_with_the_shipped_files(tmp_path: Path) -> None:
-    """Rows of each kind; their models have the FLOPs that the table says."""
+def test_megatron_tables_are_predicted_with_shipped_files(tmp_path: Path) -> None:
+    """Test rows of each kind, and that a model with other FLOPs than the table's is an error."""
     machine, lines = megatron.machines(), megatron.TABLE.read_text().splitlines()
     table = tmp_path / "few.csv"
     table.write_text("\n".join([lines[0], *(line for line in lines if line.split(",")[1] in ("16b", "llama3-70b"))]))
@@ -58,15 +58,15 @@ def test_megatrons_tables_with_the_shipped_files(tmp_path: Path) -> None:
         megatron.read_rows(table, machine)
 
 
-def test_every_row_of_sc21_is_a_preset_and_within_a_tenth() -> None:
+def test_sc21_rows_are_predicted_within_ten_percent() -> None:
     assert [row.tp * row.pp * 4 <= row.gpus for row in sc21.TABLE_1].count(True) == 10
     for published_row in (sc21.TABLE_1[0], sc21.TABLE_1[4], sc21.TABLE_2[3]):
         found = sc21.row(published_row)
         assert abs(found["tflops"] / found["paper"] - 1) < 0.1
 
 
-def test_scatter_gather_and_interleaving_help_as_the_paper_says() -> None:
-    """Of 175B on 96 GPUs: both are faster, the more the smaller the batch."""
+def test_scatter_gather_and_interleaving_speed_up_as_in_the_paper() -> None:
+    """175B on 96 GPUs: both are faster, and more so for a smaller batch."""
     words = f"{sc21._175B} --tp 8 --pp 12 --recompute-granularity full"
     speeds = [
         [y for _, y in sc21.curve(96, f"{words} {more}", "global-batch-size", (12, 60))]
@@ -76,7 +76,7 @@ def test_scatter_gather_and_interleaving_help_as_the_paper_says() -> None:
         assert speeds[0][0] / other[0] > speeds[0][1] / other[1] > 1.0
 
 
-def test_no_model_of_the_table_is_judged_by_what_was_fitted_on_it(
+def test_leave_one_out_excludes_the_predicted_model_from_the_fit(
     table_5: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[set[int], list[str]]] = []
@@ -96,8 +96,7 @@ def test_no_model_of_the_table_is_judged_by_what_was_fitted_on_it(
     assert result["errors_percent"]["rows"] == len(result["rows"]) == 8
 
 
-def test_plans_of_the_paper_are_whole() -> None:
-    """Each gives every layer to a stage, on devices that there are."""
+def test_plans_of_the_paper_cover_all_layers_and_gpus() -> None:
     for model, plans in chain.PLANS.items():
         for where in plans:
             cluster, profile = read_cluster(where), find_profile(model)

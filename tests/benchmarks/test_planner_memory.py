@@ -1,4 +1,4 @@
-"""The memory benchmark: cases of one rank."""
+"""The memory benchmark, on cases of one rank."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.planner.memory import measured_rows
 
 
 @pytest.mark.parametrize("name", ["gpt, dropout, core_attn recomputed", "experts, moe recomputed"])
-def test_real_runs_hold_what_was_predicted(name: str) -> None:
+def test_measured_memory_equals_prediction(name: str) -> None:
     (row,) = measured_rows(None, [name])
     assert row["predicted_state_bytes"] == row["state_bytes"]
     assert row["predicted_activation_bytes"] == pytest.approx(row["activation_bytes"], rel=0.02)

@@ -1,4 +1,4 @@
-"""Every benchmark is in the README with a command, and runs in its smallest size."""
+"""Every benchmark has a command in the README and runs at its smallest size."""
 
 import contextlib
 import importlib
@@ -42,7 +42,7 @@ SETTINGS = common.settings(
     "num_layers=2 hidden_size=32 num_attention_heads=4 vocab_size=64 seq_length=16 global_batch_size=4"
 )
 PLAN = {"175B x 512": "--preset llama3-8b --cluster dgx-h100 --gpus 8 --global-batch-size 64"}
-# What has no option for a size is made small in its module.
+# Sizes that have no option are reduced in the module.
 SMALLEST: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("cpu.attention", "--rounds 1 --shapes 1x2x16x8", "milliseconds", {}),
     ("cpu.products", "--rounds 1 --shapes 16x8x16", "flops_per_second", {}),
@@ -57,12 +57,12 @@ SMALLEST: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 
 
-def test_each_program_has_a_command_in_the_readme() -> None:
+def test_readme_has_a_command_per_program() -> None:
     named = set(re.findall(r"-m (benchmarks\.[\w.]+)", README))
     assert named == PROGRAMS - PARTS
 
 
-def test_commands_of_all_pages_name_programs() -> None:
+def test_commands_in_pages_name_existing_programs() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert set(re.findall(r"-m (benchmarks\.\w+\.\w+)", text)) <= PROGRAMS, page
@@ -71,7 +71,7 @@ def test_commands_of_all_pages_name_programs() -> None:
 
 
 @pytest.mark.parametrize("line", sorted(re.findall(r"`python -m benchmarks[^`]+`", README)))
-def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_commands_exist(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.strip("`"))
     at = words.index("-m")
     module = importlib.import_module(words[at + 1])
@@ -83,10 +83,10 @@ def test_the_options_of_each_command_exist(line: str, capsys: pytest.CaptureFixt
 
 
 def run_here(*words: str, **more: str) -> str:
-    """`common.run_python` without a new process, which takes seconds to import torch."""
+    """Replace `common.run_python` without a new process, which would need seconds to import torch."""
     printed, module = io.StringIO(), words[0] == "-m"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the module is imported already
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module is already imported
         patch.setattr(sys, "argv", [*words[1 if module else 0 :]])
         for name, value in more.items():
             patch.setenv(name, value)
@@ -99,7 +99,7 @@ def run_here(*words: str, **more: str) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("program", "words", "key", "small"), SMALLEST, ids=[program for program, *_ in SMALLEST])
-def test_it_runs(
+def test_program_runs_at_smallest_size(
     program: str, words: str, key: str, small: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(f"benchmarks.{program}")
@@ -115,7 +115,7 @@ def test_it_runs(
 
 
 @pytest.mark.e2e
-def test_what_the_soak_reads_of_a_run(tmp_path: Path) -> None:
+def test_soak_reads_step_times_and_resources(tmp_path: Path) -> None:
     train_forked(2, *soak.FLAGS, "--train-iters", "5", "--run-dir", tmp_path).require_success()
     assert len(soak.step_times(tmp_path / "metrics.jsonl")) == 4, "no step after a save"
     here = soak.sample(os.getpid())
@@ -124,7 +124,7 @@ def test_what_the_soak_reads_of_a_run(tmp_path: Path) -> None:
     assert os.getpid() in soak.children(os.getppid())
 
 
-def test_different_texts_are_not_timed() -> None:
+def test_generation_refuses_to_time_different_tokens() -> None:
     made = {"megalite": lambda count: [[1] * count], "transformers": lambda count: [[1] * (count - 1) + [2]]}
     case = generation.Case(1, 1, 3)
     with pytest.raises(SystemExit, match="do not give the same tokens"):
@@ -132,12 +132,12 @@ def test_different_texts_are_not_timed() -> None:
     generation.agree(made, case, exact=False)
 
 
-def test_no_file_is_long() -> None:
-    """Lines of all together have their ceiling in tests/support/measures.py."""
+def test_files_have_at_most_500_lines() -> None:
+    """The total of lines has its ceiling in tests/support/measures.py."""
     assert max(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES) <= 500
 
 
-def test_turns_are_shuffled_and_each_has_its_turn() -> None:
+def test_turns_are_shuffled_and_complete() -> None:
     rounds = list(common.shuffled("abcd", 20, seed=1))
     assert all(sorted(turns) == list("abcd") for turns in rounds)
     assert len({tuple(turns) for turns in rounds}) > 1

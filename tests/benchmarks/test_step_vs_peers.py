@@ -1,4 +1,4 @@
-"""The contenders of the step benchmark train the same model, and its driver compares them as it says."""
+"""The contenders of the step benchmark train the same model, and its driver compares them."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from megalite.parity.pool import RankContext, RankFailure
 from tests.support.ranks import forked_pools, run_ranks
 
 HERE = [name for name, entry in worker.CONTENDERS.items() if entry.needs is None]
-"""Contenders that need nothing but what the tests need."""
+"""Contenders that need no packages beyond those of the tests."""
 LAYOUT_NAMES = list(LAYOUTS)
 STEPS = 2
 
@@ -58,7 +58,7 @@ def test_every_layout_and_model_has_peers() -> None:
 
 
 class FakePool:
-    """Answers as a contender with the given losses and step times would, on two ranks."""
+    """Return the given losses and step times, as two ranks would."""
 
     def __init__(self, losses: list[float], seconds: list[float]) -> None:
         self.losses, self.seconds = losses, iter(seconds)
@@ -107,7 +107,7 @@ def test_ratios_are_medians_over_rounds() -> None:
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
 
 
-def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_contender_is_reported_and_others_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     found, case = competed(), case_of("dp2")
     rows = [row_of(name, found, case) for name in (worker.MEGALITE, "torch DDP", "torch DDP, ZeRO-1")]
     result = {"model": "small", "layout": "dp2", "precision": "fp32", "rounds": 3, "rows": rows}
@@ -117,7 +117,7 @@ def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.Cap
     assert "no CUDA" in capsys.readouterr().err
 
 
-def test_nothing_is_timed_where_losses_differ() -> None:
+def test_no_timing_if_losses_differ() -> None:
     with pytest.raises(Disagreement, match=r"torch DDP differ from megalite's by 5.00e-05, more than 1e-05"):
         competed(limit=1e-5)
     nan = {worker.MEGALITE: FakePool([2.0], [1.0]), "torch DDP": FakePool([float("nan")], [1.0])}
@@ -128,7 +128,7 @@ def test_nothing_is_timed_where_losses_differ() -> None:
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program itself, with its own processes."""
+    """Run the program with its own processes."""
     output = tmp_path / "found.json"
     words = ["--smoke", "--models", "small", "--layouts", "1", "--no-bf16", "--json", str(output)]
     with forked_pools():
