@@ -1,6 +1,6 @@
-"""The house rules of the sources, as functions from one module's syntax tree to what is wrong with it.
+"""The rules of the source code, as functions from a module's syntax tree to its violations.
 
-`tests/test_architecture.py` applies them to the package, and to small sources that break each of them.
+`tests/test_architecture.py` applies them to the package, and to small sources that break each rule.
 """
 
 import ast
@@ -18,7 +18,7 @@ LATE_IMPORTS = {
     "megalite.models.gpt": {"megalite.models.offload"},
     "megalite.training.step": {"megalite.training.qk_clip"},
 }
-"""Imports inside functions of what is always installed: help, dry run and listing start without torch."""
+"""Allowed imports inside functions of packages that are always installed: help, dry run and listing start without torch."""
 
 DISPATCHERS = {
     "megalite",
@@ -27,18 +27,18 @@ DISPATCHERS = {
     "megalite.kernels.registry",
     "megalite.kernels.probes",
 }
-"""Modules that import by name: public names, when they are used; one command's module, when it is called; a kernel's, when it is chosen; apex's
-extensions, to see whether they load."""
+"""Modules that import by name: the public names, a command's module, a kernel's module, and apex's extensions to see if they
+load."""
 
 OPTIONAL_PACKAGES = {
     *("matplotlib", "pyarrow", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard"),
     *("transformers", "triton", "wandb", "mlflow", "comet_ml", "zstandard", "jinja2", "rich", "fsspec", "datasets"),
     "ray",
 }
-"""Third-party packages of the extras, and those that help starts without: imported where they are used."""
+"""Third-party packages of the extras, and packages that help starts without; imported where they are used."""
 
 MEGATRON_FILES = "megalite.conversion.megatron"
-"""The only place that reads pickles, through torch's restricted reader: torch.load with weights_only=True."""
+"""The only package that reads pickles, by torch's restricted reader: torch.load with weights_only=True."""
 
 MAX_LINES, MAX_FUNCTION_LINES = 500, 80
 VAGUE_NAMES = ("util", "helper", "manager", "common", "misc")
@@ -51,7 +51,7 @@ PICKLING_CALLS = {
     for name in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
     for end in ("", "_list")
 }
-"""Of torch.distributed; whatever they are called on."""
+"""Functions of torch.distributed that pickle, refused on any object."""
 RUN_CODE = {
     *(f"torch.{name}" for name in ("save", "jit.load", "jit.script", "package", "hub", "utils.cpp_extension")),
     *(f"torch.serialization{name}" for name in ("", ".load", ".add_safe_globals")),
@@ -61,12 +61,12 @@ RUN_CODE = {
     *("os.system", "os.popen", "numpy.lib.format", "numpy.lib.npyio", "pandas.read_pickle"),
     *("eval", "exec", "compile", "__import__"),
 }
-"""Dotted names that no module says, whatever it calls them."""
+"""Dotted names that no module may use, under any alias."""
 ALLOWED_THERE = {"torch.save", "torch.serialization"}
-"""Of these, what `MEGATRON_FILES` says: it writes such files too, and names the classes that torch may build."""
+"""Names of `RUN_CODE` that `MEGATRON_FILES` may use: it also writes such files, and names the classes that torch may build."""
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "megalite.config.yaml_text.UniqueKeyLoader"}
 LOADS = {"torch.load", "numpy.load", "yaml.load"}
-"""Safe with the right arguments."""
+"""Functions that are safe with the right arguments."""
 
 
 def _functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -74,7 +74,7 @@ def _functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _names(module: Module) -> dict[str, str]:
-    """Local name -> what it was imported as: `np` -> `numpy`, `ld` -> `torch.load`."""
+    """Local name -> the name that it was imported as: `np` -> `numpy`, `ld` -> `torch.load`."""
     found = {}
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def _names(module: Module) -> dict[str, str]:
 
 
 def _dotted(node: ast.AST, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """`torch.load` of `t.load` after `import torch as t`; nothing of what is more than names and dots."""
+    """Return `torch.load` for `t.load` after `import torch as t`; "" if the node is not a dotted name."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -98,7 +98,7 @@ def _dotted(node: ast.AST, names: Mapping[str, str] = MappingProxyType({})) -> s
 
 
 def late_imports(module: Module) -> list[str]:
-    """Imports inside functions, and imports by name, beyond those that are stated."""
+    """Imports inside functions, and imports by name, beyond the allowed ones."""
     wrong, functions = [], _functions(module)
     for name, line in module.imports:
         stated = name.rpartition(".")[0] in LATE_IMPORTS.get(module.name, set())
@@ -114,7 +114,7 @@ def late_imports(module: Module) -> list[str]:
 
 
 def relative_imports(module: Module) -> list[str]:
-    """Imports that start with a dot: the other rules would not see through them."""
+    """Imports that start with a dot: other rules do not resolve them."""
     return [name for name, _ in module.imports if name.startswith(".")]
 
 
@@ -124,7 +124,7 @@ def globals_changed(module: Module) -> list[str]:
 
 
 def environment_reads(module: Module) -> list[str]:
-    """The environment anywhere but at the command line and where the launcher's variables are read."""
+    """Reads of the environment outside the command line and the module that reads the launcher's variables."""
     if module.inside("megalite.cli", "megalite.topology.topology"):
         return []
     texts = [_dotted(node) for node in module.nodes if isinstance(node, ast.Attribute)]
@@ -142,14 +142,14 @@ def world_lookups(module: Module) -> list[str]:
 
 
 def prints(module: Module) -> list[str]:
-    """`print` anywhere but at the command line."""
+    """`print` outside the command line."""
     if module.inside("megalite.cli"):
         return []
     return [f"line {node.lineno}" for node in module.nodes if isinstance(node, ast.Name) and node.id == "print"]
 
 
 def code_in_package_files(module: Module) -> list[str]:
-    """An `__init__.py` that holds more than a docstring (megalite's also has the version and the public names)."""
+    """Code in an `__init__.py` beyond a docstring (megalite's also has the version and the public names)."""
     if not module.is_package or module.name == "megalite":
         return []
     wrong = [] if ast.get_docstring(module.tree) else ["no docstring"]
@@ -157,7 +157,7 @@ def code_in_package_files(module: Module) -> list[str]:
 
 
 def code_from_data(module: Module) -> list[str]:
-    """Whatever could run code out of a file or a message: pickle in any dress, eval, unsafe YAML, a shell."""
+    """Calls that could run code from a file or a message: pickle in any form, eval, unsafe YAML, a shell."""
     names = _names(module)
     imported = [name for name, _ in module.imports] + [name.rpartition(".")[0] for name, _ in module.imports]
     said = [*imported, *names.values()]
@@ -198,7 +198,7 @@ def _is(node: ast.expr | None, value: bool) -> bool:
 
 
 def sizes(module: Module) -> list[str]:
-    """Files and functions that are too long to be one job."""
+    """Files and functions that are too long."""
     lines = len(module.text.splitlines())
     wrong = [f"{lines} lines"] if lines > MAX_LINES else []
     for function in _functions(module):
@@ -209,7 +209,7 @@ def sizes(module: Module) -> list[str]:
 
 
 def vague_names(module: Module) -> list[str]:
-    """Names that say nothing of the job."""
+    """Names that do not describe a job."""
     names = [module.name.split(".")[-1], *(node.name for node in module.nodes if isinstance(node, ast.ClassDef))]
     return [name for name in names if any(word in name.lower() for word in VAGUE_NAMES)]
 
@@ -227,4 +227,4 @@ RULES: tuple[Rule, ...] = (
     sizes,
     vague_names,
 )
-"""Rules that look at one module alone; `layer_order` needs to know all, and `cycle` their graph."""
+"""Rules for one module; `layer_order` needs the known modules, and `cycle` the import graph."""

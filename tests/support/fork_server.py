@@ -1,6 +1,6 @@
-"""`fork_server()`: a process that has torch and the trainer imported, to fork ranks from.
+"""`fork_server()`: a process with torch and the trainer imported, from which ranks are forked.
 
-To start a Python process with torch takes each rank seconds, far longer than what most tests do with it.
+Starting Python with torch takes seconds per rank, much longer than most tests.
 """
 
 import multiprocessing
@@ -15,12 +15,12 @@ PRELOAD = (
     *("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2", "tensorboard.compat.proto"),
     *("tensorboard.summary.writer.record_writer", "tests.support.fork_server", "tests.support.forks"),
 )
-"""What each run imports sooner or later; torch._dynamo where it recomputes."""
+"""Modules that a run imports sooner or later; torch._dynamo is imported by recomputation."""
 
 
 @cache
 def fork_server() -> ForkServerContext:
-    """One thread in the process that is forked, whatever this one has: it is safe to fork."""
+    """Return the fork server. It has one thread, so forking is safe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):

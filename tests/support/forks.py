@@ -1,9 +1,9 @@
-"""Imported into the fork server last, and nowhere else: what makes its forks, ranks of the pools among them, cheaper.
+"""Imported last and only into the fork server: makes its forks, including ranks of pools, cheaper.
 
-All process groups of one rank share one of gloo's devices. A device is a thread that wakes a hundred times per second, whatever
-there is to do; gloo makes one for each group, and the ranks of a few pools have hundreds of groups between them.
+All process groups of a rank share one gloo device. A device is a thread that wakes up a hundred times per second; gloo makes one
+per group, and the ranks of a few pools have hundreds of groups.
 
-And no collection of garbage walks over what has been imported, which would copy it into each fork.
+The garbage collector ignores objects that exist before the fork: collecting them would copy their pages into each fork.
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 
 class _OneDevice(ProcessGroupGloo):
-    """On the device of the world's group, which comes first."""
+    """Use the device of the world's group, which is created first."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         world = dist.GroupMember.WORLD

@@ -1,4 +1,4 @@
-"""Modules of the project as syntax trees, the rows they stand in and what they import."""
+"""Modules of the project as syntax trees, the rows that they belong to, and their imports."""
 
 import ast
 from dataclasses import dataclass
@@ -34,15 +34,15 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("megalite.cli",),
     ("pretrain_gpt", "tools"),
 )
-"""Packages and modules by row; the longest name that fits a module is its place. Row 1 holds no torch."""
+"""Packages and modules by row; the longest matching name decides the row of a module. Row 1 does not import torch."""
 
 SIBLINGS = {
     ("megalite.data_parallel", "megalite.tensor_parallel.parameter"),
     ("megalite.data_parallel", "megalite.optimizers.base"),
     ("megalite.doctor", "megalite.parity.pool"),
 }
-"""Imports within a row, from one package into another: buckets are made of the parameters defined there, and a strategy
-steps an optimizer of which it knows the interface."""
+"""Allowed imports between packages of a row: buckets hold parameters of `tensor_parallel`, and a strategy calls
+the optimizer's interface."""
 
 ONLY = {
     "megalite.config": {"megalite.config"},
@@ -53,26 +53,26 @@ ONLY = {
         *("megalite.tensor_parallel", "megalite.context_parallel", "megalite.topology"),
     },
 }
-"""Packages that may import less than their row allows: a model knows no pipeline, optimizer or data."""
+"""Packages that may import less than their row allows: models depend on no pipeline, optimizer or data."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file."""
+    """A source file."""
 
     name: str
-    """Dotted; of a package, without `.__init__`."""
+    """Dotted name; of a package, without `.__init__`."""
     text: str
     is_package: bool = False
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its syntax."""
+        """Syntax tree."""
         return ast.parse(self.text)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Of all of its syntax; the rules look through them again and again."""
+        """All nodes of the tree; cached, since every rule iterates over them."""
         return list(ast.walk(self.tree))
 
     @cached_property
@@ -88,13 +88,13 @@ class Module:
         return found
 
     def inside(self, *names: str) -> bool:
-        """It is one of these modules, or in one of these packages."""
+        """Whether the module is one of these modules, or in one of these packages."""
         return any(is_in(self.name, name) for name in names)
 
 
 @cache
 def read_modules(root: Path) -> list[Module]:
-    """megalite/, tools/ and pretrain_gpt.py below `root`."""
+    """The modules of megalite/, tools/ and pretrain_gpt.py below `root`."""
     files = [*sorted(root.glob("megalite/**/*.py")), *sorted(root.glob("tools/*.py")), root / "pretrain_gpt.py"]
     modules = []
     for path in files:
@@ -106,7 +106,7 @@ def read_modules(root: Path) -> list[Module]:
 
 
 def is_in(name: str, package: str) -> bool:
-    """`name` is the package or something in it."""
+    """Whether `name` is the package or something in it."""
     return name == package or name.startswith(package + ".")
 
 
@@ -117,12 +117,12 @@ def row_of(name: str) -> int:
 
 
 def package_of(name: str) -> str:
-    """`megalite.x` of `megalite.x.y.z`."""
+    """`megalite.x` for `megalite.x.y.z`."""
     return ".".join(name.split(".")[:2])
 
 
 def own_imports(module: Module, known: set[str]) -> set[str]:
-    """The modules of ours that a module imports; `from megalite.x import y` is megalite.x, or megalite.x.y if that is one."""
+    """Imported modules of the project; `from megalite.x import y` gives megalite.x.y if that is a module, or else megalite.x."""
     found = set()
     for name, _ in module.imports:
         if name.split(".")[0] in ("megalite", "pretrain_gpt", "tools"):
@@ -131,7 +131,7 @@ def own_imports(module: Module, known: set[str]) -> set[str]:
 
 
 def layer_order(module: Module, known: set[str]) -> list[str]:
-    """Imports that go up, or sideways into another package."""
+    """Imports of a higher row, or of another package in the same row."""
     row, package, wrong = row_of(module.name), package_of(module.name), []
     for name in sorted(own_imports(module, known)):
         lower = row_of(name) < row
@@ -146,7 +146,7 @@ def layer_order(module: Module, known: set[str]) -> list[str]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a ring, or nothing."""
+    """A cycle of modules that import each other, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:

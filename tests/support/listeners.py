@@ -1,4 +1,4 @@
-"""Sockets that processes listen on, as Linux tells them."""
+"""Listening sockets of processes, read from /proc."""
 
 import os
 import re
@@ -17,17 +17,17 @@ class Listener:
     process: int
     command: str
     address: str
-    """In hexadecimal, as /proc has it."""
+    """Hexadecimal, as in /proc."""
     port: int
 
     @property
     def on_all_addresses(self) -> bool:
-        """Whoever reaches any of the host's addresses reaches it."""
+        """Whether the socket accepts connections on every address of the host."""
         return int(self.address, 16) == 0
 
 
 def listening_here() -> set[str]:
-    """The sockets that this process listens on, by their inodes; each is asked itself."""
+    """Inodes of the listening sockets of this process, by asking each socket."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         name = _target(entry)
@@ -36,15 +36,15 @@ def listening_here() -> set[str]:
                 with socket.socket(fileno=os.dup(int(entry.name))) as own:
                     if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         found.add(name)
-            except OSError:  # closed meanwhile
+            except OSError:  # closed in the meantime
                 continue
     return found
 
 
 def listeners(root: int) -> list[Listener]:
-    """Of a process and all below it."""
+    """Listening sockets of a process and its descendants."""
     ports: dict[str, tuple[str, int]] = {}
-    # Linux gives a table page by page; where others open and close sockets meanwhile, a reading may lack some.
+    # Linux returns a table page by page: a read may miss sockets while other processes open and close some.
     for table in ("tcp", "tcp6") * _READS:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -56,7 +56,7 @@ def listeners(root: int) -> list[Listener]:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             entries = list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         inodes = [match[1] for entry in entries if (match := re.fullmatch(r"socket:\[(\d+)\]", _target(entry)))]
         found += [Listener(pid, command, *ports[inode]) for inode in inodes if inode in ports]
@@ -66,12 +66,12 @@ def listeners(root: int) -> list[Listener]:
 def _target(entry: Path) -> str:
     try:
         return str(entry.readlink())
-    except OSError:  # closed meanwhile, as what lists the folder is
+    except OSError:  # closed in the meantime, as the descriptor of the listing itself
         return ""
 
 
 def descendants(root: int) -> set[int]:
-    """A process and all below it."""
+    """A process and its descendants."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

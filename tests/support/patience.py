@@ -1,4 +1,4 @@
-"""A bound on what one of many cases may take, and waiting for a moment of another process."""
+"""Limits on the processor time of a case, and waiting for another process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ LONGEST_CASE = 5.0
 
 @contextmanager
 def within(what: object, seconds: float = LONGEST_CASE) -> Iterator[None]:
-    """Fail if the block takes more processor time of all threads; `what` is said then.
+    """Fail with `what` if the block takes more processor time, over all threads.
 
-    A machine that stands still for a while is no failure. What waits for ever is stopped by the test's own timeout.
+    Wall-clock time does not count, as the machine may be busy. A hang is stopped by the test's own timeout.
     """
     started = time.process_time()
     yield
@@ -26,8 +26,8 @@ def wait_until(
     running: Callable[[], object] = lambda: True,
     said: Callable[[], str] = str,
 ) -> None:
-    """Look again and again, more often than steps are made. `running`: what is to bring it about still works; `said`:
-    for the message if it does not come."""
+    """Poll the condition every few milliseconds. Fails with `said()` after `seconds`, or once `running()` is false: then
+    the condition cannot become true."""
     end = time.monotonic() + seconds
     while not condition():
         time.sleep(0.005)

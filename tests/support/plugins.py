@@ -1,4 +1,4 @@
-"""What a test registers is gone after it."""
+"""Registry entries for the duration of a test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from megalite.config.registry import Registry
 
 @contextmanager
 def registered(registry: Registry[Any], name: str, implementation: Any, **facts: Any) -> Iterator[None]:
-    """Inside, the registry has it."""
+    """Register an implementation inside the block."""
     registry.register(name, **facts)(implementation)
     try:
         yield

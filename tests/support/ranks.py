@@ -1,7 +1,7 @@
-"""`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's one `RankPool`.
+"""`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's `RankPool`.
 
-New ranks cost ten seconds a test here; the pool pays nothing, being forked from a process that has torch. In
-the workers too warnings are errors.
+New ranks would take ten seconds per test; the pool forks from a process that has torch imported. Warnings are errors in the
+workers too.
 """
 
 import atexit
@@ -22,13 +22,13 @@ POOL_SIZE = 8
 _pools: list[RankPool] = []
 
 rank_pool._MOST_GROUPS = 128
-"""Process groups that a pool may keep: of forks they take no thread that wakes (`tests/support/forks.py`)."""
+"""Limit of process groups per pool. In forks a group adds no thread (`tests/support/forks.py`)."""
 
 
 @contextmanager
 def forked_pools(module: ModuleType = rank_pool) -> Iterator[None]:
-    """Every pool that this module makes in here, by default a `RankPool`, forks its workers from the fork server, and does
-    not wait for torch."""
+    """Make pools of this module, by default `RankPool`, fork their workers from the fork server, which has torch
+    imported."""
     forks = SimpleNamespace(get_context=lambda method: fork_server())
     with mock.patch.object(module, "multiprocessing", forks):
         yield

@@ -1,5 +1,5 @@
-"""Servers of tests, and one that speaks as much of S3's protocol as a client needs to write, list, read and remove objects;
-they are in its memory. Signatures are not checked. It keeps what was asked, and answers 403 to what a test refuses."""
+"""HTTP servers for tests, and an in-memory server of the part of S3's protocol that clients use to write, list, read and delete
+objects. It does not check signatures, records all requests, and answers 403 to requests that a test refuses."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ class Quiet(http.server.BaseHTTPRequestHandler):
 
 
 class LocalServer(http.server.ThreadingHTTPServer):
-    """On a free port of this machine."""
+    """Listens on a free port of this machine."""
 
     daemon_threads = True
 
@@ -31,7 +31,7 @@ class LocalServer(http.server.ThreadingHTTPServer):
         self._is_open = True
 
     def handle_error(self, *_: Any) -> None:
-        """A client that has heard enough, or was killed, is no fault."""
+        """Ignore errors of a client that closed the connection or was killed."""
 
     def close(self) -> None:
         if self._is_open:
@@ -55,31 +55,31 @@ def running(server: S) -> Iterator[S]:
 
 
 class S3Server(LocalServer):
-    """Buckets are made by the first object in them, but for those of `missing_buckets`."""
+    """Buckets are created by their first object, except those in `missing_buckets`."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
         self.objects: dict[str, bytes] = {}
-        """By bucket/key."""
+        """bucket/key -> content."""
         self.parts: dict[str, dict[int, bytes]] = {}
-        """Of multipart uploads, by upload id and number."""
+        """Multipart uploads: id -> part number -> content."""
         self.asked: list[tuple[str, str]] = []
-        """Method and bucket/key, in order."""
+        """Method and bucket/key of each request, in order."""
         self.missing_buckets: set[str] = set()
         self.refuses: Callable[[str, str], bool] = lambda method, name: False
-        """Called with method and bucket/key before anything is done."""
+        """Called with method and bucket/key before a request is processed."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """With which a client finds it."""
+        """Variables by which a client finds the server."""
         credentials = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
         return {**credentials, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.server_port}"}
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
-        """For clients in this process."""
+        """Configure clients in this process."""
         import s3fs
 
-        s3fs.S3FileSystem.clear_instance_cache()  # of clients of former servers
+        s3fs.S3FileSystem.clear_instance_cache()  # clients of earlier servers
         for name, value in self.environment.items():
             patch.setenv(name, value)
 
@@ -88,7 +88,7 @@ class _Handler(Quiet):
     server: S3Server
 
     def _begin(self) -> tuple[str, dict[str, str], bytes] | None:
-        """bucket/key, the query and the body; None if the request has been refused."""
+        """Return bucket/key, query and body; None if the request was refused."""
         parts = urlsplit(self.path)
         name = unquote(parts.path).strip("/")
         query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}

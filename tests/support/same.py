@@ -1,4 +1,4 @@
-"""Two trajectories must agree, number by number."""
+"""Compare two trajectories number by number."""
 
 from megalite.parity.report import compare
 from megalite.parity.trajectory import Trajectory
@@ -9,8 +9,8 @@ class NumbersDifferError(AssertionError):
 
 
 def require_same(ours: Trajectory, reference: Trajectory, tolerance: float) -> None:
-    """Check every line. Raises NumbersDifferError: naming the first number that differs by more than `tolerance`: what
-    it comes from is nearest to the fault."""
+    """Raise NumbersDifferError naming the first number that differs by more than `tolerance`; it is the one closest to
+    the fault."""
     for line in compare(ours, reference):
         if not line.difference <= tolerance:
             where = f" of {line.tensor}" if line.tensor else ""

@@ -1,4 +1,4 @@
-"""All that the next step of a run depends on, on one rank; and runs that continue from checkpoints compared by it."""
+"""The complete state of a run on one rank, and comparison of runs that resume from checkpoints."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from tests.support.tiny import Runner, build, tiny_config
 
 
 def silent(line: str) -> None:
-    """A log that no one reads."""
+    """Discard log lines."""
 
 
-def remembered(replica: Replica) -> dict[str, torch.Tensor]:
-    """Copies of weights, main parameters, states and counters."""
+def state_copies(replica: Replica) -> dict[str, torch.Tensor]:
+    """Copy weights, main parameters, states and counters."""
     strategy, optimizer = replica.strategy, replica.optimizer
     found: dict[str, torch.Tensor] = {}
     for number, shard in enumerate(strategy.shards):
@@ -54,17 +54,17 @@ def hashed(values: torch.Tensor) -> str:
 
 
 def hashes(replica: Replica) -> dict[str, str]:
-    """What `remembered` finds, and the loss scaler's state; without what is noted for one moment alone, when a mean that
-    travels arrives: that may be early."""
+    """Hash all of `state_copies` and the loss scaler's state. Omits states that matter only when an outer mean arrives, as its
+    time of arrival varies."""
     late = ("outer_mean", "sync_change", *(["anchor"] if replica.config.parallel.dp_strategy == "local-sgd" else []))
-    found = {name: hashed(values) for name, values in remembered(replica).items() if not name.endswith(late)}
+    found = {name: hashed(values) for name, values in state_copies(replica).items() if not name.endswith(late)}
     return found | {"scaler": str(replica.scaler.state())}
 
 
 def continued(
     context: RankContext, config: RunConfig, folder: str | Path, log: Callable[[str], None] = silent
 ) -> Runner:
-    """A run that takes up the checkpoint in a folder."""
+    """Resume from the checkpoint in a folder."""
     replica = build(context, config)
     return Runner(replica, load(replica, Path(folder), tokenizer=None, log=log))
 
@@ -76,8 +76,8 @@ def save_run(runner: Runner, folder: str | Path) -> Path:
 def interrupted(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, steps: int, stops: Sequence[int]
 ) -> list[str]:
-    """What differs from a run that goes through: in one that evaluates and saves after some steps, and in those that
-    continue from what it saved. For run_ranks."""
+    """Compare runs with an uninterrupted one and list differences: a run that evaluates and saves at `stops`, and runs that
+    resume from its checkpoints. For run_ranks."""
     plain = Runner(build(context, tiny_config(world, **settings)))
     saving = Runner(build(context, tiny_config(world, **settings)))
     wanted: list[tuple[str, dict[str, str]]] = []

@@ -1,4 +1,4 @@
-"""Tiny models and configs that tests of many layouts share."""
+"""Tiny models and configs, shared by tests of many layouts."""
 
 import json
 import re
@@ -83,7 +83,7 @@ BIASED: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.02,
 }
-"""Experts that a bias balances, over `MOE`."""
+"""Router settings over `MOE`: experts balanced by a bias."""
 
 MOE: dict[str, Any] = {
     **LLAMA,
@@ -95,8 +95,8 @@ MOE: dict[str, Any] = {
 
 
 def rows_of(text: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A table of settings, a row a line: `name: word word ...`. A word is the name of a group, a setting that is to be on, or
-    `setting=value`; later words win, and lines that are indented continue the one before."""
+    """Parse a table of settings, one row per line: `name: word word ...`. A word is a group, a setting to enable, or
+    `setting=value`; later words override earlier ones; an indented line continues the previous one."""
     rows: dict[str, dict[str, Any]] = {}
     for line in re.sub(r"\n\s+", " ", text.strip()).splitlines():
         name, _, words = line.partition(": ")
@@ -105,7 +105,7 @@ def rows_of(text: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, dict[s
         for word in words.split():
             setting, equals, value = word.partition("=")
             read: Any = value if equals else True
-            with suppress(ValueError):  # it is no JSON: a name
+            with suppress(ValueError):  # not JSON: a name
                 read = json.loads(value if equals else "true")
             row.update(groups.get(word, {setting: read}))
     return rows
@@ -117,10 +117,10 @@ def tiny_config(world_size: int = 1, **changes: Any) -> RunConfig:
 
 
 def build(context: RankContext, config: RunConfig) -> Replica:
-    """The replica of one rank of the pool for a validated config."""
+    """Build the replica of one rank of the pool for a validated config."""
     return build_replica(config, context.topology_of(config))
 
 
 def assert_same_numbers(ours: Trajectory, reference: Trajectory) -> None:
-    """Losses, norms, every gradient of every step and every weight after them, to 1e-9 relative."""
+    """Compare losses, norms, the gradients of every step and the final weights to 1e-9 relative."""
     require_same(ours, reference, 1e-9)

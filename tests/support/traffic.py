@@ -1,4 +1,4 @@
-"""Count what a rank's groups move, by wrapping their collectives."""
+"""Count the communication of a rank's groups by wrapping their collectives."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 
 from megalite.topology.group import Group
 
-# Method -> (operation, which argument has the volume).
+# method -> (operation, index of the argument that has the volume)
 COUNTED = {
     "all_reduce_async": ("all-reduce", 0),
     "all_gather_async": ("all-gather", 0),
@@ -24,8 +24,8 @@ COUNTED = {
 
 @contextmanager
 def counted() -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
-    """(group, operation) -> bytes, and number, of this process's collectives while inside; groups of one rank do not
-    count."""
+    """(group, operation) -> bytes, and -> number, of this process's collectives inside the block; groups of one rank are
+    not counted."""
     volumes: Counter[tuple[str, str]] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
 

@@ -1,4 +1,4 @@
-"""Runs of a `Trainer`: in the process of a test, or on a replica that a test has built, on the ranks of the pool."""
+"""Run a `Trainer` in the test's process, or on a replica built by a test on ranks of the pool."""
 
 import json
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from megalite.training.trainer import Trainer
 
 
 def fit(log: Callable[[str], None] | None = None, **settings: Any) -> list[str]:
-    """Train in this process; the lines of the log, where it goes nowhere else."""
+    """Train in this process. Returns the log lines, unless `log` receives them."""
     lines: list[str] = []
     Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=log or lines.append).fit()
     return lines
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Those of one kind that a run has written."""
+    """Records of one kind in a run's metrics.jsonl."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record for record in found if record["kind"] == kind]
 
 
 class ReplicaTrainer(Trainer):
-    """Makes no process groups and leaves no exit.json.
+    """A trainer of an existing replica; creates no process groups and writes no exit.json.
 
     Args:
         on_open: called with the trainer once data, checkpoint and reports are open.

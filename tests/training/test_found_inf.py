@@ -11,7 +11,7 @@ import torch
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.tensor_parallel.parameter import ShardedParameter
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.state import changed, remembered
+from tests.support.state import changed, state_copies
 from tests.support.tiny import Runner, build, tiny_config
 
 Settings = dict[str, Any]
@@ -85,17 +85,17 @@ def with_and_without(
         for _ in range(BEFORE):
             skipped.append(runner.step().skipped)
         if bad:
-            before = remembered(runner.replica)
+            before = state_copies(runner.replica)
             with planted(runner, here=context.rank == culprit):
                 skipped.append(runner.step().skipped)
-            moved = changed(before, remembered(runner.replica))
+            moved = changed(before, state_copies(runner.replica))
         else:
             step, samples = runner.progress.step, runner.progress.samples
             size = config.training.global_batch_size
             assert size is not None
             runner.progress = Progress(step + 1, samples + size)
         skipped.append(runner.step().skipped)
-        ends.append(remembered(runner.replica))
+        ends.append(state_copies(runner.replica))
         for again in (True, True, False) if bad else ():
             with planted(runner, here=again and context.rank == culprit):
                 result = runner.step()

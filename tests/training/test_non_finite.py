@@ -17,7 +17,7 @@ from megalite.training.non_finite import NonFiniteError, is_finite, remedy
 from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.state import changed, remembered
+from tests.support.state import changed, state_copies
 from tests.support.tiny import Runner, build, tiny_config
 from tests.training.test_found_inf import planted
 
@@ -81,7 +81,7 @@ def bad_step(
         runner = Runner(build(context, config))
         runner.step()
         if bad:
-            before = remembered(runner.replica)
+            before = state_copies(runner.replica)
             culprit = layer if context.rank in culprits else -1
             with spoiled(runner, culprit, microbatch, math.nan if layer else math.inf):
                 try:
@@ -91,11 +91,11 @@ def bad_step(
                     said = str(error)
                     step, samples = runner.progress.step, runner.progress.samples
                     runner.progress = Progress(step + 1, samples + 8)
-            moved = changed(before, remembered(runner.replica))
+            moved = changed(before, state_copies(runner.replica))
         else:
             runner.progress = Progress(runner.progress.step + 1, runner.progress.samples + 8)
         runner.step()
-        ends.append(remembered(runner.replica))
+        ends.append(state_copies(runner.replica))
         runner.replica.strategy.close()
     return said, moved, changed(*ends), skipped
 
@@ -133,13 +133,13 @@ def in_gradient(context: RankContext, settings: Settings, value: float) -> tuple
     """Return the message on a bad gradient, and the changes by the step."""
     runner = Runner(build(context, tiny_config(2, **{**SMALL, **settings})))
     runner.step()
-    before, said = remembered(runner.replica), ""
+    before, said = state_copies(runner.replica), ""
     with planted(runner, here=context.rank == 1, value=value):
         try:
             said = str(runner.step().fault)
         except NonFiniteError as error:
             said = str(error)
-    return said, changed(before, remembered(runner.replica))
+    return said, changed(before, state_copies(runner.replica))
 
 
 @pytest.mark.parametrize(
