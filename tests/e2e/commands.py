@@ -1,7 +1,7 @@
-"""Commands in the documentation: found, checked against the programs' own parsers, and run where that is cheap.
+"""Commands in the documentation: find them, check them with the programs' own parsers, and run the cheap ones.
 
-A command is a line `$ ...` in a ```console or ```bash block; a trailing backslash continues it. Those that only look
-(`megalite config ...`, and anything with --dry-run, --help, --help-all or --version) are cheap.
+A command is a line `$ ...` in a ```console or ```bash block; a trailing backslash continues it. Commands without effect
+(`megalite config ...`, and any with --dry-run, --help, --help-all or --version) are cheap.
 """
 
 import re
@@ -21,10 +21,10 @@ from tests.e2e.programs import REPOSITORY
 
 CHEAP_FLAGS = {"--dry-run", "--help", "--help-all", "--version"}
 SHELL_WORDS = {"cd", "curl", "export", "git", "kill", "ls", "nvidia-smi", "pip", "source", "tensorboard"}
-"""First words of commands that are not ours to check."""
+"""First words of commands of other projects, which are not checked."""
 
 LAUNCHERS = {"bash", "sbatch", "kubectl", "sky", "torchx"}
-"""Programs that start what lies in examples/multi_node; its own tests look into the files."""
+"""Programs that start files of examples/multi_node, which has its own tests."""
 
 WRAPPERS = {
     "tools/convert_checkpoint.py": "convert",
@@ -32,21 +32,21 @@ WRAPPERS = {
     "tools/generate_text.py": "generate",
     "tools/preprocess_data.py": "preprocess",
 }
-"""Script -> the `megalite` command that it stands for."""
+"""Script -> the equivalent `megalite` command."""
 
 _BLOCK = re.compile(r"^```(?:console|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a document."""
+    """A command in a document."""
 
     source: str
     line: str
 
     @property
     def words(self) -> list[str]:
-        """The words of the command itself, without variables before it and pipes after it."""
+        """Words of the command without variables before it and pipes after it."""
         words = shlex.split(self.line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             del words[0]
@@ -56,18 +56,18 @@ class Command:
 
     @property
     def is_cheap(self) -> bool:
-        """It only looks."""
+        """Whether the command has no effect."""
         return self.words[:2] == ["megalite", "config"] or not CHEAP_FLAGS.isdisjoint(self.words)
 
 
 def documents() -> list[Path]:
-    """Every page that shows commands."""
+    """All pages that show commands."""
     folders = (REPOSITORY.glob("*.md"), REPOSITORY.glob("docs/**/*.md"), REPOSITORY.glob("examples/**/*.md"))
     return sorted(path for folder in folders for path in folder)
 
 
 def commands_in(text: str, source: str) -> Iterator[Command]:
-    """The commands of a page, in order."""
+    """Commands of a page, in order."""
     for block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
@@ -75,7 +75,7 @@ def commands_in(text: str, source: str) -> Iterator[Command]:
 
 
 def all_commands() -> list[Command]:
-    """The commands of every page, each once."""
+    """Commands of all pages, without duplicates."""
     found: dict[str, Command] = {}
     for path in documents():
         source = str(path.relative_to(REPOSITORY))
@@ -85,11 +85,11 @@ def all_commands() -> list[Command]:
 
 
 def check(command: Command) -> None:
-    """The program exists and understands every flag.
+    """Check that the program exists and accepts every flag.
 
     Raises:
-        AssertionError: it does not, or no one has said how to check a program of this name.
-        ConfigError: flags of training that do not fit together on the ranks that the command starts.
+        AssertionError: it does not, or `check` does not know the program.
+        ConfigError: training flags do not fit together on the number of ranks that the command starts.
     """
     program, *rest = command.words
     if program == "make":
@@ -109,7 +109,7 @@ def check(command: Command) -> None:
             _check_megalite(launch.training_script_args[0], launch.training_script_args[1:])
             return
         assert launch.training_script == "pretrain_gpt.py", command
-        hosts = int(launch.nnodes.split(":")[-1])  # 1:1 if it is left out
+        hosts = int(launch.nnodes.split(":")[-1])  # "1:1" is the default
         _check_training(launch.training_script_args, hosts * int(launch.nproc_per_node))
     elif program == "megalite":
         _check_megalite(rest[0], rest[1:])
@@ -126,8 +126,8 @@ def check(command: Command) -> None:
 
 
 def _check_harness(words: Sequence[str]) -> None:
-    """Of lm-evaluation-harness, which need not be here: flags that it has, arguments that our model takes, and a folder of
-    tasks that is there."""
+    """Check a command of lm-evaluation-harness, which may not be installed: its flags, the arguments of megalite's model, and
+    the folder of tasks."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.keys() <= {"--model", "--model_args", "--tasks", "--include_path", "--batch_size"}, words
     text = (REPOSITORY / "megalite" / "cli" / "lm_eval.py").read_text(encoding="utf-8")
@@ -137,7 +137,7 @@ def _check_harness(words: Sequence[str]) -> None:
 
 
 def _check_launcher(words: Sequence[str]) -> None:
-    """The file is there, and flags of training behind it are legal on two hosts of eight or on those that it tries."""
+    """Check that the file exists and that the training flags are valid on two hosts of eight GPUs, or on the hosts given."""
     at = next(index for index, word in enumerate(words) if word.startswith("examples/multi_node/"))
     path = REPOSITORY / words[at].partition(":")[0]
     assert path.is_file(), f"no {path}"
@@ -150,14 +150,12 @@ def _check_launcher(words: Sequence[str]) -> None:
 
 
 def _shape_in(load: str, step: int | None) -> dict[str, int] | None:
-    """Of a Hugging Face folder, which an earlier command of the page makes, the size of the vocabulary."""
+    """Return the flag of the vocabulary size if the command loads a Hugging Face folder, which an earlier command writes."""
     return {"vocab_size": 1024} if load.startswith("hf:") else None
 
 
 def _check_training(flags: Sequence[str], ranks: int) -> None:
-    if (
-        "--use-checkpoint-args" in flags
-    ):  # config and checkpoint are made by the commands before it, which its test runs
+    if "--use-checkpoint-args" in flags:  # an earlier command writes config and checkpoint; its test runs both
         at = flags.index("--config")
         parse_arguments([flag for flag in (*flags[:at], *flags[at + 2 :]) if flag != "--use-checkpoint-args"])
         return
@@ -202,9 +200,9 @@ def _check_script(script: str, words: Sequence[str]) -> None:
 
 
 def runnable(command: Command) -> list[str]:
-    """The words of a cheap command with this interpreter's programs.
+    """Return a cheap command with this interpreter's programs.
 
-    A config whose tokenizer is made by an earlier command of the page gets the size of its vocabulary instead.
+    A config with a tokenizer made by an earlier command of the page gets the size of its vocabulary instead.
     """
     program, *rest = command.words
     if program == "megalite":

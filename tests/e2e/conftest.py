@@ -1,4 +1,4 @@
-"""What several tests share: a small corpus, and the process that they are in."""
+"""Fixtures of end-to-end tests: a small corpus, and the environment of a single process."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ from tests.e2e.programs import Corpus
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Half a megabyte of text."""
+    """Half a megabyte of text, with tokenizer and token files."""
     return build_corpus(tmp_path_factory.mktemp("corpus"), megabytes=0.5)
 
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that are called in this process must not take it for a rank of something."""
+    """Prevent commands that run in this process from taking it for a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run folder that does not exist yet."""
+    """Path of a run folder that does not exist yet."""
     return tmp_path / "run"

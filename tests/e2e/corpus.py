@@ -1,4 +1,4 @@
-"""A small corpus, prepared by the commands that a user would give."""
+"""A small corpus, prepared by the same commands that a user would run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.e2e.programs import REPOSITORY, Corpus
 
 
 def build_corpus(folder: Path, *, megabytes: float) -> Corpus:
-    """That much text of Python's documentation, its tokenizer of 384 ids and its token files."""
+    """Write text of Python's documentation of the given size, a tokenizer of 384 ids, and token files."""
     text, tokenizer, prefix = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "corpus"
     builder = REPOSITORY / "examples" / "quickstart" / "build_corpus.py"
     learn = ("--input", text, "--output-prefix", tokenizer.with_suffix(""), "--vocab-size", 384)

@@ -1,7 +1,7 @@
-"""`train_forked`: `megalite train` on some ranks without a launcher, forked from a process that has all of it imported.
+"""`train_forked`: `megalite train` on some ranks without a launcher, forked from a process that has everything imported.
 
-Forks of the fork server run the command as a rank of torchrun's would: the same environment, and the store is outside
-of any rank.
+Forks of the fork server run the command as ranks of torchrun would: with the same environment, and a store outside of the
+ranks.
 """
 
 import os
@@ -26,13 +26,13 @@ STREAMS = ("out", "err")
 
 
 def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Path = REPOSITORY, **how: Any) -> Outcome:
-    """Train on some ranks, started in `folder`, and wait for the end of all of them; `how` as for `fork_rank`.
+    """Train on some ranks, started in `folder`, and wait until all have ended; `how` as for `fork_rank`.
 
     Returns:
-        The status of all ranks; what they said comes rank after rank.
+        The common exit status; the output of the ranks, in rank order.
 
     Raises:
-        AssertionError: a rank had not ended by itself after `seconds`, or their statuses differ.
+        AssertionError: a rank was still running after `seconds`, or the statuses differ.
     """
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
@@ -48,7 +48,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
 
 @contextmanager
 def forked(count: int, words: Sequence[str | Path], logs: Path, **how: Any) -> Iterator[list[BaseProcess]]:
-    """Ranks of a run under way, `how` as for `fork_rank`; what has not ended in the end is killed."""
+    """Start ranks of a run, `how` as for `fork_rank`; kill those that are still running at the end."""
     store = dist.TCPStore("localhost", 0, count, is_master=True, wait_for_workers=False) if count > 1 else None
     port, flags = None if store is None else store.port, [str(word) for word in words]
     processes = [fork_rank(rank, count, port, flags, logs / str(rank), **how) for rank in range(count)]
@@ -61,7 +61,7 @@ def forked(count: int, words: Sequence[str | Path], logs: Path, **how: Any) -> I
 
 
 def still_running(processes: Sequence[BaseProcess], seconds: float) -> list[int]:
-    """Ranks that have not ended after that time."""
+    """Wait for the processes. Returns the ranks still running after `seconds`."""
     left, end = {process.sentinel for process in processes}, time.monotonic() + seconds
     while left and (rest := end - time.monotonic()) > 0:
         left -= set(wait(list(left), timeout=rest))
@@ -80,15 +80,15 @@ def fork_rank(
     folder: Path = REPOSITORY,
     command: str = "megalite.cli.train:main",
 ) -> BaseProcess:
-    """One rank of a run, under way.
+    """Start one rank of a run.
 
     Args:
         port: of the store; None for one rank.
-        log: what it says goes to `<log>.out` and `<log>.err`.
-        before: called there before the command.
-        more: variables of its environment.
-        folder: where it starts.
-        command: what is called with the words.
+        log: output goes to `<log>.out` and `<log>.err`.
+        before: called in the rank before the command.
+        more: additional environment variables.
+        folder: working directory.
+        command: function called with the words.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
@@ -110,16 +110,16 @@ def _be_rank(
     folder: str,
     command: str,
 ) -> None:
-    """Run the command with what it says in two files."""
+    """Run the command with its output in two files."""
     for number, name in enumerate(STREAMS, start=1):
         opened = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(variables)
-    tempfile.tempdir = None  # torch._dynamo has asked for it, and TMPDIR may be another one here
+    tempfile.tempdir = None  # torch._dynamo has read the old TMPDIR; it may differ here
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     if before is not None:
         before()
     status = imported(command)(list(words))

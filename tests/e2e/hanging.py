@@ -1,4 +1,4 @@
-"""Ranks of a real run that stop in the midst of a step, each in its own way."""
+"""Ranks of a real run that hang in the middle of a step, each in a different way."""
 
 import ctypes
 import os
@@ -13,34 +13,34 @@ from megalite.topology.group import DONE, Group, Work
 from megalite.training.step import Stepper
 
 STEP = 3
-"""The step in which they do; in the first one a run is given longer."""
+"""The step with the fault; the first step has a longer timeout."""
 
 
 def device() -> None:
-    """Read numbers of a device that does not finish."""
+    """Read numbers from a device that never finishes."""
     torch.Tensor.tolist = lambda tensor: time.sleep(1000)  # type: ignore[method-assign, assignment]
 
 
 def stop() -> None:
-    """Be stopped from outside."""
+    """Stop the process by a signal."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1)  # the watch wakes it to ask where it is: not far from here
+    time.sleep(1)  # the watchdog wakes it to ask for its stack: stay near this line
 
 
 def hold() -> None:
-    """Be in native code that keeps Python's lock."""
+    """Block in native code while holding the GIL."""
     mutex = ctypes.create_string_buffer(128)
     for _ in range(2):
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # a signal does not end it
 
 
 def skip() -> None:
-    """Leave out the next all-reduce."""
+    """Skip the next all-reduce."""
     _instead(lambda group, tensor, begin: DONE)
 
 
 def reshape() -> None:
-    """Begin the next all-reduce with a tensor of another shape."""
+    """Start the next all-reduce with a tensor of another shape."""
     _instead(lambda group, tensor, begin: begin(group, torch.cat([tensor.flatten(), tensor.flatten()])))
 
 
@@ -60,7 +60,7 @@ FAULTS: dict[str, Callable[[], None]] = {fault.__name__: fault for fault in (dev
 
 
 def install(fault: str, rank: int) -> None:
-    """From here on this process, if it is that rank, stops in `STEP`."""
+    """Make this process hang in `STEP` if it has the given rank."""
     take = Stepper.step
 
     def faulty(self: Stepper, *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine: network namespaces with an address each, joined by a veth pair, which can be cut."""
+"""Two "hosts" on one machine: network namespaces, each with an address, connected by a veth pair that can be cut."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ INTERFACE = "eth0"
 
 
 def unavailable() -> str | None:
-    """Why there can be no such hosts here; None if there can."""
+    """Reason why such hosts cannot be created on this machine, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -33,13 +33,13 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two."""
+    """One of the two hosts."""
 
     name: str
     address: str
 
     def start(self, command: Sequence[str | Path], log: Path, **variables: str) -> subprocess.Popen[bytes]:
-        """A program on this host, under way; what it says goes to `log`."""
+        """Start a program on this host; its output goes to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *map(str, command)],
@@ -51,12 +51,12 @@ class Host:
             )
 
     def link(self, state: str) -> None:
-        """Take this host's end of the cable `down`, or `up` again."""
+        """Set this host's end of the link `down` or `up`."""
         done = _ip("-n", self.name, "link", "set", INTERFACE, state)
         assert done.returncode == 0, done.stderr
 
     def kill(self) -> None:
-        """The host loses its power: all that runs on it is gone at once."""
+        """Simulate a power loss: kill all processes of the host."""
         for pid in _ip("netns", "pids", self.name).stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -64,7 +64,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make them, and remove them."""
+    """Create two hosts, and remove them at the end."""
     tag = uuid.uuid4().hex[:6]
     hosts = tuple(Host(f"mgl-{tag}-{letter}", f"10.78.0.{number}") for number, letter in enumerate("ab", 1))
     first, second = hosts

@@ -1,4 +1,4 @@
-"""Runs of forked ranks, one of which stops in the midst of a step, and how they came to their end."""
+"""Runs of forked ranks, one of which hangs in the middle of a step, and how they ended."""
 
 import json
 import time
@@ -20,26 +20,26 @@ FLAGS += ["--hang-timeout-minutes", str(SECONDS / 60)]
 
 @dataclass
 class End:
-    """How a run came to its end."""
+    """How a run ended."""
 
     statuses: list[int | None]
     said: str
-    """By the ranks and who watched them, on stderr."""
+    """Output on stderr of the ranks and their watchdog."""
     seconds: float
-    """From the last step's line in metrics.jsonl."""
+    """Seconds since the last step's line in metrics.jsonl."""
     report: dict[str, Any]
     folder: Path
 
 
 def hang(folder: Path, fault: str, rank: int, flags: Sequence[str]) -> End:
-    """Train on two ranks until one does something that stops the run."""
+    """Train on two ranks; `rank` hangs by `fault`."""
     run_dir, private = folder / "run", folder / "tmp"
     private.mkdir()
     words, more = [*FLAGS, *flags, "--run-dir", run_dir], {"TMPDIR": str(private), "TORCH_FR_BUFFER_SIZE": "100"}
     with forked(2, words, folder, before=partial(install, fault, rank), more=more) as processes:
         left = still_running(processes, 60)
         ended = time.time()
-    # The watching process, which has its say after the ranks, removes its folder last.
+    # The watchdog reports after the ranks have ended, and removes its folder last.
     wait_until(lambda: left or not any(private.glob("megalite-*")), seconds=5)
     said = "".join((folder / f"{each}.err").read_text() for each in range(2))
     assert not left, f"it did not end\n{said}"

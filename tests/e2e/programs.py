@@ -1,4 +1,4 @@
-"""Starts the project's programs as a user does, and reads what they leave behind."""
+"""Start the project's programs as a user does, and read their results."""
 
 import json
 import os
@@ -19,7 +19,7 @@ MOCKED = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 96 --mock-data "
     "--micro-batch-size 1 --device cpu"
 )
-"""A small model, and data that needs no file."""
+"""A small model on data that needs no file."""
 TRAINING = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "3e-3", "--log-interval", "1"]
 
 
@@ -30,17 +30,17 @@ class Corpus:
     jsonl: Path
     tokenizer: Path
     prefix: Path
-    """Of the token files."""
+    """Prefix of the token files."""
 
     @property
     def flags(self) -> list[str]:
-        """What `pretrain_gpt.py` needs to train on it."""
+        """Flags of `pretrain_gpt.py` to train on it."""
         return [*("--data-path", str(self.prefix), "--split", "90,10,0"), *("--tokenizer-model", str(self.tokenizer))]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """Result of a program."""
 
     status: int
     out: str
@@ -49,17 +49,17 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """The lines of stderr that are error messages of ours."""
+        """Lines of stderr that are megalite's error messages."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     def require_success(self) -> "Outcome":
-        """Self, or an AssertionError with everything that the program said."""
+        """Return self, or raise an AssertionError with the program's output."""
         assert self.status == 0, f"status {self.status}\n{self.out}\n{self.err}"
         return self
 
 
 def start(command: Sequence[str | Path]) -> subprocess.Popen[str]:
-    """A program under way in the root of the repository; one thread a process, as many share few cores."""
+    """Start a program in the root of the repository, with one thread per process because many share few cores."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [str(word) for word in command],
@@ -72,16 +72,16 @@ def start(command: Sequence[str | Path]) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], *, seconds: float) -> Outcome:
-    """Wait for the end of a program.
+    """Wait for a program to end.
 
     Raises:
-        AssertionError: it had not ended after `seconds`; it is then ended, with what it said in the message.
+        AssertionError: it was still running after `seconds`; it is stopped, and the message has its output.
     """
     started = time.monotonic()
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun then ends its ranks
+        process.send_signal(signal.SIGTERM)  # torchrun then stops its ranks
         try:
             out, err = process.communicate(timeout=40)
         except subprocess.TimeoutExpired:
@@ -92,18 +92,18 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> Outcome:
 
 
 def run(*command: str | Path, seconds: float = 60) -> Outcome:
-    """Start a program and wait for its end."""
+    """Start a program and wait for it to end."""
     return finish(start(command), seconds=seconds)
 
 
 def train_command(ranks: int, *flags: str | Path) -> list[str | Path]:
-    """`pretrain_gpt.py` on some ranks; on one, without torchrun."""
+    """Command of `pretrain_gpt.py` on some ranks; on one rank, without torchrun."""
     launch: list[str | Path] = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
     return [*launch, "pretrain_gpt.py", *flags]
 
 
 def train(ranks: int, *flags: str | Path, seconds: float = 90) -> Outcome:
-    """Train, and wait for the end."""
+    """Train and wait for the end."""
     return run(*train_command(ranks, *flags), seconds=seconds)
 
 
@@ -114,7 +114,7 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def reached(run_dir: Path, step: int) -> bool:
-    """The step is in metrics.jsonl."""
+    """Whether the step is in metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     return path.exists() and f'"kind": "train", "step": {step},' in path.read_text()
 
@@ -130,5 +130,5 @@ def ranks_of(torchrun: "subprocess.Popen[Any]") -> dict[int, int]:
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, training loss) in the order in which they were written."""
+    """(step, training loss) in the order of metrics.jsonl."""
     return [(record["step"], record["loss"]) for record in records(run_dir, "train")]

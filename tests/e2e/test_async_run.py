@@ -1,4 +1,4 @@
-"""`--dp-strategy async-parameter-server` from the first line of the log to the last checkpoint."""
+"""A complete run of `--dp-strategy async-parameter-server`, from the first log line to the last checkpoint."""
 
 import sys
 from pathlib import Path

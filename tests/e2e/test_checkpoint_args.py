@@ -1,4 +1,4 @@
-"""A run continues a real checkpoint with no setting of the model given, with `--use-checkpoint-args` and without."""
+"""Resume a real checkpoint without model settings, with and without `--use-checkpoint-args`."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ COMMON = "--mock-data --micro-batch-size 1 --global-batch-size 2 --log-interval 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 64 --swiglu"
 
 
-def test_the_model_and_its_sequence_come_from_the_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_settings_come_from_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = (
         f"{COMMON} {MODEL} --train-iters 2 --save-interval 2 --save {tmp_path}",
         f"{COMMON} --train-iters 3 --load {tmp_path} --use-checkpoint-args",

@@ -1,4 +1,4 @@
-"""Small runs of today's models on real text, stopped and continued on another layout, are those of one rank."""
+"""Small runs of current models on real text, resumed on another layout, have the losses of one rank."""
 
 import pytest
 
@@ -35,7 +35,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_continues_on_another_layout(name: str, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_losses_after_resume_on_another_layout_equal_one_rank(
+    name: str, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     example, model, *layouts = RUNS[name]
     base = tmp_path_factory.mktemp("run")
     switched, whole = base / "switched", base / "whole"

@@ -1,5 +1,5 @@
-"""`--elastic` under torchrun: of two "hosts" one is lost, and the run continues with the ranks of the other on another
-layout; the losses are those of one rank that nothing happened to."""
+"""`--elastic` under torchrun: one of two "hosts" is lost, and the run continues on the other host's ranks in another
+layout; the losses equal those of an uninterrupted run on one rank."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ FLAGS = f"{MOCKED} --global-batch-size 4 --precision fp64 --lr 1e-3 --train-iter
 
 
 def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -> subprocess.Popen[bytes]:
-    """torchrun on a "host" of two ranks."""
+    """Start torchrun on a "host" of two ranks."""
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
     conf = f"is_host={int(hosts_store)},keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=8"
     launch = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-conf", conf)
@@ -36,13 +36,13 @@ def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -
 
 
 def lose(host: subprocess.Popen[bytes]) -> None:
-    """The agent and its ranks at once."""
+    """Kill torchrun and its ranks at once."""
     for pid in (host.pid, *ranks_of(host).values()):
         os.kill(pid, signal.SIGKILL)
     host.wait()
 
 
-def test_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_run_continues_on_remaining_host(tmp_path: Path) -> None:
     file, run_dir, whole = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "whole"
     file.write_text("parallel: {tp: 2, pp: 2}\n")
     train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()

@@ -1,4 +1,4 @@
-"""Every shipped YAML works, and so does every command that the documentation shows."""
+"""Every YAML of the examples works, and so does every command of the documentation."""
 
 import json
 from pathlib import Path
@@ -16,30 +16,30 @@ from tests.e2e.programs import REPOSITORY, run
 pytestmark = pytest.mark.e2e
 
 CONFIGS = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/run.yaml"))
-"""Of training; sweeps and chains of layers have tests of their own."""
+"""Training configs; sweeps and layer chains have their own tests."""
 SHOWN = all_commands()
 CHEAP = [command for command in SHOWN if command.is_cheap]
 
 
 def name_of(command: Command) -> str:
-    """For pytest's list of tests."""
+    """Test id."""
     return f"{command.source}: {command.line[:50]}"
 
 
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in commands and configs are relative to the clone."""
+    """Run at the root: paths in commands and configs are relative to it."""
     monkeypatch.chdir(REPOSITORY)
 
 
-def test_there_are_examples() -> None:
+def test_examples_have_a_readme() -> None:
     assert "examples/quickstart/run.yaml" in CONFIGS
     for config in CONFIGS:
         assert (REPOSITORY / config).with_name("README.md").is_file(), "an example says what to expect"
 
 
 @pytest.mark.parametrize("path", CONFIGS)
-def test_config(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_is_valid_and_dry_runs(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = files.load(path)
     p = config.parallel
     ranks = p.tp * p.pp * p.cp * (p.dp or 1)
@@ -52,14 +52,14 @@ def test_config(path: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", SHOWN, ids=name_of)
-def test_command_is_understood(command: Command) -> None:
+def test_command_has_valid_flags(command: Command) -> None:
     check(command)
 
 
 @pytest.mark.parametrize("command", CHEAP, ids=name_of)
 def test_cheap_command_runs(command: Command) -> None:
     words = runnable(command)
-    if words[1:3] == ["-m", "megalite.cli.main"] and "--import" not in words:  # which would stay here
+    if words[1:3] == ["-m", "megalite.cli.main"] and "--import" not in words:  # plugins would stay imported here
         outcome = in_process(megalite, words[3:])
     else:
         outcome = run(*words)
@@ -70,13 +70,13 @@ def test_cheap_command_runs(command: Command) -> None:
         json.loads(outcome.out)
 
 
-def test_readme_has_the_two_commands() -> None:
+def test_readme_starts_with_demo_and_test() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     lines = [command.line for command in commands_in(text, "README.md")]
     assert lines[:2] == ["make demo", "make test"]
 
 
-def test_demo_config_is_where_the_demo_looks() -> None:
+def test_demo_config_resumes_from_its_run_folder() -> None:
     config = files.load("examples/quickstart/run.yaml")
     assert config.checkpoint.load == f"{config.logging.run_dir}/checkpoints"
     assert Path(config.data.data_path[0]).parent == Path(str(config.data.tokenizer_model)).parent

@@ -13,8 +13,8 @@ from tests.e2e.forked import train_forked
 pytestmark = pytest.mark.e2e
 
 
-def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
-    """From a Hugging Face folder: the same bytes, and one rank alone tells."""
+def test_two_ranks_generate_the_same_text_as_one(tmp_path: Path) -> None:
+    """From a Hugging Face folder: the same bytes, and only one rank prints."""
     files = byte_tokenizer(tmp_path / "vocabulary")
     weights = MadeUp(tmp_path, {**LLAMA, "vocab_size": 257}, tokenizer_files=files)
     write_huggingface(weights, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A rank that stands still is named, and all of the run ends with its own status within T + 5 s."""
+"""A rank that hangs is named, and the whole run ends with its own exit status within T + 5 s."""
 
 import re
 import signal
@@ -24,7 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_named(tmp_path: Path, case: str) -> None:
+def test_hanging_rank_is_named(tmp_path: Path, case: str) -> None:
     fault, rank, flags, why = CASES[case]
     end = hang(tmp_path, fault, rank, flags)
     assert end.statuses == [HUNG, HUNG], end.said
@@ -35,11 +35,11 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
     (text,) = end.folder.glob("hang-*.txt")
     stacks = end.report["stacks"]
     assert "hanging.py" in stacks[str(rank)] or fault in ("skip", "reshape"), text.read_text()
-    # A thread answers for the recorder, which needs Python's lock.
+    # A thread answers for the flight recorder; it needs the GIL.
     assert fault != "hold" or str(rank) not in end.report["flight"]
     assert "gloo:all_reduce" in str(end.report["flight"][str(1 - rank)])
     waits = re.search(r"flight recorder: (gloo:\w+ \d+ of .*) has not finished on rank (\d)", end.said)
-    # Messages of gloo are not recorded, nor is what goes through memory.
+    # The flight recorder has no gloo messages and no collectives through shared memory.
     assert fault in ("hold", "skip", "reshape") or flags[0] != "--dp" or (waits and waits.group(2) == str(1 - rank)), (
         end.said
     )
@@ -47,9 +47,9 @@ def test_it_is_named(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("flags", "status"), [([SOCKETS], -signal.SIGABRT), ([], 1)])
-def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path, flags: list[str], status: int) -> None:
-    """gloo aborts the rank that gets more than it has room for; rank 1 sent twice as much as it should. Through memory both
-    ranks see that they do not fit."""
+def test_mismatched_rank_is_named_if_gloo_aborts_another(tmp_path: Path, flags: list[str], status: int) -> None:
+    """gloo aborts the rank that receives more than its buffer holds; rank 1 sent twice as much as it should. Through shared
+    memory both ranks detect the mismatch."""
     end = hang(tmp_path, "reshape", 1, ["--tp", "2", *flags])
     assert end.statuses[0] == status and end.report == {}, end.said
     assert re.search(
@@ -59,12 +59,12 @@ def test_who_is_wrong_is_said_where_gloo_ends_another(tmp_path: Path, flags: lis
     ), end.said
 
 
-def test_torchrun_names_it_too(tmp_path: Path) -> None:
-    """Rank 1 holds the lock; without --run-dir all is said on stderr."""
+def test_torchrun_reports_the_hanging_rank(tmp_path: Path) -> None:
+    """Rank 1 holds the lock; without --run-dir the report goes to stderr."""
     script = str(Path(__file__).with_name("hanging.py"))
     words = [*TORCHRUN, "--nproc-per-node", "2", script, "hold", "1", *FLAGS, "--dp", "2"]
     ended = run(*words, seconds=60)
-    assert ended.status == 1  # torchrun's own
+    assert ended.status == 1  # torchrun's own status
     assert "megalite: rank 1 stands still: it waits for no other rank" in ended.err
     root = ended.err.split("Root Cause")[1]
     assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: 44", root), ended.err

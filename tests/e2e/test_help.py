@@ -1,4 +1,4 @@
-"""What a newcomer types first: --help, --help-all, --dry-run, Ctrl-C."""
+"""A newcomer's first commands: --help, --help-all, --dry-run, Ctrl-C."""
 
 import json
 import resource
@@ -34,17 +34,17 @@ LAYOUTS = {
     "--seq-length 4096",
     "deepseek-v3": f"--ep 64 --pp 16 --world-size 2048 --global-batch-size 15360 {FULL} --use-distributed-optimizer",
 }
-"""One preset of each kind of model, as someone would train it; of the others the rules and what fits are of the same kind."""
+"""One preset per kind of model, on a plausible layout; the other presets are covered by the same rules."""
 
 
-def test_help_needs_no_torch() -> None:
-    """(`tests/config/test_help.py` has what it says.)"""
+def test_help_does_not_import_torch() -> None:
+    """(`tests/config/test_help.py` tests the text.)"""
     out = run(sys.executable, "-c", WITHOUT_TORCH, "--help").require_success().out
     assert out.startswith("usage: pretrain_gpt.py ") and "--help-all" in out
 
 
-def test_reader_that_stops_early() -> None:
-    """`--help-all | head` is no error."""
+def test_closed_pipe_is_not_an_error() -> None:
+    """As in `--help-all | head`."""
     piped = subprocess.Popen(
         [sys.executable, "-c", f"import time; time.sleep(1)\n{WITHOUT_TORCH}", "--help-all"],
         stdout=subprocess.PIPE,
@@ -59,10 +59,10 @@ def test_reader_that_stops_early() -> None:
     piped.stderr.close()
 
 
-def test_dry_run_of_three_thousand_ranks() -> None:
+def test_dry_run_of_3072_ranks_is_fast() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     outcome = run(sys.executable, "-c", WITHOUT_TORCH, "--dry-run", *TRILLION.split()).require_success()
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8  # seconds of CPU; about 1.5
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8  # CPU seconds; about 1.5
     assert "3072 ranks = tp 8 x cp 1 x dp 6 x pp 64" in outcome.out
     assert len(outcome.out.splitlines()) < 60
 
@@ -75,15 +75,15 @@ def test_presets_dry_run(preset: str, capsys: pytest.CaptureFixture[str]) -> Non
     layers = report["config"]["model"]["num_layers"]
     assert sum(stage["layers"] for stage in report["stages"]) == layers
     largest = report["memory"]["fullest_bytes"]
-    assert 1e8 < largest < 200e9  # a rank of a layout that someone would use holds it
+    assert 1e8 < largest < 200e9  # plausible for one device
     assert main(words) == 0
     text = capsys.readouterr().out
     for title in ("Layout: ", "Stages: ", "Memory", "Schedule: ", "Batch: ", "Model: "):
         assert f"\n{title}" in f"\n{text}"
 
 
-def test_ctrl_c(corpus: Corpus, folder: Path) -> None:
-    """No traceback, and what was saved is there to continue from."""
+def test_ctrl_c_exits_without_traceback(corpus: Corpus, folder: Path) -> None:
+    """The last checkpoint is kept."""
     saving = ("--train-iters", "100000", "--run-dir", str(folder), "--save-interval", "5")
     # A shell starts background jobs with the signal ignored, and programs inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to another: trained as it is, killed, resumed, exported, on any layout."""
+"""From one Hugging Face folder to another: train, kill, resume and export, on any layout."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ LLAMA |= {"intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id"
 
 @pytest.fixture(scope="module")
 def llama(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as transformers writes it, with a tokenizer of SentencePiece as Llama 2 has it."""
+    """A folder as transformers writes it, with a SentencePiece tokenizer as Llama 2 has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("models") / "llama"
@@ -39,7 +39,7 @@ def llama(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flags(corpus: Corpus, llama: Path, folder: Path) -> list[str]:
-    """The one command of a run of six steps in `folder`; it says nothing of the model and of the tokenizer."""
+    """Flags of a run of six steps in `folder`; model and tokenizer come from the Hugging Face folder."""
     data = ("--data-path", str(corpus.prefix), "--split", "90,10,0", "--device", "cpu")
     out = ("--run-dir", str(folder), "--export-hf", str(folder.parent / "out"))
     return [*TRAINING, *data, "--load", f"hf:{llama}", *out, "--train-iters", "6"]
@@ -51,8 +51,8 @@ def convert_of(folder: Path, step: int, target: Path) -> dict[str, bytes]:
     return contents(target)
 
 
-def test_killed_on_one_layout_and_ended_on_another(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """The second start takes up the checkpoint; losses and folders are those of a run in one piece."""
+def test_resume_on_another_layout_exports_the_same_folders(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """The second start resumes from the checkpoint; losses and folders equal those of an uninterrupted run."""
     more = ("--save-hf-interval", "2", "--keep-latest", "1", "--attention-dropout", "0.1")
     first = train_forked(2, *flags, *more, "--tp", "2", "--exit-interval", "4").require_success()
     assert "loaded the weights of" in first.out and not (tmp_path / "out").exists()
@@ -72,7 +72,7 @@ def test_killed_on_one_layout_and_ended_on_another(flags: list[str], folder: Pat
     assert all(ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-5) for ours, theirs in pairs)
 
 
-def test_bfloat16_and_a_background_save(flags: list[str], folder: Path, tmp_path: Path) -> None:
+def test_export_with_bf16_and_async_save_holds_main_parameters(flags: list[str], folder: Path, tmp_path: Path) -> None:
     """The folders hold the main parameters, as a conversion does."""
     more = ("--bf16", "--async-save", "--save-hf-interval", "3", "--dp-strategy", "distributed-optimizer")
     train_forked(2, *flags, *more).require_success()
@@ -83,13 +83,13 @@ def test_bfloat16_and_a_background_save(flags: list[str], folder: Path, tmp_path
 
 @contextlib.contextmanager
 def writing(work: Any) -> Iterator[None]:
-    """Exports by `work` instead."""
+    """Replace the export function by `work`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "export_checkpoint", work)
         yield
 
 
-def test_an_export_that_fails_loses_nothing(
+def test_failed_export_is_repeated_by_the_same_command(
     flags: list[str], folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*words: Any) -> Path:
@@ -109,10 +109,10 @@ def test_an_export_that_fails_loses_nothing(
     assert main(flags) == DONE and "/out exists already" in capfd.readouterr().out
 
 
-def test_a_checkpoint_stays_while_it_is_read(
+def test_checkpoint_is_kept_while_it_is_exported(
     flags: list[str], folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An export that lasts: the next one is left out with a word, and its checkpoint is not removed before it ends."""
+    """While an export is slow, the next one is skipped with a warning, and the exported checkpoint is not removed."""
     write, later = weights.export_checkpoint, threading.Event()
 
     def wait(checkpoints: Path, step: int, *words: Any) -> Path:
@@ -133,8 +133,8 @@ def test_a_checkpoint_stays_while_it_is_read(
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out-step-0000002"]
 
 
-def test_asked_to_stop_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """At once, with the status that has the same command start again; it then writes the rest."""
+def test_stop_request_during_export_ends_the_run(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """The run ends at once with the requeue status; the next start exports the rest."""
 
     def ask(checkpoints: Path, step: int, target: Path, advance: Any, *words: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -154,8 +154,8 @@ def _dies_exporting() -> None:
     weights.export_checkpoint = die
 
 
-def test_killed_while_it_exports(flags: list[str], folder: Path, tmp_path: Path) -> None:
-    """During training too: the checkpoint that it was made of is exported by the next start."""
+def test_killed_export_is_repeated_by_the_next_start(flags: list[str], folder: Path, tmp_path: Path) -> None:
+    """Also for an export during training: its checkpoint is exported by the next start."""
     words = [*flags, "--save-hf-interval", "5"]
     process = fork_rank(0, 1, None, words, tmp_path / "log", before=_dies_exporting)
     process.join(60)
@@ -164,7 +164,7 @@ def test_killed_while_it_exports(flags: list[str], folder: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out-step-0000005"]
 
 
-def test_what_cannot_be_exported_is_refused_before_anything(
+def test_impossible_export_is_refused_before_training(
     flags: list[str], folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -179,7 +179,7 @@ def test_what_cannot_be_exported_is_refused_before_anything(
     assert not (folder / "checkpoints").exists() or not list((folder / "checkpoints").glob("step-*"))
 
 
-def test_a_dry_run_and_settings_that_contradict(
+def test_dry_run_of_hugging_face_folder_and_contradicting_settings(
     llama: Path, flags: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--load", f"hf:{llama}", "--dry-run", "--json", "--tp", "2", "--world-size", "4"]) == DONE

@@ -1,4 +1,4 @@
-"""What stands between `pretrain_gpt.py` and a step: few frames, and few modules."""
+"""The call stack between `pretrain_gpt.py` and a step is short, and few modules are imported."""
 
 import json
 import sys
@@ -30,8 +30,8 @@ RUN = (
 )
 
 
-def test_the_spine_is_short_and_the_start_lean() -> None:
-    """The frames and megalite's modules at the first `Executor.run` of one rank, fp32, all-reduce."""
+def test_stack_is_short_and_imports_are_few() -> None:
+    """Count stack frames and megalite's modules at the first `Executor.run` on one rank, fp32, all-reduce."""
     out = run(sys.executable, "-c", PROBE, *RUN.split()).require_success().out
     [found] = [json.loads(line[5:]) for line in out.splitlines() if line.startswith("FOUND")]
     frames, modules = found["frames"], found["modules"]

@@ -1,4 +1,4 @@
-"""kill -9 of one rank: the others end within seconds and say who is gone, and what it was for."""
+"""kill -9 of one rank: the others end within seconds and name the lost rank and its role."""
 
 import os
 import re
@@ -21,7 +21,7 @@ WITHIN = 20.0
 
 
 def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[str]:
-    """Train, kill one rank in the midst, and return what each said in the end."""
+    """Train, kill one rank during training, and return the stderr of each rank."""
     with forked(ranks, [*FLAGS, *flags, "--run-dir", folder / "run"], folder) as processes:
         wait_until(
             lambda: reached(folder / "run", 3),
@@ -45,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_others_name_it(tmp_path: Path, case: str) -> None:
+def test_lost_rank_is_named_by_the_others(tmp_path: Path, case: str) -> None:
     victim, flags = CASES[case]
     said = killed(tmp_path, 3, victim, flags)
     for rank, text in enumerate(said):

@@ -1,6 +1,6 @@
-"""A run that saves to an address: killed amid an upload it continues from there on another layout, as if nothing had been.
+"""Runs that save to an object store: killed during an upload, a run resumes from the store on another layout.
 
-By S3's protocol, where s3fs is installed; `tests/training/test_upload.py` has fsspec's own store of files too."""
+Uses S3's protocol if s3fs is installed; `tests/training/test_upload.py` also tests fsspec's local store."""
 
 import json
 import os
@@ -25,18 +25,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(sys.platform != "linux", reaso
 STEPS = 6
 FLAGS = f"{MOCKED} --global-batch-size 4 --precision fp64 --lr 1e-3 --train-iters {STEPS} --log-interval 1".split()
 UPLOAD = 4
-"""Objects that rank 0 writes for a checkpoint: two files, the manifest and `latest`. The first of all is its probe."""
+"""Objects that rank 0 writes per checkpoint: two files, the manifest and `latest`. Before them it writes a probe."""
 
 
 @pytest.fixture
 def store() -> Iterator[tuple[str, dict[str, str]]]:
-    """The address of a run, and the environment for its clients."""
+    """Address of a run, and the environment of its clients."""
     with running(S3Server()) as server:
         yield "s3://bucket/run", server.environment
 
 
 def die_at(number: int) -> None:
-    """This process is killed as it comes to write the object of that number."""
+    """Kill this process before it writes the object of that number."""
     real, count = StoreObject.write, 0
 
     def write(store: StoreObject, *args: Any, **kwargs: Any) -> None:
@@ -49,15 +49,13 @@ def die_at(number: int) -> None:
     StoreObject.write = write  # type: ignore[method-assign]
 
 
-def test_killed_amid_an_upload_it_continues_on_another_layout(
-    store: tuple[str, dict[str, str]], tmp_path: Path
-) -> None:
+def test_run_killed_during_upload_resumes_on_another_layout(store: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     address, environment = store
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     train_forked(1, *FLAGS, "--run-dir", whole, seconds=150).require_success()
     words = [*FLAGS, "--run-dir", run_dir, "--data-cache-path", tmp_path / "cache", "--async-save"]
     words += ["--save", address, "--load", address, "--fresh-if-missing", "--save-interval", "2", "--keep-latest", "2"]
-    # Rank 0, before it uploads the manifest of step 4.
+    # Kill rank 0 before it uploads the manifest of step 4.
     with forked(2, [*words, "--tp", "2"], tmp_path, before=partial(die_at, 1 + UPLOAD + 3), more=environment) as ranks:
         assert still_running(ranks, 150) == [], (tmp_path / "0.out").read_text()
         assert ranks[0].exitcode == -signal.SIGKILL, (tmp_path / "0.err").read_text()
@@ -72,7 +70,7 @@ def test_killed_amid_an_upload_it_continues_on_another_layout(
     assert len(list((tmp_path / "cache").rglob("of-step-*"))) == 1, "of fetched checkpoints one is kept"
 
 
-def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path: Path) -> None:
+def test_unusable_store_is_one_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = [*FLAGS, "--run-dir", tmp_path / "run", "--data-cache-path", tmp_path / "cache", "--save-interval", "2"]
     failed = train_forked(2, *words, "--save", f"file://{tmp_path}/file/run", "--tp", "2", seconds=150)
@@ -81,7 +79,7 @@ def test_a_store_that_cannot_be_had_is_one_error_before_the_first_step(tmp_path:
     assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
 
 
-def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run(
+def test_stored_checkpoint_can_be_converted_and_evaluated_but_not_overwritten(
     store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:
     address, environment = store
@@ -111,9 +109,9 @@ def test_what_is_there_is_converted_and_evaluated_and_not_mixed_with_another_run
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_rank_0_reads_the_manifest_for_all(launcher: str, tmp_path: Path) -> None:
-    """The model comes from the checkpoint at an address; so does one error, where there is no telling. Also where the variables
-    are set by hand, and rank 0 keeps the store."""
+def test_only_rank_0_reads_the_manifest(launcher: str, tmp_path: Path) -> None:
+    """Rank 0 reads settings from a checkpoint in a store, and a damaged manifest is one error. Also without torchrun, where rank 0
+    hosts the TCP store."""
     bare = FLAGS[FLAGS.index("--mock-data") :]
     words = [*bare, "--data-cache-path", tmp_path / "cache", "--load", "s3://bucket/run", "--tp", "2"]
     with running(S3Server()) as server:

@@ -1,4 +1,4 @@
-"""Signals and files that stop a run as a user and a scheduler give them: what is saved, the status, and exit.json."""
+"""Signals and files by which users and schedulers stop a run: what is saved, the exit status, and exit.json."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def ends(processes: list[BaseProcess], seconds: float = 20.0) -> list[int | None
     return [process.exitcode for process in processes]
 
 
-def test_torchrun_hands_a_signal_on(folder: Path) -> None:
-    """The job is over in seconds, whatever torchrun makes of the statuses, and the same command continues."""
+def test_torchrun_forwards_a_signal(folder: Path) -> None:
+    """The job ends within seconds, whatever status torchrun returns, and the same command resumes."""
     resume = ("--load", folder / "checkpoints", "--fresh-if-missing")
     command = [*LONG, "--tp", "2", "--run-dir", folder, *resume]
     process = start(train_command(2, *command))
@@ -90,7 +90,7 @@ def test_torchrun_hands_a_signal_on(folder: Path) -> None:
     }
 
 
-def stop_as_torch_is_imported() -> None:
+def stop_during_import_of_torch() -> None:
     @contextmanager
     def importing() -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -99,13 +99,13 @@ def stop_as_torch_is_imported() -> None:
     train._recorded = importing
 
 
-def test_before_there_is_a_trainer(folder: Path) -> None:
-    with ranks(2, folder, [*LONG, "--dp", "2"], before=stop_as_torch_is_imported) as processes:
+def test_signal_before_the_trainer_exists(folder: Path) -> None:
+    with ranks(2, folder, [*LONG, "--dp", "2"], before=stop_during_import_of_torch) as processes:
         assert ends(processes) == [75, 75]
     assert reported(folder)["reason"] == "SIGTERM; before the start" and not (folder / "0.err").read_text()
 
 
-def test_an_exit_file(folder: Path) -> None:
+def test_exit_file_stops_the_run(folder: Path) -> None:
     with ranks(1, folder, LONG) as processes:
         until(lambda: reached(folder, 2), processes)
         (folder / "STOP").touch()
@@ -117,7 +117,7 @@ def test_an_exit_file(folder: Path) -> None:
     assert re.fullmatch(r"error: \S*/STOP exists already, which stops the run: remove it .*\n", refused.err)
 
 
-def test_a_time_limit(folder: Path) -> None:
+def test_time_limit_stops_the_run(folder: Path) -> None:
     limit = ("--exit-duration-in-mins", "0.02", "--run-dir", folder)
     assert train_forked(2, *LONG, "--tp", "2", *limit).status == 75
     end = reported(folder)
@@ -126,7 +126,7 @@ def test_a_time_limit(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Slow:
-    """In the process that it is called in every index is large, and takes for ever; the marker says that one has begun."""
+    """Make building any index take forever in this process; the marker file shows that building has begun."""
 
     marker: str
 
@@ -140,8 +140,8 @@ class Slow:
         Recipe.make = make  # type: ignore[method-assign]
 
 
-def test_while_an_index_is_built(corpus: Corpus, folder: Path, tmp_path: Path) -> None:
-    """One rank builds, the other waits for it in a collective: both leave, and nothing half-built stays."""
+def test_signal_while_an_index_is_built(corpus: Corpus, folder: Path, tmp_path: Path) -> None:
+    """One rank builds, the other waits in a collective: both end, and no partial index remains."""
     cache, marker = tmp_path / "cache", tmp_path / "builds"
     flags = [*MODEL, *TRAINING, "--train-iters", "10", *corpus.flags, "--data-cache-path", cache]
     words = [*flags, "--dp", "2", "--device", "cpu"]

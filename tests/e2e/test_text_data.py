@@ -1,4 +1,4 @@
-"""Runs on text as it is: what `megalite preprocess` and a prefix give, and examples to fine-tune on, on any layout."""
+"""Runs on text: `megalite preprocess` and a prefix give the same losses, and fine-tuning examples train on any layout."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield server
 
 
-def test_text_trains_as_its_token_files(corpus: Corpus, tmp_path: Path) -> None:
+def test_text_gives_the_losses_of_its_token_files(corpus: Corpus, tmp_path: Path) -> None:
     common = ("--split", "90,10,0", "--tokenizer-model", corpus.tokenizer, "--eval-interval", "4", "--eval-iters", "1")
     cache = ("--data-cache-path", tmp_path / "cache")
     length = ("--train-iters", "4")
@@ -63,7 +63,7 @@ def test_text_trains_as_its_token_files(corpus: Corpus, tmp_path: Path) -> None:
     assert "corpus.jsonl is tokenized: " in dry.err
 
 
-def test_examples_give_the_same_losses_on_any_layout(examples: Path, tmp_path: Path) -> None:
+def test_fine_tuning_losses_are_equal_on_any_layout(examples: Path, tmp_path: Path) -> None:
     words = ("--sft", "--data-path", examples, "--tokenizer-type", "ByteLevelTokenizer", "--train-iters", "4")
     words = (*words, "--eval-interval", "4", "--eval-iters", "1", "--split", "80,20,0")
     whole = train_forked(1, *flags(tmp_path / "whole", *words)).require_success()
@@ -75,8 +75,8 @@ def test_examples_give_the_same_losses_on_any_layout(examples: Path, tmp_path: P
     assert len(losses(run)) == 4
 
 
-def test_a_run_from_addresses_is_the_run_from_files(corpus: Corpus, tmp_path: Path, store: Store) -> None:
-    """Token files, tokenizer and checkpoint; and on two ranks one error once the server has gone."""
+def test_run_from_a_server_equals_run_from_files(corpus: Corpus, tmp_path: Path, store: Store) -> None:
+    """Token files, tokenizer and checkpoint come from a server. If it stops, two ranks report one error."""
     for path in (*(corpus.prefix.with_suffix(suffix) for suffix in (".bin", ".idx", ".json")), corpus.tokenizer):
         shutil.copy(path, store.folder)
     files = ("--split", "90,10,0", "--tokenizer-model", corpus.tokenizer, "--data-path", corpus.prefix)

@@ -1,4 +1,4 @@
-"""A run on four ranks, stopped half way and continued on other layouts, is the run that one rank makes."""
+"""A run on four ranks, stopped halfway and resumed on other layouts, equals a run on one rank."""
 
 import json
 import re
@@ -28,25 +28,25 @@ SECOND = ["--tp", "1", "--pp", "2", "--dp", "2"]
 
 @dataclass(frozen=True)
 class Runs:
-    """Folders, and what was printed."""
+    """Run folders and outputs."""
 
     switched: Path
-    """tp 2, a V over pp 2 with its second step traced, then pp 2, dp 2."""
+    """tp 2, pp 2 with a V schedule and its second step traced; then pp 2, dp 2."""
     shrunk: Path
-    """The same, then one rank."""
+    """The same first half, then one rank."""
     whole: Path
     """One process, uninterrupted."""
     first_half: Outcome
     second_half: Outcome
     whole_began: float
-    """Time of day at which the last was started."""
+    """Time at which the last run was started."""
 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs that all tests below look at; the last is started as users do.
+    """The runs of all tests below; the last is started as users do.
 
-    (`test_kill` trains under torchrun, and the sweeps' runs come to their end under it.)
+    (`test_kill` and the sweeps also train under torchrun.)
     """
     folder = tmp_path_factory.mktemp("runs")
     switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
@@ -64,11 +64,11 @@ def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(switched, shrunk, whole, first_half, second_half, began)
 
 
-def test_validation_loss_does_not_jump_at_the_switch(runs: Runs) -> None:
+def test_validation_loss_is_continuous_at_the_switch(runs: Runs) -> None:
     (expected,) = [row["valid_loss"] for row in records(runs.whole, "valid") if row["step"] == SWITCH]
     for folder in (runs.switched, runs.shrunk):
         at_switch = [row["valid_loss"] for row in records(folder, "valid") if row["step"] == SWITCH]
-        assert len(at_switch) == 2  # before and after
+        assert len(at_switch) == 2  # before and after the switch
         assert at_switch == pytest.approx([expected, expected], abs=1e-5, rel=0)
     shown = rf"step {SWITCH}/{STEPS}  validation loss (\S+) "
     before, after = (re.findall(shown, half.out) for half in (runs.first_half, runs.second_half))
@@ -77,7 +77,7 @@ def test_validation_loss_does_not_jump_at_the_switch(runs: Runs) -> None:
     assert float(after[0]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_trajectory_is_that_of_one_rank(runs: Runs) -> None:
+def test_losses_equal_those_of_one_rank(runs: Runs) -> None:
     expected = losses(runs.whole)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
     assert expected[-1][1] < expected[0][1] - 0.2
@@ -89,13 +89,13 @@ def test_the_trajectory_is_that_of_one_rank(runs: Runs) -> None:
             assert values[0] == pytest.approx(values[1], rel=1e-3)
 
 
-def test_run_folder(runs: Runs, corpus: Corpus) -> None:
+def test_run_folder_contents(runs: Runs, corpus: Corpus) -> None:
     files_and_folders = "checkpoints config.yaml exit.json metrics.jsonl sessions.json tensorboard trace-2.json"
     assert {path.name for path in runs.switched.iterdir()} == set(files_and_folders.split())
     config = files.load(runs.switched / "config.yaml")
     p = config.parallel
     assert (p.tp, p.pp, p.vpp, p.dp) == (1, 2, 1, 2)
-    # the tokenizer gives the one, run_dir the other
+    # from the tokenizer and from run_dir
     assert (config.model.vocab_size, config.checkpoint.save) == (None, None)
     assert config.data.data_path == [str(corpus.prefix)]
     assert files.dump(config) == (runs.switched / "config.yaml").read_text()
@@ -111,14 +111,14 @@ def test_run_folder(runs: Runs, corpus: Corpus) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it counts from the imports before torch")
-def test_goodput_counts_from_the_start_of_the_process(runs: Runs) -> None:
+def test_goodput_counts_from_process_start(runs: Runs) -> None:
     (session,) = json.loads((runs.whole / "sessions.json").read_text())["sessions"]
     # The kernel counts in hundredths of a second; importing torch takes more than one.
     assert -0.05 < session["started"] - runs.whole_began < 0.5
     assert session["seen"] - session["started"] >= session["startup_seconds"] > 0.5
 
 
-def test_tensorboard(runs: Runs) -> None:
+def test_tensorboard_holds_the_metrics(runs: Runs) -> None:
     events = EventAccumulator(str(runs.switched / "tensorboard"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("lm loss")]
@@ -128,8 +128,8 @@ def test_tensorboard(runs: Runs) -> None:
     assert {"learning-rate", "grad-norm", "lm loss validation", "iteration-time"} <= set(events.Tags()["scalars"])
 
 
-def test_trace(runs: Runs) -> None:
-    """Both tensor-parallel ranks' pipelines and the simulated one; the bubble is logged with its step alone."""
+def test_trace_holds_measured_and_simulated_pipelines(runs: Runs) -> None:
+    """The trace has the pipelines of both tensor-parallel ranks and the simulated one; only the traced step logs its bubble."""
     trace = json.loads((runs.switched / "trace-2.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
     assert names == ["measured: tp 0 cp 0 dp 0", "measured: tp 1 cp 0 dp 0", "simulated"]
@@ -152,9 +152,9 @@ LINE = re.compile(
 )
 
 
-def test_log_lines(runs: Runs) -> None:
+def test_log_line_format(runs: Runs) -> None:
     lines = [line for line in runs.first_half.out.splitlines() if "grad norm" in line]
-    assert len(lines) == SWITCH  # one of rank 0, none of the others
+    assert len(lines) == SWITCH  # one line per step, from rank 0 only
     train = records(runs.switched, "train")
     for number, line in enumerate(lines, start=1):
         found = LINE.fullmatch(line)
@@ -173,7 +173,7 @@ def test_finished_run_has_nothing_to_do(runs: Runs, corpus: Corpus) -> None:
     assert (runs.whole / "metrics.jsonl").read_text() == before
 
 
-def test_generates_text(runs: Runs) -> None:
+def test_trained_model_generates_text(runs: Runs) -> None:
     prompt = "The import statement"
     words = ["--load", str(runs.switched / "checkpoints"), "--prompt", prompt, "--max-new-tokens", "12", "--top-k", "8"]
     script = in_process(run_script, [str(REPOSITORY / "tools" / "generate_text.py"), *words, "--seed", "3"])

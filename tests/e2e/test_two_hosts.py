@@ -1,5 +1,5 @@
-"""Two hosts with addresses of their own, tensor parallelism inside each and the pipeline across: one is cut off in the
-midst, the other says which, and both continue from the checkpoint to the very losses of a run that nothing happened to."""
+"""Two hosts, tensor parallelism within each and pipeline parallelism across: one is cut off, the other names it, and both
+resume from the checkpoint with the losses of an uninterrupted run."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(_WHY_NOT is not None, reason=s
 
 STEPS, CUT_AFTER = 20, 6
 TIMEOUT = 9.0
-"""Seconds of a collective: gloo does not see a cut cable, but only that nothing comes."""
+"""Seconds per collective: gloo cannot detect a cut link except by missing messages."""
 FLAGS = f"{MOCKED} --global-batch-size 4 --lr 3e-3 --train-iters {STEPS} --save-interval 5 --keep-latest 2".split()
 FLAGS += f"--tp 2 --pp 2 --log-interval 10 --distributed-timeout-minutes {TIMEOUT / 60}".split()
 
 
 def launched(host: Host, head: Host, run_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """What a user starts on each host."""
+    """Run the command that a user starts on each host."""
     return host.start(
         ["bash", "examples/multi_node/launch.sh", *FLAGS],
         log,
@@ -40,7 +40,7 @@ def launched(host: Host, head: Host, run_dir: Path, log: Path) -> subprocess.Pop
     )
 
 
-def test_a_cut_cable_costs_no_step(tmp_path: Path) -> None:
+def test_run_resumes_after_a_cut_link_with_identical_losses(tmp_path: Path) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     logs = [tmp_path / f"host-{letter}.log" for letter in "ab"]
 

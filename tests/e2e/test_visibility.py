@@ -1,4 +1,4 @@
-"""A run on two ranks: what its folder holds afterwards. (`test_kill` looks at what listens meanwhile.)"""
+"""Files that a run on two ranks leaves in its folder. (`test_kill` tests listening sockets.)"""
 
 import csv
 import json
@@ -36,7 +36,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Watched:
-    """The run."""
+    """A finished run."""
 
     folder: Path
     outcome: Outcome
@@ -56,7 +56,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         return Watched(folder, train_forked(2, *words, seconds=150, more=secrets).require_success())
 
 
-def test_no_file_holds_a_secret(watched: Watched) -> None:
+def test_no_file_contains_a_secret(watched: Watched) -> None:
     secrets = [canary(name).encode() for name in (*CANARIES, "LOAD")]
     files = [path for path in watched.folder.rglob("*") if path.is_file()]
     names = {path.relative_to(watched.folder).parts[0] for path in files}
@@ -65,13 +65,13 @@ def test_no_file_holds_a_secret(watched: Watched) -> None:
     leaks = [(path, secret) for path in files for secret in secrets if secret in path.read_bytes()]
     assert leaks == []
     assert not any(secret.decode() in watched.outcome.out for secret in secrets)
-    # What was given is there, without its credentials.
+    # Addresses are kept, without their credentials.
     manifest = next(watched.folder.glob("checkpoints/step-*/manifest.json")).read_text()
     for text in ((watched.folder / "config.yaml").read_text(), manifest):
         assert re.search(r"http:/+\*\*\*@", text)
 
 
-def test_two_ranks_leave_all_that_one_can_look_at(watched: Watched) -> None:
+def test_run_leaves_metrics_sessions_and_profiles(watched: Watched) -> None:
     lines = watched.outcome.out.splitlines()
     assert sum("ms/step of 2 ranks: forward " in line for line in lines) == STEPS // 10
     assert any(" goodput " in line for line in lines)
