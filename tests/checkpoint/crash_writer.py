@@ -1,8 +1,8 @@
-"""A process that saves a checkpoint and is killed with SIGKILL at every system call that changes the disk, in turn.
+"""Save a checkpoint repeatedly and kill the process with SIGKILL at each system call that changes the disk.
 
-It is a fork of the fork server, since a torch that has started a pool of threads does not survive another fork, and forks for
-each point; of a new save two threads are the ranks, of one that replaces another one. After each kill every visible
-checkpoint must verify, and a new save must succeed and leave nothing behind.
+A process that has started torch's thread pool cannot be forked again, so this one is a fork of the fork server; it forks a child
+for each point. A new save has two threads as ranks; a save that replaces another has one. After each kill every visible
+checkpoint must verify, and a new save must succeed and remove leftovers.
 """
 
 import itertools
@@ -23,10 +23,12 @@ CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", REMOVAL, "rmdi
 
 
 def is_killed(folder: Path, ranks: int, point: Point) -> bool:
-    """Save step 2 in a child that dies at that point; False if it got to the end."""
+    """Save step 2 in a child that is killed at the given point. Returns False if the save was completed."""
     child = os.fork()
     if child == 0:
-        Trap(folder.parent, point, os.memfd_create("note")).set()  # the folder itself is synced too
+        Trap(
+            folder.parent, point, os.memfd_create("note")
+        ).set()  # in the parent, since the folder itself is synced too
         results = on_threads(ranks, lambda group: save_as(folder, group, step=2, seed=3))
         for result in results:
             if not isinstance(result, Path):
@@ -40,7 +42,7 @@ def is_killed(folder: Path, ranks: int, point: Point) -> bool:
 
 
 def check(folder: Path, had_step_2: bool) -> None:
-    """Every visible checkpoint verifies and holds what it should, and the next save works."""
+    """Check that every visible checkpoint verifies and has the right contents, and that the next save works."""
     names = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
     assert {candidate.name for candidate in candidates(folder)} == names
     for name in names:
@@ -73,12 +75,12 @@ def _refuse(line: str) -> None:
 
 
 def main(words: list[str]) -> int:
-    """In a folder, a scenario; prints as JSON the points hit by kind of call, and the failures."""
+    """Run a scenario in a folder. Prints the points hit per kind of call, and the failures, as JSON."""
     root, scenario = Path(words[0]), words[1]
     before = root / "before"
     save_as(before, SOLO, step=1, seed=1)
     if scenario == "replace":
-        # As an earlier crash may have left it: step 2 moved aside, a save begun.
+        # A state that an earlier crash may leave: step 2 moved aside, and a started save.
         save_as(before, SOLO, step=2, seed=2).rename(before / "step-0000002.replaced")
         (before / ".tmp-step-7").mkdir()
         (before / ".tmp-step-7" / "weights-00000.safetensors").write_bytes(b"half")

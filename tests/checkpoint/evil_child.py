@@ -1,7 +1,7 @@
-"""A process that loads and inspects the evil corpus, and reports whatever it did that it must not do.
+"""Load and inspect the malicious checkpoints, and report forbidden actions.
 
-It prints a line of JSON for each piece: its name and what went wrong. All pieces go through one process. Its address space
-is limited, and Python reports each opening, import and execution to an audit hook.
+Prints a JSON line per checkpoint: its name and the problems. All are handled by one process with limited address space;
+Python reports each opened file, import and execution to an audit hook.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from tests.checkpoint.samples import assert_holds, find
 
 CORPUS: dict[str, tuple[Outcome, Evil]] = {**FILES, **MANIFESTS, **HEADERS}
 WATCH = "the watch sees"
-"""Name of the line that says what the audit hook and the memory limit miss."""
+"""Name of the line that lists what the audit hook and the memory limit do not detect."""
 
 ROOM = 3 << 30
-"""Bytes of address space beyond what importing took: threads' stacks and arenas need much, a terabyte fits nowhere."""
+"""Bytes of address space beyond the imports: enough for threads' stacks and arenas, but not for a terabyte."""
 
 LONGEST = 3000
 """Characters of a message."""
@@ -47,7 +47,7 @@ FORBIDDEN = re.compile(
 
 
 class Watch:
-    """An audit hook: notes what is forbidden while it is armed."""
+    """An audit hook that records forbidden events while it is armed."""
 
     def __init__(self) -> None:
         self.armed = False
@@ -66,7 +66,7 @@ class Watch:
 
 @contextlib.contextmanager
 def armed(watch: Watch) -> Iterator[list[str]]:
-    """Watch, with memory limited; yields what will have been seen."""
+    """Watch with limited memory; yields the list of recorded events."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, hard))
@@ -80,7 +80,7 @@ def armed(watch: Watch) -> Iterator[list[str]]:
 
 
 def listing(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Every name below `root`, links not followed: mode, size and time of change."""
+    """Mode, size and modification time of every path below `root`, without following links."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -91,7 +91,7 @@ def listing(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
-    """What the action returns, or its CheckpointError; any other exception is a problem."""
+    """Run the action. Returns its result or its CheckpointError; any other exception is a problem."""
     try:
         return action()
     except CheckpointError as error:
@@ -127,7 +127,7 @@ def check_loading(target: Target, expected: Outcome, problems: list[str]) -> Non
 
 
 def check_inspecting(target: Target, expected: Outcome, problems: list[str]) -> None:
-    """`megalite inspect` in every way; the exit status says what there is."""
+    """Run `megalite inspect` with several options and check the exit statuses."""
     run, older, newest = str(target.run), str(target.run / "step-0000001"), str(target.newest)
     bad = expected is not Outcome.HARMLESS
     of_newest = expected in (Outcome.DAMAGED, Outcome.UNREADABLE)
@@ -150,7 +150,7 @@ def check_inspecting(target: Target, expected: Outcome, problems: list[str]) -> 
 
 
 def check(name: str, target: Target, watch: Watch) -> list[str]:
-    """What is wrong with how a piece of the corpus was dealt with."""
+    """Apply one of the malicious changes, load and inspect. Returns the problems."""
     expected, evil = CORPUS[name]
     evil(target)
     before = listing(target.root)
@@ -167,7 +167,7 @@ def check(name: str, target: Target, watch: Watch) -> list[str]:
 
 
 def unseen(watch: Watch, target: Target) -> list[str]:
-    """What the watch lets pass of what it is there to see."""
+    """Return the forbidden actions that the watch does not detect."""
     (target.root / "fresh_module_of_evil.py").write_text("x = 1")
     sys.path.insert(0, str(target.root))
     deeds: dict[str, Callable[[], Any]] = {
@@ -193,11 +193,11 @@ def unseen(watch: Watch, target: Target) -> list[str]:
 
 
 def main(words: list[str]) -> int:
-    """In a folder."""
+    """Run in the given folder."""
     root = Path(words[0])
     Target.prepare(root / "pristine")
     watch = Watch()
-    # Whatever is imported when it is first needed is imported now.
+    # Import now whatever is imported lazily.
     warm = Target.make(root / "warm", root / "pristine")
     check_loading(warm, Outcome.HARMLESS, [])
     check_inspecting(warm, Outcome.HARMLESS, [])

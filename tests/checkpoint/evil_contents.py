@@ -1,4 +1,4 @@
-"""Evil manifests and headers: well-formed or nearly so, sealed as if they were sound, and full of lies."""
+"""Malicious manifests and headers: (almost) well-formed, with valid hashes and false contents."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +10,11 @@ HARMLESS, DAMAGED, UNREADABLE = Outcome.HARMLESS, Outcome.DAMAGED, Outcome.UNREA
 Body = dict[str, Any]
 
 KEY, NAME = "weight:embedding.weight", "embedding.weight"
-"""A tensor of float32 [12, 8], stored whole."""
+"""A tensor of float32 [12, 8], stored in one part."""
 
 
 def text(change: Callable[[str], str | bytes]) -> Evil:
-    """A manifest changed as text, and not sealed again."""
+    """Change the manifest's text without updating its hash."""
 
     def build(target: Target) -> None:
         path = target.newest / MANIFEST
@@ -59,7 +59,7 @@ def header(change: Callable[[Body], object]) -> Evil:
 
 
 def raw_header(content: bytes, length: int | None = None) -> Evil:
-    """Other bytes for the weights' header; `length` is what the file says of it."""
+    """Replace the header of the weights; `length` is the length that the file declares for it."""
     return lambda target: target.replace(WEIGHTS, with_header(content, bytes(4096), length))
 
 
@@ -68,12 +68,12 @@ def entry(**changes: Any) -> Evil:
 
 
 def in_two_parts(names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: tuple[int, int] = (0, 1)) -> Evil:
-    """The tensor in two parts, rows 0 to 5 and 5 to 12, both in one file.
+    """Store the tensor in two parts, rows 0 to 5 and 5 to 12, in one file.
 
     Args:
-        names: of the parts in the file.
-        rows: that the header gives them.
-        order: in which the manifest lists them.
+        names: names of the parts in the file.
+        rows: numbers of rows in the header.
+        order: order of the parts in the manifest.
     """
 
     def build(target: Target) -> None:
@@ -103,23 +103,23 @@ def many_parts(body: Body) -> None:
 
 
 def many_dims(body: Body) -> None:
-    """Eight dimensions, cut into parts that overlap in each of 256 corners."""
+    """Eight dimensions, with parts that overlap in each of 256 corners."""
     box = [[0, 2]] * 8
     body["tensors"][KEY] |= {"global_shape": [2] * 8, "parts": [{"file": WEIGHTS, "slice": box}] * 50}
 
 
 def terabyte(body: Body) -> None:
-    """A tensor of eight terabytes, in a file of that length, by the manifest."""
+    """Let the manifest declare a tensor of eight terabytes, in a file of that length."""
     body["files"][WEIGHTS]["length"] = 2**60
     parts = [{"file": WEIGHTS, "slice": [[0, 2**40], [0, 8]]}]
     body["tensors"][KEY] |= {"global_shape": [2**40, 8], "parts": parts}
 
 
 SCREEN = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e{0.__class__}%s%n"
-"""What terminals obey, and what careless formatting fills in."""
+"""Control sequences of terminals, and placeholders of string formatting."""
 
 MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
-    # Not the JSON that we write.
+    # Not the JSON that megalite writes.
     "blanks": (DAMAGED, text(lambda old: " " * (4 << 20))),
     "a byte order mark": (DAMAGED, text(lambda old: "\ufeff" + old)),
     "UTF-16": (DAMAGED, text(lambda old: old.encode("utf-16"))),
@@ -134,7 +134,7 @@ MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
     "a number of a million digits": (DAMAGED, text(lambda old: old.replace('"step":2', '"step":' + "9" * 10**6))),
     "a fraction of a million digits": (DAMAGED, text(lambda old: old.replace('"step":2', '"step":0.' + "9" * 10**6))),
     "an edit under the old hash": (DAMAGED, text(lambda old: old.replace("norm.weight", "norn.weight"))),
-    # Sealed, so that the hash is right.
+    # With a valid hash.
     "step of four thousand digits": (DAMAGED, set_to("step", to=int("9" * 4000))),
     "version true": (DAMAGED, set_to("format_version", to=True)),
     "version that writes on the screen": (DAMAGED, set_to("format_version", to=SCREEN)),
@@ -166,7 +166,7 @@ MANIFESTS: dict[str, tuple[Outcome, Evil]] = {
         DAMAGED,
         sealed(lambda body: body["tensors"].update({f"weight:t{n}": {**body["tensors"][KEY], "name": f"t{n}"} for n in range(2_000)})),
     ),
-    # Sealed and legal: text that must stay text.
+    # Valid text that must stay text.
     "config that writes on the screen": (HARMLESS, set_to("config", "model", SCREEN, to=SCREEN)),
     "counters that write on the screen": (HARMLESS, set_to("counters", SCREEN, to=[SCREEN])),
     "versions that write on the screen": (
@@ -233,4 +233,4 @@ HEADERS: dict[str, tuple[Outcome, Evil]] = {
     "parts listed backwards": (UNREADABLE, in_two_parts((NAME, f"{NAME}#1"), order=(1, 0))),
     "parts of one slice": (DAMAGED, in_two_parts((NAME, f"{NAME}#1"), order=(1, 1))),
 }
-"""Each of the weights of the newest checkpoint, with the hash of what it is in the manifest."""
+"""Each for the weights of the newest checkpoint, with the right hash in the manifest."""

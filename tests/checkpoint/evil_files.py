@@ -1,4 +1,4 @@
-"""Evil files and folders: pickles under every name, links, pipes, devices, names that lead elsewhere."""
+"""Malicious files and folders: pickles under every name, links, pipes, devices, names outside of the folder."""
 
 import io
 import os
@@ -34,7 +34,7 @@ def numpy_file(target: Target) -> bytes:
 
 
 def archive(target: Target) -> bytes:
-    """A zip whose member would land outside."""
+    """A zip archive with a member that would be extracted outside."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("../../canary", "x")
@@ -42,7 +42,7 @@ def archive(target: Target) -> bytes:
 
 
 def python_source(target: Target) -> bytes:
-    """A module that makes the canary when it is imported."""
+    """A module that creates the canary when it is imported."""
     return f"open({str(target.canary)!r}, 'w').close()\n".encode()
 
 
@@ -52,7 +52,7 @@ def yaml_tags(target: Target) -> bytes:
 
 
 def beside(*names: str, content: Callable[[Target], bytes]) -> Evil:
-    """Files that no one has asked for, in the checkpoint and beside it."""
+    """Add extra files to the checkpoint and to its parent folder."""
 
     def build(target: Target) -> None:
         for folder in (target.newest, target.run):
@@ -63,11 +63,11 @@ def beside(*names: str, content: Callable[[Target], bytes]) -> Evil:
 
 
 def instead(name: str, content: Callable[[Target], bytes], *, sealed: bool = False) -> Evil:
-    """Another content for a file of the checkpoint; `sealed`: its length and hash in the manifest too."""
+    """Replace the content of a file of the checkpoint; if `sealed`, also its length and hash in the manifest."""
 
     def build(target: Target) -> None:
         data = content(target)
-        data += bytes(max(0, 4096 - len(data)))  # no shorter than what the manifest says is in it
+        data += bytes(max(0, 4096 - len(data)))  # at least as long as the manifest says
         if sealed:
             target.replace(name, data)
         else:
@@ -77,7 +77,7 @@ def instead(name: str, content: Callable[[Target], bytes], *, sealed: bool = Fal
 
 
 def put(name: str, make: Callable[[Path], object]) -> Evil:
-    """Something that is not a file in the place of a file of the run's folder."""
+    """Put something that is not a plain file in the place of a path of the run's folder."""
 
     def build(target: Target) -> None:
         path = target.run / name
@@ -89,7 +89,7 @@ def put(name: str, make: Callable[[Path], object]) -> Evil:
 
 
 def link(name: str, to: Callable[[Target], str | Path]) -> Evil:
-    """A link in the place of something; what was there is moved outside first."""
+    """Put a link in the place of a path, which is moved outside."""
 
     def build(target: Target) -> None:
         put(name, lambda path: path.symlink_to(to(target)))(target)
@@ -98,14 +98,14 @@ def link(name: str, to: Callable[[Target], str | Path]) -> Evil:
 
 
 def make_each(make: Callable[[Path], object], folder: Path, names: tuple[str, ...]) -> None:
-    """The same under each of the names."""
+    """Call `make` for each of the names."""
     for name in names:
         make(folder / name)
 
 
 def make_socket(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket must be short
+    os.chdir(path.parent)  # paths of sockets must be short
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
@@ -113,7 +113,7 @@ def make_socket(path: Path) -> None:
 
 
 def make_device(path: Path) -> None:
-    """An endless file; only root can make a device, others a link to one."""
+    """Make an endless file: a device, or without root a link to one."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
     except PermissionError:
@@ -132,7 +132,7 @@ def endless_manifest(target: Target) -> None:
 
 STEP = "step-0000002"
 FILES: dict[str, tuple[Outcome, Evil]] = {
-    # Code to be run by whoever unpickles, imports or parses too much.
+    # Code that runs if a reader unpickles, imports or parses too much.
     "pickle as weights": (DAMAGED, instead(WEIGHTS, Target.payload)),
     "pickle as weights, sealed": (UNREADABLE, instead(WEIGHTS, Target.payload, sealed=True)),
     "protocol 0 pickle as optimizer, sealed": (

@@ -1,4 +1,4 @@
-"""A run's checkpoints for evil to be done to, and the words in which the corpus says what must come of it."""
+"""Checkpoints for malicious changes, and the expected outcomes."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """A folder of two sound checkpoints with the sample tensors of seeds 1 and 2, and a place outside of it."""
+    """A folder of two valid checkpoints with the sample tensors of seeds 1 and 2, and a folder outside of it."""
 
     root: Path
 
     @classmethod
     def make(cls, root: Path, pristine: Path) -> "Target":
-        """A copy of `pristine`, which `prepare` has made."""
+        """Copy `pristine`, made by `prepare`."""
         shutil.copytree(pristine, root)
         return cls(root)
 
@@ -57,11 +57,11 @@ class Target:
 
     @property
     def canary(self) -> Path:
-        """Comes to be if code of the corpus has run."""
+        """A file that exists once code of a malicious checkpoint has run."""
         return self.root / "canary"
 
     def payload(self, protocol: int = 2) -> bytes:
-        """A pickle that makes the canary when it is loaded."""
+        """A pickle that creates the canary when it is loaded."""
         return pickle.dumps(Bomb(str(self.canary)), protocol)
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
@@ -92,7 +92,7 @@ class Bomb:
 
 
 def with_header(header: bytes, data: bytes, length: int | None = None) -> bytes:
-    """A safetensors file; `length` is what it says of its header."""
+    """A safetensors file; `length` is the length that it declares for its header."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 

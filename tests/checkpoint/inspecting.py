@@ -1,4 +1,4 @@
-"""What the tests of `megalite inspect` share: checkpoints to look at, and the command with what it says."""
+"""Shared by tests of `megalite inspect`: checkpoints, and the command with its output."""
 
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,14 @@ def inspect(*arguments: str | Path) -> int:
 
 
 def said(capsys: Captured) -> str:
-    """What it printed, without an error."""
+    """Return stdout; stderr must be empty."""
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
 
 
 def refused(capsys: Captured, *arguments: str | Path) -> str:
-    """The error, in one line and without anything else."""
+    """Return the error: one line, and no other output."""
     assert inspect(*arguments) == BAD_INPUT
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
@@ -64,7 +64,7 @@ def refused(capsys: Captured, *arguments: str | Path) -> str:
 
 
 def flip_last_bit(path: Path) -> None:
-    """The least damage there is."""
+    """Change a single bit."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

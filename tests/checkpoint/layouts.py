@@ -1,4 +1,4 @@
-"""Eight layouts that use every way of splitting a model, and models on which all of them are legal."""
+"""Eight layouts that use every way of splitting a model, and models for which all of them are valid."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ COMMON: Settings = {
     "global_batch_size": 12,
     "hidden_dropout": 0.1,
 }
-"""Two dense layers and two with experts; a batch that 1, 2, 3 and 4 data-parallel ranks can share."""
+"""Two dense layers and two with experts; a batch size divisible by 1, 2, 3 and 4 data-parallel ranks."""
 
 LLAMA_MOE: Settings = {**LLAMA, **COMMON, "moe_add_bias_linear": True, "softmax_type": "learnable"}
-"""RMSNorm, a fused gate, biases of experts alone, sinks, a separate output head."""
+"""RMSNorm, fused gate, biases only in experts, attention sinks, separate output head."""
 
 GPT_MOE: Settings = COMMON
-"""LayerNorm, biases, learned positions, a head tied to the embedding."""
+"""LayerNorm, biases, learned positions, tied embeddings."""
 
 SP: Settings = {"sequence_parallel": True}
 VEE: Settings = {"vpp": 2, "pipeline_schedule": "zb-v"}
@@ -47,4 +47,4 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp4-sp-ep2-etp2": _layout(4, micro=12, bucket=1500, tp=4, ep=2, etp=2, **SP),
     "tp2-sp-cp2-ep2-etp1-zero": _layout(4, micro=12, tp=2, cp=2, ep=2, etp=1, **SP, **Z1),
 }
-"""Name -> (ranks, settings). With 3 ranks the distributed optimizer cuts parameters in the middle of a row."""
+"""Name -> (ranks, settings). With 3 ranks the distributed optimizer splits parameters within a row."""

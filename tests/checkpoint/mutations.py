@@ -1,4 +1,4 @@
-"""Damage of every kind to one file of a checkpoint: what disks, cables, copies and people do to files."""
+"""Damage to a file of a checkpoint as caused by disks, networks, copying and users."""
 
 import json
 import random
@@ -16,13 +16,13 @@ Random = random.Random
 
 @dataclass(frozen=True)
 class Place:
-    """The file to be damaged, and where files that look like it can be found."""
+    """The file to damage, and where to find similar files."""
 
     path: Path
     older: Path
-    """The run's checkpoint before this one."""
+    """The run's previous checkpoint."""
     foreign: Path
-    """The checkpoint of the same step of another run of the same model in the same layout."""
+    """Checkpoint of the same step of another run with the same model and layout."""
 
     @property
     def others(self) -> list[Path]:
@@ -41,20 +41,20 @@ def _in_place(name: str, change: Callable[[bytes, Random], bytes]) -> Mutation:
 
 
 def _flipped(data: bytes, choose: Random, first: int | None = None) -> bytes:
-    """One bit, anywhere or among the first bytes."""
+    """Flip one bit, anywhere or among the first bytes."""
     changed = bytearray(data)
     changed[choose.randrange(first or len(data))] ^= 1 << choose.randrange(8)
     return changed
 
 
 def _without_a_page(data: bytes, choose: Random) -> bytes:
-    """An aligned page that held something is zeros."""
+    """Fill an aligned page with zeros."""
     start = choose.choice([start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])])
     return data[:start] + bytes(len(data[start : start + PAGE])) + data[start + PAGE :]
 
 
 def _swapped(data: bytes, choose: Random) -> bytes:
-    """Two pages in each other's place: all bytes there, their sum unchanged."""
+    """Swap two pages: the sum of all bytes does not change."""
     pages = [data[start : start + PAGE] for start in range(0, len(data), PAGE)]
     first = choose.randrange(len(pages))
     second = choose.choice([index for index, page in enumerate(pages) if page != pages[first]])
@@ -63,7 +63,7 @@ def _swapped(data: bytes, choose: Random) -> bytes:
 
 
 def _shifted(data: bytes, choose: Random) -> bytes:
-    """A page taken out of the middle, and as many bytes added at the end."""
+    """Remove a page from the middle, and add as many bytes at the end."""
     start = choose.randrange(len(data) - 2 * PAGE)
     return data[:start] + data[start + PAGE :] + choose.randbytes(PAGE)
 
@@ -74,7 +74,7 @@ def _longer(data: bytes, choose: Random) -> bytes:
 
 
 flip_bit = _in_place("flip_bit", _flipped)
-# Lengths, names, shapes and offsets are in front.
+# Lengths, names, shapes and offsets are at the front.
 flip_bit_in_front = _in_place("flip_bit_in_front", lambda data, choose: _flipped(data, choose, 200))
 zero_page = _in_place("zero_page", _without_a_page)
 swap_pages = _in_place("swap_pages", _swapped)
@@ -82,9 +82,9 @@ lose_page = _in_place("lose_page", _shifted)
 truncate = _in_place("truncate", lambda data, choose: data[: choose.randrange(len(data))])
 truncate_by_one = _in_place("truncate_by_one", lambda data, choose: data[:-1])
 extend = _in_place("extend", _longer)
-double = _in_place("double", lambda data, choose: data * 2)  # as a repeated append leaves it
+double = _in_place("double", lambda data, choose: data * 2)  # as after a repeated append
 empty = _in_place("empty", lambda data, choose: b"")
-zeros = _in_place("zeros", lambda data, choose: bytes(len(data)))  # what a crash without fsync leaves
+zeros = _in_place("zeros", lambda data, choose: bytes(len(data)))  # as after a crash without fsync
 
 
 def remove(place: Place, choose: Random) -> None:
@@ -111,7 +111,7 @@ def of_the_older_step(place: Place, choose: Random) -> None:
 
 
 def half_older(place: Place, choose: Random) -> None:
-    """The front of the older step's file and the rest of this one: an interrupted copy."""
+    """Start with the older step's file and end with this one, as an interrupted copy would."""
     ours, theirs = place.path.read_bytes(), (place.older / place.path.name).read_bytes()
     differ = [index for index, (a, b) in enumerate(zip(ours, theirs)) if a != b]
     at = choose.randint(differ[0] + 1, differ[-1])
@@ -119,7 +119,7 @@ def half_older(place: Place, choose: Random) -> None:
 
 
 def to_link(place: Place, choose: Random) -> None:
-    """Sound content, but reached by a link that leads out of the folder."""
+    """Replace the file by a link to valid content outside of the folder."""
     outside = place.path.parent.parent.parent / f"outside-{place.path.name}"
     shutil.copyfile(place.path, outside)
     place.path.unlink()
@@ -132,7 +132,7 @@ def to_folder(place: Place, choose: Random) -> None:
 
 
 def edit_manifest(place: Place, choose: Random) -> None:
-    """An edit in JSON that leaves everything well-formed."""
+    """Edit the manifest as JSON without updating its hash."""
     manifest = place.path.parent / MANIFEST
     body = json.loads(manifest.read_text())
     name, key = choose.choice(sorted(body["files"])), choose.choice(sorted(body["tensors"]))
@@ -174,4 +174,4 @@ COUNTS: dict[Mutation, int] = {
     to_folder: 10,
     edit_manifest: 20,
 }
-"""How often each is done, with other random choices and to the files in turn."""
+"""Repetitions of each mutation, with different random choices, cycling over the files."""

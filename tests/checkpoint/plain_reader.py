@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read as a stranger would: the manifest as JSON, the files with safetensors' own loader."""
+"""Read a checkpoint without megalite: the manifest as JSON, the files with safetensors' own loader."""
 
 import json
 from collections import Counter
@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 @dataclass(frozen=True)
 class PlainCheckpoint:
     tensors: dict[str, torch.Tensor]
-    """Full tensors by the manifest's key."""
+    """Manifest key -> full tensor."""
     counters: dict[str, Any]
     manifest: dict[str, Any]
 
 
 def key_in_file(key: str, part: int) -> str:
-    """What the manifest's `key` is called in a file that holds several parts of it, for the part of that number."""
+    """Name of part number `part` of the manifest's `key` in a file with several parts of it."""
     group, _, name = key.partition(":")
     state = group.removeprefix("optimizer").removeprefix(".") if group != "weight" else ""
     base = f"{state}/{name}" if state else name
@@ -27,7 +27,7 @@ def key_in_file(key: str, part: int) -> str:
 
 
 def read_plainly(path: Path) -> PlainCheckpoint:
-    """Put every tensor together from its parts, each element exactly once."""
+    """Assemble every tensor from its parts; each element must be covered exactly once."""
     manifest = json.loads((path / "manifest.json").read_text())
     files = {name: load_file(path / name) for name in manifest["files"]}
     tensors = {}
@@ -50,7 +50,7 @@ def read_plainly(path: Path) -> PlainCheckpoint:
 
 
 def differing(one: PlainCheckpoint, other: PlainCheckpoint) -> list[str]:
-    """Keys whose tensors are not the same to the byte, and counters that are not equal."""
+    """Keys of tensors with different bytes, and names of different counters."""
     keys = sorted(one.tensors.keys() ^ other.tensors.keys())
     for key in one.tensors.keys() & other.tensors.keys():
         a, b = one.tensors[key], other.tensors[key]

@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: sample tensors, ways to cut them up, and ranks that are threads."""
+"""Shared by the checkpoint tests: sample tensors, ways to split them, and threads as ranks."""
 
 import json
 import threading
@@ -18,12 +18,12 @@ from megalite.topology.layout import ShardSpec, Slice
 CPU = torch.device("cpu")
 SOLO = Group.solo("world")
 
-# A scheme maps (shape, ranks) to the slice of each rank; an empty one, or None, is for a rank that holds nothing.
+# A scheme maps (shape, ranks) to the slice of each rank; an empty slice or None is a rank without a part.
 Scheme = Callable[[tuple[int, ...], int], Sequence[Slice | None]]
 
 
 def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the manifest of a checkpoint says, and seal it again."""
+    """Edit the manifest of a checkpoint and update its hash."""
     path = checkpoint / MANIFEST_NAME
     body = json.loads(path.read_text())
     body.pop("sha256")
@@ -32,7 +32,7 @@ def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) 
 
 
 class Exchange:
-    """What the threads of one simulated world share."""
+    """State shared by the threads of a simulated world."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
@@ -41,7 +41,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class ThreadGroup(Group):
-    """A group whose ranks are threads: the collectives that saving and loading use, without processes."""
+    """A group with threads as ranks; it has the collectives that saving and loading use."""
 
     exchange: Exchange = field(default_factory=lambda: Exchange(1))
 
@@ -57,7 +57,7 @@ class ThreadGroup(Group):
 
 
 def on_threads(size: int, fn: Callable[[Group], Any]) -> list[Any]:
-    """`fn(group)` on every simulated rank; the results, exceptions among them, in rank order."""
+    """Run `fn(group)` on every simulated rank. Returns results and exceptions in rank order."""
     exchange = Exchange(size)
     results: list[Any] = [None] * size
 
@@ -108,13 +108,13 @@ def cut(full: torch.Tensor, bounds: Slice) -> torch.Tensor:
 
 
 def _edges(size: int, ranks: int) -> list[tuple[int, int]]:
-    """Uneven consecutive ranges; with more ranks than elements some are empty."""
+    """Uneven consecutive ranges, some of them empty if there are more ranks than elements."""
     edges = [min(size, (size * rank + rank) // ranks) for rank in range(ranks)] + [size]
     return [(edges[rank], edges[rank + 1]) for rank in range(ranks)]
 
 
 def rows(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
-    """Cut along dimension 0; a scalar is the last rank's."""
+    """Split along dimension 0; a scalar belongs to the last rank."""
     if not shape:
         return [None] * (ranks - 1) + [()]
     rest = tuple((0, size) for size in shape[1:])
@@ -122,7 +122,7 @@ def rows(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
 
 
 def columns(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
-    """Cut along the last dimension; a scalar is the first rank's."""
+    """Split along the last dimension; a scalar belongs to the first rank."""
     if not shape:
         return [(), *[None] * (ranks - 1)]
     rest = tuple((0, size) for size in shape[:-1])
@@ -130,7 +130,7 @@ def columns(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
 
 
 def staggered(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
-    """Rank 0 has the first two rows, the others share the columns of the rest: no grid of rows and columns."""
+    """Rank 0 has the first two rows, the others split the columns of the rest: the parts form no grid."""
     if len(shape) < 2 or ranks < 3:
         return rows(shape, ranks)
     rest = tuple((0, size) for size in shape[1:-1])
@@ -139,7 +139,7 @@ def staggered(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
 
 
 def whole_on_one(shape: tuple[int, ...], ranks: int) -> list[Slice | None]:
-    """One rank has it all; which one depends on the shape."""
+    """One rank has the whole tensor; which one depends on the shape."""
     whole: Slice = tuple((0, size) for size in shape)
     return [whole if rank == sum(shape) % ranks else None for rank in range(ranks)]
 
@@ -184,7 +184,7 @@ def find(folder: Path, step: int | None = None, log: Callable[[str], None] = pri
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int = 0) -> None:
-    """The checkpoint has exactly the sample tensors of `seed`, bit for bit."""
+    """Check that the checkpoint has exactly the sample tensors of `seed`, bit for bit."""
     tensors = sample_tensors(seed)
     keys = {saved(identity, full, tuple((0, n) for n in full.shape)).key: full for identity, full in tensors.items()}
     assert checkpoint.keys() == sorted(keys)

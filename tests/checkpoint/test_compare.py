@@ -1,4 +1,4 @@
-"""`megalite inspect --tensors` and `--diff`: statistics of tensors, and how two checkpoints differ."""
+"""`megalite inspect --tensors` and `--diff`: statistics of tensors, and differences of two checkpoints."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bi
 from tests.checkpoint.samples import CPU, SOLO, columns, find, sample_tensors, save_as
 
 
-def test_statistics_of_what_matches(real: Path, capsys: Captured) -> None:
+def test_statistics_of_matching_tensors(real: Path, capsys: Captured) -> None:
     assert inspect(real / "step-0000001", "--tensors", "exp_avg/layers.[01].*norm.weight") == OK
     table = said(capsys).split("\n\n")[-1].splitlines()
     assert [line.split()[0] for line in table[1:]] == [
@@ -29,11 +29,11 @@ def test_statistics_of_what_matches(real: Path, capsys: Captured) -> None:
     assert table[1].split()[3:] == [*(f"{number.item():.5g}" for number in numbers), "0", "0"]
 
 
-def test_statistics_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged over small blocks; far from zero, where sums of squares would lose all digits."""
+def test_statistics_of_blocks_equal_those_of_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged over small blocks, with values far from zero, where sums of squares would lose all digits."""
     values = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e8
     values[0, 0, :2], values[3, 1, 2], values[5, 4, 6] = torch.nan, torch.inf, -torch.inf
-    values[1, 2] = torch.nan  # a block without any finite number
+    values[1, 2] = torch.nan  # a block without finite numbers
     tensors: Tensors = {
         ("weight", "", "values"): values,
         ("weight", "", "nothing"): torch.full((3,), torch.nan),
@@ -53,7 +53,7 @@ def test_statistics_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (50,), (3, 4), (4, 30), (30, 4), (2, 3, 4), (2, 3, 40), (1, 1, 25)])
-def test_blocks(shape: tuple[int, ...]) -> None:
+def test_sizes_of_blocks(shape: tuple[int, ...]) -> None:
     found = list(blocks(shape, 12))
     assert tiling_fault(shape, found) is None
     assert all(volume(bounds) <= 12 for bounds in found) and found == sorted(found)
@@ -62,7 +62,7 @@ def test_blocks(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_equal_whatever_the_layout(tmp_path: Path, capsys: Captured, verify: bool) -> None:
+def test_checkpoints_of_different_layouts_are_equal(tmp_path: Path, capsys: Captured, verify: bool) -> None:
     tensors = sample_tensors(3) | {("weight", "", "odd"): torch.tensor([torch.nan, -0.0, torch.inf])}
     first = save_tensors(tmp_path / "a", tensors, ranks=3)
     second = save_tensors(tmp_path / "b", tensors, ranks=4, scheme=columns)
@@ -72,8 +72,8 @@ def test_equal_whatever_the_layout(tmp_path: Path, capsys: Captured, verify: boo
         assert said(capsys).splitlines()[-1] == f"equal: {len(tensors)} tensors, bit for bit"
 
 
-def test_how_two_differ(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values by the largest difference, zeros and NaNs by their bits; tensors, shapes, dtypes and fields."""
+def test_diff_lists_every_kind_of_difference(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values by their largest difference, zeros and NaNs by their bits; tensors, shapes, dtypes and fields."""
     base = {name: torch.arange(24.0).view(4, 6) for name in ("small", "large", "zero", "nan", "same", "cast", "shape")}
     other = {name: values.clone() for name, values in base.items()}
     other["small"][1, 2:4] += torch.tensor([0.25, 0.5])
@@ -118,7 +118,7 @@ def test_how_two_differ(tmp_path: Path, capsys: Captured, monkeypatch: pytest.Mo
     assert inspect("--diff", *sides, "--tensors", "zero") == DIFFERENT
 
 
-def test_no_more_than_a_block_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_block_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (1, 2):
         save_as(tmp_path, SOLO, step=seed, seed=seed)
     read, largest = Checkpoint.read, []
@@ -135,7 +135,7 @@ def test_no_more_than_a_block_is_read_at_once(tmp_path: Path, monkeypatch: pytes
     assert max(largest) <= 10
 
 
-def test_diff_of_runs_passes_over_what_is_damaged(folder: Path, real: Path, capsys: Captured) -> None:
+def test_diff_of_runs_skips_damaged_checkpoints(folder: Path, real: Path, capsys: Captured) -> None:
     flip_last_bit(folder / "step-0000002" / WEIGHTS)
     assert inspect("--diff", folder, real / "step-0000001") == OK
     captured = capsys.readouterr()
@@ -143,6 +143,6 @@ def test_diff_of_runs_passes_over_what_is_damaged(folder: Path, real: Path, caps
     assert inspect("--diff", folder, real, "--step", "1") == OK
     capsys.readouterr()
     assert "step-0000002 is damaged: weights" in refused(capsys, "--diff", folder, real, "--step", "2")
-    # Trusting nothing but the bytes, it finds what the flipped bit has changed.
+    # Given the damaged checkpoint itself, it compares the bytes and finds the flipped bit.
     assert inspect("--diff", folder, real, "--no-verify") == DIFFERENT
     assert "values of 1 of the 108 tensors" in said(capsys)

@@ -1,4 +1,4 @@
-"""kill -9 at every point of a save: whatever is visible afterwards verifies."""
+"""kill -9 at every point of a save: every visible checkpoint verifies afterwards."""
 
 import json
 from collections import Counter
@@ -10,13 +10,13 @@ from tests.e2e.forked import train_forked
 
 
 @pytest.mark.parametrize("scenario", ["new", "replace"])
-def test_kill_at_every_point(tmp_path: Path, scenario: str) -> None:
+def test_checkpoints_verify_after_kill_at_every_point(tmp_path: Path, scenario: str) -> None:
     done = train_forked(1, tmp_path, scenario, seconds=200, command="tests.checkpoint.crash_writer:main")
     report = json.loads(done.require_success().out.splitlines()[-1])
     assert report["failures"] == []
     hit = Counter(report["hit"])
-    # Of each rank 2 shards and a list; the manifest and `latest`. While two write, which one makes the n-th call varies from
-    # child to child, so a kind of call may be met a few times more or less often; rank 0's are exact.
+    # Each rank writes 2 shards and a list; rank 0 also the manifest and `latest`. With two writers the order of calls varies
+    # between children, so the number of hits per kind of call varies a little; rank 0's are exact.
     ranks = 1 if scenario == "replace" else 2
     assert sum(count for kind, count in hit.items() if "inside" not in kind) >= 25 * ranks
     assert min(hit["open"], hit["unlink"] + hit["removal"]) >= ranks

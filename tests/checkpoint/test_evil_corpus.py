@@ -1,4 +1,4 @@
-"""Evil checkpoints: nothing runs, nothing is written, nothing hangs, no memory goes, and the error names the file."""
+"""Malicious checkpoints: no code runs, nothing is written, nothing hangs, memory stays bounded, and the error names the file."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from tests.e2e.forked import train_forked
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What went wrong, by piece of the corpus; a piece that crashed the process has no entry."""
+    """Name -> problems; a checkpoint that crashed the process has no entry."""
     child = train_forked(1, tmp_path_factory.mktemp("evil"), seconds=240, command="tests.checkpoint.evil_child:main")
     lines = [json.loads(line) for line in child.out.splitlines()]
     done = {line["name"]: line["problems"] for line in lines}
@@ -27,18 +27,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return done
 
 
-def test_the_watch_sees(reports: dict[str, list[str]]) -> None:
+def test_watch_detects_forbidden_actions(reports: dict[str, list[str]]) -> None:
     assert reports[WATCH] == []
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_evil(reports: dict[str, list[str]], name: str) -> None:
+def test_malicious_checkpoint_is_handled_safely(reports: dict[str, list[str]], name: str) -> None:
     assert name in reports, "an earlier piece ended the process"
     assert reports[name] == [], "\n".join(reports[name])
 
 
-def test_saving_leaves_alone_what_links_lead_to(tmp_path: Path) -> None:
-    """Links out of the folder under every name that saving uses."""
+def test_saving_does_not_follow_links(tmp_path: Path) -> None:
+    """The folder has links to the outside under every name that saving uses."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     save_as(run, SOLO, step=1, seed=1)
     (outside / "deeper").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Evil manifests: each one refused by name and reason, and nothing on the disk changed."""
+"""Malicious manifests: each is refused with its name and a reason, and no file is changed."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def rename_tensor(key: str, name: str) -> Evil:
 
 
 E = ("tensors", KEY)  # stored whole, in one part
-# Sealed again after the edit, so that the checks of the content themselves must find the fault.
+# The hash is updated after the edit, so only the checks of the content can detect the fault.
 EVIL: dict[str, tuple[Evil, str]] = {
     "parent folder": (file_name("../weights-00000.safetensors"), "not the name"),
     "deep parent": (file_name("a/../../x.safetensors"), "not the name"),
@@ -92,7 +92,7 @@ EVIL: dict[str, tuple[Evil, str]] = {
     "config text": (set_to("config", to="{}"), "must be an object"),
     "version of code": (set_to("megalite_version", to=None), "must be text"),
     "tokenizer": (set_to("tokenizer", to="../tokenizer.model"), "tokenizer"),
-    # Text that is not what a seal makes.
+    # Text that differs from the canonical form.
     "empty": (text(lambda old: ""), "not valid JSON"),
     "cut": (text(lambda old: old[: len(old) // 2]), "not valid JSON"),
     "binary": (text(lambda old: b"\x80\x04\x95cposix\nsystem\n"), "utf-8"),
@@ -139,7 +139,7 @@ def refused(target: Target, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_evil_manifest(target: Target, name: str) -> None:
+def test_malicious_manifest_is_refused(target: Target, name: str) -> None:
     evil, reason = EVIL[name]
     before = (target.newest / MANIFEST_NAME).read_bytes()
     evil(target)
@@ -147,7 +147,7 @@ def test_evil_manifest(target: Target, name: str) -> None:
     refused(target, reason)
 
 
-def test_manifest_that_is_a_link_or_a_folder(target: Target) -> None:
+def test_manifest_must_be_a_plain_file(target: Target) -> None:
     path = target.newest / MANIFEST_NAME
     path.rename(target.root / "elsewhere.json")
     path.symlink_to(target.root / "elsewhere.json")

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def written(context: RankContext, world: int, settings: dict[str, Any], folder: str, split: int) -> None:
-    """One step, and a checkpoint in which parameters of `split` elements or more are shared out."""
+    """Make one step and save with parameters of `split` elements or more divided over ranks."""
     runner = Runner(build(context, tiny_config(world, **MOE, **settings)))
     runner.step()
     with pytest.MonkeyPatch.context() as patch:
@@ -38,8 +38,8 @@ def written(context: RankContext, world: int, settings: dict[str, Any], folder: 
         save(runner.replica, Path(folder), runner.progress, tokenizer=None)
 
 
-def test_names_and_parts_of_experts(tmp_path: Path) -> None:
-    """Four ranks hold all four experts, or two one expert each: none writes all of it where it is large."""
+def test_expert_names_and_parts_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """Each of four ranks holds all four experts, or two ranks one expert each: large experts are divided over these ranks."""
     manifests = {}
     for name, (world, settings) in LAYOUTS.items():
         run_ranks(world, written, world, settings, str(tmp_path / name), 1)

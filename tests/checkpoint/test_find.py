@@ -1,4 +1,4 @@
-"""Which checkpoint is found, and what is said when there is none."""
+"""Which checkpoint is found, and the message if there is none."""
 
 import os
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def missing(folder: Path, step: int | None = None) -> str:
 
 
 def slip(folder: Path, step: int | None = None) -> str:
-    """An error, but not the one that lets a run start afresh."""
+    """Return the message of an error after which a run must not start from scratch."""
     with pytest.raises(CheckpointError) as caught:
         find(folder, step)
     assert not isinstance(caught.value, CheckpointMissing)
     return str(caught.value)
 
 
-def test_names() -> None:
+def test_names_of_step_folders() -> None:
     assert step_of("step-0000100") == 100
     assert step_of("step-12345678") == 12345678
     assert step_of("step-0000100.replaced") == 100
@@ -38,7 +38,7 @@ def test_names() -> None:
         assert step_of(name) is None
 
 
-def test_newest_or_the_step_asked_for(tmp_path: Path) -> None:
+def test_newest_or_requested_step_is_found(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         save_as(tmp_path, SOLO, step=step, seed=step)
     assert (tmp_path / "latest").read_text() == "step-0000020\n"
@@ -47,7 +47,7 @@ def test_newest_or_the_step_asked_for(tmp_path: Path) -> None:
     assert "has no checkpoint of step 21; it has steps 9, 20, 100" in slip(tmp_path, 21)
 
 
-def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_log_line(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_as(tmp_path, SOLO, step=step, seed=step)
     flip_last_bit(tmp_path / "step-0000003" / "optimizer-00000.safetensors")
@@ -57,19 +57,19 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert "step-0000003" in lines[0] and "optimizer-00000.safetensors: sha256 is" in lines[0]
     assert "step-0000002" in lines[1] and "manifest.json: No such file" in lines[1]
-    # The step asked for, and only that.
+    # A requested step is not replaced by another.
     lines.clear()
     with pytest.raises(CheckpointError, match=r"step 3 is damaged: .*optimizer-00000"):
         find(tmp_path, 3, log=lines.append)
     assert lines == []
-    # A run must not start afresh because all it has is damaged.
+    # A run must not start from scratch if all its checkpoints are damaged.
     flip_last_bit(tmp_path / "step-0000001" / "weights-00000.safetensors")
     message = slip(tmp_path)
     assert "no checkpoint verifies" in message
     assert all(f"step-000000{step}" in message for step in (1, 2, 3))
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_message_if_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert "does not exist" in missing(tmp_path / "run")
     (tmp_path / "run").mkdir()
     assert "the folder is empty" in missing(tmp_path / "run")
@@ -81,7 +81,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert "1 other entries (model.pt)" in missing(tmp_path / "other")
 
 
-def test_one_level_off(tmp_path: Path) -> None:
+def test_message_if_the_path_is_one_level_off(tmp_path: Path) -> None:
     save_as(tmp_path / "run" / "checkpoints", SOLO, step=5)
     assert f"but in {tmp_path / 'run' / 'checkpoints'}" in slip(tmp_path / "run")
     inside = slip(tmp_path / "run" / "checkpoints" / "step-0000005")
@@ -91,8 +91,8 @@ def test_one_level_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
-    """Whichever rank's share of the hashing has the damaged file."""
+def test_all_ranks_open_the_same_checkpoint(tmp_path: Path, ranks: int) -> None:
+    """On any rank whose share of the hashing has the damaged file."""
     on_threads(3, lambda group: save_as(tmp_path, group, step=1, seed=1))
     on_threads(3, lambda group: save_as(tmp_path, group, step=2, seed=2))
 
@@ -113,8 +113,8 @@ def test_all_ranks_open_the_same(tmp_path: Path, ranks: int) -> None:
     assert on_threads(ranks, look) == [(2, [])] * ranks
 
 
-def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
-    """Folders on each machine's own disk: an error that says so, on every rank, in saving and in loading."""
+def test_unshared_folders_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    """Folders on local disks are an error on every rank, in saving and in loading."""
     for rank in (0, 1):
         save_as(tmp_path / str(rank), SOLO, step=1, seed=rank)
 
@@ -136,7 +136,7 @@ def test_ranks_that_see_different_folders(tmp_path: Path) -> None:
     assert "No such file" in everywhere(lambda group: save_as(tmp_path / str(group.rank), group, step=3))
 
 
-def test_folders_of_other_programs(tmp_path: Path) -> None:
+def test_message_for_folders_of_other_programs(tmp_path: Path) -> None:
     for folder, names, whose in (
         ("hf", ("config.json", "model.safetensors"), "a Hugging Face folder"),
         ("meg", ("latest_checkpointed_iteration.txt", "iter_0000010"), "a folder of Megatron-LM's checkpoints"),
@@ -149,7 +149,7 @@ def test_folders_of_other_programs(tmp_path: Path) -> None:
         assert f"megalite convert {tmp_path / folder} imported --to native" in message
 
 
-def test_a_folder_is_locked_by_one_at_a_time(tmp_path: Path) -> None:
+def test_folder_has_one_lock_at_a_time(tmp_path: Path) -> None:
     first = lock_folder(tmp_path)
     if first is None:
         pytest.skip("a file system without locks")

@@ -1,4 +1,4 @@
-"""`megalite inspect`: what it says of a checkpoint, and of what is none."""
+"""`megalite inspect`: what it reports on checkpoints and on other folders."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from tests.checkpoint.samples import edit_manifest
 from tests.support.tiny import LLAMA, tiny_config
 
 
-def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
+def test_report_of_a_checkpoint(real: Path, capsys: Captured) -> None:
     assert inspect(real / "step-0000002") == OK
     text = said(capsys)
     lines = {" ".join(line.split()) for line in text.splitlines()}
@@ -43,8 +43,8 @@ def test_all_that_a_checkpoint_says(real: Path, capsys: Captured) -> None:
     assert f"verified 2 files, {size / 1024:.2f} KiB: sha256 OK" in lines
 
 
-def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
-    """Numbers that leave gaps, other shapes and dtypes on rows of their own, tensors in parts, many files."""
+def test_report_folds_similar_tensors(tmp_path: Path, capsys: Captured) -> None:
+    """Gaps in numbers, rows for other shapes and dtypes, tensors in parts, many files."""
     tensors: Tensors = {("weight", "", f"layers.{n}.w2.weight"): torch.ones(20, 4) for n in (0, 1, 2, 5, 9, 10, 11)}
     tensors["weight", "", "layers.3.w2.weight"] = torch.ones(20, 6)
     tensors["weight", "", "layers.4.w2.weight"] = torch.ones(20, 4).half()
@@ -63,13 +63,13 @@ def test_folding_parts_and_files(tmp_path: Path, capsys: Captured) -> None:
     assert "other files model.pt (not read)" in lines
 
 
-def test_listing_needs_no_torch(real: Path) -> None:
+def test_listing_does_not_import_torch(real: Path) -> None:
     code = f"import sys; sys.modules['torch'] = None\nfrom megalite.cli.model_commands import INSPECT as main; sys.exit(main(['{real}']))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "sha256 OK" in done.stdout and done.stderr == ""
 
 
-def test_a_table_of_several(folder: Path, capsys: Captured) -> None:
+def test_table_of_several_checkpoints(folder: Path, capsys: Captured) -> None:
     assert inspect(folder) == OK
     table, rest = said(capsys).split("\n\n", 1)
     assert [line.split()[0] for line in table.splitlines()[1:3]] == ["step-0000002", "step-0000001"]
@@ -90,8 +90,7 @@ def test_a_table_of_several(folder: Path, capsys: Captured) -> None:
     assert f"damaged:\n  {WEIGHTS}: sha256 is" in said(capsys)
 
 
-def test_without_verifying(folder: Path, capsys: Captured) -> None:
-    """Only what lengths tell."""
+def test_without_hashing_lengths_are_checked(folder: Path, capsys: Captured) -> None:
     newest = folder / "step-0000002"
     flip_last_bit(newest / WEIGHTS)
     assert inspect(newest, "--no-verify") == OK
@@ -109,15 +108,14 @@ def test_without_verifying(folder: Path, capsys: Captured) -> None:
     assert "no manifest.json: not complete, or not a checkpoint" in said(capsys)
 
 
-def test_hashes_right_and_manifest_wrong(folder: Path, capsys: Captured) -> None:
-    """A manifest that was made to fit the files' hashes, but not their headers."""
+def test_manifest_with_valid_hashes_and_wrong_dtype_is_damaged(folder: Path, capsys: Captured) -> None:
     norm = "weight:final_norm.weight"
     edit_manifest(folder / "step-0000002", lambda body: body["tensors"][norm].update(dtype="F16"))
     assert inspect(folder / "step-0000002") == DAMAGED
     assert f"{WEIGHTS}: the manifest says final_norm.weight is F16 [32], the file has BF16 [32]" in said(capsys)
 
 
-def test_json(real: Path, capsys: Captured) -> None:
+def test_json_output(real: Path, capsys: Captured) -> None:
     assert inspect(real, "--json", "--tensors", "final_norm.*") == OK
     data = json.loads(said(capsys))
     manifest = json.loads((real / "step-0000002" / "manifest.json").read_text())
@@ -130,8 +128,8 @@ def test_json(real: Path, capsys: Captured) -> None:
     assert data["statistics"]["final_norm.weight"]["elements"] == 32
 
 
-def test_config_as_yaml(folder: Path, tmp_path: Path, capsys: Captured) -> None:
-    """It is the config that was trained with, also where other files are damaged."""
+def test_config_is_written_as_yaml(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    """The config of the training run, even if other files are damaged."""
     (folder / "step-0000002" / WEIGHTS).unlink()
     assert inspect(folder, "--config") == OK
     (tmp_path / "config.yaml").write_text(said(capsys))
@@ -144,8 +142,8 @@ def test_config_as_yaml(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     )
 
 
-def test_config_for_another_run(tmp_path: Path, capsys: Captured) -> None:
-    """Without what would lead it into the folders of the run that wrote the checkpoint."""
+def test_config_can_start_another_run(tmp_path: Path, capsys: Captured) -> None:
+    """Without settings that would lead it into the folders of the run that wrote the checkpoint."""
     own = {
         "save": "old/checkpoints\nlr: 1",
         "load": "older",
@@ -169,8 +167,8 @@ def test_config_for_another_run(tmp_path: Path, capsys: Captured) -> None:
     assert set(own).isdisjoint(name for values in json.loads(said(capsys)).values() for name in values)
 
 
-def test_paths_of_the_runs_do_not_count(tmp_path: Path, capsys: Captured) -> None:
-    """Two runs never have the same: with them no two checkpoints would be equal."""
+def test_diff_ignores_paths_of_the_runs(tmp_path: Path, capsys: Captured) -> None:
+    """They always differ between runs, so no two checkpoints would be equal."""
     sides = []
     for name in ("a", "b"):
         config: dict[str, dict[str, Any]] = {
@@ -195,7 +193,7 @@ def test_paths_of_the_runs_do_not_count(tmp_path: Path, capsys: Captured) -> Non
     assert "config.data.split" in said(capsys)
 
 
-def test_bad_input(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_bad_input_is_one_error(folder: Path, tmp_path: Path, capsys: Captured) -> None:
     newest = folder / "step-0000002"
     cases: Sequence[tuple[list[str | Path], str]] = [
         ([], "give one checkpoint to inspect, or two after --diff"),

@@ -1,4 +1,4 @@
-"""`megalite inspect` beside a run that removes its older checkpoints: what is gone is not damaged."""
+"""`megalite inspect` while a run removes its older checkpoints: removed ones do not count as damaged."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def _save(folder: Path, step: int) -> Path:
 def _before(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, event: Callable[..., bool], then: Callable[[], Any]
 ) -> None:
-    """Do something once, just before a function is called with arguments for which `event` holds."""
+    """Call `then` once, just before the function is called with arguments for which `event` holds."""
     original, pending = getattr(module, name), [then]
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,9 @@ def _in(step: Path) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize("function", ["read_text", "file_length"])
-def test_an_older_one_goes(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_older_checkpoint_removed(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
     older = folder / "step-0000001"
     _before(monkeypatch, survey_module, function, _in(older), lambda: shutil.rmtree(older))
     assert inspect(folder) == OK
@@ -55,7 +57,7 @@ def test_an_older_one_goes(folder: Path, capsys: Captured, monkeypatch: pytest.M
     assert table.splitlines()[2].endswith("removed meanwhile") and rest.endswith("sha256 OK\n")
 
 
-def test_the_newest_goes_while_it_is_hashed(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_checkpoint_removed_in_hashing(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = folder / "step-0000002"
     _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
     assert inspect(folder) == OK
@@ -64,7 +66,7 @@ def test_the_newest_goes_while_it_is_hashed(folder: Path, capsys: Captured, monk
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}")
 
 
-def test_diff_while_one_goes(folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_during_diff(folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     other = _save(tmp_path / "other", 1)
     newest = folder / "step-0000002"
     _before(monkeypatch, tensors_module, "compare", lambda *_: True, lambda: shutil.rmtree(newest))

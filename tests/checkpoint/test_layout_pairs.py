@@ -1,9 +1,9 @@
-"""Every one of eight layouts continues from the checkpoint of every other, bit for bit.
+"""Each of eight layouts resumes from the checkpoint of every other, bit for bit.
 
-Each layout trains two steps, saves, and trains on. Each then takes up the checkpoints of all eight, by turns of one model
-in fp32 and of another in fp16 (its own: of both), and what it has in memory is compared with what the writer had in memory;
-in fp16 it also saves what it has taken up of the next one, and the two checkpoints are compared, read without our own
-reader. (That the next losses are then those of one rank, `tests/parity` and `tests/e2e/test_continued_elsewhere.py` have.)
+Each layout trains two steps, saves and trains on. Then each loads the checkpoints of all eight, alternating between one
+model in fp32 and another in fp16 (its own checkpoint in both), and its state is compared with the writer's state in memory. In
+fp16 it also saves what it has loaded from the next layout, and both checkpoints are compared without megalite's reader. (Losses
+of later steps are compared in `tests/parity` and `tests/e2e/test_continued_elsewhere.py`.)
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ KINDS = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 
 RUNS: dict[str, Settings] = {
     "fp32": {"precision": "fp32"},
-    # Both steps are good ones: the scale has doubled when the checkpoint is written.
+    # Neither step overflows: the scale has doubled at the checkpoint.
     "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**8, "loss_scale_window": 2},
 }
-"""fp16 has main parameters apart from the model's."""
+"""fp16 has main parameters separate from the model's."""
 
 MODELS: dict[str, Settings] = {"fp32": LLAMA_MOE, "fp16": GPT_MOE}
 
@@ -45,13 +45,13 @@ NAMES = list(LAYOUTS)
 
 
 def sources_of(run: str, target: str) -> list[str]:
-    """Its own and every second one: fp32 has those that fp16 leaves out."""
+    """The layout itself and every second one: fp32 has those that fp16 omits."""
     number, turn = NAMES.index(target), 0 if run == "fp32" else 1
     return [name for other, name in enumerate(NAMES) if name == target or (number + other) % 2 == turn]
 
 
-def saved_again(target: str) -> str:
-    """The layout of the one checkpoint that is saved again in `target`: all are the same in memory there."""
+def saved_again_from(target: str) -> str:
+    """The layout of the checkpoint that `target` loads and saves again; one is enough, since all give the same state."""
     return NAMES[(NAMES.index(target) + 1) % len(NAMES)]
 
 
@@ -59,7 +59,7 @@ def saved_again(target: str) -> str:
 class Written:
     state: dict[str, dict[str, Part]]
     loss: float
-    """Of the step after the checkpoint."""
+    """Loss of the step after the checkpoint."""
     updates: int
     scaler: dict[str, float]
 
@@ -84,13 +84,13 @@ def write(context: RankContext, layout: str, folder: str) -> dict[str, Written]:
 
 
 def save_split(replica: Replica, folder: Path, progress: Progress) -> None:
-    """Save as if the matrices were large: the ranks that hold one share out its rows."""
+    """Save with small matrices divided over the ranks that hold a copy, as large ones are."""
     with mock.patch.object(state_tensors, "SPLIT_ELEMENTS", 300):
         save(replica, folder, progress, tokenizer=None)
 
 
 def spoil(replica: Replica) -> None:
-    """Leave nothing in place that a load could be seen to have brought."""
+    """Overwrite the state, so that only the load can restore it."""
     for shard in replica.strategy.shards:
         shard.bucket.data.fill_(torch.nan)
         shard.main_param.data.fill_(torch.nan)
@@ -102,7 +102,7 @@ def spoil(replica: Replica) -> None:
 
 
 def read(context: RankContext, layout: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Take up checkpoint after checkpoint in one layout, and save each again; by run and source."""
+    """Load the checkpoints one after the other and save one again. Returns results by run and source."""
     found = {}
     for run in RUNS:
         replica = fresh(context, run, layout)
@@ -115,7 +115,7 @@ def read(context: RankContext, layout: str, folder: str) -> dict[tuple[str, str]
                 "scaler": replica.scaler.state(),
                 "differing": differing_here(replica, Path(folder, f"{run}-{source}.safetensors")),
             }
-            if (run, source) == ("fp16", saved_again(layout)):
+            if (run, source) == ("fp16", saved_again_from(layout)):
                 save_split(replica, Path(folder, run, layout, source), progress)
             if source == layout:
                 result["loss"] = Runner(replica, progress).step().loss
@@ -124,14 +124,14 @@ def read(context: RankContext, layout: str, folder: str) -> dict[tuple[str, str]
 
 
 def differing_here(replica: Replica, reference: Path) -> list[str]:
-    """Where this rank's part of the state is not, to the bit, that of the full tensors in a file."""
+    """Tensors of which this rank's part differs in any bit from the full tensor in a file."""
     found = []
     full = load_file(reference)
     for kind in KINDS:
         for name, (shape, bounds, values) in local_parts(replica, kind).items():
             whole = full[f"{kind} {name}"].numpy()
             wanted = whole[tuple(slice(start, stop) for start, stop in bounds)]
-            # float64 holds every value of the narrower types; as bytes zeros have a sign
+            # float64 represents all values of the narrower types; comparing bytes distinguishes signed zeros
             same = wanted.tobytes() == values.astype(np.float64).tobytes()
             if whole.shape != shape or not same:
                 found.append(f"{kind} {name}")
@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(folder: Path) -> Sources:
-    """The eight layouts' runs; leaves the state in each writer's memory, put together, beside the checkpoints."""
+    """Train in all layouts, and write each writer's full state in memory beside its checkpoints."""
     found = {}
     for layout, (world, _) in LAYOUTS.items():
         ranks = run_ranks(world, write, layout, str(folder))
@@ -166,7 +166,7 @@ def sources(folder: Path) -> Sources:
 
 
 @pytest.mark.parametrize("target", NAMES)
-def test_any_layout_takes_up_the_checkpoint_of_any_other(target: str, folder: Path, sources: Sources) -> None:
+def test_each_layout_loads_the_checkpoints_of_all_layouts(target: str, folder: Path, sources: Sources) -> None:
     world, _ = LAYOUTS[target]
     ranks = run_ranks(world, read, target, str(folder))
     for run in RUNS:
@@ -178,7 +178,7 @@ def test_any_layout_takes_up_the_checkpoint_of_any_other(target: str, folder: Pa
                 assert result["differing"] == [], what
                 assert result["progress"] == Progress(BEFORE, BEFORE * 12), what
                 assert (result["updates"], result["scaler"]) == (BEFORE, written.scaler), what
-            if (run, source) == ("fp16", saved_again(target)):
+            if (run, source) == ("fp16", saved_again_from(target)):
                 again = read_plainly(folder / run / target / source / "step-0000002")
                 assert differing(checkpoint, again) == [], what
             if source == target:

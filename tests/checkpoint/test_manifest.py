@@ -1,4 +1,4 @@
-"""The manifest: round trip, keys, damage noticed, and exact tiling."""
+"""The manifest: round trip, keys, detection of damage, and exact tiling."""
 
 import itertools
 import random
@@ -31,14 +31,14 @@ def small_manifest() -> Manifest:
     )
 
 
-def test_round_trip() -> None:
+def test_manifest_round_trip() -> None:
     manifest = small_manifest()
     text = manifest.to_json()
     assert Manifest.from_json(text) == manifest
     assert Manifest.from_json(text).to_json() == text
 
 
-def test_keys() -> None:
+def test_tensor_keys() -> None:
     assert file_key(weight_key("a.b")) == "a.b"
     assert file_key(optimizer_key("exp_avg", "a.b")) == "exp_avg/a.b"
     for wrong in (
@@ -54,7 +54,7 @@ def test_keys() -> None:
             file_key(wrong)
 
 
-def test_every_flip_of_a_manifest_is_an_error() -> None:
+def test_every_flipped_bit_of_a_manifest_is_an_error() -> None:
     data = small_manifest().to_json().encode()
     choose = random.Random(0)
     for _ in range(1500):
@@ -80,7 +80,7 @@ def covered_once(shape: tuple[int, ...], slices: list[Any]) -> bool:
     return bool((counts == 1).all())
 
 
-def test_tiling_agrees_with_counting_elements() -> None:
+def test_tiling_check_equals_counting_elements() -> None:
     """All sets of up to three boxes in a small grid, and random tilings with and without a change."""
     ranges = list(itertools.combinations(range(3), 2))
     boxes = list(itertools.product(ranges, ranges))
@@ -115,7 +115,7 @@ def test_tiling_of_many_parts_is_fast() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (2, 1, 2, 3)])
-def test_a_range_of_a_flattened_tensor_as_boxes(shape: tuple[int, ...]) -> None:
+def test_range_of_a_flattened_tensor_as_boxes(shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     values = np.arange(size).reshape(shape)
     for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):

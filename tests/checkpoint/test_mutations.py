@@ -1,4 +1,4 @@
-"""Damage to the newest checkpoint of a run: always detected and named, and the one before it is used."""
+"""Damage to the newest checkpoint of a run is always detected and named, and the previous checkpoint is used."""
 
 import random
 import re
@@ -36,12 +36,12 @@ REASONS = re.compile(
     r"|No such file or directory|not a plain file|does not match its own sha256|not valid JSON|'utf-8' codec"
     r"|the key .* appears twice|is of step \d+)"
 )
-"""A file and what is wrong with it, as log lines have it."""
+"""A file and its fault, as in log lines."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A run of two steps on two ranks that kept both, and its like from another seed."""
+    """A run of two steps on two ranks with both checkpoints, and the same with another seed."""
 
     root: Path
 
@@ -80,13 +80,13 @@ def runs(pristine: Path, tmp_path: Path) -> Runs:
     return Runs(tmp_path / "runs")
 
 
-def mend(pristine: Path, runs: Runs) -> None:
+def restore(pristine: Path, runs: Runs) -> None:
     shutil.rmtree(runs.newest)
     shutil.copytree(pristine / "run" / "step-0000002", runs.newest)
 
 
 def damaged_files(place: Place, mutation: Mutation) -> set[str]:
-    """What the message may name: of two swapped files either; of another run's manifest whatever it does not fit."""
+    """Files that the message may name: either of two swapped files; for another run's manifest, any file that does not match it."""
     if mutation is swap_files or (mutation is of_another_run and place.path.name == MANIFEST):
         return set(FILES)
     return {MANIFEST if mutation is edit_manifest else place.path.name}
@@ -109,13 +109,13 @@ def test_damage_is_detected(pristine: Path, runs: Runs, mutation: Mutation, caps
                 find(runs.folder, step=NEWEST)
             assert inspect_main([str(runs.folder)]) == inspect_main([str(runs.newest)]) == DAMAGED
             assert named["file"] in capsys.readouterr().out
-        mend(pristine, runs)
+        restore(pristine, runs)
     assert find(runs.folder).manifest.step == NEWEST
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 13, b"step-0000001\n", b"step-9999999\n", b"../../etc\n"])
-def test_latest_does_not_matter(runs: Runs, content: bytes | None) -> None:
-    """It is for people: whatever becomes of it, the newest checkpoint is found."""
+def test_newest_is_found_without_latest(runs: Runs, content: bytes | None) -> None:
+    """The file is for users only: the newest checkpoint is found whatever it contains."""
     latest = runs.folder / "latest"
     assert latest.read_bytes() == b"step-0000002\n"
     if content is None:
@@ -126,8 +126,8 @@ def test_latest_does_not_matter(runs: Runs, content: bytes | None) -> None:
     assert find(runs.folder, log=lines.append).manifest.step == NEWEST and lines == []
 
 
-def test_a_run_goes_on_from_the_older_one(pristine: Path, runs: Runs) -> None:
-    """Through the trainer's own resume, on one rank instead of two: its log names the file, its weights are step 1's."""
+def test_run_resumes_from_the_previous_checkpoint(pristine: Path, runs: Runs) -> None:
+    """By the trainer's own resume, on one rank instead of two: the log names the file, and the weights are those of step 1."""
     replica = build(RankContext(0), tiny_config(1, **{**RUN, "dp_strategy": "all-reduce"}))
     weights = [shard.bucket.data for shard in replica.strategy.shards]
 
@@ -149,4 +149,4 @@ def test_a_run_goes_on_from_the_older_one(pristine: Path, runs: Runs) -> None:
         assert all(map(torch.equal, weights, expected)), mutation
         named = REASONS.search(lines[0])
         assert named and named["file"] in damaged_files(place, mutation), lines
-        mend(pristine, runs)
+        restore(pristine, runs)

@@ -1,4 +1,4 @@
-"""Written by any number of ranks in any cut, read in any other."""
+"""Tensors written by any number of ranks in any split can be read in any other split."""
 
 import itertools
 import random
@@ -53,7 +53,7 @@ def test_one_rank_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "ranks"), WRITERS)
-def test_every_cut_reads_as_every_other(tmp_path: Path, scheme: Scheme, ranks: int) -> None:
+def test_every_split_can_be_read_as_every_other(tmp_path: Path, scheme: Scheme, ranks: int) -> None:
     paths = on_threads(ranks, lambda group: save_as(tmp_path, group, step=1, scheme=scheme))
     assert set(paths) == {tmp_path / "step-0000001"}
     checkpoint = find(tmp_path)
@@ -72,8 +72,8 @@ def test_every_cut_reads_as_every_other(tmp_path: Path, scheme: Scheme, ranks: i
     assert torch.equal(wide, sample_tensors()["weight", "", "norm.weight"][1:6].double())
 
 
-def test_what_is_read_belongs_to_the_reader(tmp_path: Path) -> None:
-    """Writing into a tensor that was read changes neither the file nor what is read next."""
+def test_tensors_that_were_read_can_be_changed(tmp_path: Path) -> None:
+    """Writing into a tensor that was read changes neither the file nor later reads."""
     save_as(tmp_path, SOLO, step=1)
     checkpoint = find(tmp_path)
     for key in checkpoint.manifest.tensors:
@@ -82,7 +82,7 @@ def test_what_is_read_belongs_to_the_reader(tmp_path: Path) -> None:
     assert_holds(find(tmp_path))
 
 
-def test_a_slice_needs_only_the_files_that_hold_it(tmp_path: Path) -> None:
+def test_slice_needs_only_the_files_that_hold_it(tmp_path: Path) -> None:
     on_threads(2, lambda group: save_as(tmp_path, group, step=1, scheme=rows))
     checkpoint = find(tmp_path)
     (checkpoint.path / "weights-00001.safetensors").unlink()
@@ -92,7 +92,7 @@ def test_a_slice_needs_only_the_files_that_hold_it(tmp_path: Path) -> None:
         checkpoint.read("weight:embedding.weight", ((0, 7), (2, 8)), device=CPU)
 
 
-def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_or_bounds_is_an_error(tmp_path: Path) -> None:
     save_as(tmp_path, SOLO, step=1)
     checkpoint = find(tmp_path)
     assert checkpoint.has("weight:norm.weight") and not checkpoint.has("weight:norm.weigth")
@@ -104,7 +104,7 @@ def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
 
 
 def gloo_rank(context: RankContext, folder: str) -> list[object]:
-    """Save with data that comes out of collectives, with one rank unable to write in between; then load."""
+    """Save data produced by collectives, fail once on rank 1 while planning another dtype, then load."""
     world: Group = context.topology(dp=3).world
     errors = []
 
@@ -123,7 +123,7 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
 
     save(1, torch.float32)
     try:
-        save(2, torch.float32 if world.rank != 1 else torch.float16)  # rank 1's tensors are not as it planned
+        save(2, torch.float32 if world.rank != 1 else torch.float16)  # rank 1's dtype differs from its plan
     except CheckpointError as error:
         errors.append(str(error))
     checkpoint = find_checkpoint(Path(folder), step=None, world=world, log=errors.append)
@@ -131,7 +131,7 @@ def gloo_rank(context: RankContext, folder: str) -> list[object]:
     return [errors, checkpoint.manifest.step, values]
 
 
-def test_three_gloo_ranks(tmp_path: Path) -> None:
+def test_failed_save_of_one_rank_with_collectives(tmp_path: Path) -> None:
     results = run_ranks(3, gloo_rank, str(tmp_path))
     assert results[0] == results[1] == results[2]
     errors, step, values = results[0]

@@ -1,4 +1,4 @@
-"""Files that any safetensors reader opens, written a tensor at a time."""
+"""Files that any safetensors reader opens, written one tensor at a time."""
 
 import hashlib
 import os
@@ -42,7 +42,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
     return entry.length, entry.sha256
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     length, sha256 = write(path, TENSORS)
     data = path.read_bytes()
@@ -57,7 +57,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_larger_than_a_chunk(tmp_path: Path) -> None:
+def test_tensor_larger_than_a_chunk(tmp_path: Path) -> None:
     tensors = {"small": torch.ones(1), "large": torch.randn(CHUNK // 2 + 12345)}
     length, sha256 = write(tmp_path / "x.safetensors", tensors)
     data = (tmp_path / "x.safetensors").read_bytes()
@@ -78,7 +78,7 @@ def test_larger_than_a_chunk(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "x.safetensors")["large"], tensors["large"])
 
 
-def test_reading_any_index_dtype_and_unaligned_data(tmp_path: Path) -> None:
+def test_read_any_index_dtype_and_unaligned_data(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write(path, TENSORS)
     reader = SafetensorsReader(path)
@@ -91,7 +91,7 @@ def test_reading_any_index_dtype_and_unaligned_data(tmp_path: Path) -> None:
             assert torch.equal(output, full[index].to(dtype)), record.key
 
 
-def test_a_tensor_that_is_not_as_declared(tmp_path: Path) -> None:
+def test_tensor_unlike_its_declaration_is_an_error(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "x.safetensors", [Record("w", "F32", (2, 3))])
     with pytest.raises(CheckpointError, match=r"w: the plan says F32 \[2, 3\].*torch.float64 \[3, 2\]"):
         writer.write(torch.ones(3, 2, dtype=torch.float64))
@@ -108,7 +108,7 @@ def test_a_tensor_that_is_not_as_declared(tmp_path: Path) -> None:
         SafetensorsReader(tmp_path / "z.safetensors")
 
 
-def test_never_writes_over_a_file_or_through_a_link(tmp_path: Path) -> None:
+def test_existing_file_or_link_is_not_overwritten(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "x.safetensors").symlink_to(victim)
@@ -124,7 +124,7 @@ def slices_of(shape: tuple[int, ...], rng: random.Random) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("page, chunk", [(4096, CHUNK), (64, 200), (1, 1)])
-def test_any_slice_into_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int) -> None:
+def test_read_any_slice_into_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int, chunk: int) -> None:
     monkeypatch.setattr(safetensors_file, "_PAGE", page)
     monkeypatch.setattr(safetensors_file, "CHUNK", chunk)
     rng = random.Random(page)
@@ -147,7 +147,7 @@ def test_any_slice_into_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert (double[..., 1] == -1).all()
 
 
-def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "x", {"w": torch.arange(6.0 * 3000).view(6, 3000)})
     reader = SafetensorsReader(tmp_path / "x")
     read: list[int] = []
@@ -166,11 +166,11 @@ def test_only_the_bytes_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.M
     reader.read_into(torch.empty(6, 1500), record, (slice(0, 6), slice(1000, 2500)))  # 6,000 bytes of each row
     assert read == [6000] * 6
     read.clear()
-    reader.read_into(torch.empty(6, 10), record, (slice(0, 6), slice(1000, 1010)))  # less than a page of each
+    reader.read_into(torch.empty(6, 10), record, (slice(0, 6), slice(1000, 1010)))  # less than a page of each row
     assert read == [6 * 3000 * 4]
 
 
-def test_a_file_cut_while_it_is_open(tmp_path: Path) -> None:
+def test_file_truncated_while_open_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "x", {"w": torch.zeros(4000)})
     reader = SafetensorsReader(tmp_path / "x")
     os.truncate(tmp_path / "x", 10_000)
@@ -178,8 +178,8 @@ def test_a_file_cut_while_it_is_open(tmp_path: Path) -> None:
         reader.read_elements("w", 0, 4000)
 
 
-def test_the_hash_is_of_what_was_given_in_that_order(tmp_path: Path) -> None:
-    """Blocks wait to be hashed, few at a time, and are let go of; parts end where they like."""
+def test_hash_covers_blocks_in_order(tmp_path: Path) -> None:
+    """Only a few blocks wait for hashing at a time and are then freed; parts need not end at a block."""
     parts = [bytes([n]) * (1 + n * 1000) for n in range(40)]
     whole = b"".join(parts)
     for block in (1 << 10, 7_001, len(whole), 1 << 24):
@@ -192,7 +192,7 @@ def test_the_hash_is_of_what_was_given_in_that_order(tmp_path: Path) -> None:
         digest.close()
 
 
-def test_without_a_hash(tmp_path: Path) -> None:
+def test_write_without_a_hash(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "x", records(TENSORS), metadata={"a": "b"}, digest=False)
     for tensor in TENSORS.values():
         writer.write(tensor)

@@ -1,4 +1,4 @@
-"""What goes wrong while saving: one error everywhere, every rank's stream at its end, old checkpoints untouched."""
+"""Failures while saving: one error on all ranks, every rank's stream consumed, old checkpoints unchanged."""
 
 import dataclasses
 import errno
@@ -77,9 +77,9 @@ def failing_write(fail_at: int, calls: list[int], partly: bool, code: int) -> Ca
 
 
 @pytest.mark.parametrize("partly", [False, True])
-def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partly: bool) -> None:
-    """Whichever write fails: every rank gets the same error with the bytes needed and free, iterates its tensors to
-    the end, nothing of the save is left, and the earlier checkpoint still verifies."""
+def test_disk_full_at_any_write_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partly: bool) -> None:
+    """Whichever write fails: every rank gets the same error with the bytes needed and free and consumes its tensors, nothing
+    of the save is left, and the earlier checkpoint still verifies."""
     folder = tmp_path / "run"
     save_as(folder, SOLO, step=1, seed=1)
     taken: list[int] = []
@@ -87,7 +87,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def counted(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from data
-        taken.append(len(data))  # reached only if the loop over us goes to the end
+        taken.append(len(data))  # reached only if the caller consumes the stream to its end
 
     fail_at = 0
     while True:
@@ -99,7 +99,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             results = on_threads(2, lambda group: save_as(folder, group, step=2, seed=2, stream=counted))
         assert len(taken) == 2
         if set(results) == {folder / "step-0000002"}:
-            break  # the failure came later than the commit, in writing `latest`, or did not come
+            break  # no failure, or one after the commit, in writing `latest`
         message = same_error(results)
         assert "No space left on device" in message and str(folder) in message
         assert "free there: " in message and "of 2)" in message
@@ -116,8 +116,8 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_other_errors_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """One rank's disk fails in fsync, the other's does not; both raise."""
+def test_other_system_errors_are_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """fsync fails on one rank only; both raise."""
     real, lock, calls = os.fsync, threading.Lock(), [0]
 
     def fsync(descriptor: int) -> None:
@@ -134,7 +134,7 @@ def test_other_errors_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path / "run") == []
 
 
-def test_error_of_the_stream_itself_is_not_disguised(tmp_path: Path) -> None:
+def test_error_of_the_stream_is_raised_unchanged(tmp_path: Path) -> None:
     def stream(data: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield data[0]
         raise KeyError("a bug in the trainer")
@@ -145,7 +145,7 @@ def test_error_of_the_stream_itself_is_not_disguised(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-0000002"]
 
 
-def test_parts_that_do_not_tile(tmp_path: Path) -> None:
+def test_parts_that_do_not_tile_are_an_error(tmp_path: Path) -> None:
     for second, fault in (((3, 5), "leave a gap"), ((1, 5), "overlap"), ((0, 2), "overlap and leave a gap")):
         ranges = [(0, 2), second] if fault != "overlap and leave a gap" else [(0, 2), (0, 3)]
 
@@ -158,7 +158,7 @@ def test_parts_that_do_not_tile(tmp_path: Path) -> None:
         assert names(tmp_path) == []
 
 
-def test_ranks_that_disagree_on_a_tensor(tmp_path: Path) -> None:
+def test_ranks_with_different_specs_of_a_tensor_are_an_error(tmp_path: Path) -> None:
     def save(group: Group) -> Path:
         dtype = torch.float32 if group.rank else torch.float16
         mine = weight("w", (4,), (2 * group.rank, 2 * group.rank + 2), dtype)
@@ -167,7 +167,7 @@ def test_ranks_that_disagree_on_a_tensor(tmp_path: Path) -> None:
     assert "rank 1 wrote F32 of global shape [4], an earlier rank F16" in same_error(on_threads(2, save))
 
 
-def test_stream_unlike_the_plan(tmp_path: Path) -> None:
+def test_stream_unlike_the_plan_is_an_error(tmp_path: Path) -> None:
     plan = [weight("a", (2, 3), (0, 2)), weight("b", (4,), (0, 4))]
     good = [torch.ones(2, 3), torch.ones(4)]
     for tensors, reason in (
@@ -182,7 +182,7 @@ def test_stream_unlike_the_plan(tmp_path: Path) -> None:
     save_plan(tmp_path, SOLO, plan, good)
 
 
-def test_plan_that_cannot_be_saved(tmp_path: Path) -> None:
+def test_invalid_plan_is_an_error(tmp_path: Path) -> None:
     a = weight("a", (2,), (0, 2))
     for plan, reason in (
         ([weight("../a", (2,), (0, 2))], "not a tensor key"),
@@ -217,7 +217,7 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
     assert len(most) == 8 and max(most) == 0
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_the_same_step_replaces_it(tmp_path: Path) -> None:
     on_threads(3, lambda group: save_as(tmp_path, group, step=2, seed=1))
     save_as(tmp_path, SOLO, step=2, seed=2)
     assert names(tmp_path) == ["latest", "step-0000002"]
@@ -225,21 +225,21 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(list((tmp_path / "step-0000002").iterdir())) == 3
 
 
-def test_leftovers_of_crashes_are_tidied(tmp_path: Path) -> None:
+def test_leftovers_of_crashes_are_removed_or_restored(tmp_path: Path) -> None:
     save_as(tmp_path, SOLO, step=1, seed=1)
     save_as(tmp_path, SOLO, step=2, seed=2)
     (tmp_path / ".tmp-step-9").mkdir()
     (tmp_path / ".tmp-step-9" / "weights-00000.safetensors").write_bytes(b"x" * 100)
     (tmp_path / ".latest.new").write_text("half")
-    (tmp_path / "step-0000001").rename(tmp_path / "step-0000001.replaced")  # cut off before the new one was in place
+    (tmp_path / "step-0000001").rename(tmp_path / "step-0000001.replaced")  # killed before the new one was in place
     save_as(tmp_path, SOLO, step=3, seed=3)
     assert names(tmp_path) == ["latest", "step-0000001", "step-0000002", "step-0000003"]
     for step in (1, 2, 3):
         assert_holds(find(tmp_path, step), seed=step)
 
 
-def test_the_replaced_one_is_kept_if_its_successor_is_damaged(tmp_path: Path) -> None:
-    """It may be the only sound one: it gets its name back before anything is removed."""
+def test_replaced_checkpoint_is_restored_if_its_successor_is_damaged(tmp_path: Path) -> None:
+    """It may be the only valid one: it is renamed back before anything is removed."""
     save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
     broken = save_as(tmp_path, SOLO, step=2, seed=5) / "weights-00000.safetensors"
     assert names(tmp_path) == ["latest", "step-0000002"], "a sound one takes its place"
@@ -253,7 +253,7 @@ def test_the_replaced_one_is_kept_if_its_successor_is_damaged(tmp_path: Path) ->
     assert_holds(find(tmp_path, 2), seed=2)
 
 
-def test_a_leftover_that_cannot_be_removed_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_that_cannot_be_removed_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".tmp-step-step-0000001").mkdir()
 
     def refuse(path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_leftover_that_cannot_be_removed_is_no_obstacle(tmp_path: Path, monkey
     assert_holds(find(tmp_path), seed=3)
 
 
-def test_a_protected_checkpoint_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protected_checkpoint_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_as(tmp_path, SOLO, step=3, seed=3)
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     with pytest.raises(PermissionError):
@@ -275,7 +275,7 @@ def test_a_protected_checkpoint_keeps_its_name(tmp_path: Path, monkeypatch: pyte
     assert_holds(find(tmp_path), seed=3)
 
 
-def test_what_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -288,7 +288,7 @@ def test_what_fails_after_the_commit_is_a_warning(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "latest").read_text() == f"{path.name}\n"
 
 
-def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+def test_load_with_a_limit_of_open_files(tmp_path: Path) -> None:
     ranks, rows = 70, 2
 
     def save(group: Group) -> Path:
@@ -300,7 +300,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.checkpoint.load.MAX_OPEN", 5)
         before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0  # noqa: PTH208
-        with ThreadPoolExecutor(4) as pool:  # they close what others read from
+        with ThreadPoolExecutor(4) as pool:  # threads close files from which others read
             for values in pool.map(lambda _: checkpoint.read("weight:w", device=CPU), range(8)):
                 assert torch.equal(values, torch.arange(ranks).repeat_interleave(rows).float())
         if before:
@@ -315,8 +315,8 @@ class Counting(Heartbeat):
         self.beats += 1
 
 
-def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else whoever watches would take a slow disk for a rank that stands still."""
+def test_heartbeat_during_a_large_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the watchdog would report a rank with a slow disk as hanging."""
     synced: list[int] = []
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), sync(descriptor))[1])
@@ -347,14 +347,14 @@ def test_a_large_file_is_seen_to_grow(tmp_path: Path, monkeypatch: pytest.Monkey
         (1, 2, [1, 2, 3, 4, 5], 5, [1, 3]),
         (2, 4, [2, 4, 6, 8, 10], 10, [2, 6]),
         (1, None, [5], 5, []),
-        # 8 and 9 are damaged leftovers: the run went back to 6 and has come to 7.
+        # 8 and 9 are damaged leftovers: the run resumed from 6 and has reached 7.
         (1, None, [6, 7, 8, 9], 7, [6]),
         (2, None, [6, 7, 8, 9], 7, []),
         # `step-N` and `step-N.replaced` are one step.
         (2, None, [3, 3, 4], 4, []),
     ],
 )
-def test_superfluous(latest: int, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
+def test_steps_to_remove(latest: int, every: int | None, steps: list[int], newest: int, gone: list[int]) -> None:
     assert steps_to_remove(steps, newest, keep_latest=latest, keep_every=every) == gone
     free = steps_to_remove(steps, newest, keep_latest=latest, keep_every=every, held={1, 6})
     assert free == [step for step in gone if step not in (1, 6)]
@@ -366,7 +366,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_revision(tmp_path: Path) -> None:
+def test_git_revision(tmp_path: Path) -> None:
     assert git_revision(tmp_path) is None
     git(tmp_path, "init", "--initial-branch", "a/b")
     assert git_revision(tmp_path) is None  # no commit yet
