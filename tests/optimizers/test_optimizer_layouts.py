@@ -190,7 +190,7 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "one-sided-soap", "schedule-free-adamw"])
 def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
-    """Numbers are the same. (On the same layout they are bit-equal: test_every_strategy_goes_on_from_any_step.)"""
+    """Numbers are the same. (On the same layout they are bit-equal: test_every_strategy_resumes_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
     ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
     plain = {**SMALL, **optimizer_settings(optimizer)}

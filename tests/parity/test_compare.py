@@ -58,17 +58,17 @@ def trajectory(**changes: float) -> Trajectory:
         ({"loss": 4.0004, "weight": 9.0}, "loss in step 2"),
     ],
 )
-def test_the_first_difference_is_named(changes: dict[str, float], message: str) -> None:
+def test_first_difference_is_named(changes: dict[str, float], message: str) -> None:
     with pytest.raises(NumbersDifferError) as caught:
         require_same(trajectory(**changes), trajectory(), 1e-9)
     assert str(caught.value).startswith(message)
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_is_not_a_difference() -> None:
     require_same(trajectory(loss=4.0 * (1 + 1e-15), zero=-3e-17, weight=0.3 + 1e-13), trajectory(), 1e-9)
 
 
-def test_a_step_that_overflows_on_both_sides_is_no_difference() -> None:
+def test_overflow_on_both_sides_is_not_a_difference() -> None:
     nan, inf = float("nan"), float("inf")
     lines = compare(trajectory(norm=nan, a=inf), trajectory(norm=inf, a=nan))
     assert max(line.difference for line in lines) == 0.0
@@ -84,7 +84,7 @@ def test_a_step_that_overflows_on_both_sides_is_no_difference() -> None:
     assert repr(whole(ranks).steps) == repr([skipped]), "as they come from two processes"
 
 
-def test_a_run_that_never_steps_is_no_proof() -> None:
+def test_comparison_fails_if_no_step_was_made() -> None:
     settings = {"precision": "fp16", "global_batch_size": 2, "num_layers": 1}
     config = tiny_config(1, **settings, initial_loss_scale=2.0**39, min_loss_scale=2.0**39)
     with pytest.raises(ConfigError, match=r"one rank overflows in 2 steps at loss scale 5\.49756e\+11"):
@@ -108,7 +108,7 @@ def part(values: list[float], start: int) -> dict[str, tuple]:
     return {"w": ((4,), ((start, start + len(values)),), np.array(values))}
 
 
-def test_slices_make_the_whole_and_copies_must_agree() -> None:
+def test_slices_are_assembled_and_copies_must_agree() -> None:
     ranks = [part([1.0, 2.0], 0), part([3.0, 4.0], 2), part([2.0, 3.0], 1)]
     assert assemble(ranks)["w"].tolist() == [1.0, 2.0, 3.0, 4.0]
     with pytest.raises(CopiesDifferError, match=r"copies of w on several ranks differ by up to 1\.00e"):
@@ -127,7 +127,7 @@ def test_scalars_must_agree_between_ranks() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
-def test_a_lost_half_or_doubled_tensor_is_seen_in_any_precision(precision: str, factor: float) -> None:
+def test_lost_half_or_doubled_tensor_is_detected_in_any_precision(precision: str, factor: float) -> None:
     gradient = np.random.default_rng(0).standard_normal((5, 7))
     found, *_ = worst_tensor({"a": factor * gradient}, {"a": gradient}, negligible=1e-5, by_elements=False)
     assert found == pytest.approx(abs(factor - 1.0))
@@ -135,7 +135,7 @@ def test_a_lost_half_or_doubled_tensor_is_seen_in_any_precision(precision: str, 
     assert abs(factor - 1.0) > TOLERANCES[precision].number
 
 
-def test_a_report_says_what_is_wrong() -> None:
+def test_report_names_the_fault() -> None:
     found = shrink(tiny_config(1))
     lines = compare(trajectory(a=1.1, weight=0.4), trajectory())
     report = Report(shrunk=found, steps=2, tolerance=TOLERANCES["fp64"], lines=lines)

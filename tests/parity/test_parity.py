@@ -115,7 +115,7 @@ LAYOUTS = dict(sorted({**NAMED, **ODD}.items(), key=lambda item: groups_of(item[
 
 
 @pytest.mark.parametrize("name", LAYOUTS, ids=list(LAYOUTS))
-def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
+def test_layout_equals_one_rank(name: str) -> None:
     """Parity with the sanitizer: no tensor is used before it has arrived, or changed while it is sent."""
     settings = {**LAYOUTS[name], "sanitize_communication": True}
     world = world_of(settings)
@@ -123,13 +123,13 @@ def test_layout_gives_the_numbers_of_one_rank(name: str) -> None:
     require_same(ours, reference(settings), TOLERANCE)
 
 
-def test_every_two_values_that_go_together_are_together_in_some_row() -> None:
+def test_every_compatible_pair_of_values_is_in_some_row() -> None:
     seen = {pair for row in ROWS for pair in pairs_of(row)}
     assert [pair for pair in PAIRS if pair not in seen] == []
     assert [pair for pair in seen if cannot_be(pair)] == []
 
 
-def test_the_matrix_is_long_legal_and_has_no_repeats() -> None:
+def test_matrix_is_long_valid_and_without_duplicates() -> None:
     assert len(ROWS) >= AT_LEAST
     assert len(LAYOUTS) == len(ROWS) + len(ODD)
     assert {name: refusal(settings) for name, settings in LAYOUTS.items() if refusal(settings)} == {}

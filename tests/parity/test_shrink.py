@@ -34,7 +34,7 @@ def shrunk(line: str) -> Shrunk:
 
 
 @pytest.mark.parametrize(("preset", "layout"), list(zip(preset_names(), cycle(LAYOUTS), strict=False)))
-def test_presets_come_down_and_keep_their_family(preset: str, layout: str) -> None:
+def test_presets_shrink_and_keep_their_family(preset: str, layout: str) -> None:
     line = f"--preset {preset} {layout}"
     before = values_of(parse_arguments(line.split()).config)
     found = shrunk(line)
@@ -47,7 +47,7 @@ def test_presets_come_down_and_keep_their_family(preset: str, layout: str) -> No
     assert shrink(found.config).config == found.config, "what is small stays"
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_ratios_of_sizes_are_kept() -> None:
     model = shrunk("--preset llama3-70b --tp 4").config.model
     assert (model.num_attention_heads, model.num_query_groups) == (8, 4)
     model = shrunk("--preset gemma-7b").config.model
@@ -69,7 +69,7 @@ def test_data_parallel_size() -> None:
     assert shrunk("--num-experts 8 --ep 4").config.parallel.dp == 4, "the experts need four ranks"
 
 
-def test_no_more_than_the_batch_that_the_schedule_takes() -> None:
+def test_batch_is_the_smallest_that_the_schedule_allows() -> None:
     grouped = "--pp 2 --vpp 2 --microbatch-group-size 2"
     for layout, count in (("--pp 4", 5), ("--pp 2 --vpp 2", 3), (grouped, 4), ("", 2)):
         config = shrunk(f"--num-layers 4 --dp 1 {layout}").config
@@ -85,7 +85,7 @@ def test_no_more_than_the_batch_that_the_schedule_takes() -> None:
         ("--dp 1 --pp 2 --vpp 2 --num-layers 4 --global-batch-size 8 --rampup-batch-size 2 2 16", [2, 2, 2]),
     ],
 )
-def test_a_ramp_up_stays_one(line: str, sizes: list[int]) -> None:
+def test_batch_size_ramp_up_is_kept(line: str, sizes: list[int]) -> None:
     found = shrunk(line)
     consumed = [0]
     for _ in sizes:
@@ -97,7 +97,7 @@ def test_a_ramp_up_stays_one(line: str, sizes: list[int]) -> None:
     assert plain(found.config).training.rampup_batch_size == found.config.training.rampup_batch_size
 
 
-def test_no_setting_that_was_asked_for_changes_in_silence() -> None:
+def test_changed_settings_are_reported() -> None:
     invocation = parse_arguments(
         ["--dp", "2", "--fp16", "--initial-loss-scale", "4096", "--lr", "1e-4", "--adam-eps", "1e-8"]
     )
@@ -114,7 +114,7 @@ def test_no_setting_that_was_asked_for_changes_in_silence() -> None:
     assert found.config.training.loss_scale == 65536.0 and "initial_loss_scale" not in found.changes
 
 
-def test_the_users_own_sizes_are_checked() -> None:
+def test_sizes_given_by_the_user_are_checked() -> None:
     with pytest.raises(ConfigError, match="num_attention_heads 12 is not divisible by tp 8"):
         shrunk("--preset gpt2-124m --tp 8")
 
@@ -136,7 +136,7 @@ FORMATS = "--main-params split --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --st
 
 
 @pytest.mark.parametrize("line", [*OPTIMIZERS, *STRATEGIES])
-def test_every_switch_of_optimizer_and_strategy_is_kept(line: str) -> None:
+def test_optimizer_and_strategy_settings_are_kept(line: str) -> None:
     invocation = parse_arguments(["--preset", "gpt2-124m", *line.split()])
     before = values_of(invocation.config)
     config = shrink(invocation.config, explicit=invocation.explicit).config
@@ -148,7 +148,7 @@ def test_every_switch_of_optimizer_and_strategy_is_kept(line: str) -> None:
         assert {name for name in least if settings[name] != before[name]} == set()
 
 
-def test_formats_of_the_optimizer_go_with_the_precision() -> None:
+def test_optimizer_dtypes_follow_the_precision() -> None:
     invocation = parse_arguments(["--preset", "gpt2-124m", "--bf16", *FORMATS.split()])
     narrow = shrink(invocation.config, keep=frozenset({"precision"}), explicit=invocation.explicit)
     assert narrow.config.optimizer.main_params == "split" and narrow.config.optimizer.stochastic_rounding
@@ -158,7 +158,7 @@ def test_formats_of_the_optimizer_go_with_the_precision() -> None:
     assert wide.changes["main_params"] == ("split", "fp32")
 
 
-def test_drawn_configs_are_legal_small_and_repeatable() -> None:
+def test_random_configs_are_valid_small_and_reproducible() -> None:
     first, again = ([draw(random.Random(f"5 {index}")) for index in range(count)] for count in (40, 3))
     assert [arguments for arguments, _ in first[:3]] == [arguments for arguments, _ in again]
     for arguments, found in first:

@@ -79,7 +79,7 @@ def assert_same_bits(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("split", ["tp", "pp"])
-def test_servers_of_all_parts_of_the_model_serve_in_one_order(split: str) -> None:
+def test_servers_of_all_model_parts_use_the_same_order(split: str) -> None:
     stale = {"max_staleness": 1}
     plain, found = run(2, stale), run(4, {**stale, split: 2})
     workers = [0, 0, 1, 1] if split == "tp" else [0, 1, 0, 1]
@@ -103,7 +103,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert [one["losses"] for one in again] == [one["losses"][2:] for one in straight]
 
 
-def test_another_number_of_workers_and_another_strategy_take_up_its_checkpoint(tmp_path: Path) -> None:
+def test_resume_with_other_workers_or_strategy(tmp_path: Path) -> None:
     settings = {"max_staleness": 1, "precision": "bf16"}
     saved = run(2, settings, folder=tmp_path)
     for world, others in ((1, {}), (3, {"global_batch_size": 9}), (2, {"dp_strategy": "distributed-optimizer"})):

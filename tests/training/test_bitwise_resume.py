@@ -108,7 +108,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "precision"), CASES)
-def test_the_same_layout_goes_on_to_the_bit(layout: str, precision: str, tmp_path: Path) -> None:
+def test_resume_on_the_same_layout_is_bitwise_equal(layout: str, precision: str, tmp_path: Path) -> None:
     (tmp_path / "background").mkdir()
     ranks = run_ranks(LAYOUTS[layout][0], three_runs, layout, precision, str(tmp_path))
     for rank in ranks:
@@ -187,7 +187,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0]))
-def test_every_strategy_goes_on_from_any_step(name: str, tmp_path: Path) -> None:
+def test_every_strategy_resumes_from_any_step(name: str, tmp_path: Path) -> None:
     """It continues with the same bits; evaluating and saving change none."""
     world, settings, steps, stops = STRATEGIES[name]
     settings = {"num_layers": 1, "global_batch_size": 2, "lr_warmup_iters": None, "dp": 2, **settings}
@@ -247,7 +247,7 @@ def save_both_ways(context: RankContext, folder: str) -> None:
             may_write.clear()
 
 
-def test_what_is_saved_is_the_state_of_the_snapshot(tmp_path: Path) -> None:
+def test_background_save_writes_the_state_of_its_step(tmp_path: Path) -> None:
     for name in ("direct", "background"):
         (tmp_path / name).mkdir()
     run_ranks(2, save_both_ways, str(tmp_path))

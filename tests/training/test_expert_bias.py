@@ -39,7 +39,7 @@ def context_size(settings: dict[str, Any]) -> int:
     return int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")]))
 
 
-def taken_up(context: RankContext, settings: dict[str, Any], folder: str) -> dict[int, list[float]]:
+def loaded_biases(context: RankContext, settings: dict[str, Any], folder: str) -> dict[int, list[float]]:
     return biases(continued(context, tiny_config(context_size(settings), **SETTINGS, **settings), folder))
 
 
@@ -47,7 +47,7 @@ LAYOUTS = [{"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, {"pp": 2, "cp
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: "-".join(settings))
-def test_every_layout_has_the_same_and_takes_up_anothers(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_biases_are_equal_in_all_layouts_and_after_resume(settings: dict[str, Any], tmp_path: Path) -> None:
     alone = {key: value for key, value in settings.items() if key in GROUPED}
     (expected, names), *_ = run_ranks(1, trained, alone, str(tmp_path / "one"))
     assert names == ["layers.1.moe.router.bias", "layers.2.moe.router.bias"]
@@ -56,12 +56,12 @@ def test_every_layout_has_the_same_and_takes_up_anothers(settings: dict[str, Any
     for found, _ in ranks:
         assert found == {layer: expected[layer] for layer in found}
     assert sorted(name for _, written in ranks for name in written) == names, "each is written once"
-    assert run_ranks(1, taken_up, alone, str(tmp_path / "many")) == [expected]
-    for found in run_ranks(context_size(settings), taken_up, settings, str(tmp_path / "one")):
+    assert run_ranks(1, loaded_biases, alone, str(tmp_path / "many")) == [expected]
+    for found in run_ranks(context_size(settings), loaded_biases, settings, str(tmp_path / "one")):
         assert found == {layer: expected[layer] for layer in found}
 
 
-def test_evaluation_and_skipped_steps_leave_them() -> None:
+def test_evaluation_and_skipped_steps_do_not_change_biases() -> None:
     config = tiny_config(**SETTINGS, on_non_finite="skip")
     runner = Runner(build(RankContext(0), config))
     runner.step()
@@ -86,7 +86,7 @@ class Words:
         return np.frombuffer(TEXT, np.uint8, self.length + 1, start).astype(np.int64)
 
 
-def test_real_text_spreads_over_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_balance_experts_on_real_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return the largest over the mean load in the last steps, with a moving bias and with a bias of 0."""
 
     def imbalance(rate: float) -> float:

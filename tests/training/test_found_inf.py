@@ -114,7 +114,7 @@ def check(world: int, settings: Settings, culprit: int) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_on_one_data_parallel_rank(name: str) -> None:
+def test_overflow_on_one_data_parallel_rank_changes_no_state(name: str) -> None:
     check(2, {"dp": 2, **STRATEGIES[name]}, 1)
 
 
@@ -130,7 +130,7 @@ def test_on_one_data_parallel_rank(name: str) -> None:
     ],
     ids=str,
 )
-def test_on_one_tensor_or_pipeline_rank(layout: Settings, culprit: int) -> None:
+def test_overflow_on_one_tensor_or_pipeline_rank_changes_no_state(layout: Settings, culprit: int) -> None:
     check(math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp")), layout, culprit)
 
 
@@ -149,7 +149,7 @@ def rates(context: RankContext) -> tuple[list[float], list[float], list[float]]:
     return found, again, [schedules.lr(Progress(step, 8 * step)) for step in range(1, 5)]
 
 
-def test_the_learning_rate_waits_for_a_skipped_step() -> None:
+def test_learning_rate_schedule_ignores_skipped_steps() -> None:
     found, again, (first, second, third, fourth) = rates(RankContext(0))
     assert found == [first, second, second, third, fourth]
     assert again == found[2:]

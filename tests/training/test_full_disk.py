@@ -81,7 +81,7 @@ def reported(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
+def test_full_disk_loses_only_records(disk: Path, tmp_path: Path) -> None:
     folder = disk / "run"
 
     def grow() -> None:
@@ -107,7 +107,7 @@ def test_a_full_disk_costs_records_alone(disk: Path, tmp_path: Path) -> None:
     assert reported(folder)["status"] == "finished"
 
 
-def test_a_removed_folder_costs_records_alone(tmp_path: Path) -> None:
+def test_removed_folder_loses_only_records(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = {"save": str(tmp_path / "saved"), "save_interval": 4, "tensorboard_dir": str(tmp_path / "board")}
     lines = run({2: lambda: shutil.rmtree(folder)}, run_dir=str(folder), **more)
@@ -133,7 +133,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the signal of that limit ends the process")
 @pytest.mark.parametrize("kind", ["metrics.jsonl", "metrics.csv", "tensorboard"])
-def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) -> None:
+def test_partially_written_record_is_removed(tmp_path: Path, kind: str) -> None:
     path = tmp_path / kind
     sink: Any
     if kind == "tensorboard":
@@ -162,7 +162,7 @@ def test_a_record_that_does_not_fit_is_cut_off_again(tmp_path: Path, kind: str) 
         assert file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == before.count(b"\n") + 1
 
 
-def test_between_two_tries_nothing_is_asked_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sink_is_not_used_before_the_next_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "_RETRY_SECONDS", 3600.0)
     asked, lines = [], list[str]()
 
@@ -182,7 +182,7 @@ def test_between_two_tries_nothing_is_asked_of_the_disk(monkeypatch: pytest.Monk
     assert lines[1] == "warning: the last 4 records are missing in it"
 
 
-def test_a_file_that_is_removed_is_made_again_with_its_head(tmp_path: Path) -> None:
+def test_removed_file_is_recreated_with_its_header(tmp_path: Path) -> None:
     file = AppendedFile(tmp_path / "a" / "b", head=b"head ")
     file.append(b"1 ")
     shutil.rmtree(tmp_path / "a")
@@ -195,7 +195,7 @@ def test_a_file_that_is_removed_is_made_again_with_its_head(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the signal of that limit ends the process")
-def test_the_end_has_its_room_and_is_cut_to_it(tmp_path: Path) -> None:
+def test_ending_is_truncated_to_its_reserved_space(tmp_path: Path) -> None:
     reserve_ending(tmp_path)
     (reserved,) = tmp_path.iterdir()
     before = reserved.stat().st_ino

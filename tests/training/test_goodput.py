@@ -40,7 +40,7 @@ def make_steps(account: SessionLog, clock: Clock, steps: range, seconds: float) 
     sink.close()
 
 
-def test_one_session(tmp_path: Path, clock: Clock) -> None:
+def test_goodput_of_one_session(tmp_path: Path, clock: Clock) -> None:
     account = start(tmp_path, clock)
     clock.now += 5.0
     account.spend("evaluation", 1.0)  # before the first step
@@ -59,7 +59,7 @@ def test_one_session(tmp_path: Path, clock: Clock) -> None:
     assert (session.ended, session.pid, session.last_step, session.layout) == (FINISHED, os.getpid(), 10, "dp 2")
 
 
-def test_a_killed_session_is_made_up_for(tmp_path: Path, clock: Clock) -> None:
+def test_goodput_after_a_killed_session(tmp_path: Path, clock: Clock) -> None:
     """A run killed at step 10, long after its last write; its last checkpoint is of step 6."""
     account = start(tmp_path, clock)
     clock.now += 2.0
@@ -78,7 +78,7 @@ def test_a_killed_session_is_made_up_for(tmp_path: Path, clock: Clock) -> None:
     assert "4 steps made again 4.0 s, between 2 starts 30.0 s" in found.in_words()
 
 
-def test_an_older_checkpoint_loses_steps_of_several_sessions(tmp_path: Path, clock: Clock) -> None:
+def test_older_checkpoint_loses_steps_of_several_sessions(tmp_path: Path, clock: Clock) -> None:
     for step in (0, 4, 2):
         account = start(tmp_path, clock, step=step)
         make_steps(account, clock, range(step + 1, step + 5), 1.0)
@@ -88,7 +88,7 @@ def test_an_older_checkpoint_loses_steps_of_several_sessions(tmp_path: Path, clo
     assert found.fraction == pytest.approx(0.5)
 
 
-def test_nothing_was_to_be_done_after_the_end(tmp_path: Path, clock: Clock) -> None:
+def test_time_after_the_end_does_not_count(tmp_path: Path, clock: Clock) -> None:
     for first, ended in ((0, FINISHED), (5, STOPPED), (10, FINISHED)):
         account = start(tmp_path, clock, step=first)
         make_steps(account, clock, range(first + 1, first + 6), 1.0)
@@ -98,7 +98,7 @@ def test_nothing_was_to_be_done_after_the_end(tmp_path: Path, clock: Clock) -> N
     assert (found.gaps, found.wall) == (100.0, 115.0), "only where the run had not come to its end"
 
 
-def test_a_start_that_finds_nothing_to_do_is_forgotten(tmp_path: Path, clock: Clock) -> None:
+def test_session_without_steps_is_discarded(tmp_path: Path, clock: Clock) -> None:
     account = start(tmp_path, clock)
     make_steps(account, clock, range(1, 6), 1.0)
     before = account.close(FINISHED)
@@ -109,7 +109,7 @@ def test_a_start_that_finds_nothing_to_do_is_forgotten(tmp_path: Path, clock: Cl
     assert len(read_sessions(tmp_path)) == 1
 
 
-def test_a_new_run_in_the_folder_begins_anew(tmp_path: Path, clock: Clock) -> None:
+def test_new_run_in_the_folder_starts_a_new_account(tmp_path: Path, clock: Clock) -> None:
     account = start(tmp_path, clock)
     make_steps(account, clock, range(1, 6), 1.0)
     clock.now += 100.0
@@ -118,14 +118,14 @@ def test_a_new_run_in_the_folder_begins_anew(tmp_path: Path, clock: Clock) -> No
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"sessions": [{}]}', '{"sessions": 3}', "\0\xff"])
-def test_a_damaged_account_is_no_account(tmp_path: Path, clock: Clock, text: str) -> None:
+def test_damaged_account_is_ignored(tmp_path: Path, clock: Clock, text: str) -> None:
     (tmp_path / "sessions.json").write_text(text)
     assert read_sessions(tmp_path) == []
     start(tmp_path, clock).close(STOPPED)
     assert len(read_sessions(tmp_path)) == 1
 
 
-def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
+def test_account_is_written_at_intervals(tmp_path: Path, clock: Clock) -> None:
     account, seen = start(tmp_path, clock), []
     for _ in range(4):
         clock.now += 2.0
@@ -134,7 +134,7 @@ def test_the_file_is_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
     assert seen == [0.0, 0.0, 6.0, 6.0]
 
 
-def test_a_full_disk_stops_no_training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_stop_training(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     account = SessionLog(tmp_path, started=clock.now, step=0, resumes=True, ranks=1, layout="", log=lines.append)
 

@@ -16,7 +16,7 @@ LOG: dict[str, Any] = {"log_gradient_noise_scale": True}
 EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0}
 
 
-def test_known_noise_is_found() -> None:
+def test_noise_scale_of_gaussian_gradients() -> None:
     """For Gaussian gradients S is the trace of their covariance, and |G|² the square of their mean."""
     draw, ranks, samples = torch.Generator().manual_seed(3), 4, 32
     mean = torch.randn(200, generator=draw, dtype=torch.float64)
@@ -29,10 +29,10 @@ def test_known_noise_is_found() -> None:
     assert noise.scale == pytest.approx(float(spread.square().sum() / mean.square().sum()), rel=0.03)
 
 
-def test_there_is_no_scale_without_an_estimate() -> None:
+def test_no_noise_scale_without_an_estimate() -> None:
     noise = GradientNoise(2)
     assert noise.scale is None
-    noise.update(whole=1.0, parts=2.5, samples=4)  # more noise than the whole shows: |G|² would be negative
+    noise.update(whole=1.0, parts=2.5, samples=4)  # more noise than the total shows: |G|² would be negative
     assert noise.scale is None
 
 
@@ -89,7 +89,7 @@ def averages(context: RankContext, world: int, settings: dict[str, Any]) -> list
     ],
     ids=str,
 )
-def test_it_is_that_of_the_papers_formulas(settings: dict[str, Any]) -> None:
+def test_noise_scale_equals_the_formulas(settings: dict[str, Any]) -> None:
     """Copies on tp ranks, of a tied embedding and of instances count once; tokens are weighted per sample."""
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     model = EXPERTS if "num_experts" in settings else {}
@@ -99,7 +99,7 @@ def test_it_is_that_of_the_papers_formulas(settings: dict[str, Any]) -> None:
         np.testing.assert_allclose(ours, expected, rtol=1e-10)
 
 
-def test_a_loss_scale_and_what_overflows_are_not_in_it() -> None:
+def test_noise_scale_excludes_loss_scale_and_overflows() -> None:
     half = {"dp": 2, "precision": "fp16", "loss_scale": 1024.0}
     full, scaled = (run_ranks(2, averages, 2, each)[0] for each in ({"dp": 2, "precision": "fp32"}, half))
     np.testing.assert_allclose(scaled, full, rtol=0.02)

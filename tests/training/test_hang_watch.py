@@ -52,7 +52,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_it_leaves_nothing_behind(private: Path, agreed: bool) -> None:
+def test_watch_removes_its_files_and_process(private: Path, agreed: bool) -> None:
     watch = begin()
     assert watch._watcher is not None and watch._watcher.process is not None
     (folder,) = private.iterdir()
@@ -62,7 +62,7 @@ def test_it_leaves_nothing_behind(private: Path, agreed: bool) -> None:
     assert watch._watcher.process.returncode == 0 and list(private.iterdir()) == []
 
 
-def test_zero_watches_nothing(private: Path) -> None:
+def test_no_watch_with_timeout_zero(private: Path) -> None:
     watch = begin(minutes=0)
     assert watch.heartbeat is UNWATCHED and list(private.iterdir()) == []
     watch.close(agreed=True)
@@ -79,19 +79,19 @@ def test_zero_watches_nothing(private: Path) -> None:
         ({"hang_save_timeout_minutes": 8.5}, 8.0, 8.5),
     ],
 )
-def test_limits_come_before_collectives_fail(settings: dict[str, Any], hang: float, save: float) -> None:
+def test_hang_timeouts_are_below_the_collective_timeout(settings: dict[str, Any], hang: float, save: float) -> None:
     config = ParallelConfig(**settings)
     assert (config.hang_timeout, config.hang_save_timeout) == pytest.approx((hang, save))
 
 
-def test_elsewhere_it_is_refused_if_it_was_asked_for(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
+def test_watch_is_refused_outside_linux_if_requested(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
     monkeypatch.setattr(hang_watch, "supported", lambda: False)
     with pytest.raises(ConfigError, match=r"^hang_timeout_minutes 5 needs Linux and this is "):
         begin(minutes=5)
     assert begin().heartbeat is UNWATCHED
 
 
-def test_without_a_temporary_folder_the_run_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_temporary_folder_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**named: Any) -> str:
         raise OSError(28, "No space left on device", "/tmp/megalite-x")
 
@@ -103,9 +103,7 @@ def test_without_a_temporary_folder_the_run_goes_on_and_says_so(monkeypatch: pyt
     ]
 
 
-def test_a_heartbeat_that_cannot_be_written_is_the_ranks_own_error(
-    monkeypatch: pytest.MonkeyPatch, private: Path
-) -> None:
+def test_unwritable_heartbeat_is_an_error_of_its_rank(monkeypatch: pytest.MonkeyPatch, private: Path) -> None:
     def full(path: Path, *, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -117,7 +115,7 @@ def test_a_heartbeat_that_cannot_be_written_is_the_ranks_own_error(
     assert list(private.iterdir()) == []
 
 
-def test_one_process_watches_the_ranks_of_a_host(tmp_path: Path) -> None:
+def test_one_watch_process_per_host(tmp_path: Path) -> None:
     """Two launchers on one host count local ranks from 0."""
     assert run_ranks(2, watched_together, str(tmp_path)) == [True, False]
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +136,7 @@ def watched_together(context: RankContext, folder: str) -> bool:
     return watch._watcher is not None
 
 
-def test_who_leaves_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
+def test_rank_that_leaves_alone_does_not_wait(tmp_path: Path) -> None:
     run_ranks(2, leave_alone, str(tmp_path))
 
 
@@ -159,7 +157,7 @@ def leave_alone(context: RankContext, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")])
-def test_a_watch_that_is_killed_or_stopped_is_reported_once(
+def test_killed_or_stopped_watch_is_reported_once(
     private: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
 ) -> None:
     monkeypatch.setattr(hang_watch, "_CHECK_SECONDS", 0.05)

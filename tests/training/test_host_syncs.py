@@ -40,7 +40,7 @@ def runner(device: torch.device, family: str, **changes: Any) -> Runner:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["world", "part"])
-def test_ranks_agree_on_a_batch_without_the_device_where_all_of_them_take_it(whole: bool) -> None:
+def test_ranks_agree_on_a_batch_without_the_device(whole: bool) -> None:
     """Otherwise reading a batch would wait until the device has finished the previous step."""
     asked: list[tuple[str, str]] = []
 
@@ -65,7 +65,7 @@ class Reached(Exception):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_reads_numbers_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """megalite's reads, on any device. Masks are counted on the host."""
     run = runner(torch.device("cpu"), family, global_batch_size=3)
     run.step()
@@ -99,7 +99,7 @@ class Noted(Heartbeat):
         return nullcontext()
 
 
-def test_the_watch_sees_the_read_of_a_step() -> None:
+def test_watch_sees_the_read_of_a_step() -> None:
     """The host waits once, for loss and norm."""
     config = tiny_config(**LLAMA, device="cpu", num_layers=2, global_batch_size=3)
     heartbeat = Noted()
@@ -111,7 +111,7 @@ def test_the_watch_sees_the_read_of_a_step() -> None:
     assert heartbeat.waits == 1
 
 
-class OnItsWay:
+class PendingEvent:
     """A CUDA event that completes when a thread waits for it."""
 
     happened = False
@@ -123,16 +123,16 @@ class OnItsWay:
         self.happened = True
 
 
-def test_the_watch_sees_a_copy_that_is_waited_for() -> None:
+def test_watch_sees_a_wait_for_a_copy() -> None:
     heartbeat = Noted()
     copy = HostCopy(torch.ones(1), heartbeat)
     assert copy.read().item() == 1.0 and heartbeat.waits == 0
-    copy.done = OnItsWay()  # type: ignore[assignment]
+    copy.done = PendingEvent()  # type: ignore[assignment]
     for _ in range(2):
         assert copy.read().item() == 1.0 and heartbeat.waits == 1
 
 
-def test_a_group_reads_a_device_under_the_watch() -> None:
+def test_watch_sees_the_device_reads_of_a_group() -> None:
     heartbeat = Noted()
     group = Group("world", (0,), 0, heartbeat=heartbeat)
     assert group._read(torch.ones(1)).item() == 1.0 and heartbeat.waits == 0
@@ -143,7 +143,7 @@ def test_a_group_reads_a_device_under_the_watch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FAMILIES, "experts"])
-def test_a_step_on_cuda_waits_once(family: str) -> None:
+def test_step_on_cuda_waits_once(family: str) -> None:
     """All waits that CUDA's check reports, also inside torch."""
     run = runner(torch.device("cuda", 0), family, precision="bf16")
     for _ in range(2):

@@ -57,7 +57,7 @@ def run(tokens: Path, folders: list[Path | None]) -> list[dict]:
     return run_ranks(RANKS, prepared, str(tokens), texts)
 
 
-def test_a_shared_folder_is_built_in_once(tokens: Path, tmp_path: Path) -> None:
+def test_indices_in_a_shared_folder_are_built_once(tokens: Path, tmp_path: Path) -> None:
     found = run(tokens, [tmp_path / "c"] * RANKS)
     assert [one["leads"] for one in found] == [True, False, True, False]
     # 40 documents of 980 tokens are 61 samples of 16: one epoch. Node 1 shares rank 0's files.
@@ -67,7 +67,7 @@ def test_a_shared_folder_is_built_in_once(tokens: Path, tmp_path: Path) -> None:
     assert all(one["lines"] == [] for one in found)
 
 
-def test_each_node_builds_in_a_folder_of_its_own(tokens: Path, tmp_path: Path) -> None:
+def test_each_node_builds_indices_in_its_local_folder(tokens: Path, tmp_path: Path) -> None:
     folders: list[Path | None] = [tmp_path / f"node{rank // PER_NODE}" for rank in range(RANKS)]
     found = run(tokens, folders)
     assert [one["built"] for one in found] == [[True], [], [True], []]
@@ -75,7 +75,7 @@ def test_each_node_builds_in_a_folder_of_its_own(tokens: Path, tmp_path: Path) -
     assert found[0]["samples"] == found[3]["samples"]
 
 
-def test_a_chosen_folder_that_cannot_be_written_is_the_same_error_everywhere(tokens: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_folder_is_one_error_on_all_ranks(tokens: Path, tmp_path: Path) -> None:
     """All ranks raise it, also if only one node has the fault."""
     (tmp_path / "file").write_text("in the way")
     for folders in ([tmp_path / "file"] * RANKS, [*[tmp_path / "c"] * 2, *[tmp_path / "file"] * 2]):

@@ -36,7 +36,7 @@ def run(folder: Path, **changes: Any) -> list[str]:
     return fit(**{**TINY, **RUN, "run_dir": str(folder), **changes})
 
 
-def test_a_run_says_where_its_time_goes(tmp_path: Path) -> None:
+def test_run_reports_phase_times(tmp_path: Path) -> None:
     lines = run(tmp_path, metrics=["csv"], log_phases=True)
     told = [line for line in lines if line.startswith("  ms/step: forward ")]
     assert len(told) == 2 and "evaluation" in told[0] and "save" in told[1]
@@ -58,7 +58,7 @@ def test_a_run_says_where_its_time_goes(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6 + 3
 
 
-def test_a_run_that_is_stopped_fails_and_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_record_stop_failure_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resume = {"load": str(tmp_path / "checkpoints"), "fresh_if_missing": True, "eval_interval": None}
     run(tmp_path, **resume, exit_interval=2)
 
@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_fails_and_comes_to_its_end(tmp_path: Path, monkey
     assert [record["step"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_timers_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timers_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracers: list[Any] = []
     init = Stepper.__init__
 
@@ -129,18 +129,18 @@ def listening(context: RankContext, folder: str) -> tuple[int, int]:
     return len(listening_here() - before), made[0]
 
 
-def test_a_rank_listens_for_its_process_groups_alone(tmp_path: Path) -> None:
+def test_rank_has_no_sockets_beyond_its_process_groups(tmp_path: Path) -> None:
     """gloo has one socket per rank of the pool (tests/support/forks.py); megalite has none."""
     for sockets, groups in run_ranks(2, listening, str(tmp_path)):
         assert sockets == 0 < groups
 
 
-def test_ranks_exchange_their_times_once_a_line() -> None:
+def test_ranks_exchange_times_once_per_log_line() -> None:
     short, long = run_ranks(2, gathers_of, 2), run_ranks(2, gathers_of, 6)
     assert short == long == [1, 1]
 
 
-def test_a_profile_of_a_rank_has_the_pipeline_s_actions(tmp_path: Path) -> None:
+def test_profile_has_the_pipeline_actions(tmp_path: Path) -> None:
     _, lines = run_ranks(2, profiled, str(tmp_path))
     trace, table = (tmp_path / "profile" / f"rank-1-steps-2-3{end}" for end in (".json", "-cpu.txt"))
     assert [path.name for path in sorted((tmp_path / "profile").iterdir())] == [table.name, trace.name]
@@ -168,13 +168,13 @@ def profiled(context: RankContext, folder: str) -> list[str]:
     return lines
 
 
-def test_a_profile_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_unwritable_profile_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("")
     with pytest.raises(ConfigError, match=r"^cannot write profiles to .*profile: File exists; give a --run-dir"):
         run(tmp_path, profile=True, profile_step_start=2, profile_step_end=3)
 
 
-def test_a_profile_beyond_the_end_is_said(tmp_path: Path) -> None:
+def test_profile_beyond_the_last_step_is_reported(tmp_path: Path) -> None:
     run(tmp_path, exit_interval=4)
     more = {"load": str(tmp_path / "checkpoints"), "profile": True, "profile_step_start": 3, "profile_step_end": 5}
     assert "step 8 is beyond the last step, 6: no profile will be written" in run(tmp_path, **more)

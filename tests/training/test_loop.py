@@ -44,7 +44,7 @@ def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
     return fit(**{**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes})
 
 
-def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) -> None:
+def test_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) -> None:
     lines = run(prefix, tmp_path / "run")
     assert [record["step"] for record in records(tmp_path / "run", "valid")] == [0, 2, 4]
     (test,) = records(tmp_path / "run", "test")
@@ -55,9 +55,7 @@ def test_the_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
 
 
-def test_whatever_comes_next_is_read_while_a_step_computes(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_batch_is_read_during_a_step(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All batches are prefetched, from the first one on, across evaluations and saves."""
     unprepared: list[tuple[int, int]] = []
     load = BatchLoader.load
@@ -74,7 +72,7 @@ def test_whatever_comes_next_is_read_while_a_step_computes(
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_host_that_launches_kernels_is_not_delayed(
+def test_prefetch_does_not_delay_kernel_launches(
     slow: bool, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading begins when it waits for the device, until three steps in a row have waited for their data."""
@@ -100,7 +98,7 @@ def test_a_host_that_launches_kernels_is_not_delayed(
     assert order == ["read", *2 * late, *2 * (early if slow else late), "compute"]
 
 
-def test_the_wait_for_data_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:
+def test_data_wait_is_that_of_the_slowest_rank(prefix: str, tmp_path: Path) -> None:
     lines, _ = run_ranks(2, second_rank_waits, prefix, str(tmp_path))
     assert [record["data_wait_ms"] for record in records(tmp_path, "train")] == [1000.0, 2000.0, 3000.0, 4000.0]
     assert [line.split("data wait ")[1] for line in lines if "data wait" in line] == [
@@ -126,7 +124,7 @@ def second_rank_waits(context: RankContext, prefix: str, folder: str) -> list[st
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_a_bad_token_in_mid_run_is_one_error_on_all_ranks(layout: dict[str, int], tmp_path: Path) -> None:
+def test_bad_token_during_a_run_is_one_error_on_all_ranks(layout: dict[str, int], tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(1, 90, size=4000).tolist()
     write_by_layout(tmp_path / "d", [tokens])
     first, second = run_ranks(2, meets_bad_token, layout, str(tmp_path / "d"), str(tmp_path / "saved"))
@@ -162,7 +160,7 @@ def meets_bad_token(context: RankContext, layout: dict[str, int], prefix: str, s
     return type(error.value).__name__, str(error.value), run.progress.step
 
 
-def test_an_evaluation_that_one_rank_cannot_read_is_one_error(prefix: str) -> None:
+def test_failed_evaluation_read_is_one_error_on_all_ranks(prefix: str) -> None:
     first, second = run_ranks(2, cannot_evaluate, prefix)
     assert first == second == ("ConfigError", "rank 1: [Errno 5] Input/output error: 'd.bin'")
 
@@ -180,7 +178,7 @@ def cannot_evaluate(context: RankContext, prefix: str) -> tuple[str, str]:
     return type(error.value).__name__, str(error.value)
 
 
-def test_another_order_of_samples_is_said(prefix: str, tmp_path: Path) -> None:
+def test_changed_order_of_samples_is_reported(prefix: str, tmp_path: Path) -> None:
     saved = str(tmp_path / "run" / "checkpoints")
     run(prefix, tmp_path / "run", save_interval=2, exit_interval=2, eval_interval=None)
     said = "the order of samples changes from here on: seed 1234 -> 99"
@@ -189,9 +187,7 @@ def test_another_order_of_samples_is_said(prefix: str, tmp_path: Path) -> None:
         assert [line for line in log if "from here on" in line] == lines
 
 
-def test_a_test_loss_that_was_missed_is_made_up_for_once(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missed_test_evaluation_is_repeated_once(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(Exception):
         """The end of the process."""
 

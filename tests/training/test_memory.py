@@ -35,7 +35,7 @@ CONFIG = replace(RunConfig(), **{**TINY, "micro_batch_size": 4, "precision": "fp
 LAUNCH = Launch(rank=0, world_size=1, local_rank=0)
 
 
-def test_the_host_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(OutOfMemoryError) as raised, explaining_out_of_memory(CONFIG, frozenset(), LAUNCH):
         raise RuntimeError(CPU_ERROR)
     said = str(raised.value)
@@ -45,14 +45,14 @@ def test_the_host_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised.value, "x") == 2 and capsys.readouterr().err == f"error: {said}\n"
 
 
-def test_any_other_error_passes() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (RuntimeError("shapes differ"), ConfigError("bad"), KeyError("x")):
         with pytest.raises(type(error)) as raised, explaining_out_of_memory(CONFIG, frozenset(), LAUNCH):
             raise error
         assert raised.value is error
 
 
-def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_out_of_gpu_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The error contains CUDA's message, and the history is written to the run folder."""
     properties = type("Properties", (), {"total_memory": 80 << 30})()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -69,7 +69,7 @@ def test_the_gpu_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     assert said.endswith(f"wrote its allocations to {history} for pytorch.org/memory_viz") and history.exists()
 
 
-def test_the_prediction_is_the_planner_s_for_this_rank() -> None:
+def test_prediction_is_the_planner_s_for_this_rank() -> None:
     config = replace(CONFIG, pp=2)
     first, last = (predicted(config, frozenset(), Launch(rank=rank, world_size=2, local_rank=rank)) for rank in (0, 1))
     assert first is not None and last is not None
@@ -77,7 +77,7 @@ def test_the_prediction_is_the_planner_s_for_this_rank() -> None:
     assert predicted(replace(config, vocab_size=None), frozenset(), Launch(rank=0, world_size=2, local_rank=0)) is None
 
 
-def test_remedies_are_what_is_not_done_yet() -> None:
+def test_remedies_exclude_settings_already_in_use() -> None:
     assert remedies(CONFIG)[:2] == ["--dp-strategy distributed-optimizer (with dp above 1)", "--micro-batch-size 2"]
     tight = replace(
         CONFIG,
@@ -90,7 +90,7 @@ def test_remedies_are_what_is_not_done_yet() -> None:
     assert remedies(tight) == ["a larger --tp or --pp"]
 
 
-def test_a_history_of_allocations_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_memory_history_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^record_memory_history has no effect on cpu: only CUDA's allocator keeps"):
@@ -111,7 +111,7 @@ def page_faults(words: list[str]) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
-def test_the_same_tensor_again_brings_no_new_pages() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     # Ten times 64 MiB: a few hundred faults with huge pages, otherwise 164,000.
     ended = train_forked(1, command=f"{__name__}:page_faults").require_success()
     given_back, kept = map(int, ended.out.split())

@@ -115,7 +115,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "policy", "culprits", "layer", "microbatch", "where"), CASES)
-def test_a_bad_output(name: str, policy: str, culprits: list[int], layer: int, microbatch: int, where: str) -> None:
+def test_non_finite_output_is_located(
+    name: str, policy: str, culprits: list[int], layer: int, microbatch: int, where: str
+) -> None:
     world, layout = LAYOUTS[name]
     settings = {**layout, "on_non_finite": policy}
     found = run_ranks(world, bad_step, world, settings, culprits, microbatch, layer)
@@ -145,7 +147,7 @@ def in_gradient(context: RankContext, settings: Settings, value: float) -> tuple
 @pytest.mark.parametrize(
     ("name", "policy", "value"), [("tp2", "skip", math.inf), ("pp2", "stop", math.nan), ("zero-2", "skip", math.nan)]
 )
-def test_a_bad_gradient_of_good_outputs(name: str, policy: str, value: float) -> None:
+def test_non_finite_gradient_of_finite_outputs_is_located(name: str, policy: str, value: float) -> None:
     (said, moved), other = run_ranks(2, in_gradient, {**LAYOUTS[name][1], "on_non_finite": policy}, value)
     assert (said, moved) == other
     assert moved == [] and "step 2" in said and "gradient norm" in said
@@ -157,7 +159,7 @@ def test_a_bad_gradient_of_good_outputs(name: str, policy: str, value: float) ->
     assert "the outputs of all modules were finite in a second forward of the same batch" in said
 
 
-def test_the_check_can_be_turned_off() -> None:
+def test_check_can_be_turned_off() -> None:
     for said, moved in run_ranks(2, in_gradient, {"dp": 2, "check_for_nan_in_loss_and_grad": False}, math.nan):
         assert said == "None" and moved
 
@@ -173,7 +175,7 @@ def in_weights(context: RankContext) -> str:
     return str(caught.value)
 
 
-def test_bad_weights_stop_the_run_whatever_the_policy() -> None:
+def test_non_finite_weights_stop_the_run_with_any_policy() -> None:
     said, other = run_ranks(2, in_weights)
     assert said == other
     assert "the weights layers.0.mlp.down.weight are not finite on rank 0 (pp 0), stage 0" in said
@@ -182,7 +184,7 @@ def test_bad_weights_stop_the_run_whatever_the_policy() -> None:
     )
 
 
-def test_too_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_consecutive_skips_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(
         build(
             RankContext(0),
@@ -224,7 +226,7 @@ def test_divergence_in_fp16_stops_the_run() -> None:
     assert runner.replica.scaler.scale == 4.0
 
 
-def test_overflows_at_the_smallest_loss_scale_end_the_run() -> None:
+def test_overflows_at_the_minimum_loss_scale_stop_the_run() -> None:
     """Overflows above the minimum scale only halve it, and a good step resets the count."""
     runner = Runner(build(RankContext(0), tiny_config(**FP16, max_consecutive_skips=2)))
 
@@ -268,7 +270,7 @@ def spoil_and_save(context: RankContext, folder: str, state: str, check: bool, p
 
 
 @pytest.mark.parametrize(("state", "policy"), [("exp_avg_sq", "stop"), ("main_param", "continue")])
-def test_what_is_not_finite_is_not_saved(tmp_path: Path, state: str, policy: str) -> None:
+def test_non_finite_state_is_not_saved(tmp_path: Path, state: str, policy: str) -> None:
     said, other = (found[0] for found in run_ranks(2, spoil_and_save, str(tmp_path), state, True, policy))
     assert said == other
     assert said.startswith(f"step 2: {state} of ") and "are not finite on rank 1: no checkpoint is written" in said
@@ -276,7 +278,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, state: str, policy: str
     assert [candidate.step for candidate in candidates(tmp_path)] == [1]
 
 
-def test_unless_it_is_wanted(tmp_path: Path) -> None:
+def test_non_finite_state_is_saved_if_the_check_is_off(tmp_path: Path) -> None:
     for said, _ in run_ranks(2, spoil_and_save, str(tmp_path), "exp_avg_sq", False, "stop"):
         assert said == ""
     assert [candidate.step for candidate in candidates(tmp_path)] == [2, 1]
@@ -294,7 +296,7 @@ def test_is_finite(dtype: torch.dtype) -> None:
     assert is_finite(torch.arange(3))
 
 
-def test_the_remedy_is_one_that_there_is() -> None:
+def test_remedy_fits_the_config() -> None:
     config = replace(RunConfig(), init_method_std=50.0)
     assert remedy(config, 0, in_weights=False) == (
         "No step has been taken, so --lr is not the cause: look at --init-method-std (50) and at this batch"

@@ -46,7 +46,7 @@ def begun(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
     return both(runner)
 
 
-def gone_on(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
+def resumed(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
     runner = continued(context, tiny_config(2, dp=2, **{**SETTINGS, **settings}), folder)
     loaded, first = both(runner), weights(runner)
     phases = [runner.step().phase for _ in range(2)]
@@ -54,10 +54,10 @@ def gone_on(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{"optimizer": "onebit-lamb"}, ZERO_ONE])
-def test_fewer_replicas_owe_what_more_did(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_errors_are_kept_with_fewer_replicas(settings: dict[str, Any], tmp_path: Path) -> None:
     """Each replica gets the mean of the old errors; servers take over each other's chunks."""
     four = run_ranks(4, begun, str(tmp_path), settings)
-    two = run_ranks(2, gone_on, str(tmp_path), settings)
+    two = run_ranks(2, resumed, str(tmp_path), settings)
     for name in two[0][0]["onebit_error"]:
         wanted = sum(rank["onebit_error"][name].double() for rank in four) / 4
         assert wanted.abs().max() > 0
@@ -79,7 +79,7 @@ def moved(context: RankContext, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_warm_up_that_is_over_cannot_be_moved(tmp_path: Path) -> None:
+def test_freeze_step_in_the_past_cannot_be_changed(tmp_path: Path) -> None:
     run_ranks(4, begun, str(tmp_path), {"optimizer": "onebit-lamb"})
     for message in run_ranks(2, moved, str(tmp_path)):
         assert message.startswith("freeze_step is 5") and "after step 3" in message
@@ -123,7 +123,7 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_states_that_another_optimizer_does_not_have_start_anew(name: str, tmp_path: Path) -> None:
+def test_missing_optimizer_states_start_from_their_default(name: str, tmp_path: Path) -> None:
     """A log line says it; the moments continue, and steps have the right size."""
     settings, to, fresh = SWITCHES[name]
     for notes, before, begun, phases, moved, states in run_ranks(2, another, str(tmp_path), settings, to):
@@ -150,7 +150,7 @@ def lacking(context: RankContext, folder: str) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_that_needs_what_another_has_not_left(tmp_path: Path) -> None:
+def test_missing_required_optimizer_state_is_an_error(tmp_path: Path) -> None:
     message = lacking(RankContext(0), str(tmp_path))
     assert "was written with optimizer sgd and has no exp_avg, which adam needs" in message
     assert message.endswith("use --optimizer sgd, or --finetune to start over from the weights")

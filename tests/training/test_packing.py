@@ -37,7 +37,7 @@ def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more:
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rope"])
-def test_packed_losses_are_those_of_each_document_alone(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_packed_losses_equal_those_of_separate_documents(tmp_path: Path, model: dict[str, Any]) -> None:
     """In fp64, to 1e-12: losses of a document do not depend on its neighbours or its position."""
     generator = torch.Generator().manual_seed(1)
     documents = [

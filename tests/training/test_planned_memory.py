@@ -70,14 +70,14 @@ def measured(context: RankContext, world_size: int, settings: dict[str, Any]) ->
     ],
     ids=str,
 )
-def test_the_planned_peak_is_the_measured_one(settings: dict[str, Any]) -> None:
+def test_planned_peak_equals_measured_peak(settings: dict[str, Any]) -> None:
     """Within 5 % between computations; inside one there are a few more tensors of a layer."""
     for between, peak, planned in run_ranks(settings["pp"], measured, settings["pp"], settings):
         assert between == pytest.approx(planned, rel=0.05)
         assert peak <= planned * 1.3
 
 
-def test_recomputation_inside_a_backward_is_planned_for() -> None:
+def test_plan_includes_recomputation_in_a_backward() -> None:
     """Freed between computations; inside there are a unit's activations and their gradients."""
     settings = {**V, "recompute_granularity": "full"}
     for between, peak, planned in run_ranks(2, measured, 2, settings):

@@ -39,7 +39,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Ten
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_logits_shrink_to_the_limit(kind: str) -> None:
+def test_logits_are_clipped_to_the_limit(kind: str) -> None:
     """Logits shrink through the clipped weights; the optimizer's step is too small to matter."""
     config = tiny_config(1, **{**ATTENTIONS[kind], **SMALL, **STILL, "qk_clip_threshold": LIMIT})
     runner = Runner(build(RankContext(0), config))
@@ -68,7 +68,7 @@ def test_logits_shrink_to_the_limit(kind: str) -> None:
     assert (largest > LIMIT).any() and not torch.equal(before, after)
 
 
-def test_a_head_below_the_limit_is_left_alone() -> None:
+def test_head_below_the_limit_is_unchanged() -> None:
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2)
     config = OptimizerConfig(qk_clip=True, qk_clip_threshold=2.0, qk_clip_alpha=0.5)
     assert clipped_rows([[1.0, 2.0, -3.0, 1.5]], model, config) == {}

@@ -60,7 +60,7 @@ class Setup:
         self.reporter.step(StepResult(**values), after=after, batch_size=8, data_wait_seconds=waited)
 
 
-def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, peak_tflops=0.001)
     setup.step(1, loss=3.0)
     assert setup.lines == []
@@ -86,7 +86,7 @@ def test_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setup.sink.closed
 
 
-def test_recompute_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recompute_is_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, interval=1, peak_tflops=0.001, recompute_granularity="full")
     setup.step(1)
     found = setup.sink.found[0]
@@ -97,7 +97,7 @@ def test_recompute_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"with recompute (HFU {100 * found['hfu']:.1f}%)" in setup.lines[1]
 
 
-def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_line_reports_unusual_values(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     for number in range(1, 9):
         scale = 65536.0 if number < 4 else 32768.0
@@ -115,7 +115,7 @@ def test_a_second_line_says_what_is_not_as_usual(monkeypatch: pytest.MonkeyPatch
     assert setup.lines[-1] == "  params norm 12.500  batch 8 -> 16"
 
 
-def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_wait_is_recorded_and_logged_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     for number, waited in enumerate((0.001, 0.008, 0.0, 0.049, 0.0, 0.05), start=1):
         setup.step(number, waited=waited)
@@ -123,7 +123,7 @@ def test_waiting_for_data_is_noted_and_said_where_it_matters(monkeypatch: pytest
     assert [record["data_wait_ms"] for record in setup.sink.found[:2]] == [1.0, 8.0]
 
 
-def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_line_with_nan_unknown_peak_and_auxiliary_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     setup.step(1, loss=math.nan, grad_norm=math.nan)
     setup.step(2, grad_norm=math.inf, auxiliary={"load_balancing_loss": 0.0125, "z_loss": 0.5})
@@ -134,7 +134,7 @@ def test_nan_an_unknown_peak_and_auxiliary_losses_are_printed(monkeypatch: pytes
     assert math.isnan(setup.sink.found[0]["loss"])
 
 
-def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_is_logged_and_excluded_from_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch, interval=1)
     setup.step(1)
     setup.now += 50.0
@@ -159,7 +159,7 @@ def test_evaluation_is_said_and_takes_no_step_s_time(monkeypatch: pytest.MonkeyP
         ("NVIDIA GeForce RTX 4090", "bf16", None),
     ],
 )
-def test_known_peaks(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None) -> None:
+def test_peaks_of_known_gpus(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     device = torch.device("cuda", 0)
     assert device_peak_tflops(tiny_config(1, precision=precision), device) == peak
@@ -181,20 +181,20 @@ LEVEL[390] = 12.0
 @pytest.mark.parametrize(
     ("values", "window", "threshold", "expected"),
     [
-        *((losses(600, seed=seed), 100, 10.0, []) for seed in range(5)),  # it falls and scatters
-        (JUMPS, 100, 10.0, [200, 300]),  # once a jump
+        *((losses(600, seed=seed), 100, 10.0, []) for seed in range(5)),  # falling with noise
+        (JUMPS, 100, 10.0, [200, 300]),  # one jump
         (JUMPS, 100, 0.0, []),
-        (LEVEL, 50, 10.0, [200, 390]),  # a new level becomes the usual one
+        (LEVEL, 50, 10.0, [200, 390]),  # a new level becomes normal
         ([2.0] * 100 + [2.01] + [2.0] * 20, 100, 10.0, []),  # no alarm for a tiny change
         ([2.0] * 100 + [2.2], 100, 10.0, [100]),
     ],
 )
-def test_spikes(values: list[float], window: int, threshold: float, expected: list[int]) -> None:
+def test_loss_spikes_are_detected(values: list[float], window: int, threshold: float, expected: list[int]) -> None:
     spikes = LossSpikes(window=window, threshold=threshold)
     assert [step for step, loss in enumerate(values) if spikes.score(loss)[1]] == expected
 
 
-def test_what_is_not_finite_is_passed_over() -> None:
+def test_spike_detection_ignores_non_finite_losses() -> None:
     spikes = LossSpikes(window=20, threshold=5.0)
     for loss in losses(40):
         spikes.score(loss)
@@ -207,7 +207,7 @@ def test_what_is_not_finite_is_passed_over() -> None:
     assert again.score(3.7)[0] == score
 
 
-def test_a_resumed_run_scores_as_one_that_did_not_stop(tmp_path: Path) -> None:
+def test_spike_detection_continues_after_resume(tmp_path: Path) -> None:
     config = replace(RunConfig(), loss_spike_window=30, run_dir=str(tmp_path))
     values = losses(200)
     values[150] = 9.0

@@ -30,10 +30,10 @@ def fails(folder: Path, start: int, step: int, *, settings: str = "a", silently:
 
 
 @pytest.mark.parametrize("silently", [False, True])
-def test_three_failures_in_one_step_are_enough(tmp_path: Path, silently: bool) -> None:
+def test_run_is_refused_after_three_failures_in_one_step(tmp_path: Path, silently: bool) -> None:
     for _ in range(3):
         fails(tmp_path, 100, 107, silently=silently)
-    for _ in range(2):  # refused, and refused again
+    for _ in range(2):  # refused, again and again
         with pytest.raises(RestartLoopError) as caught:
             fails(tmp_path, 100, 107)
         said = str(caught.value)
@@ -45,7 +45,7 @@ def test_three_failures_in_one_step_are_enough(tmp_path: Path, silently: bool) -
     fails(tmp_path, 100, 107)
 
 
-def test_other_steps_progress_and_changes_count_anew(tmp_path: Path) -> None:
+def test_progress_or_changed_settings_reset_the_count(tmp_path: Path) -> None:
     for step in (107, 107, 105, 107, 107):  # never three in a row
         fails(tmp_path, 100, step)
     for _ in range(2):  # a checkpoint was written meanwhile
@@ -55,7 +55,7 @@ def test_other_steps_progress_and_changes_count_anew(tmp_path: Path) -> None:
     fails(tmp_path, 110, 113, settings="a")
 
 
-def test_an_end_as_it_was_meant_forgets_the_failures(tmp_path: Path) -> None:
+def test_normal_end_resets_the_count(tmp_path: Path) -> None:
     for _ in range(2):
         fails(tmp_path, 0, 3)
     for _ in range(5):  # a stop request is no failure
@@ -64,27 +64,27 @@ def test_an_end_as_it_was_meant_forgets_the_failures(tmp_path: Path) -> None:
         one.left()
     one.ended()
     assert not (tmp_path / FILE_NAME).exists()
-    for start in (0, 1, 2):  # checkpoints before the step that fails are no progress
+    for start in (0, 1, 2):  # checkpoints before the failing step are no progress
         fails(tmp_path, start, 3)
     with pytest.raises(RestartLoopError):
         fails(tmp_path, 2, 3)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"settings": "a"}', '{"settings": "a", "failed": [1]}'])
-def test_a_damaged_file_is_no_obstacle(tmp_path: Path, content: str) -> None:
+def test_damaged_file_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE_NAME).write_text(content)
     fails(tmp_path, 0, 3)
     assert len(json.loads((tmp_path / FILE_NAME).read_text())["failed"]) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+def test_unwritable_folder_is_ignored(tmp_path: Path) -> None:
     one = guard(tmp_path / "nothing")
     one.begin(0, None)
     one.failed(1, ERROR)
     one.ended()
 
 
-def test_of_what_runs() -> None:
+def test_which_runs_have_a_guard() -> None:
     assert RestartGuard.of(RunConfig()) is None
     assert RestartGuard.of(replace(RunConfig(), save="s", max_failures_at_step=0)) is None
     assert RestartGuard.of(replace(RunConfig(), save="s")) is not None
@@ -101,7 +101,7 @@ def refused(context: RankContext, folder: str) -> str:
     return str(caught.value)
 
 
-def test_every_rank_is_refused_alike(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_error(tmp_path: Path) -> None:
     for _ in range(3):
         fails(tmp_path, 0, 3)
     one, other = run_ranks(2, refused, str(tmp_path))

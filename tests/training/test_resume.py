@@ -64,7 +64,7 @@ def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.nd
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
 
 
-def taken_up(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def resumed_run(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return run_ranks(2, resumed, 2, settings, str(folder))
 
 
@@ -77,9 +77,9 @@ def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 ZERO = {"dp": 2, **Z1}
 
 
-def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_bf16_resumes_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, run = in_fp32
-    ours = taken_up(folder, {**ZERO, "precision": "bf16"})
+    ours = resumed_run(folder, {**ZERO, "precision": "bf16"})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
     for name, values in saved["weight"].items():
         np.testing.assert_array_equal(loaded["main_param"][name], values, err_msg=name)
@@ -91,9 +91,9 @@ def test_bf16_takes_up_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -
     np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 
-def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
+def test_fp32_resumes_a_bf16_run_in_full_precision(tmp_path: Path) -> None:
     run = run_ranks(2, uninterrupted, 2, {**ZERO, "precision": "bf16"}, str(tmp_path))
-    ours = taken_up(tmp_path, {"tp": 2, "precision": "fp32"})
+    ours = resumed_run(tmp_path, {"tp": 2, "precision": "fp32"})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
     for name, values in saved["main_param"].items():
         np.testing.assert_array_equal(loaded["weight"][name], values, err_msg=name)
@@ -102,7 +102,7 @@ def test_fp32_takes_up_a_bf16_run_at_its_full_precision(tmp_path: Path) -> None:
     np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 
-def test_without_a_tokenizer_token_files_must_be_of_the_checkpoint_s(
+def test_token_files_must_match_the_tokenizer_of_the_checkpoint(
     in_fp32: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     made_with = {"kind": "NullTokenizer", "sha256": "b" * 64}
@@ -120,8 +120,8 @@ def test_without_a_tokenizer_token_files_must_be_of_the_checkpoint_s(
     assert run_ranks(2, refused, str(in_fp32[0]), data, "") == ["nothing was raised"] * 2
 
 
-def test_fp16_starts_from_its_own_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
-    ours = taken_up(in_fp32[0], {**ZERO, "precision": "fp16", "initial_loss_scale": 2.0**10})
+def test_fp16_starts_with_the_initial_scale_after_an_fp32_run(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+    ours = resumed_run(in_fp32[0], {**ZERO, "precision": "fp16", "initial_loss_scale": 2.0**10})
     assert [step[2:] for step in ours[0]["after"]] == [(2.0**10, False)] * 3
 
 
@@ -149,7 +149,7 @@ def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerpr
         ({"hidden_dropout": 0.1}, "a", "nothing was raised"),
     ],
 )
-def test_another_network_is_refused_by_name(
+def test_checkpoint_of_another_network_is_refused(
     in_fp32: tuple[Path, list[dict[str, Any]]], changes: dict[str, Any], tokenizer: str, message: str
 ) -> None:
     found = run_ranks(2, refused, str(in_fp32[0]), changes, tokenizer * 64)
@@ -164,11 +164,11 @@ def test_another_network_is_refused_by_name(
         ({"load_optimizer": False, "precision": "fp32"}, Progress(BEFORE, BEFORE * 8)),
     ],
 )
-def test_the_optimizer_may_be_left(
+def test_optimizer_states_can_be_skipped(
     in_fp32: tuple[Path, list[dict[str, Any]]], settings: dict[str, Any], progress: Progress
 ) -> None:
     folder, run = in_fp32
-    ours = taken_up(folder, {**ZERO, **settings})
+    ours = resumed_run(folder, {**ZERO, **settings})
     loaded, saved = whole(ours, "loaded"), whole(run, "saved")
     assert (ours[0]["progress"], ours[0]["updates"]) == (progress, 0)
     for name, values in saved["weight"].items():
@@ -176,7 +176,7 @@ def test_the_optimizer_may_be_left(
         assert not loaded["exp_avg"][name].any() and not loaded["exp_avg_sq"][name].any()
 
 
-def test_the_schedule_of_a_checkpoint_may_be_required(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_same_schedule_can_be_required(in_fp32: tuple[Path, list[dict[str, Any]]]) -> None:
     required = {"require_same_schedule": True}
     assert run_ranks(2, refused, str(in_fp32[0]), required, "a" * 64) == ["nothing was raised"] * 2
     found = run_ranks(2, refused, str(in_fp32[0]), {**required, "lr": 0.5, "lr_warmup_iters": 3}, "a" * 64)
@@ -196,7 +196,7 @@ LEARNED = ModelConfig(vocab_size=64, max_position_embeddings=16)
 ROPE = dataclasses.replace(LEARNED, position_embedding_type="rope")
 
 
-def test_the_limit_of_positions_counts_only_where_it_is_a_shape() -> None:
+def test_max_positions_must_match_only_if_learned() -> None:
     check(saved(ROPE), dataclasses.replace(ROPE, max_position_embeddings=32))
     with pytest.raises(CheckpointError, match="max_position_embeddings 16 there, 32 here"):
         check(saved(LEARNED), dataclasses.replace(LEARNED, max_position_embeddings=32))
@@ -212,14 +212,14 @@ def test_the_limit_of_positions_counts_only_where_it_is_a_shape() -> None:
         ),
     ],
 )
-def test_only_finetuning_may_stretch_the_positions(changes: dict[str, Any], said: str) -> None:
+def test_only_finetuning_may_change_rope(changes: dict[str, Any], said: str) -> None:
     longer = dataclasses.replace(ROPE, **changes)
     check(saved(ROPE), longer, finetune=True)
     with pytest.raises(CheckpointError, match=said):
         check(saved(ROPE), longer)
 
 
-def test_a_setting_that_an_older_checkpoint_does_not_know_had_its_default() -> None:
+def test_missing_setting_of_an_old_checkpoint_had_its_default() -> None:
     older = saved(ROPE)
     for name in ("qk_norm", "sliding_window", "moe_layer_freq"):
         del older.config["model"][name]
@@ -228,7 +228,7 @@ def test_a_setting_that_an_older_checkpoint_does_not_know_had_its_default() -> N
         check(older, dataclasses.replace(ROPE, qk_norm=True))
 
 
-def test_one_folder_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_folder_by_different_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
@@ -265,19 +265,19 @@ def changed(config: RunConfig, **changes: Any) -> list[str]:
         ({"data_path": [], "train_data_path": ["c"]}, "train_data_path (none) -> c"),
     ],
 )
-def test_each_difference_is_a_line(changes: dict[str, Any], said: str) -> None:
+def test_changed_data_settings_are_logged(changes: dict[str, Any], said: str) -> None:
     lines = changed(tiny_config(1, **BASE), **changes)
     assert [line for line in lines if line.endswith(f": {said}")] == lines[-1:]
     assert all("from here on" in line for line in lines)
 
 
-def test_what_is_no_part_of_the_order_is_not_said() -> None:
+def test_settings_without_effect_on_the_order_are_not_logged() -> None:
     config = tiny_config(1, **BASE)
     assert changed(config) == []
     assert changed(config, split="969,30,1", global_batch_size=16, train_iters=40, lr=1.0, eval_iters=3) == []
 
 
-def test_numbers_that_change_without_the_order_are_said() -> None:
+def test_changed_training_settings_are_logged() -> None:
     """Also the global batch size that follows from another layout."""
     config = tiny_config(1, **BASE)
     longer = replace(config, train_iters=40, clip_grad=0.25)
@@ -296,13 +296,13 @@ def test_numbers_that_change_without_the_order_are_said() -> None:
         assert changed_numbers(saved, now, dp=dp, here=1) == lines
 
 
-def test_settings_that_are_younger_than_the_checkpoint_had_their_defaults() -> None:
+def test_missing_data_settings_had_their_defaults() -> None:
     old = in_manifest()
     del old["data"]["packing"], old["data"]["data_order"]
     assert changed_data(old, tiny_config(1, **BASE), dp=1, here=1) == []
 
 
-def test_megatron_s_order_is_another_for_another_length() -> None:
+def test_megatron_order_depends_on_the_length() -> None:
     config = tiny_config(1, **MEGATRON)
     (line,) = changed_data(in_manifest(**MEGATRON), replace(config, train_iters=40), dp=1, here=1)
     assert line == "the order of samples changes from here on: train_iters 20 -> 40"

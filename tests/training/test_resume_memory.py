@@ -89,9 +89,7 @@ CASES = [
 
 @pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="the peak of resident memory cannot be reset here")
 @pytest.mark.parametrize(("world", "settings"), CASES)
-def test_resuming_takes_no_more_memory_than_starting(
-    world: int, settings: Settings, pool: RankPool, tmp_path: Path
-) -> None:
+def test_resume_needs_no_more_memory_than_start(world: int, settings: Settings, pool: RankPool, tmp_path: Path) -> None:
     for first, again in pool.run(world, peaks, world, settings, str(tmp_path)):
         assert first > 100_000_000, "the model is large enough to show"
         assert again <= 1.05 * first
@@ -147,7 +145,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # A load reads more than it keeps: whole rows of the attention output projection, which are shorter than a page.
 @pytest.mark.parametrize(("source", "more"), [("quarters", 1.0), ("one", 1.05)])
-def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, written: Path) -> None:
+def test_four_ranks_read_each_part_of_a_checkpoint_once(source: str, more: float, written: Path) -> None:
     ranks = run_ranks(4, bytes_read, 4, QUARTERS, str(written / source))
     for read, held in ranks:
         assert held <= read <= more * held
@@ -156,9 +154,9 @@ def test_four_ranks_read_one_checkpoint_between_them(source: str, more: float, w
     assert sum(read for read, _ in ranks) < (more + 0.05) * size
 
 
-def test_a_distributed_optimizer_reads_its_own_part_of_the_states(written: Path) -> None:
+def test_distributed_optimizer_reads_only_its_shard(written: Path) -> None:
     ranks = run_ranks(2, bytes_read, 2, Z1, str(written / "quarters"))
     assert [read for read, _ in ranks] == [held for _, held in ranks]
-    parameters = sum(held for _, held in ranks) // 16  # 4 bytes of weight on both, 8 of states on one of the two
+    parameters = sum(held for _, held in ranks) // 16  # 4 bytes of weight on both ranks, 8 of states on one of the two
     size = sum(path.stat().st_size for path in written.glob("quarters/step-*/*.safetensors"))
     assert size == pytest.approx(12 * parameters, rel=0.01)

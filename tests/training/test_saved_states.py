@@ -190,7 +190,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("source, target", PAIRS)
-def test_any_layout_takes_them_up(written: dict[str, Path], source: str, target: str) -> None:
+def test_each_layout_loads_the_states_of_all_layouts(written: dict[str, Path], source: str, target: str) -> None:
     before, after = (LAYOUTS[layout][1].get("dp", 1) for layout in (source, target))
     for rank in run_ranks(LAYOUTS[target][0], read, target, str(written[source]), STATES, before, {}):
         lines, wrong, untouched = rank
@@ -211,7 +211,7 @@ def mean_line(before: int, after: int) -> str:
     return f"has own of {before} replicas, this run has {after}: it takes their mean"
 
 
-def test_another_strategy(written: dict[str, Path]) -> None:
+def test_load_with_another_strategy(written: dict[str, Path]) -> None:
     """One log line each for states with another placement, missing states and unknown states."""
     wanted: Wanted = {
         "own": ("replicated", "required"),
@@ -252,7 +252,7 @@ def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, flo
     return max(errors), max(anchors)
 
 
-def test_what_is_missing_starts_from_zero_or_from_the_parameters(written: dict[str, Path]) -> None:
+def test_missing_states_start_from_zero_or_the_parameters(written: dict[str, Path]) -> None:
     assert run_ranks(2, begun, str(written["tp2 dp2"]), {}) == [(0.0, 0.0)] * 2
     # With finetune too, but states that start from 0 keep their initial values.
     assert run_ranks(2, begun, str(written["tp2 dp2"]), {"finetune": True}) == [(1.0, 0.0)] * 2
@@ -265,12 +265,12 @@ def refused(context: RankContext, folder: str, wanted: Wanted) -> str:
     return str(caught.value)
 
 
-def test_what_must_be_there_is_named(written: dict[str, Path]) -> None:
+def test_missing_required_state_is_named(written: dict[str, Path]) -> None:
     message = refused(RankContext(0), str(written["pp2"]), {"owner": ("sharded", "required")})
     assert "there is no optimizer.owner:" in message and "the nearest is optimizer.own" in message
 
 
-def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, Path]) -> None:
+def test_rounding_of_another_precision_is_logged(written: dict[str, Path]) -> None:
     """exp_avg saved in fp32, loaded in bf16: rounded, with one log line; bf16 to fp32 loses nothing."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     folder = written["pp2"]
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_precision_is_rounded_aloud(written: dict[str, P
     ]
 
 
-def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
+def test_bf16_moments_are_saved_in_bf16(tmp_path: Path) -> None:
     """fp32 runs load it without a log line."""
     folder = tmp_path
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
@@ -310,7 +310,7 @@ def test_bf16_moments_are_stored_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "shape"), [("own", []), ("own", [2, 8]), ("alike", [16, 1]), ("exp_avg", [8]), ("exp_avg", [1, 1, 16])]
 )
-def test_a_manifest_that_lies_about_a_shape(
+def test_wrong_shape_in_a_manifest_is_an_error(
     written: dict[str, Path], tmp_path: Path, state: str, shape: list[int]
 ) -> None:
     """A valid checkpoint with a tensor of a wrong shape is refused by name."""
@@ -358,5 +358,5 @@ def overtaken(context: RankContext, folder: str) -> list[str]:
     return [f"bucket {index}" for index, values in enumerate(wanted) if not torch.equal(buckets[index].data, values)]
 
 
-def test_what_is_on_its_way_does_not_overtake_what_is_loaded(tmp_path: Path) -> None:
+def test_pending_gathers_do_not_overwrite_loaded_parameters(tmp_path: Path) -> None:
     assert run_ranks(2, overtaken, str(tmp_path)) == [[], []]

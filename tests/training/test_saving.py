@@ -79,7 +79,7 @@ def one_in_flight(context: RankContext, folder: str) -> tuple[list[int], list[st
     return seen, lines
 
 
-def test_at_most_one_is_under_way_and_a_clean_end_waits(tmp_path: Path) -> None:
+def test_one_background_save_at_a_time_and_the_end_waits(tmp_path: Path) -> None:
     seen, lines = run_ranks(2, one_in_flight, str(tmp_path / "s"))[0]
     assert 1 in seen
     assert [line.split(" in ")[0] for line in lines] == [
@@ -117,17 +117,17 @@ def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[st
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
+def test_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
     for lines, error, at in run_ranks(2, failing, str(tmp_path / "s"), async_save=background):
         assert "No space left on device" in error and "(rank 1 of 2)" in error
         assert f"cannot save a checkpoint in {tmp_path / 's'}" in error and "bytes, free there: " in error
-        assert at == [3 if background else 2]  # at the next step, no later
+        assert at == [3 if background else 2]  # at the next step, not later
         assert len(lines) == 1
     assert steps_in(tmp_path / "s") == [1]
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["latest", "step-0000001"]
 
 
-def test_or_it_goes_on(tmp_path: Path) -> None:
+def test_failed_save_can_be_ignored(tmp_path: Path) -> None:
     results = run_ranks(2, failing, str(tmp_path / "s"), async_save=True, on_save_error="continue", keep_latest=2)
     for lines, error, _ in results:
         assert not error
@@ -169,7 +169,7 @@ def broken_folder(context: RankContext, folder: str, how: str) -> str:
         ("full", "No space left on device; the checkpoint needs "),
     ],
 )
-def test_a_folder_that_breaks_during_the_run(tmp_path: Path, how: str, reason: str) -> None:
+def test_folder_removed_or_unwritable_during_the_run(tmp_path: Path, how: str, reason: str) -> None:
     folder = tmp_path / "s"
     errors = run_ranks(2, broken_folder, str(folder), how)
     for error in errors:
@@ -191,7 +191,7 @@ def flight_check(context: RankContext, folder: str, free: int, **settings: Any) 
     return lines
 
 
-def test_the_room_is_looked_at_before_the_first_step(tmp_path: Path) -> None:
+def test_free_space_is_checked_before_the_first_step(tmp_path: Path) -> None:
     folder = str(tmp_path / "s")
 
     def said(free: int, **settings: Any) -> str:
@@ -240,13 +240,13 @@ def _spoil(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(saving, "publish", publish)
 
 
-def test_retention(tmp_path: Path) -> None:
+def test_keep_latest_and_keep_every(tmp_path: Path) -> None:
     seen = run_ranks(2, keeps, str(tmp_path / "a"), None, keep_latest=2, keep_every=4)[0]
     assert seen[:3] == [[1], [1, 2], [2, 3]] and seen[4] == [4, 5] and seen[6] == [4, 6, 7]
     assert seen[9] == [4, 8, 9, 10]
 
 
-def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
+def test_only_valid_checkpoint_is_not_removed(tmp_path: Path) -> None:
     """Step 5 is damaged on disk; this is detected before step 4 would be removed."""
     folder = tmp_path / "s"
     seen = run_ranks(2, keeps, str(folder), 5, keep_latest=1)[0]
@@ -254,7 +254,7 @@ def test_the_only_sound_checkpoint_is_never_removed(tmp_path: Path) -> None:
     assert len(run_ranks(1, verified, folder, 4)[0]) > 20
 
 
-def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+def test_checkpoint_that_cannot_be_removed_stays(tmp_path: Path) -> None:
     lines = run_ranks(1, stubborn, str(tmp_path / "s"))[0]
     assert any("cannot remove the old checkpoint" in line and "step-0000001: Permission" in line for line in lines)
     assert steps_in(tmp_path / "s") == [1, 2]
@@ -291,7 +291,7 @@ def blind(context: RankContext, folder: str, **settings: Any) -> tuple[str, list
     return "", lines
 
 
-def test_every_rank_hears_of_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+def test_unlistable_folder_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for error, _ in run_ranks(2, blind, str(tmp_path / "a")):
         assert "was written but cannot be found again: cannot look" in error
     for error, lines in run_ranks(2, blind, str(tmp_path / "b"), async_save=True, on_save_error="continue"):
@@ -312,12 +312,12 @@ def no_memory(context: RankContext, folder: str) -> str:
     return str(caught.value)
 
 
-def test_memory_for_the_copy_is_asked_for_before_the_first_step(tmp_path: Path) -> None:
+def test_memory_of_async_save_is_checked_before_the_first_step(tmp_path: Path) -> None:
     for error in run_ranks(2, no_memory, str(tmp_path / "s")):
         assert error.startswith("async_save needs ") and "not enough memory" in error and "leave it out" in error
 
 
-def test_a_run_does_not_remove_what_another_has_made(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:
     assert run_ranks(1, stubborn, str(tmp_path / "s"))
     config = tiny_config(save=str(tmp_path / "s"), keep_latest=1)
     with pytest.raises(ConfigError, match="holds checkpoints up to step 2 of another run, and keep_latest 1"):

@@ -37,13 +37,13 @@ def alone(**settings: Any) -> Loaders:
     return opened(RankContext(0), 1, **settings)
 
 
-def test_a_run_without_evaluation_reads_the_training_split_alone(prefix: str) -> None:
+def test_run_without_evaluation_reads_only_the_training_split(prefix: str) -> None:
     loaders = alone(data_path=[prefix])
     assert loaders.train is not None
     assert (loaders.valid, loaders.test, loaders.notes) == (None, None, ())
 
 
-def test_the_test_split_is_opened_where_there_is_one(prefix: str) -> None:
+def test_test_split_is_opened_if_there_is_one(prefix: str) -> None:
     loaders = alone(data_path=[prefix], split="8,1,1", eval_interval=5)
     assert loaders.train and loaders.valid and loaders.test
     assert loaders.test.dataset.documents == range(900, 1000)  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def test_the_test_split_is_opened_where_there_is_one(prefix: str) -> None:
     assert alone(mock_data=True, eval_interval=5).test is None
 
 
-def test_a_short_test_split_that_nobody_asked_for_is_said_and_left_out(prefix: str) -> None:
+def test_short_default_test_split_is_reported_and_skipped(prefix: str) -> None:
     loaders = alone(data_path=[prefix], eval_interval=5)
     assert loaders.train and loaders.valid and loaders.test is None
     (note,) = loaders.notes
@@ -66,7 +66,7 @@ def test_a_short_test_split_that_nobody_asked_for_is_said_and_left_out(prefix: s
         alone(data_path=[prefix], split="999,1,0", eval_interval=5)
 
 
-def test_packing_is_described_by_file(prefix: str, tmp_path: Path) -> None:
+def test_packing_is_described_per_file(prefix: str, tmp_path: Path) -> None:
     write_by_layout(tmp_path / "e", [[1] * 17] * 3)
     loaders = alone(data_path=["1", prefix, "1", str(tmp_path / "e")], split="1", packing="best-fit")
     assert loaders.notes == (
@@ -79,7 +79,7 @@ def test_packing_is_described_by_file(prefix: str, tmp_path: Path) -> None:
     assert batch.document_starts in (((0, 4, 8, 12, 15),), ((0,),))
 
 
-def test_padding_is_the_end_of_document_where_it_is_known(prefix: str) -> None:
+def test_padding_is_the_end_of_document_if_known(prefix: str) -> None:
     def pad(**settings: Any) -> int:
         config = tiny_config(1, data_path=[prefix], split="1", packing="best-fit", **settings)
         loaders = open_data(build(RankContext(0), config), build_tokenizer(config.data, 93))
@@ -90,7 +90,7 @@ def test_padding_is_the_end_of_document_where_it_is_known(prefix: str) -> None:
     assert pad(tokenizer_type="NullTokenizer") == 92
 
 
-def test_stages_between_the_first_and_the_last_open_no_file(prefix: str) -> None:
+def test_middle_stages_open_no_file(prefix: str) -> None:
     settings = {"data_path": [prefix], "split": "1"}
     counts = run_ranks(4, opens, settings)
     assert counts == [(1, True), (0, False), (0, False), (1, True)]
@@ -113,14 +113,14 @@ def opens(context: RankContext, settings: dict[str, Any]) -> tuple[int, bool]:
     return len(paths), loaders.train is not None
 
 
-def test_a_fault_of_one_rank_is_everybody_s(prefix: str) -> None:
+def test_data_error_of_one_rank_is_raised_on_all(prefix: str) -> None:
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
     for path, said in ((prefix + "x", "do not exist"), (prefix, "truncated: 7998 bytes, expected 8000")):
         found = run_ranks(3, fault, {"data_path": [path], "num_layers": 3})
         assert len(set(found)) == 1 and said in found[0]
 
 
-def test_a_disk_that_does_not_answer_is_no_traceback(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_io_error_is_a_config_error(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*settings: Any, **named: Any) -> None:
         raise OSError(5, "Input/output error", "d.idx")
 
@@ -136,7 +136,7 @@ def fault(context: RankContext, settings: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_another_tokenizer_than_that_of_the_data_is_refused_on_every_rank(prefix: str) -> None:
+def test_tokenizer_of_other_data_is_refused_on_all_ranks(prefix: str) -> None:
     """Also on middle stages, which open no file."""
     facts = {"documents": 1000, "tokens": 4000, "dtype": "uint16"}
     made_with = {"kind": "ByteLevelTokenizer", "sha256": "0" * 64}
@@ -156,7 +156,7 @@ def refusal(context: RankContext, settings: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_what_auto_builds_fits_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_schedule_fits_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     smallest, said = 2**20, list[str]()
 
     class Unequal(Group):

@@ -38,7 +38,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=no_constants) for line in path.read_text().splitlines()]
 
 
-def test_each_record_is_a_line_at_once(tmp_path: Path) -> None:
+def test_each_record_is_written_immediately(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", step=0)
     for step in (1, 2):
         sink.write(record(step, mfu=None, skipped=False))
@@ -49,11 +49,11 @@ def test_each_record_is_a_line_at_once(tmp_path: Path) -> None:
     assert (line["loss"], line["grad_norm"], line["lr"]) == ("nan", "inf", "-inf")
 
 
-# What a crash of the machine can leave after the last record.
+# Possible ends of the file after a crash of the machine.
 @pytest.mark.parametrize(
     "cut", ["", '{"kind": "train", "step": 1, "lo', '{"step": 1}\n', "[1]\n", "\0\0\0\n", '{"kind": "train", "st\n']
 )
-def test_a_resumed_run_drops_what_it_makes_again(tmp_path: Path, cut: str) -> None:
+def test_resumed_run_drops_repeated_lines(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonLines(path, step=0)
     for step in (1, 2, 3):
@@ -73,7 +73,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_has_megatrons_tags_and_keeps_the_curves_of_a_run_that_resumes(tmp_path: Path) -> None:
+def test_tensorboard_has_megatron_tags_and_keeps_curves_on_resume(tmp_path: Path) -> None:
     """The repeated step 2 appears again, and no earlier point is lost, over steps or samples."""
     numbers = {name: float(index + 1) for index, name in enumerate(TENSORBOARD_TAGS)}
     for steps in ((1, 2), (2, 3)):
@@ -103,10 +103,10 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_row_a_record_at_once(tmp_path: Path) -> None:
+def test_each_csv_row_is_written_immediately(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("step,kind,loss,gone\n1,train,2.5,x\n2,train,2.25,x\n")
-    sink = CSVFile(path, step=1)  # of an older header
+    sink = CSVFile(path, step=1)  # the file has an older header
     sink.write(record(2, mfu=None, skipped=False, something_new=1))
     assert rows(path)[-1]["step"] == "2"
     sink.write({"kind": "valid", "step": 2, "consumed_samples": 16, "valid_loss": math.nan})
@@ -119,7 +119,7 @@ def test_a_row_a_record_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", ["", "train,3,2", "train,x\n", "\0\0\n", "train\xff"])
-def test_a_resumed_run_drops_rows_as_it_drops_lines(tmp_path: Path, cut: str) -> None:
+def test_resumed_run_drops_repeated_csv_rows(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "metrics.csv"
     for step, more in ((0, (1, 2, 3)), (2, (3, 4))):
         sinks = (CSVFile(path, step=step), JsonLines(tmp_path / "metrics.jsonl", step=step))
@@ -181,7 +181,7 @@ def config_of(folder: Path, **more: Any) -> RunConfig:
     return replace(RunConfig(), **{"run_dir": str(folder), "metrics": ["wandb"], "wandb_project": "tiny", **more})
 
 
-def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) -> None:
+def test_wandb_gets_numbers_by_tag(tmp_path: Path, wandb: Stub) -> None:
     """It continues the curves of a resumed run, and receives no credentials."""
     sink = Wandb(config_of(tmp_path, data_path=["s3://me:hunter2@host/x"]), step=0)
     sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
@@ -201,7 +201,7 @@ def test_wandb_gets_the_numbers_under_their_tags(tmp_path: Path, wandb: Stub) ->
 
 
 @pytest.mark.parametrize(("service", "package"), [("mlflow", "mlflow"), ("wandb", "wandb"), ("comet", "comet_ml")])
-def test_a_service_that_is_not_there(
+def test_missing_package_of_a_service_is_an_error(
     service: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -209,9 +209,7 @@ def test_a_service_that_is_not_there(
         open_writers(config_of(tmp_path, metrics=[service]), step=0)
 
 
-def test_wandb_that_does_not_start_and_that_fails_later(
-    tmp_path: Path, wandb: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_errors_at_the_start_and_later(tmp_path: Path, wandb: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: Any, **named: Any) -> None:
         raise RuntimeError("no key for https://me:hunter2@host,\ncall login")
 
@@ -229,7 +227,7 @@ def test_wandb_that_does_not_start_and_that_fails_later(
         open_writers(config_of(tmp_path), step=0)
 
 
-def test_prometheus_has_the_newest_numbers(tmp_path: Path) -> None:
+def test_prometheus_file_has_the_newest_numbers(tmp_path: Path) -> None:
     folder = tmp_path / 'a"b'
     folder.mkdir()
     sinks, _ = open_writers(replace(RunConfig(), run_dir=str(folder), metrics=["prometheus"]), step=0)
@@ -256,7 +254,7 @@ def test_prometheus_has_the_newest_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("sqlalchemy")
@@ -310,7 +308,7 @@ class CometStub(types.ModuleType):
         self.calls.append(("end", None))
 
 
-def test_comet_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers by tag, the config once and without credentials, and nothing that Comet collects itself."""
     comet = CometStub()
     monkeypatch.setitem(sys.modules, "comet_ml", comet)

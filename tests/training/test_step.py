@@ -29,13 +29,13 @@ def nan_in_the_loss(context: RankContext) -> str:
     return str(caught.value)
 
 
-def test_nan_in_the_loss_alone_stops_every_rank() -> None:
+def test_nan_loss_with_finite_gradients_stops_all_ranks() -> None:
     found = run_ranks(2, nan_in_the_loss)
     assert found[0] == found[1]
     assert "loss nan" in found[0]
 
 
-def test_other_work_begins_once_everything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meanwhile_runs_after_all_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, order = Runner(build(RankContext(0, {}), tiny_config(1))), list[str]()
     scope, compute = type(runner.replica.strategy.scope), runner.stepper._run
 
@@ -62,7 +62,7 @@ def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[
 @pytest.mark.parametrize(
     "settings", [{"tp": 2}, {"pp": 2, "dp": 2, **Z1}, {"dp": 2, "dp_strategy": "fully-sharded"}], ids=str
 )
-def test_zeros_and_norm_of_the_parameters_are_of_the_whole_model(settings: dict[str, Any]) -> None:
+def test_gradient_zeros_and_parameter_norm_cover_the_model(settings: dict[str, Any]) -> None:
     """Padding and copies count once; embedding rows of tokens that are in no sample have no gradient.
 
     Not tested with cp, where gradients that are 0 except for rounding, such as of a key's bias, become exactly 0.
@@ -82,7 +82,7 @@ def test_zeros_and_norm_of_the_parameters_are_of_the_whole_model(settings: dict[
         assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in alone], rel=1e-9)
 
 
-def test_clipping_scales_to_the_bound_and_no_further() -> None:
+def test_clipping_scales_to_the_limit() -> None:
     """After a step the gradients are clipped: their norm is the limit, or unchanged if below."""
     for clip, factor in ((0.05, None), (1e3, 1.0), (0.0, 1.0)):
         runner = Runner(build(RankContext(0, {}), tiny_config(1, clip_grad=clip)))
@@ -100,7 +100,7 @@ def microbatch(mask: list[list[float]]) -> Microbatch:
     return Microbatch(tokens, tokens, torch.tensor(mask), tuple(range(len(mask))))
 
 
-def test_a_batch_without_a_token_has_the_loss_zero() -> None:
+def test_batch_without_tokens_has_loss_zero() -> None:
     batch = microbatch([[0, 0, 0]])
     total = token_denominators([batch], mtp_num_layers=0, dp=Group.solo("dp"), device=CPU)
     assert masked_loss(torch.full((1, 3), 5.0), batch.loss_mask, total[0]).item() == 0.0

@@ -30,7 +30,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_waits_for_the_ranks_to_agree(number: signal.Signals) -> None:
+def test_signal_waits_for_the_agreement_of_ranks(number: signal.Signals) -> None:
     stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
     before = signal.getsignal(number)
     with stops.listen():
@@ -43,25 +43,25 @@ def test_a_signal_waits_for_the_ranks_to_agree(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_before_the_first_step_it_ends_what_is_under_way() -> None:
+def test_signal_before_the_first_step_interrupts_the_setup() -> None:
     stops = StopRequests(signals=["SIGTERM"])
     with stops.listen():
         with pytest.raises(StopRun) as caught:
             send(signal.SIGTERM)
             time.sleep(1.0)
         assert caught.value.request.cause == "SIGTERM"
-        send(signal.SIGTERM)  # it is leaving already
+        send(signal.SIGTERM)  # the process is already leaving
     assert not isinstance(caught.value, Exception), "nothing may take it for an error"
 
 
-def test_one_that_came_while_the_main_thread_was_held_counts_when_the_run_begins() -> None:
+def test_signal_received_before_started_stops_the_run() -> None:
     stops = StopRequests(signals=["SIGTERM"])
     stops._received[signal.SIGTERM] = time.monotonic()
     with pytest.raises(StopRun):
         stops.started()
 
 
-def test_what_the_process_ignores_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
@@ -74,7 +74,7 @@ def test_what_the_process_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_request(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     stops = StopRequests(minutes=2.0)
@@ -84,7 +84,7 @@ def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stops.request is not None and stops.request.cause == "exit_duration_in_mins is over"
 
 
-def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_file_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     stops = StopRequests(file=tmp_path / "STOP")
@@ -153,13 +153,13 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="holds a thread in a 
 
 
 @linux
-def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
+def test_second_ctrl_c_exits_immediately(tmp_path: Path) -> None:
     def twice(process: int) -> None:
         os.kill(process, signal.SIGINT)
-        os.kill(process, signal.SIGINT)  # a launcher sends the same one again
+        os.kill(process, signal.SIGINT)  # a launcher repeats the same signal
         time.sleep(0.8)
         assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press is no two"
-        # A process without a core meanwhile receives several at once, as one press: send one more.
+        # A process that gets no core in the meantime receives several as one: send one more.
         for _ in range(10):
             os.kill(process, signal.SIGINT)
             if ended(process, seconds=2.0):
@@ -170,7 +170,7 @@ def test_the_second_ctrl_c_is_now(tmp_path: Path) -> None:
 
 
 @linux
-def test_patience_has_an_end(tmp_path: Path) -> None:
+def test_process_exits_after_its_grace_period(tmp_path: Path) -> None:
     status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
     assert status == 75
     assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not finished their step")
@@ -193,7 +193,7 @@ def reported(folder: Path) -> dict[str, Any]:
         (RuntimeError("gone"), 1, "RuntimeError: gone"),
     ],
 )
-def test_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> None:
+def test_ending_of_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> None:
     def fails() -> Ending:
         assert not (tmp_path / FILE_NAME).exists(), "the last run's end is no end of this one"
         raise error
@@ -212,7 +212,7 @@ def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None,
     return trainer.fit()
 
 
-def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
+def test_stop_before_the_first_step(tmp_path: Path) -> None:
     def stopped() -> Ending:
         raise StopRun(StopRequest(100 + signal.SIGTERM))
 
@@ -220,7 +220,7 @@ def test_a_stop_before_the_first_step(tmp_path: Path) -> None:
     assert reported(tmp_path)["step"] == 4
 
 
-def test_a_collective_that_breaks_as_peers_leave_is_a_stop_until_the_first_step(tmp_path: Path) -> None:
+def test_lost_peer_after_a_stop_request_is_a_stop(tmp_path: Path) -> None:
     def broken() -> Ending:
         raise RuntimeError("Connection closed by peer")
 

@@ -94,7 +94,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_every_moment(name: str, tmp_path: Path) -> None:
+def test_stop_at_every_check_is_exact(name: str, tmp_path: Path) -> None:
     """In an evaluation, between steps, and during a background save: the state is exactly that of its step."""
     layout, moments, steps = MOMENTS[name]
     whole, folder = tmp_path / "whole", tmp_path / "parts"
@@ -114,7 +114,7 @@ def test_every_moment(name: str, tmp_path: Path) -> None:
     assert not (folder / "checkpoints" / "attempts.json").exists()
 
 
-def test_nothing_to_save_is_said(tmp_path: Path) -> None:
+def test_stop_without_save_folder_is_reported(tmp_path: Path) -> None:
     settings = {"dp": 2, "save_interval": None, "async_save": False}
     found = run_ranks(2, without_folder, settings)
     ending, lines = found[0]
@@ -133,7 +133,7 @@ def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Endi
 APART: dict[str, Any] = {"dp": 2, "dp_strategy": "async-parameter-server", "max_staleness": 1, "hidden_dropout": 0.0}
 
 
-def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
+def test_independent_ranks_stop_at_their_next_meeting(tmp_path: Path) -> None:
     """They check only in evaluations and at saves."""
     whole = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
     looks = [life[0][0][1] for life in whole]
@@ -149,7 +149,7 @@ def test_ranks_that_step_apart_stop_where_they_meet(tmp_path: Path) -> None:
 FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False, "train_iters": 9}
 
 
-def test_a_step_that_always_fails_ends_the_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_failures_of_a_step_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three starts fail in step 3; the fourth is refused with their errors. A higher limit lets it continue."""
     saved = str(tmp_path / "run" / "checkpoints")
     settings = {**TINY, **FAILING, "save": saved, "load": saved, "fresh_if_missing": True}

@@ -43,7 +43,7 @@ def run_action(clock: PhaseClock, hand: list[float], text: str, seconds: float) 
     clock.end(action)
 
 
-def test_actions_and_phases_add_up(hand: list[float]) -> None:
+def test_each_action_and_phase_counts_once(hand: list[float]) -> None:
     clock = PhaseClock(CPU)
     for text, seconds in (("0F0", 1.0), ("0F1", 2.0), ("0R0", 4.0), ("0B0", 8.0), ("1I0", 16.0), ("1W0", 32.0)):
         run_action(clock, hand, text, seconds)
@@ -83,7 +83,7 @@ def report(
     return *found, gathers
 
 
-def test_least_and_most_over_ranks() -> None:
+def test_minimum_and_maximum_over_ranks() -> None:
     results = run_ranks(2, report, {"dp": 2}, [1.0, 1.25])
     assert results[1] == ({}, [], ["world"]), "it is rank 0 that reports"
     fields, lines, gathers = results[0]
@@ -99,7 +99,7 @@ def test_least_and_most_over_ranks() -> None:
     ]
 
 
-def test_phases_are_reported_when_asked_for_or_one_rank_is_slow() -> None:
+def test_phases_are_logged_on_request_or_with_a_straggler() -> None:
     for forward, asked, expected in (([1.0, 1.25], False, 0), ([1.0, 1.8], False, 2), ([1.0, 1.8], True, 2)):
         _, lines, _ = run_ranks(2, report, {"dp": 2}, forward, False, asked)[0]
         assert len(lines) == expected
@@ -122,12 +122,12 @@ def test_phases_are_reported_when_asked_for_or_one_rank_is_slow() -> None:
         ),
     ],
 )
-def test_a_straggler_is_named_with_its_host(axes: dict[str, int], seconds: list[float], said: str) -> None:
+def test_straggler_is_named_with_its_host(axes: dict[str, int], seconds: list[float], said: str) -> None:
     _, lines, _ = run_ranks(4, report, axes, seconds)[0]
     assert lines[1:] == [f"straggler: {said}"]
 
 
-def test_ranks_that_run_apart_exchange_nothing() -> None:
+def test_independent_ranks_exchange_no_times() -> None:
     first, second = run_ranks(2, report, {"dp": 2}, [1.0, 3.0], apart=True)
     assert first[2] == second[2] == []
     assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
@@ -144,11 +144,11 @@ def test_ranks_that_run_apart_exchange_nothing() -> None:
         ({"tp": 2, "dp": 2, "ep": 2, "etp": 2}, [[(0, 1, 2, 3)]]),
     ],
 )
-def test_units(axes: dict[str, int], expected: list[list[tuple[int, ...]]]) -> None:
+def test_units_of_comparison(axes: dict[str, int], expected: list[list[tuple[int, ...]]]) -> None:
     assert units(ParallelLayout(**axes)) == expected
 
 
-def test_stages_are_not_compared_with_one_another() -> None:
+def test_stages_are_not_compared_with_each_other() -> None:
     """The last stage has the head: it takes longer, but is no straggler."""
     places = units(ParallelLayout(dp=3, pp=2))
     assert compare([1.0, 1.0, 1.0, 5.0, 5.0, 5.1], places, 1.2) == []
@@ -162,7 +162,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_costs_and_bubble_come_back_from_events(name: str) -> None:
+def test_costs_and_bubble_are_recovered_from_events(name: str) -> None:
     """Events of a simulated run reproduce its costs and its bubble."""
     config = tiny_config(4, pp=4, pipeline_schedule=name)
     schedule = build_schedule(config)
@@ -199,7 +199,7 @@ def traced(
     return bubbles, lines, clock.take()
 
 
-def test_a_step_on_four_ranks(tmp_path: Path) -> None:
+def test_trace_of_a_step_on_four_ranks(tmp_path: Path) -> None:
     """Two pipelines of a zero-bubble V: every computation is in the file once per pipeline, without overlaps."""
     settings = {"pp": 2, "vpp": 2, "dp": 2, "pipeline_schedule": "zb-v"}
     (first, lines, seconds), *others = run_ranks(4, traced, tmp_path, settings)

@@ -81,7 +81,7 @@ def test_hooks_are_called_in_order(tmp_path: Path) -> None:
     assert noted.records == [record for record in written if record["kind"] == "train"]
 
 
-def test_a_callback_stops_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_callback_can_stop_the_run_and_it_resumes(tmp_path: Path) -> None:
     whole, first, rest = Noted(), Noted(stop_at=2), Noted()
     Trainer(mock(), callbacks=[whole], log=lambda line: None).fit()
     folder = {"save": str(tmp_path), "load": str(tmp_path), "fresh_if_missing": True}
@@ -99,7 +99,7 @@ def lost(config: RunConfig, *, step: int) -> None:
     raise RuntimeError("no server")
 
 
-def test_a_start_that_is_refused_gives_the_folder_back(tmp_path: Path) -> None:
+def test_refused_start_releases_the_folder(tmp_path: Path) -> None:
     """In a notebook the process remains: after a fix the same folder can be used again."""
     folder: dict[str, Any] = {"run_dir": str(tmp_path), "save_interval": 2}
     saved = {"load": str(tmp_path / "checkpoints")}
@@ -112,7 +112,7 @@ def test_a_start_that_is_refused_gives_the_folder_back(tmp_path: Path) -> None:
     assert Trainer(mock(**folder, **saved, train_iters=6), log=lambda line: None).fit().step == 6
 
 
-def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
+def test_exit_file_of_a_live_run_stays_removed(tmp_path: Path) -> None:
     """exit.json is missing while that run is alive, and after it is killed: it must be restarted."""
     (tmp_path / "checkpoints").mkdir()
     lock = lock_folder(tmp_path / "checkpoints")
@@ -123,7 +123,7 @@ def test_a_folder_that_another_run_has_keeps_its_word(tmp_path: Path) -> None:
     os.close(lock)
 
 
-def test_what_has_not_locked_the_run_folder_writes_and_removes_nothing_there(tmp_path: Path) -> None:
+def test_run_without_the_lock_changes_no_file(tmp_path: Path) -> None:
     """Start a second run beside a live one: with wrong settings, stopped, or able to train."""
     record = '{"kind": "train", "step": 9}\n'
     (tmp_path / "metrics.jsonl").write_text(record)
@@ -145,7 +145,7 @@ def test_what_has_not_locked_the_run_folder_writes_and_removes_nothing_there(tmp
 
 
 @pytest.mark.parametrize("hook", ["on_start", "on_step_end", "on_end"])
-def test_an_error_in_a_callback_ends_the_run_and_names_it(hook: str, tmp_path: Path) -> None:
+def test_callback_error_ends_the_run_and_is_named(hook: str, tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of ideas")
 
@@ -163,7 +163,7 @@ def script(words: list[str]) -> int:
     return 0
 
 
-def test_a_script_needs_no_launcher_and_logs_on_standard_output() -> None:
+def test_script_needs_no_launcher_and_logs_to_stdout() -> None:
     done = train_forked(1, command=f"{__name__}:script").require_success()
     assert done.err == ""
     assert "megalite: 1 rank = tp 1" in done.out and "2/2" in done.out
@@ -189,13 +189,13 @@ def fit(config: RunConfig, **parts: Any) -> list[dict[str, Any]]:
     return noted.records
 
 
-def test_a_dataset_of_python_is_read_in_an_order_by_the_seed() -> None:
+def test_map_dataset_is_shuffled_by_the_seed() -> None:
     config = configure(**SIZES)
     orders = []
     for seed in (1, 1, 2):
         data = Counted()
         fit(configure(**SIZES, seed=seed), dataset=data)
-        orders.append(data.read[3:19])  # after three reads of the first
+        orders.append(data.read[3:19])  # after three reads of the first sample
     assert orders[0] == orders[1] != orders[2]
     first, second = orders[0][:5], orders[0][5:10]
     assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4], "each epoch has each sample once"
@@ -209,14 +209,14 @@ class Endless:
         return np.full(17, k % 7)
 
 
-def test_a_dataset_of_numbered_samples_is_read_as_it_is() -> None:
+def test_dataset_of_numbered_samples_keeps_its_order() -> None:
     by_function = lambda split, config, tokenizer: Endless() if split == "train" else None  # noqa: E731
     with registered(DATASETS, "endless", by_function):
         named = fit(configure(**SIZES, dataset="endless"))
     assert [r["loss"] for r in fit(configure(**SIZES), dataset=Endless())] == [r["loss"] for r in named]
 
 
-class Moody:
+class Inconsistent:
     def __init__(self) -> None:
         self.calls = 0
 
@@ -234,18 +234,18 @@ class Moody:
         (Counted(sample=np.zeros(17)), "is float64"),
         (Counted(sample=np.full(17, 64)), "holds token id 64, outside vocab_size 64; use --vocab-size 65"),
         (Counted(sample=np.full(17, -1)), "holds token id -1"),
-        (Moody(), "sample 0 has other tokens when it is read again"),
+        (Inconsistent(), "sample 0 has other tokens when it is read again"),
         (Counted(sample={"tokens": np.zeros(17, dtype=int)}), "sample 0 is a mapping without input_ids; it has tokens"),
         ({"valid": [17 * [1]]}, "has no split train"),
         ("nothing", "dataset is 'nothing'; it must be one of"),
     ],
 )
-def test_a_bad_dataset_is_refused(given: Any, says: str) -> None:
+def test_bad_dataset_is_refused(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Trainer(configure(**SIZES), dataset=given, log=lambda line: None).fit()
 
 
-def test_an_evaluation_needs_its_split() -> None:
+def test_evaluation_needs_its_split() -> None:
     config = configure(**SIZES, eval_interval=2)
     both = {"train": Counted(), "validation": Counted()}
     assert fit(config, dataset=both)
@@ -253,8 +253,8 @@ def test_an_evaluation_needs_its_split() -> None:
         Trainer(config, dataset=Counted(), log=lambda line: None).fit()
 
 
-class Greedy(Optimizer):
-    """Has another state than its registration."""
+class MissingState(Optimizer):
+    """Has a state that is missing in its registration."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -273,8 +273,8 @@ class Sign(Optimizer):
         self.updates += 1
 
 
-class Wider(Block):
-    """Has a parameter that is not in its registration."""
+class MissingParameter(Block):
+    """Has a parameter that is missing in its registration."""
 
     def __init__(self, index: int, config: ModelConfig, **settings: Any) -> None:
         super().__init__(index, config, **settings)
@@ -287,7 +287,7 @@ class Plain(Block):
         self.scale = torch.nn.Parameter(torch.ones(4))
 
 
-def test_an_optimizer_and_a_model_by_class_or_name() -> None:
+def test_optimizer_and_model_by_class_or_name() -> None:
     with registered(OPTIMIZERS, "sign", Sign, states=(), settings=""):
         by_class, by_name = fit(mock(), optimizer=Sign), fit(mock(), optimizer="sign")
         assert [r["loss"] for r in by_class] == [r["loss"] for r in by_name]
@@ -306,14 +306,14 @@ def test_an_optimizer_and_a_model_by_class_or_name() -> None:
         Trainer(settings)
 
 
-def test_what_is_not_as_it_is_stated_is_refused() -> None:
-    with registered(OPTIMIZERS, "greedy", Greedy, states=("one",)):
+def test_class_unlike_its_registration_is_refused() -> None:
+    with registered(OPTIMIZERS, "greedy", MissingState, states=("one",)):
         says = r"optimizer greedy keeps the states one .*, more .* is registered with one .*correct `states`"
         with pytest.raises(ConfigError, match=says):
-            Trainer(mock(), optimizer=Greedy, log=lambda line: None).fit()
-    with registered(BLOCKS, "wider", Wider):
+            Trainer(mock(), optimizer=MissingState, log=lambda line: None).fit()
+    with registered(BLOCKS, "wider", MissingParameter):
         says = r"layers.0.scale has the shape, .* \(\[4\], None, False\), but its registration says \(missing\)"
         with pytest.raises(ConfigError, match=says):
-            Trainer(mock(), model=Wider, log=lambda line: None).fit()
+            Trainer(mock(), model=MissingParameter, log=lambda line: None).fit()
     with registered(BLOCKS, "plain", Plain), pytest.raises(ConfigError, match=r"layers\.0\.scale is a plain parameter"):
         Trainer(mock(), model="plain", log=lambda line: None).fit()

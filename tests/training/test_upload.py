@@ -98,7 +98,7 @@ class Ends:
         patch.setattr(StoreObject, "write", write)
 
 
-def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) -> None:
+def test_uploaded_checkpoint_can_be_fetched(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path)
     assert there.newest() is None
     with pytest.raises(CheckpointMissing, match="no complete checkpoint at "):
@@ -114,8 +114,8 @@ def test_a_checkpoint_goes_there_and_comes_back(address: str, tmp_path: Path) ->
 
 
 @IN_FILES
-def test_an_object_is_the_old_one_or_the_new_one(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file store shows half a manifest, however the write ends."""
+def test_object_is_replaced_atomically(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file store shows a partial manifest, however the write ends."""
     manifest = StoreObject(address).below("manifest.json")
     manifest.write(b"old")
     with monkeypatch.context() as patch:
@@ -130,13 +130,13 @@ def test_an_object_is_the_old_one_or_the_new_one(address: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("address", "number"), [*(("file", number) for number in range(1, WRITES + 1)), ("s3", 3)], indirect=["address"]
 )
-def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_path: Path, number: int) -> None:
+def test_previous_checkpoint_is_complete_after_a_kill_at_any_write(address: str, tmp_path: Path, number: int) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1)
     with pytest.MonkeyPatch.context() as patch:
         Ends(patch, number, Killed())
         assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
-    newest = 2 if number == WRITES else 1  # of `latest`, a file for users
+    newest = 2 if number == WRITES else 1  # it only lacks `latest`, a file for users
     assert there.newest() == newest
     assert_holds(find(fetched(address)), seed=newest)
     again = destination(address, tmp_path)
@@ -149,9 +149,7 @@ def test_killed_before_any_write_the_one_before_is_complete(address: str, tmp_pa
 
 @IN_FILES
 @pytest.mark.parametrize("number", range(1, WRITES + 1))
-def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_complete(
-    address: str, tmp_path: Path, number: int
-) -> None:
+def test_repeated_step_is_replaced_once_complete(address: str, tmp_path: Path, number: int) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1, seed=7)
     whole = names(address)
@@ -164,7 +162,7 @@ def test_a_step_that_is_saved_again_is_the_old_one_until_it_is_complete(
     assert names(address) == whole, "nothing of what was there before"
 
 
-def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run on another machine is refused while the first is alive, but not after it was killed or has left."""
     monkeypatch.setattr(upload, "_BEAT_SECONDS", 0.2)
     first, second = destination(address, tmp_path), destination(address, tmp_path)
@@ -183,7 +181,7 @@ def test_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: 
 
 
 @IN_FILES
-def test_machines_have_folders_of_their_own(address: str, tmp_path: Path) -> None:
+def test_machines_with_separate_folders(address: str, tmp_path: Path) -> None:
     def on_machine(group: Group) -> Destination:
         there = destination(address, tmp_path)
         there.host = f"machine-{group.rank}"
@@ -197,7 +195,7 @@ def test_machines_have_folders_of_their_own(address: str, tmp_path: Path) -> Non
         assert list((tmp_path / f"machine-{rank}").iterdir()) == []
 
 
-def test_a_store_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, asked = f"file://{tmp_path}/store/run", [0]
     files = type(StoreObject(address)._files)
     real = files.put_file
@@ -218,7 +216,7 @@ def test_a_store_that_fails_is_asked_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 @IN_FILES
-def test_a_failed_upload_is_one_error_and_loses_nothing(address: str, tmp_path: Path) -> None:
+def test_failed_upload_is_one_error_and_keeps_the_checkpoint(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path)
     save(lambda group: there, 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -235,9 +233,7 @@ def test_a_failed_upload_is_one_error_and_loses_nothing(address: str, tmp_path: 
     assert there.newest() == 3 and list(there.folder.iterdir()) == [], "what was kept is no longer needed"
 
 
-def test_what_did_not_arrive_whole_is_not_complete(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_upload_is_not_complete(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, real = destination(address, tmp_path), StoreObject.write
 
     def write(store: StoreObject, content: Any, **how: Any) -> None:
@@ -250,7 +246,7 @@ def test_what_did_not_arrive_whole_is_not_complete(
 
 
 @pytest.mark.parametrize("pattern", ["weights-00001-*.safetensors", "manifest.json"])
-def test_a_damaged_one_is_passed_over(tmp_path: Path, pattern: str) -> None:
+def test_damaged_checkpoint_is_skipped(tmp_path: Path, pattern: str) -> None:
     address, said = f"file://{tmp_path}/store/run", list[str]()
     there = destination(address, tmp_path)
     for step in (1, 2):
@@ -264,7 +260,7 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, pattern: str) -> None:
         fetched(address, 2)
 
 
-def test_retention(address: str, tmp_path: Path) -> None:
+def test_keep_latest_at_an_address(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path, keep_latest=2, keep_every=4)
     for step in range(1, 8):
         save(lambda group: there, step)
@@ -273,7 +269,7 @@ def test_retention(address: str, tmp_path: Path) -> None:
 
 
 @IN_FILES
-def test_what_cannot_be_removed_is_said(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_removal_is_reported(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, said = destination(address, tmp_path, keep_latest=1), list[str]()
     save(lambda group: there, 1)
     real = StoreObject.remove
@@ -291,7 +287,7 @@ def test_what_cannot_be_removed_is_said(address: str, tmp_path: Path, monkeypatc
     ]
 
 
-def test_what_is_half_removed_is_not_complete(address: str, tmp_path: Path) -> None:
+def test_partially_removed_checkpoint_is_not_complete(address: str, tmp_path: Path) -> None:
     there, removed, real = destination(address, tmp_path, keep_latest=1), list[str](), StoreObject.remove
     save(lambda group: there, 1)
 
@@ -309,7 +305,7 @@ def test_what_is_half_removed_is_not_complete(address: str, tmp_path: Path) -> N
     assert list(StoreObject(address).steps()) == [2]
 
 
-def test_probe(address: str, tmp_path: Path) -> None:
+def test_probe_before_the_first_step(address: str, tmp_path: Path) -> None:
     there = destination(address, tmp_path)
     there.probe(3)
     assert StoreObject(address).entries() == {}
@@ -320,7 +316,7 @@ def test_probe(address: str, tmp_path: Path) -> None:
         destination(f"file://{tmp_path}/file/run", tmp_path).probe(0)
 
 
-def test_inspect_takes_an_address(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_accepts_an_address(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = destination(address, tmp_path)
     for step in (1, 2):
         save(lambda group: there, step)
@@ -331,7 +327,7 @@ def test_inspect_takes_an_address(address: str, tmp_path: Path, capsys: pytest.C
     assert "no complete checkpoint at " in capsys.readouterr().err
 
 
-def test_a_bucket_that_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_bucket_is_not_created(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with running(S3Server()) as server:
         server.use(monkeypatch)
         server.missing_buckets.add("slip")
@@ -342,7 +338,7 @@ def test_a_bucket_that_is_not_there_is_not_made(monkeypatch: pytest.MonkeyPatch,
             destination("s3://bucket/run", tmp_path).probe(0)
 
 
-def test_large_files_go_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_large_files_are_uploaded_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = bytes(range(256)) * (120 << 12)
     (tmp_path / "large").write_bytes(content)
     beats: list[None] = []

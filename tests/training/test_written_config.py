@@ -41,7 +41,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -> None:
+def test_run_with_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -> None:
     fit(**ASKED, run_dir=str(tmp_path / "a"))
     before = content(tmp_path / "a")
     load = ("--load", tmp_path / "a" / "checkpoints")
@@ -51,7 +51,7 @@ def test_a_run_by_another_run_s_config_saves_in_its_own_folder(tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["latest", "step-0000004"]
 
 
-def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) -> None:
+def test_written_config_has_given_but_no_derived_values(tmp_path: Path) -> None:
     fit(**ASKED, run_dir=str(tmp_path / "a"))
     config = files.load(tmp_path / "a" / "config.yaml")
     assert {name: value_of(config, name) for name in OPEN} == dict.fromkeys(OPEN)
@@ -81,9 +81,7 @@ def test_what_was_derived_is_left_open_and_what_was_given_stays(tmp_path: Path) 
         ("{save: runs/a/checkpoints, save_interval: 5}", "--run-dir runs/b", "runs/a/checkpoints"),
     ],
 )
-def test_a_folder_that_a_former_version_wrote_follows_run_dir(
-    tmp_path: Path, text: str, flags: str, save: str | None
-) -> None:
+def test_folder_of_an_older_version_follows_run_dir(tmp_path: Path, text: str, flags: str, save: str | None) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert parse_arguments(["--config", str(file), *flags.split()]).config.checkpoint.save == save
