@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int, Settings]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forwards_wait_for_what_they_read(name: str) -> None:
+def test_forwards_wait_for_their_parameters(name: str) -> None:
     """Each bucket has one parameter, and contains NaN until its wait: an early read gives NaN."""
     world, settings = CASES[name]
     assert run_ranks(world, steps, world, settings, True) == run_ranks(world, steps, world, settings, False)
@@ -77,6 +77,6 @@ def orders(context: RankContext, settings: Settings) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", [Z1, {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.001}])
-def test_what_is_needed_first_is_asked_for_first(settings: Settings) -> None:
+def test_gathers_are_in_the_order_of_use(settings: Settings) -> None:
     for found in run_ranks(2, orders, settings):
         assert found == list(range(len(found))) and len(found) > 10

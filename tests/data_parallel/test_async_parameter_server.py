@@ -115,7 +115,7 @@ CASES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("workers", "bound", "settings", "simulation"), CASES)
-def test_a_scripted_run_is_its_simulation(
+def test_scripted_run_equals_its_simulation(
     workers: int, bound: int, settings: dict[str, Any], simulation: dict[str, Any]
 ) -> None:
     script = random_script(workers, 4, bound, seed=workers + bound)
@@ -124,7 +124,7 @@ def test_a_scripted_run_is_its_simulation(
     assert max(ages) >= workers > min(ages), "the script must make some weights older than usual"
 
 
-def test_any_run_is_the_simulation_of_its_log() -> None:
+def test_run_equals_the_simulation_of_its_log() -> None:
     found = run_ranks(4, workers_steps, 4, {"max_staleness": 1}, 5)
     events = [event for event in found[0]["events"] if event.kind in (Kind.PULL, Kind.PUSH)]
     ages = assert_simulated(found, events)
@@ -134,12 +134,12 @@ def test_any_run_is_the_simulation_of_its_log() -> None:
     assert all(len(one["notes"]) == 1 for one in found[1:]), "who decides reports"
 
 
-def test_without_staleness_pushes_of_a_step_are_applied_in_the_order_of_ranks() -> None:
+def test_pushes_are_applied_in_rank_order_without_staleness() -> None:
     events = [Event(kind, rank) for _ in range(3) for kind in (Kind.PULL, Kind.PUSH) for rank in range(4)]
     assert_simulated(run_ranks(4, workers_steps, 4, {"max_staleness": 0}, 3), events)
 
 
-def test_one_worker_is_the_optimizer_alone() -> None:
+def test_one_worker_equals_the_optimizer() -> None:
     (found,) = run_ranks(1, workers_steps, 1, {"max_staleness": 1}, 3)
     assert_same(found["pulled"], adam(1))
     assert not found["notes"]
@@ -185,11 +185,11 @@ def early_worker(context: RankContext) -> bool:
     return rested
 
 
-def test_the_server_rests_until_its_own_worker_leaves_a_meeting() -> None:
+def test_server_waits_until_its_own_worker_leaves_a_meeting() -> None:
     assert run_ranks(2, early_worker) == [True, True]
 
 
-def test_a_worker_that_is_too_far_ahead_waits() -> None:
+def test_worker_that_is_too_far_ahead_waits() -> None:
     bound, steps = 2, 5
     events, _ = run_ranks(2, late_worker, bound, steps)
     first = events.index(Event(Kind.PUSH, 0))

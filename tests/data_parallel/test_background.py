@@ -11,7 +11,7 @@ from megalite.data_parallel.wire import Background
 CPU = torch.device("cpu")
 
 
-def test_works_run_one_after_the_other_in_the_order_asked_for() -> None:
+def test_tasks_run_in_order() -> None:
     background, done, gate = Background(CPU), list[int](), threading.Event()
 
     def note(number: int) -> None:
@@ -27,7 +27,7 @@ def test_works_run_one_after_the_other_in_the_order_asked_for() -> None:
     background.close()
 
 
-def test_an_error_comes_out_where_it_is_waited_for_and_nothing_more_is_run() -> None:
+def test_error_is_raised_by_wait_and_stops_later_tasks() -> None:
     background, done = Background(CPU), list[str]()
 
     def fail() -> None:
@@ -54,7 +54,7 @@ def test_close_ends_the_thread() -> None:
     background.close()
 
 
-def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
+def test_close_does_not_wait_for_a_stuck_task() -> None:
     background, gate, started = Background(CPU), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -75,7 +75,7 @@ def test_close_does_not_wait_for_a_work_that_never_ends() -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_it_is_a_stream_between_two_parts_of_the_computation() -> None:
+def test_task_on_cuda_is_ordered_with_the_main_stream() -> None:
     device = torch.device("cuda", 0)
     background, x = Background(device), torch.ones(1 << 24, device=device)
     for _ in range(50):

@@ -24,7 +24,7 @@ SLOW_LINK = Costs(
 """80 % of the step is waiting; 0.1 s of the reduction is hidden."""
 
 
-def test_the_prediction_is_that_of_its_parts() -> None:
+def test_predicted_speed_equals_the_formula() -> None:
     assert SLOW_LINK.speed(1.0) == pytest.approx(1.0)
     assert SLOW_LINK.speed(0.0) == pytest.approx(1.0 / (0.2 + 0.8 / 25 + 0.03))
     assert SLOW_LINK.speed(0.25) == pytest.approx(1.0 / (0.25 + 0.75 * 0.262))
@@ -34,7 +34,7 @@ def test_the_prediction_is_that_of_its_parts() -> None:
     assert "w 0.15 assumed" in SLOW_LINK.line(None)
 
 
-def test_a_loss_is_said_plainly_and_whatever_comes_on_top_can_make_one() -> None:
+def test_slowdown_is_reported_for_each_extra_cost() -> None:
     fast = dataclasses.replace(SLOW_LINK, exposed=0.01)
     assert "grad_compression topk will be slower here" in fast.line(0.2, name="grad_compression topk")
     for name in ("codec", "latency", "optimizer"):
@@ -43,7 +43,7 @@ def test_a_loss_is_said_plainly_and_whatever_comes_on_top_can_make_one() -> None
         assert slow.break_even < SLOW_LINK.break_even and slow.speed(0.2) < 1.0
 
 
-def test_at_the_break_even_rate_neither_is_faster() -> None:
+def test_both_are_equally_fast_at_the_break_even_rate() -> None:
     rate = SLOW_LINK.break_even
     hidden, whole, lossy = 0.1, SLOW_LINK.whole_bytes / rate, SLOW_LINK.lossy_bytes / rate
     assert lossy + SLOW_LINK.extra == pytest.approx(whole - hidden)
@@ -74,7 +74,7 @@ ONEBIT = {"optimizer": "onebit-adam"}
 
 
 @pytest.mark.parametrize(("freeze", "at"), [(20, [8]), (4, [5, 12])])
-def test_it_is_said_once_the_same_on_all_ranks_and_its_bytes_are_counted(freeze: int, at: list[int]) -> None:
+def test_line_is_logged_once_and_its_bytes_are_counted(freeze: int, at: list[int]) -> None:
     """The first line comes after 2 settling and 5 measured steps, or at an earlier freeze; the second after as many
     frozen steps."""
     runs = run_ranks(2, said, {**ONEBIT, "freeze_step": freeze})
@@ -102,7 +102,7 @@ def probed(sent: list[float], plain: list[float], at: int) -> float:
 
 
 @pytest.mark.parametrize(("name", "warmup", "at"), [("powersgd", 5, [6, 13]), ("onebit", 0, [8]), ("topk", 2, [10])])
-def test_compression_of_gradients_says_it_too(name: str, warmup: int, at: list[int]) -> None:
+def test_gradient_compression_logs_the_line(name: str, warmup: int, at: list[int]) -> None:
     """The line comes when the warm-up ends, or after as many steps without one; results do not change."""
     settings = {"grad_compression": name, "compression_warmup_steps": warmup, "reduction_order": "rank"}
     runs = run_ranks(2, said, settings)
@@ -137,7 +137,7 @@ def parts(context: RankContext, rehearsed: int) -> tuple[float, float]:
     return whole, sum(sent)
 
 
-def test_a_reduction_is_measured_by_a_part_of_it() -> None:
+def test_reduction_is_extrapolated_from_a_part() -> None:
     whole, part = (run_ranks(3, parts, most)[0] for most in (1 << 20, 96))
     assert whole[0] == whole[1] == pytest.approx(part[0])
     assert part[1] < whole[1] / 5
@@ -156,13 +156,13 @@ def lossy_steps(wait: float, reduction: float) -> Costs:
         return measured._costs()
 
 
-def test_without_a_step_of_whole_gradients_the_backward_hides_what_it_can() -> None:
+def test_costs_without_a_measured_plain_step() -> None:
     costs = lossy_steps(wait=0.6, reduction=4.0)
     assert (costs.exposed, costs.step) == pytest.approx((4.0 - 1.6, 2.4 + 2.4))
     assert lossy_steps(wait=0.6, reduction=1.0).exposed == 0.0
 
 
-def test_the_optimizers_own_work_is_measured_beside_the_run() -> None:
+def test_optimizer_cost_is_measured_without_stepping_it() -> None:
     """Uses an optimizer that sleeps in frozen steps; the run's optimizer is not stepped."""
 
     class Slow(OneBitAdam):

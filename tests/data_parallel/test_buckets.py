@@ -43,7 +43,7 @@ def buckets(bucket_size: int = 10**6, replicas: int = 1) -> list[Bucket]:
     return make_buckets(parameters(), bucket_size=bucket_size, replicas=lambda kind: replicas, grad_dtype=torch.float32)
 
 
-def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
+def test_buckets_have_one_kind_and_the_order_of_the_backward() -> None:
     assert sorted(map(names, buckets())) == [
         ["1.experts", "0.experts"],
         ["1.norm", "0.norm"],
@@ -60,7 +60,7 @@ def test_kinds_never_mix_and_order_is_that_of_the_backward() -> None:
             assert tuple(bucket.kind) == (*kind, info.orthogonal, info.learning_rate, info.fp8)
 
 
-def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
+def test_bucket_is_closed_at_its_size() -> None:
     # 3·5 = 15 elements of a split matrix here, 20 of a whole one.
     found = list(map(names, buckets(bucket_size=20)))
     assert ["1.whole"] in found and ["0.whole"] in found
@@ -69,7 +69,7 @@ def test_a_bucket_closes_when_it_has_reached_its_size() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_places_and_alignment(replicas: int) -> None:
+def test_offsets_and_alignment(replicas: int) -> None:
     align = ALIGNMENT * replicas
     for bucket in buckets(replicas=replicas):
         assert bucket.data.numel() == bucket.grad.numel()
@@ -98,7 +98,7 @@ def test_values_and_gradients_are_views_of_the_buffers() -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_gradients_of_autograd_move_into_the_buffer_and_add_up(at_once: bool) -> None:
+def test_gradients_of_autograd_accumulate_in_the_buffer(at_once: bool) -> None:
     (bucket,) = (bucket for bucket in buckets() if names(bucket)[0] == "1.norm")
     norm = bucket.placed[0].parameter
     if at_once:
@@ -125,7 +125,7 @@ class Additions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_vectors_of_a_backward_are_added_together() -> None:
+def test_vector_gradients_are_added_in_one_operation() -> None:
     """Neighbours need one addition; a matrix is added separately during the backward; full is reported last."""
     vectors = [FACTORY.parameter(f"norm{index}", (5,), decay=False, value=1.0) for index in range(5)]
     matrix = FACTORY.parameter("learned", (2, 5), decay=False, value=1.0)
@@ -146,7 +146,7 @@ def test_vectors_of_a_backward_are_added_together() -> None:
     assert full == [2.0 * (5 * 15 + 10)]
 
 
-def test_a_matrix_that_a_layer_adds_itself_keeps_no_hook() -> None:
+def test_matrix_added_by_its_layer_keeps_no_hook() -> None:
     """If autograd still gives it a gradient, `collect` moves it."""
     matrix = FACTORY.parameter("weight", (2, 5), decay=False, value=1.0)
     (bucket,) = make_buckets([matrix], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
@@ -159,7 +159,7 @@ def test_a_matrix_that_a_layer_adds_itself_keeps_no_hook() -> None:
     assert matrix.grad is None and bucket.grad[:10].tolist() == [1.0] * 10
 
 
-def test_a_backward_that_broke_leaves_nothing() -> None:
+def test_failed_backward_leaves_no_gradients() -> None:
     """Its gradients are discarded with the step's."""
     norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
     (bucket,) = make_buckets([norm], bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float32)
@@ -174,7 +174,7 @@ def test_a_backward_that_broke_leaves_nothing() -> None:
     assert bucket.grad[:5].tolist() == [1.0] * 5
 
 
-def test_full_after_the_last_gradient_of_each_parameter() -> None:
+def test_bucket_is_full_after_the_last_gradient_of_each_parameter() -> None:
     """A tied embedding gets two gradients, and only the second is its last."""
     word = FACTORY.parameter("word", (4, 5), std=1.0, uses=2)
     other = FACTORY.parameter("other", (4, 5), std=1.0)
@@ -203,7 +203,7 @@ SHAPE = (4, 5)
 
 
 class Stage(torch.nn.Module):
-    """Two matrices in buckets of their own, one that is table and head at once, a norm summed over tp, and a bias."""
+    """Two matrices in separate buckets, one that is table and head at once, a norm summed over tp, and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Armed:
         return started
 
 
-def test_a_whole_backward_gives_each_parameter_its_share() -> None:
+def test_reductions_start_during_a_whole_backward() -> None:
     me = Armed()
     me.strategy.enable_grad_sync(3)
     assert me.give() == []
@@ -248,7 +248,7 @@ def test_a_whole_backward_gives_each_parameter_its_share() -> None:
     assert me.give() == ["norm"]
 
 
-def test_with_matrices_pending_the_rest_starts_at_once_and_each_of_them_when_it_is_full() -> None:
+def test_pending_matrices_are_reduced_when_full() -> None:
     me = Armed()
     stage = me.stage
     assert me.give("norm", "bias", "first") == []
@@ -262,7 +262,7 @@ def test_with_matrices_pending_the_rest_starts_at_once_and_each_of_them_when_it_
 
 
 @pytest.mark.parametrize("pending", [None, ["second"], []], ids=str)
-def test_without_overlap_nothing_starts_before_the_launch(pending: list[str] | None) -> None:
+def test_no_reduction_before_the_launch_without_overlap(pending: list[str] | None) -> None:
     me = Armed(overlap=False)
     me.strategy.enable_grad_sync(3, None if pending is None else [getattr(me.stage, name) for name in pending])
     assert me.give("norm", "bias", "table", "second", "table", "first") == []
@@ -270,7 +270,7 @@ def test_without_overlap_nothing_starts_before_the_launch(pending: list[str] | N
     assert sorted(me.give()) == ["bias", "first", "second", "table"]
 
 
-def test_a_bucket_that_has_had_a_backward_is_freed() -> None:
+def test_bucket_is_freed_after_a_backward() -> None:
     """torch stores its parameters' hooks where Python's collector does not look: they must not reference it."""
     norm = FACTORY.parameter("norm", (5,), decay=False, value=1.0)
     (bucket,) = make_buckets([norm], bucket_size=1, replicas=lambda kind: 1, grad_dtype=torch.float32)

@@ -74,7 +74,7 @@ def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["uint8", "topk", "powersgd"])
-def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str) -> None:
+def test_weights_equal_the_simulation(name: str) -> None:
     ranks, settings = 3, {"grad_compression": name, "compression_warmup_steps": 1}
     wanted = played(name, ranks, 1)
     for found in run_ranks(ranks, toy_steps, ranks, settings):
@@ -86,7 +86,7 @@ def test_weights_are_those_of_one_process_that_plays_all_ranks(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_neither_overlap_nor_loss_scale_nor_order_matter(name: str) -> None:
+def test_overlap_loss_scale_and_order_change_no_weights(name: str) -> None:
     """A sum of two has only one order, and a power of 2 does not round."""
     plain = run_ranks(2, toy_steps, 2, {"grad_compression": name})[0]["weights"]
     late = {"grad_compression": name, "overlap_grad_reduce": False}
@@ -96,7 +96,7 @@ def test_neither_overlap_nor_loss_scale_nor_order_matter(name: str) -> None:
             assert_same(found["weights"], plain)
 
 
-def test_alone_it_is_a_plain_all_reduce() -> None:
+def test_one_rank_equals_a_plain_all_reduce() -> None:
     plain = run_ranks(1, toy_steps, 1, {})[0]["weights"]
     for name in CODECS:
         found = run_ranks(1, toy_steps, 1, {"grad_compression": name})[0]
@@ -145,7 +145,7 @@ SHARE = {"onebit": 0.7, "uint8": 0.99, "topk": 0.7, "powersgd": 0.65}
     [({"tp": 2, "dp": 2, "sequence_parallel": True}, ("onebit", "topk")), ({"pp": 2, "dp": 2}, ("uint8", "powersgd"))],
     ids=["tp2-dp2", "pp2-dp2"],
 )
-def test_a_real_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:
+def test_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tuple[str, ...]) -> None:
     """Copies over dp, tp ranks and both ends of the pipeline are bit-equal (`assemble` compares them)."""
     plain = run_ranks(4, trained, layout, STEPS)[0]["losses"]
     for name in names:

@@ -38,7 +38,7 @@ def by_name(strategy: DataParallelStrategy) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dp_rank", range(6))
-def test_shards_follow_the_groups_of_their_bucket(dp_rank: int) -> None:
+def test_buckets_are_sharded_over_their_group(dp_rank: int) -> None:
     """Dense buckets are sharded over dp, experts over expert-dp, independently of the rank in the other group."""
     for expert_rank in range(3):
         strategy = strategy_of(DistributedOptimizer, group("dp", 6, dp_rank), group("expert-dp", 3, expert_rank))
@@ -53,7 +53,7 @@ def test_shards_follow_the_groups_of_their_bucket(dp_rank: int) -> None:
         assert not shards["router"].counts_in_norm, "the first tp rank counts its copy"
 
 
-def test_with_all_reduce_one_replica_counts() -> None:
+def test_norm_counts_one_replica_with_all_reduce() -> None:
     for dp_rank in range(2):
         for expert_rank in range(2):
             strategy = strategy_of(AllReduce, group("dp", 2, dp_rank), group("expert-dp", 2, expert_rank))

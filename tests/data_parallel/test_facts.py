@@ -63,7 +63,7 @@ def kept(context: RankContext) -> list[tuple[set[str], float, set[str], float]]:
     return found
 
 
-def test_states_are_those_that_are_stated() -> None:
+def test_states_equal_the_facts() -> None:
     for rank in run_ranks(RANKS, kept):
         for settings, (names, elements, stated, wanted) in zip(CASES, rank, strict=True):
             assert (names, elements) == (stated, wanted), settings
@@ -82,7 +82,7 @@ SERVER = {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.0006}
     ],
     ids=str,
 )
-def test_buckets_are_closed_at_the_stated_size(settings: dict[str, Any], size: int, buckets: int) -> None:
+def test_bucket_sizes_equal_the_facts(settings: dict[str, Any], size: int, buckets: int) -> None:
     """Gradients arrive in the order norm, down (330), bias, up (330), table (240)."""
     run = ToyRun(RankContext(0, {}).topology(dp=1), settings)
     assert bucket_size(run.config, 1) == run.strategy.options.bucket_size == size
@@ -126,7 +126,7 @@ def built_with(context: RankContext, states: tuple[str, ...]) -> str:
     return ""
 
 
-def test_a_strategy_keeps_what_it_is_registered_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_must_equal_the_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(RANKS, built_with, ("seen",)) == [""] * RANKS
     for said in run_ranks(RANKS, built_with, ()):
         assert said.startswith(
@@ -158,7 +158,7 @@ def weights_of(context: RankContext) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_a_strategy_is_a_class_and_its_facts() -> None:
+def test_registered_strategy_trains_and_is_planned() -> None:
     for mine, usual in run_ranks(RANKS, weights_of):
         for name, values in mine.items():
             torch.testing.assert_close(values, usual[name])

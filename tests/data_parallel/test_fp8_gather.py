@@ -89,7 +89,7 @@ CASES: list[tuple[int, Settings]] = [
 
 
 @pytest.mark.parametrize(("world", "settings"), CASES, ids=str)
-def test_the_bits_of_a_gather_in_bf16(world: int, settings: Settings) -> None:
+def test_fp8_gather_equals_a_bf16_gather(world: int, settings: Settings) -> None:
     plain = run_ranks(world, steps, world, settings, 1 << 20)
     ours = run_ranks(world, steps, world, {**settings, **GATHERED}, 100)
     for theirs, found in zip(plain, ours, strict=True):
@@ -108,7 +108,7 @@ def volumes(context: RankContext, world: int, settings: Settings) -> dict[str, A
 
 
 @pytest.mark.parametrize(("world", "settings"), [CASES[1], (4, {"pp": 2, "num_layers": 4}), CASES[5]], ids=str)
-def test_a_step_moves_what_the_formulas_say(world: int, settings: Settings) -> None:
+def test_bytes_of_a_step_equal_the_formulas(world: int, settings: Settings) -> None:
     settings = {**settings, **GATHERED, "sanitize_communication": False}
     config = tiny_config(world, **{**FP8, **settings})
     assert config.parallel.dp is not None
@@ -136,7 +136,7 @@ def flagged(context: RankContext, world: int, settings: Settings) -> tuple[set[s
 
 
 @pytest.mark.parametrize("family", [{}, {**LLAMA, **SIXTEENS}, LATENT, SHARED], ids=["gpt", "llama", "latent", "moe"])
-def test_gathered_are_the_weights_that_multiply_in_fp8(family: Settings) -> None:
+def test_weights_with_fp8_matmuls_are_gathered_in_fp8(family: Settings) -> None:
     sizes = {"qk_head_dim": 12, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "num_attention_heads": 4}
     settings = {"num_layers": 4, **family, **GATHERED, **(sizes if family is LATENT else {})}
     for multiply, gathered in run_ranks(2, flagged, 2, settings):
@@ -159,7 +159,7 @@ def continue_from(context: RankContext, world: int, settings: Settings, folder: 
 
 
 @pytest.mark.parametrize("settings", [{}, {**Z1, "main_params": "split", "ddp_bucket_size": 1}], ids=str)
-def test_a_checkpoint_has_the_weights_as_they_are(settings: Settings, tmp_path: Path) -> None:
+def test_checkpoint_has_the_exact_weights(settings: Settings, tmp_path: Path) -> None:
     plain = run_ranks(2, continue_from, 2, settings, str(tmp_path / "plain"))
     ours = run_ranks(2, continue_from, 2, {**settings, **GATHERED}, str(tmp_path / "fp8"))
     assert ours == plain
@@ -179,7 +179,7 @@ def spoilt(context: RankContext, world: int) -> str:
     return str(error.value)
 
 
-def test_what_is_not_finite_is_seen() -> None:
+def test_infinite_weight_is_an_error() -> None:
     for text in run_ranks(2, spoilt, 2):
         assert text.startswith("step 1: loss nan, gradient norm nan")
         assert "weight are not finite on rank 0" in text

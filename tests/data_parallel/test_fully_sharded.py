@@ -19,7 +19,7 @@ STEPS = 3
 
 
 @pytest.mark.parametrize("settings", [Z2, {**Z3, **BY_RANK}], ids=str)
-def test_given_gradients(settings: dict[str, Any]) -> None:
+def test_weights_equal_adam_with_given_gradients(settings: dict[str, Any]) -> None:
     """Some buckets have several parameters, some have one; each parameter gets one gradient."""
     for found in run_ranks(3, trajectory, 3, settings, STEPS):
         assert_same(found, adam(3))
@@ -32,14 +32,14 @@ def in_two_levels(name: str, step: int, ranks: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", [{**Z1, **BY_RANK, "precision": "bf16"}, Z2, {**Z3, **BY_RANK}], ids=str)
-def test_two_instances_add_up_inside_and_then_across(settings: dict[str, Any]) -> None:
+def test_two_instances_sum_inside_and_then_across(settings: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if "precision" in settings else torch.float32
     for found in run_ranks(4, trajectory, 4, {**settings, "dp_instances": 2}, STEPS):
         assert_same(found, adam(4, total=in_two_levels, dtype=dtype))
 
 
 @pytest.mark.parametrize("settings", [{**Z2, **BY_RANK}, {**Z2, "overlap_grad_reduce": False}, Z3], ids=str)
-def test_microbatches_to_the_bit(settings: dict[str, Any]) -> None:
+def test_microbatches_are_bitwise_equal_to_the_oracle(settings: dict[str, Any]) -> None:
     for rank, found in enumerate(run_ranks(3, unit_steps, 3, settings, STEPS)):
         losses, weights = oracle(3, rank, STEPS)
         assert found.losses == losses, "the weights that a forward sees are those of the step before"
@@ -56,7 +56,7 @@ def moments(found: Result) -> dict[tuple[str, int], list[Any]]:
 
 
 @pytest.mark.parametrize("more", [{}, BY_RANK, {"precision": "bf16"}], ids=str)
-def test_two_units_are_whole_at_most_the_one_at_work_and_the_next(more: dict[str, Any]) -> None:
+def test_at_most_the_current_and_the_next_unit_are_whole(more: dict[str, Any]) -> None:
     for found in run_ranks(2, unit_steps, 2, {**Z3, **more}, 2):
         for (kind, unit), lives in moments(found).items():
             ahead = unit + 1 if kind == "forward" else unit - 1
@@ -69,7 +69,7 @@ def test_two_units_are_whole_at_most_the_one_at_work_and_the_next(more: dict[str
         assert found.idle.weights == found.idle.gradients == []
 
 
-def test_without_overlap_one_unit_is_whole() -> None:
+def test_one_unit_is_whole_without_overlap() -> None:
     settings = {**Z3, "overlap_param_gather": False, "overlap_grad_reduce": False}
     for found in run_ranks(2, unit_steps, 2, settings, 2):
         for (kind, unit), lives in moments(found).items():
@@ -78,7 +78,7 @@ def test_without_overlap_one_unit_is_whole() -> None:
                 assert set(live.gradients) <= ({unit} if kind == "backward" else set())
 
 
-def test_gradients_of_zero_2_are_whole_while_they_come() -> None:
+def test_zero_2_gradients_are_whole_only_in_their_backward() -> None:
     for found in run_ranks(2, unit_steps, 2, Z2, 2):
         for (kind, unit), lives in moments(found).items():
             for live in lives:
@@ -92,7 +92,7 @@ def test_bytes_of_zero_2() -> None:
         assert found.sent == pytest.approx((MICROBATCHES * 4 + 2) * sum(found.held) * 3 / 4)
 
 
-def test_the_states_are_the_owned_ranges_and_the_model_is_not_gathered_to_save_it() -> None:
+def test_states_are_shards_and_saving_gathers_no_unit() -> None:
     for rank, (ranges, live) in enumerate(run_ranks(3, saved_ranges)):
         assert live == []
         for start, stop, whole in ranges:
@@ -111,7 +111,7 @@ def saved_ranges(context: RankContext) -> tuple[list[tuple[int, int, int]], list
     return ranges, live
 
 
-def test_units_are_children_and_what_containers_hold() -> None:
+def test_units_are_children_and_the_contents_of_containers() -> None:
     class Stage(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -27,7 +27,7 @@ def bucket_of(sizes: list[int], *, replicas: int = 1, uses: int = 1) -> Bucket:
     return bucket
 
 
-def test_neighbours_go_together_once_they_are_enough() -> None:
+def test_adjacent_gradients_start_at_the_threshold() -> None:
     queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
     assert queue.start_counting(None) == []
     assert queue.note(0) == []
@@ -37,7 +37,7 @@ def test_neighbours_go_together_once_they_are_enough() -> None:
     assert queue.rest() == []
 
 
-def test_what_is_left_goes_in_the_end_and_once() -> None:
+def test_rest_is_returned_once() -> None:
     queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
     queue.start_counting(None)
     assert [queue.note(index) for index in (1, 2, 0)] == [[], [], [(0, 256)]]
@@ -48,7 +48,7 @@ def test_what_is_left_goes_in_the_end_and_once() -> None:
     assert queue.rest() == [(0, 448)], "never armed: all of it"
 
 
-def test_contributions_are_counted_as_armed() -> None:
+def test_gradient_is_ready_after_its_pending_contributions() -> None:
     bucket = bucket_of([640, 640], uses=2)
     first, second = (placed.parameter for placed in bucket.placed)
     queue = ReadyQueue(bucket, threshold=640, align=64)
@@ -64,7 +64,7 @@ def test_contributions_are_counted_as_armed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_element_goes_once_and_not_before_it_is_ready(seed: int) -> None:
+def test_each_element_is_reduced_once_and_after_it_is_ready(seed: int) -> None:
     choose = random.Random(seed)
     replicas = choose.choice((1, 3, 4))
     align = ALIGNMENT * replicas
@@ -148,7 +148,7 @@ def out_of_order(context: RankContext, different: bool) -> str:
         return str(error)
 
 
-def test_ranks_that_reduce_in_other_orders_are_found_before_the_update() -> None:
+def test_different_orders_on_ranks_are_an_error_before_the_update() -> None:
     for said in run_ranks(2, out_of_order, True):
         assert "step 1: gradients became ready in different orders" in said
     for said in run_ranks(2, out_of_order, False):

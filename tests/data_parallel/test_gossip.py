@@ -97,11 +97,11 @@ def decentlam(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None) 
         (4, PEER | WARM, {"graph": "one-peer", "warm_up": 1}),
     ],
 )
-def test_d_psgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+def test_d_psgd_equals_the_simulation(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | more, STEPS, (2,)), d_psgd(ranks, **how))
 
 
-def test_a_skipped_step_is_none() -> None:
+def test_skipped_step_delays_its_exchange() -> None:
     """Its exchange happens in the next step."""
     found = run_ranks(4, run_toy, 4, GOSSIP | PEER, STEPS, (), (2,))
     assert_same(found, d_psgd(4, graph="one-peer", skipped=2))
@@ -110,11 +110,11 @@ def test_a_skipped_step_is_none() -> None:
 @pytest.mark.parametrize(
     ("ranks", "more", "how"), [(3, WARM, {"warm_up": 1}), (4, BF16_WIRE, {"wire": torch.bfloat16})]
 )
-def test_decentlam_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+def test_decentlam_equals_the_simulation(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     assert_same(run_ranks(ranks, run_toy, ranks, GOSSIP | DECENTLAM | more, STEPS), decentlam(ranks, **how))
 
 
-def test_decentlam_is_the_papers_with_a_constant_rate() -> None:
+def test_decentlam_equals_the_paper_with_a_constant_rate() -> None:
     """Compare with m = βm + (x - Σ W (x_j - γ g_j))/γ, x = x - γ m in fp64, without weight decay on two tensors."""
     ranks, names = 4, ("bias", "norm")
     replicas = [Replica(rank, ranks) for rank in range(ranks)]
@@ -182,7 +182,7 @@ def choco_sgd(ranks: int, steps: int, warm_up: int = 0, members: int = 1) -> lis
 
 
 @pytest.mark.parametrize(("replicas", "warm_up", "members"), [(2, 0, 1), (3, 2, 1), (2, 1, 2)])
-def test_choco_sgd_is_the_papers(replicas: int, warm_up: int, members: int) -> None:
+def test_choco_sgd_equals_the_paper(replicas: int, warm_up: int, members: int) -> None:
     ranks, settings = replicas * members, {"sync_warmup_steps": warm_up}
     settings |= {"dp_instances": replicas} if members > 1 else {}
     found = run_ranks(ranks, run_toy, ranks, GOSSIP | CHOCO | settings, 8, (3,))
@@ -205,7 +205,7 @@ def copies(context: RankContext) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def test_all_that_have_a_copy_have_the_same() -> None:
+def test_public_copies_are_equal() -> None:
     found = run_ranks(4, copies)
     assert set(found[0]) - {"replica_param"} == set(strategy_states(tiny_config(4, dp=4, **GOSSIP, **EIGHT_BITS)))
     for rank, ours in enumerate(found):
@@ -223,7 +223,7 @@ def drift(replicas: list[Replica], step: int) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, DECENTLAM, EIGHT_BITS])
-def test_rounding_on_the_wire_moves_no_mean(more: dict[str, Any]) -> None:
+def test_rounding_on_the_wire_keeps_the_mean(more: dict[str, Any]) -> None:
     """The mean equals that of replicas without exchanges: with plain SGD it does not depend on the peers."""
     plain = SGD | more | BF16_WIRE | {"sgd_momentum": 0.0}
     found = run_ranks(4, run_toy, 4, GOSSIP | plain, 6)
@@ -234,7 +234,7 @@ def test_rounding_on_the_wire_moves_no_mean(more: dict[str, Any]) -> None:
         assert torch.stack(ours).std(dim=0).mean() < 0.7 * torch.stack(theirs).std(dim=0).mean()
 
 
-def test_the_distance_is_that_of_the_weights() -> None:
+def test_logged_distance_is_that_of_the_weights() -> None:
     found = run_ranks(4, run_toy, 4, GOSSIP, 3, (3,))
     flat = [torch.cat([rank["weights"][2][name].view(-1) for name in SHAPES]).double() for rank in found]
     average = sum(flat[1:], flat[0]) / 4
@@ -245,7 +245,7 @@ def test_the_distance_is_that_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("more", "bytes_each"), [({}, 8), (PEER | BF16_WIRE, 2), (EIGHT_BITS, 2)])
-def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
+def test_bytes_and_phases(more: dict[str, Any], bytes_each: int) -> None:
     """The bytes go to each peer; with 8 bits there is also an fp32 scale for each bucket here."""
     scales = 2 * 4 * len(BUCKETS) if more == EIGHT_BITS else 0
     for rank in run_ranks(4, run_toy, 4, GOSSIP | more, 2):
@@ -255,7 +255,7 @@ def test_what_it_sends(more: dict[str, Any], bytes_each: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("graph", ["ring", "one-peer"])
-def test_graphs_are_symmetric_and_all_hear_of_all(graph: str, size: int) -> None:
+def test_graphs_are_symmetric_and_connected(graph: str, size: int) -> None:
     if graph == "one-peer" and size % 2 and size > 1:
         with pytest.raises(AssertionError):
             peers_of(graph, 0, size, 0)

@@ -75,7 +75,7 @@ def simulated(ranks: int, *, warm_up: int = 0, wire: torch.dtype | None = None, 
         (3, BF16_WIRE | WARM | MOMENTS, {"wire": torch.bfloat16, "warm_up": 1, "moments": True}),
     ],
 )
-def test_local_sgd_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+def test_local_sgd_equals_the_simulation(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
     found = run_ranks(ranks, run_toy, ranks, LOCAL | more, STEPS)
     assert_same(found, simulated(ranks, **how))
     warm_up = how.get("warm_up", 0)
@@ -116,23 +116,25 @@ def model_average(
 @pytest.mark.parametrize(
     ("replicas", "warm_up", "interval", "delay", "members"), [(2, 0, 4, 3, 1), (3, 2, 3, 1, 1), (2, 1, 3, 2, 2)]
 )
-def test_asynchronous_model_averaging(replicas: int, warm_up: int, interval: int, delay: int, members: int) -> None:
+def test_delayed_averaging_equals_the_formula(
+    replicas: int, warm_up: int, interval: int, delay: int, members: int
+) -> None:
     settings = {"sync_warmup_steps": warm_up, "sync_interval": interval, "sync_delay": delay, "precision": "fp64"}
     settings |= {"dp_instances": replicas} if members > 1 else {}
-    # Asking for the mean, also while an exchange is under way, changes nothing.
+    # Requesting the mean, also during an exchange, changes nothing.
     found = run_ranks(replicas * members, run_toy, replicas * members, LATE | SGD | settings, 10, (2, 5, 7))
     wanted = model_average(replicas, 10, warm_up=warm_up, interval=interval, delay=delay, members=members)
     assert_near(found, wanted, members)
 
 
-def test_an_average_travels_while_steps_are_taken() -> None:
+def test_delayed_average_is_sent_during_steps() -> None:
     ranks = run_ranks(4, run_toy, 4, LATE | BF16_WIRE, 8)
     one_way = 3 / 4 * 2 * ranks[0]["elements"]
     assert ranks[0]["phases"] == ["local", "local", "local", "send", "local", "local", "use", "send"]
     assert ranks[0]["bytes"] == [0.0, 0.0, 0.0, one_way, one_way, 0.0, 0.0, one_way]
 
 
-def test_what_it_sends_and_when() -> None:
+def test_bytes_and_phases() -> None:
     ranks = run_ranks(4, run_toy, 4, LOCAL | WARM, STEPS)
     assert ranks[0]["phases"] == ["gradients", "local", "weights", "local", "weights"]
     whole = 2 * 3 / 4 * 4 * ranks[0]["elements"]
@@ -145,7 +147,7 @@ def test_what_it_sends_and_when() -> None:
     [(LOCAL | WARM | MOMENTS | BF16_WIRE, {}), (DILOCO | STREAMING | BF16_WIRE, {}), (GOSSIP | DECENTLAM, SGD)],
     ids=str,
 )
-def test_one_rank_is_the_optimizer(settings: dict[str, Any], optimizer: dict[str, Any]) -> None:
+def test_one_rank_equals_the_optimizer(settings: dict[str, Any], optimizer: dict[str, Any]) -> None:
     (alone,) = run_ranks(1, run_toy, 1, settings, STEPS)
     assert_same([alone], run_ranks(1, trajectory, 1, optimizer, STEPS))
     assert sum(alone["bytes"]) == 0.0
@@ -200,8 +202,8 @@ def simulated_diloco(
         (3, {"sync_delay": 3}, {"delay": 3}),
     ],
 )
-def test_diloco_in_several_processes(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
-    # Asking for the mean, also while an exchange is under way, changes nothing.
+def test_diloco_equals_the_simulation(ranks: int, more: dict[str, Any], how: dict[str, Any]) -> None:
+    # Requesting the mean, also during an exchange, changes nothing.
     found = run_ranks(ranks, run_toy, ranks, DILOCO | more, ROUND_STEPS, (2, 3, 6))
     wanted = simulated_diloco(ranks, **how)
     assert_same(found, wanted)
@@ -213,13 +215,13 @@ def test_diloco_in_several_processes(ranks: int, more: dict[str, Any], how: dict
     assert found[0]["means"].keys() == {2, 3, 6}
 
 
-def test_what_was_due_in_a_skipped_step_happens_in_the_next() -> None:
+def test_exchange_of_a_skipped_step_happens_in_the_next() -> None:
     for skipped in ((2, 3), (5,)):
         found = run_ranks(3, run_toy, 3, DILOCO | STREAMING, ROUND_STEPS, (), skipped)
         assert_same(found, simulated_diloco(3, fragments=2, delay=1, mix=0.25, skipped=skipped))
 
 
-def test_each_fragment_is_sent_at_its_time() -> None:
+def test_bytes_and_phases_of_fragments() -> None:
     found = run_ranks(4, run_toy, 4, DILOCO | STREAMING, 9)
     assert found[0]["phases"] == [
         *("local", "send 0", "use 0", "send 1", "use 1"),
@@ -237,7 +239,7 @@ def test_each_fragment_is_sent_at_its_time() -> None:
         assert size * one_way <= nbytes <= (size + 1024) * one_way, f"step {step}"
 
 
-def test_layers_go_round_the_fragments() -> None:
+def test_layers_are_assigned_to_fragments_in_turn() -> None:
     names = ["embedding.word.weight", *(f"layers.{layer}.mlp.up.weight" for layer in range(5)), "final_norm.bias"]
     assert [fragment_of(name, 3) for name in names] == [0, 0, 1, 2, 0, 1, 0]
     assert {fragment_of(name, 1) for name in names} == {0}
@@ -268,7 +270,7 @@ def run_merged(context: RankContext, *how: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_an_instance_is_a_replica(settings: dict[str, Any]) -> None:
+def test_instance_equals_a_replica(settings: dict[str, Any]) -> None:
     """Two instances of two ranks equal two ranks with the sums of their gradients; with a bf16 wire, except for the
     rounding of gradients inside an instance."""
     found = run_ranks(4, run_toy, 4, settings | INSTANCES | {"precision": "fp64"}, 9, (3, 5))

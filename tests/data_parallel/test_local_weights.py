@@ -51,7 +51,7 @@ def differ(replicas: list[dict[str, np.ndarray]]) -> bool:
 
 
 @pytest.mark.parametrize("settings", [FRAGMENTS, DECENTLAM, LATE], ids=["diloco", "decentlam", "asynchronous"])
-def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
+def test_tp_and_pp_do_not_change_numbers(settings: Settings) -> None:
     steps = 7 if settings == LATE else 5
     plain = run_ranks(2, trained, 2, {"dp": 2, **settings}, steps)
     wanted = by_replica(plain)
@@ -66,7 +66,7 @@ def test_tp_and_pp_change_no_numbers(settings: Settings) -> None:
                 np.testing.assert_allclose(ours[name], values, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
-def test_tp_changes_no_numbers_between_instances() -> None:
+def test_tp_does_not_change_numbers_of_instances() -> None:
     settings = {"dp": 4, "dp_instances": 2, "dp_strategy": "local-sgd", "sync_interval": 2, "sync_delay": 1}
     plain, split = (run_ranks(world, trained, world, {**settings, "tp": world // 4}, 4) for world in (4, 8))
     for rank in split:
@@ -105,7 +105,7 @@ def norms(context: RankContext, ranks: int, settings: Settings) -> list[tuple[fl
 @pytest.mark.parametrize(
     ("settings", "replicas", "members"), [(LOCAL, 3, 1), (RING, 3, 1), ({**LOCAL, "dp_instances": 2}, 2, 2)]
 )
-def test_each_replica_is_clipped_by_its_own_norm(settings: Settings, replicas: int, members: int) -> None:
+def test_each_replica_clips_by_its_norm(settings: Settings, replicas: int, members: int) -> None:
     def norm(step: int, ranks: range) -> float:
         flat = [sum((1.0 + rank) * gradient(name, step, rank).double().view(-1) for rank in ranks) for name in SHAPES]
         return float(torch.cat(flat).norm())
@@ -128,7 +128,7 @@ def drifted(context: RankContext, folder: str, settings: Settings) -> dict[str, 
     return {kind: local_parts(runner.replica, kind) for kind in KINDS}
 
 
-def taken_up(context: RankContext, dp: int, folder: str, settings: Settings, target: str | None) -> dict[str, Any]:
+def loaded(context: RankContext, dp: int, folder: str, settings: Settings, target: str | None) -> dict[str, Any]:
     runner = continued(context, tiny_config(dp, dp=dp, load=folder, **SMALL, **settings), folder)
     found: dict[str, Any] = {kind: local_parts(runner.replica, kind) for kind in (*KINDS, "weight")}
     if target is not None:
@@ -148,16 +148,16 @@ def assert_all_have(ranks: list[dict[str, Any]], kind: str, wanted: dict[str, to
             np.testing.assert_array_equal(rank[kind][name][2], values.numpy(), err_msg=f"{kind} {name}")
 
 
-def test_fewer_and_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
+def test_fewer_or_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
     settings = {"dp_strategy": "local-sgd", "sync_interval": 5, "precision": "bf16"}
     four, two = str(tmp_path / "four"), str(tmp_path / "two")
     old = run_ranks(4, drifted, four, settings)
     for dp, folder, target in ((2, four, two), (4, two, None)):
-        found = run_ranks(dp, taken_up, dp, folder, settings, target)
+        found = run_ranks(dp, loaded, dp, folder, settings, target)
         for kind in KINDS:
             assert_all_have(found, kind, average(old, kind))
-    # So does a strategy with equal replicas, with all digits of main parameters.
-    other = run_ranks(2, taken_up, 2, four, {"precision": "bf16"}, None)
+    # So does a strategy with equal replicas, including the low bits of main parameters.
+    other = run_ranks(2, loaded, 2, four, {"precision": "bf16"}, None)
     for kind in KINDS:
         assert_all_have(other, kind, average(old, kind))
     weights = average(old, "main_param")
@@ -173,7 +173,7 @@ def known(context: RankContext, folder: str) -> list[bool]:
     return [torch.equal(state.values, mains[state.bucket]) for state in copies]
 
 
-def test_copies_of_other_replicas_start_from_the_mean_too(tmp_path: Path) -> None:
+def test_copies_of_other_replicas_start_from_the_mean(tmp_path: Path) -> None:
     run_ranks(4, drifted, str(tmp_path), {**CHOCO, "precision": "fp32"})
     for same in run_ranks(2, known, str(tmp_path)):
         assert same and all(same)
@@ -183,7 +183,7 @@ def test_instances_load_as_ranks(tmp_path: Path) -> None:
     """Two instances of two ranks are two replicas, so two ranks can load them."""
     settings = {**LATE, "precision": "fp32"}
     old = run_ranks(4, drifted, str(tmp_path), {**settings, "dp_instances": 2})
-    found = run_ranks(2, taken_up, 2, str(tmp_path), settings, None)
+    found = run_ranks(2, loaded, 2, str(tmp_path), settings, None)
     for kind in KINDS:
         for rank, ours in enumerate(found):
             for name, (_, _, values) in ours[kind].items():
@@ -214,7 +214,7 @@ def broken_off(context: RankContext, settings: Settings) -> list[bool]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_inside_is_the_mean_and_after_an_error_each_has_its_own(precision: str) -> None:
+def test_mean_inside_and_own_weights_after_an_error(precision: str) -> None:
     for settings in (LOCAL, FRAGMENTS | {"sync_warmup_steps": 0}):
         for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
             assert all(verdicts), verdicts
@@ -233,6 +233,6 @@ def counted(context: RankContext, settings: Settings, look: bool) -> list[float]
     return found
 
 
-def test_looking_at_the_mean_is_no_part_of_a_step() -> None:
+def test_bytes_of_evaluation_do_not_count() -> None:
     plain, looked = (run_ranks(3, counted, RING, look) for look in (False, True))
     assert looked == plain and sum(plain[0]) > 0

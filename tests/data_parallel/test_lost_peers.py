@@ -22,22 +22,22 @@ def said(error: BaseException, dp: Group, world: Group) -> str | None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("Connection closed by peer"), KeyError()])
-def test_other_errors_stay_what_they_are(error: BaseException) -> None:
+def test_other_errors_are_unchanged(error: BaseException) -> None:
     assert said(error, Group("dp-cp", (0, 2), 0), Group.solo("world")) is None
 
 
-def test_where_nobody_can_be_named_the_group_and_its_peers_are() -> None:
+def test_group_and_peers_are_named_if_no_rank_can_be() -> None:
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group.solo("world"))
     assert "step 7: a connection of rank 0 broke, to a peer in its dp group [0, 2]" in str(found)
 
 
-def test_without_replicas_the_world_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_is_named_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group: [])
     found = said(CLOSED, Group.solo("dp-cp"), Group("world", (0, 1), 1))
     assert "a connection of rank 1 broke, to a peer in its world [0, 1];" in str(found)
 
 
-def test_each_that_is_gone_is_named_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_lost_rank_is_named_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group: [1, 2])
     found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
     assert "rank 1; rank 2 of dp group [0, 2] are gone: connections were closed in step 7" in str(found)

@@ -46,7 +46,7 @@ def assert_same(found: list[Tensors], wanted: list[Tensors]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "scale"), [(3, "tensor"), (4, "bucket"), (1, "tensor")])
-def test_onebit_adam_is_its_simulation(ranks: int, scale: str) -> None:
+def test_onebit_adam_equals_its_simulation(ranks: int, scale: str) -> None:
     settings = {"optimizer": "onebit-adam", "onebit_scale": scale}
     runs = run_ranks(ranks, trajectory, ranks, settings, STEPS)
     wanted = onebit_adam(runs[0][2], ranks, freeze=FREEZE, steps=STEPS, scale=scale)
@@ -55,7 +55,7 @@ def test_onebit_adam_is_its_simulation(ranks: int, scale: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "scale"), [(4, "tensor"), (3, "bucket"), (1, "tensor")])
-def test_onebit_lamb_is_its_simulation(ranks: int, scale: str) -> None:
+def test_onebit_lamb_equals_its_simulation(ranks: int, scale: str) -> None:
     settings = {"optimizer": "onebit-lamb", "onebit_scale": scale, "adam_beta2": 0.9}
     runs = run_ranks(ranks, trajectory, ranks, settings, STEPS)
     wanted, factors = onebit_lamb(runs[0][2], ranks, freeze=FREEZE, steps=STEPS, beta2=0.9, scale=scale)
@@ -66,7 +66,7 @@ def test_onebit_lamb_is_its_simulation(ranks: int, scale: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 1])
-def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
+def test_zero_one_adam_equals_its_simulation(ranks: int) -> None:
     runs = run_ranks(ranks, trajectory, ranks, ZERO_ONE, 14)
     wanted = zero_one_adam(
         runs[0][2], ranks, variance_steps=(1, 2, 4), freeze=5, exchange_steps=(6, 7, 9, 13), steps=14
@@ -82,7 +82,7 @@ def test_zero_one_adam_is_its_simulation(ranks: int) -> None:
         assert [step for step in range(1, 15) if not runs[0][1][step - 1][1]] == [8, 10, 11, 12, 14]
 
 
-def test_what_it_sends() -> None:
+def test_bytes_of_onebit_adam() -> None:
     """It sends 1/32 of the bytes of whole gradients, plus the sizes of signs."""
     _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 2)[0]
     elements = sum(bucket.size for bucket in buckets)
@@ -116,7 +116,7 @@ def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
     return found
 
 
-def test_clipping_goes_by_an_estimate_that_all_ranks_share() -> None:
+def test_clipping_uses_one_estimate_on_all_ranks() -> None:
     """With uncorrelated gradients of similar size, rho is about 1/2 on 4 ranks, and so is the estimate."""
     runs = run_ranks(4, norms, 1.0)
     assert all([clipping for clipping, _ in run] == [clipping for clipping, _ in runs[0]] for run in runs)
@@ -162,7 +162,7 @@ def copies(context: RankContext, settings: dict[str, Any], steps: int) -> dict[s
 
 
 @pytest.mark.parametrize(("optimizer", "steps"), [("onebit-adam", 12), ("onebit-lamb", 12)])
-def test_what_tp_ranks_hold_alike_stays_alike(optimizer: str, steps: int) -> None:
+def test_parameters_replicated_over_tp_stay_equal(optimizer: str, steps: int) -> None:
     """Each tp rank decodes them from a bucket without other parameters."""
     settings = {"optimizer": optimizer, "dp": 2, "tp": 2, "sequence_parallel": True}
     runs = run_ranks(4, copies, settings, steps)
@@ -182,7 +182,7 @@ def onebit_losses(
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "num_layers": 2}])
-def test_lamb_factors_are_of_whole_tensors(settings: dict[str, Any]) -> None:
+def test_lamb_factors_are_those_of_whole_tensors(settings: dict[str, Any]) -> None:
     """Without data parallelism nothing is rounded, so results do not depend on the layout."""
     common = {"optimizer": "onebit-lamb", "precision": "fp64", "num_layers": settings.get("num_layers", 1)}
     losses, states = onebit_losses(RankContext(0, {}), 1, common)
@@ -210,7 +210,7 @@ def skipping(context: RankContext, skipped: list[int]) -> list[str]:
     return phases
 
 
-def test_a_warm_up_has_as_many_updates_as_it_was_given() -> None:
+def test_skipped_steps_extend_the_warm_up() -> None:
     """Skipped steps make it longer: otherwise a second moment of fewer gradients would be frozen."""
     for skipped in ([], [2], [1, 3, 4]):
         wanted = ["gradients"] * (FREEZE + len(skipped)) + ["momentum"] * 2
@@ -237,5 +237,5 @@ def untouched(context: RankContext, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["onebit-adam", "onebit-lamb", "zero-one-adam"])
-def test_what_gets_no_gradient_is_not_stepped_by_the_others_size(optimizer: str) -> None:
+def test_row_without_gradient_is_not_moved(optimizer: str) -> None:
     run_ranks(2, untouched, optimizer)

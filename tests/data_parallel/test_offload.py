@@ -74,7 +74,7 @@ def both_places(context: RankContext) -> list[str]:
     return found
 
 
-def test_no_step_is_another() -> None:
+def test_offload_does_not_change_steps() -> None:
     assert run_ranks(2, both_places) == [[], []]
 
 
@@ -116,19 +116,19 @@ def models_in_both(context: RankContext, world: int, settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("world, settings", MODELS, ids=str)
-def test_clipped_and_averaged_models_are_the_same(world: int, settings: dict[str, Any]) -> None:
+def test_offload_does_not_change_clipping_and_averages(world: int, settings: dict[str, Any]) -> None:
     assert run_ranks(world, models_in_both, world, settings) == [[]] * world
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "optimizer": "muon", **CLIPPED, **Z1}], ids=str)
-def test_both_places_take_up_each_others_checkpoints(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_load_with_and_without_offload(layout: dict[str, Any], tmp_path: Path) -> None:
     assert_resumed_alike(2, layout, tmp_path, [WHOLE | HOST, WHOLE])
 
 
 @pytest.mark.parametrize(
     "settings", [{"dp_strategy": "fully-sharded"}, {"optimizer": "muon", **CLIPPED, "eval_ema": True}], ids=str
 )
-def test_a_run_that_saves_and_one_that_continues(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_with_offload_is_exact(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {"dp": 2, "precision": "bf16", "num_layers": 2, "global_batch_size": 4, **HOST, **settings}
     assert run_ranks(2, interrupted, 2, settings, str(tmp_path), 4, [2]) == [[], []]
 
@@ -173,7 +173,7 @@ def held_and_planned(context: RankContext) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def test_every_byte_is_planned() -> None:
+def test_offloaded_bytes_equal_the_plan() -> None:
     first, second = run_ranks(2, held_and_planned)
     for held, planned, slots, room in first:
         assert held == planned > 0 and slots == room > 0
@@ -182,7 +182,7 @@ def test_every_byte_is_planned() -> None:
 
 
 @pytest.mark.parametrize("settings", [LAYOUTS[2], LAYOUTS[5], MUON], ids=str)
-def test_the_device_is_relieved_of_them(settings: dict[str, Any]) -> None:
+def test_device_memory_decreases_as_planned(settings: dict[str, Any]) -> None:
     """Compare live bytes after the build, on a device that counts them in blocks of 512 bytes."""
     shape = {"dp": 2, "hidden_size": 64}
     there, here = (tiny_config(2, **shape, **settings, **form) for form in ({}, HOST))
@@ -195,7 +195,7 @@ def test_the_device_is_relieved_of_them(settings: dict[str, Any]) -> None:
     assert found.peak_bytes < before.peak_bytes
 
 
-def test_a_fraction_takes_whole_ranges_from_the_first() -> None:
+def test_fraction_selects_whole_ranges_from_the_first() -> None:
     assert in_host_memory([5, 0, 5, 10], 1.0) == [True, False, True, True]
     assert in_host_memory([5, 0, 5, 10], 0.3) == [True, False, True, False]
     assert in_host_memory([5, 5, 10], 0.25) == [True, False, False]
@@ -212,6 +212,6 @@ def params_norms(context: RankContext) -> set[float]:
     return found
 
 
-def test_the_parameters_norm_is_the_same() -> None:
+def test_parameter_norm_is_the_same() -> None:
     one, *other = params_norms(RankContext(0))
     assert other == pytest.approx([one], rel=1e-12) or not other

@@ -129,7 +129,7 @@ def published(
     ("workers", "lamb", "b2", "highest"),
     [(4, True, 0.9, 10.0), (3, True, 0.9, 10.0), (1, True, 0.9, 10.0), (2, True, 0.5, 1.0), (4, False, 0.9, 10.0)],
 )
-def test_it_is_the_published_algorithm(workers: int, lamb: bool, b2: float, highest: float) -> None:
+def test_weights_equal_the_published_algorithm(workers: int, lamb: bool, b2: float, highest: float) -> None:
     settings: dict[str, Any] = {"optimizer": "onebit-adam", "adam_beta2": b2}
     if lamb:
         settings |= {"optimizer": "onebit-lamb", "lamb_max_coeff": highest}

@@ -74,9 +74,9 @@ def last_loss(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", RELAXED)
-def test_real_text_is_learned_as_with_all_reduce(name: str) -> None:
+def test_loss_on_text_is_close_to_all_reduce(name: str) -> None:
     assert last_loss(name) == pytest.approx(last_loss("all-reduce"), rel=0.06)
 
 
-def test_8_bits_cost_nothing() -> None:
+def test_loss_with_8_bits_is_close_to_full_precision() -> None:
     assert last_loss("gossip in 8 bits") == pytest.approx(last_loss("gossip"), rel=0.005)

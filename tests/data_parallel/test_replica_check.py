@@ -13,7 +13,7 @@ from tests.support.tiny import MOE, Runner, build, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_fingerprint_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
+def test_fingerprint_depends_on_each_bit_and_position(dtype: torch.dtype) -> None:
     values = torch.randn(50, dtype=dtype, generator=torch.Generator().manual_seed(1))
     bits = values.view(torch.uint8)
     swapped = values.clone()
@@ -53,7 +53,7 @@ def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: s
 @pytest.mark.parametrize(
     "strategy, culprit, name, element", [("all-reduce", 2, "up", 329), ("distributed-optimizer", 0, "norm", 0)]
 )
-def test_a_flipped_bit_is_found_and_named(strategy: str, culprit: int, name: str, element: int) -> None:
+def test_flipped_bit_of_a_weight_is_named(strategy: str, culprit: int, name: str, element: int) -> None:
     other = culprit or 1
     for good, bad in run_ranks(4, errors, {"dp_strategy": strategy}, culprit, name, element):
         assert good == ""
@@ -86,7 +86,7 @@ def with_experts(context: RankContext) -> list[str]:
     return [experts, *found]
 
 
-def test_experts_are_compared_where_they_are_the_same() -> None:
+def test_experts_are_compared_over_ranks_with_the_same_ones() -> None:
     for rank, (experts, good, expert, dense) in enumerate(run_ranks(4, with_experts)):
         assert good == ""
         # Ranks 0 and 2 get a RuntimeError: their experts are equal.
@@ -113,7 +113,7 @@ def states(context: RankContext, strategy: str, culprit: str | None) -> str:
     return "" if held else "nothing is held twice"
 
 
-def test_a_flipped_bit_of_a_state_is_found() -> None:
+def test_flipped_bit_of_a_state_is_named() -> None:
     culprit = "exp_avg_sq"
     for said in run_ranks(2, states, "all-reduce", culprit):
         assert said.startswith(
@@ -121,7 +121,7 @@ def test_a_flipped_bit_of_a_state_is_found() -> None:
         )
 
 
-def test_sound_states_are_the_same() -> None:
+def test_equal_states_pass() -> None:
     assert run_ranks(2, states, "all-reduce", None) == ["", ""]
     assert run_ranks(2, states, "distributed-optimizer", None) == ["nothing is held twice"] * 2
 
@@ -166,6 +166,6 @@ def all_differ(context: RankContext) -> str:
     return str(caught.value)
 
 
-def test_every_rank_says_the_same() -> None:
+def test_all_ranks_raise_the_same_error() -> None:
     one, other = run_ranks(2, all_differ)
     assert one == other

@@ -54,7 +54,7 @@ def resumed(context: RankContext, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_resume_goes_on_to_the_bit_also_from_and_to_all_reduce(tmp_path: Path) -> None:
+def test_resume_across_strategies_is_bitwise_equal(tmp_path: Path) -> None:
     for found in run_ranks(2, resumed, str(tmp_path)):
         straight = [of_weights for _, of_weights in found["on"].values()]
         assert all(one == straight[0] for one in straight), "strategies differ without any checkpoint"

@@ -27,6 +27,6 @@ WAYS = {
 @pytest.mark.parametrize(
     ("ranks", "name", "wire"), [*((3, name, "fp32") for name in WAYS), *((1, name, "bf16") for name in EACH)]
 )
-def test_weights_are_those_of_one_process(ranks: int, name: str, wire: str) -> None:
+def test_weights_equal_the_simulation(ranks: int, name: str, wire: str) -> None:
     for found in run_ranks(ranks, trajectory, ranks, {**WAYS[name], "wire_dtype": wire}, STEPS):
         assert_same(found, adam(ranks))

@@ -38,7 +38,7 @@ def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
     return {"losses": losses, "weights": local_parts(runner.replica, "weight")}
 
 
-def test_the_same_bits_as_all_reduce_on_two_ranks() -> None:
+def test_two_ranks_are_bitwise_equal_to_all_reduce() -> None:
     """A sum of two has only one order, and one microbatch needs no accumulation."""
     plain = run_ranks(2, bits, {"precision": "bf16"})
     theirs = assemble([rank["weights"] for rank in plain])
@@ -82,7 +82,7 @@ def most_units(context: RankContext, settings: Settings) -> tuple[int, set[str]]
 
 
 @pytest.mark.parametrize("settings", [{}, {**FULL, "recompute_num_layers": 3}], ids=str)
-def test_two_units_are_whole_at_most(settings: Settings) -> None:
+def test_at_most_two_units_are_whole(settings: Settings) -> None:
     for most, left in run_ranks(2, most_units, {**Z3, **settings}):
         assert (most, left) == (2, set())
 
@@ -110,7 +110,7 @@ def leg(
     return {"start": start, "end": end}
 
 
-def test_from_strategy_to_strategy(tmp_path: Path) -> None:
+def test_states_load_in_another_strategy(tmp_path: Path) -> None:
     """All states load with the weights, on any number of ranks."""
     legs: list[tuple[int, Settings]] = [
         (2, {}),
@@ -166,7 +166,7 @@ def after_failure(context: RankContext, ranks: int, settings: Settings, fails: b
     ],
     ids=str,
 )
-def test_a_step_that_fails_half_way_leaves_nothing_behind(settings: Settings) -> None:
+def test_failed_step_leaves_no_state(settings: Settings) -> None:
     ranks = 2 * settings.get("dp_instances", 1)
     failed = run_ranks(ranks, after_failure, ranks, settings, True)
     assert failed == run_ranks(ranks, after_failure, ranks, settings, False)

@@ -19,7 +19,7 @@ WHOLE: dict[str, Any] = {"precision": "bf16", "main_params": "fp32"}
 
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-def test_every_value_comes_back(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_is_restored(low: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test all upper halves with lower halves around the ties; NaN stays NaN."""
     monkeypatch.setattr(shards, "PIECE", 10_000)
     bits = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16) | low
@@ -32,7 +32,7 @@ def test_every_value_comes_back(low: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert main.data[nan].isnan().all()
 
 
-def test_what_is_written_inside_stays() -> None:
+def test_values_written_while_unfolded_are_kept() -> None:
     main = torch.nn.Parameter(torch.randn(1000))
     weights = main.data.to(torch.bfloat16)
     made = SplitMain(main, weights)
@@ -47,7 +47,7 @@ def test_what_is_written_inside_stays() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, Z1, {**Z1, "overlap_param_gather": False}], ids=str)
-def test_no_step_is_another(settings: dict[str, Any]) -> None:
+def test_split_main_does_not_change_steps(settings: dict[str, Any]) -> None:
     ours = run_ranks(3, trajectory, 3, {**settings, **SPLIT}, 12)
     theirs = run_ranks(3, trajectory, 3, {**settings, **WHOLE}, 12)
     for one, other in zip(ours, theirs, strict=True):
@@ -80,7 +80,7 @@ def both_forms(context: RankContext) -> list[str]:
     return found
 
 
-def test_other_strategies_and_optimizers_do_not_know_the_difference() -> None:
+def test_split_main_does_not_change_other_strategies_and_optimizers() -> None:
     assert run_ranks(2, both_forms) == [[], []]
 
 
@@ -90,9 +90,9 @@ GPT: dict[str, Any] = {"num_layers": 2, "micro_batch_size": 2, "ddp_bucket_size"
 def saved_and_resumed(
     context: RankContext, world: int, layout: dict[str, Any], folders: list[str], forms: list[dict[str, Any]]
 ) -> list[Any]:
-    """(results, weights, main parameters) of runs that continue from each other's checkpoints.
+    """Return (results, weights, main parameters) of runs that resume from each other's checkpoints.
 
-    Both forms train and save; then each takes up what the other has saved.
+    Both forms train and save; then each loads the other's checkpoint.
     """
     found: list[Any] = []
     for form, folder in zip(forms, folders, strict=True):
@@ -127,7 +127,7 @@ def assert_resumed_alike(world: int, layout: dict[str, Any], folder: Path, forms
 
 
 @pytest.mark.parametrize("world, layout", [(2, {"tp": 2}), (4, {"pp": 2, "dp": 2, **Z1})], ids=str)
-def test_both_forms_take_up_each_others_checkpoints(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_both_forms_load_each_others_checkpoints(world: int, layout: dict[str, Any], tmp_path: Path) -> None:
     assert_resumed_alike(world, layout, tmp_path, [SPLIT, WHOLE])
 
 
@@ -147,7 +147,7 @@ def tensors() -> list[torch.Tensor]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
-def test_a_parameter_takes_two_bytes_less_between_steps() -> None:
+def test_split_main_saves_two_bytes_per_parameter_between_steps() -> None:
     (ours, count), (theirs, _) = (alive(RankContext(0), settings) for settings in (SPLIT, WHOLE))
     # A listed tie takes 8 bytes; there is about one per 2^17 elements.
     assert theirs - ours == pytest.approx(2 * count, abs=80)

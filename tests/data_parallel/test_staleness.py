@@ -16,7 +16,7 @@ def step(ledger: Ledger, worker: int) -> int:
     return staleness
 
 
-def test_a_worker_waits_when_it_is_more_than_max_staleness_ahead() -> None:
+def test_worker_waits_if_more_than_max_staleness_ahead() -> None:
     ledger = Ledger(3, max_staleness=1)
     step(ledger, 0)
     assert ledger.may_pull(0)
@@ -75,7 +75,7 @@ PULL_0, PUSH_0, PUSH_1 = Event(Kind.PULL, 0), Event(Kind.PUSH, 0), Event(Kind.PU
         (Scripted([]), [PUSH_1, PULL_0]),
     ],
 )
-def test_orders(order: Order, expected: list[Event | None]) -> None:
+def test_orders_of_events(order: Order, expected: list[Event | None]) -> None:
     waiting, found = [PUSH_1, PULL_0], []
     for _ in range(2):
         chosen = order(waiting, Ledger(2, max_staleness=0))
@@ -99,7 +99,7 @@ def test_by_rank_waits_for_all_pushes_of_a_clock() -> None:
     assert served == [0, 1, 2]
 
 
-def test_report() -> None:
+def test_report_line() -> None:
     report = Report()
     report.staleness.update([3, 3, 5, 1])
     report.waited[0] += 240_000_000

@@ -52,7 +52,7 @@ def reductions(context: RankContext, settings: dict[str, Any]) -> list[list[str]
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "distributed-optimizer"])
-def test_reduction_starts_inside_the_last_backward_and_only_there(strategy: str) -> None:
+def test_reduction_starts_inside_the_last_backward(strategy: str) -> None:
     for events in reductions(RankContext(0, {}), {"dp_strategy": strategy}):
         last = len(events) - 1 - events[::-1].index("begin")
         assert events[:last] == ["begin", "end"] * 7
@@ -68,7 +68,7 @@ def test_without_overlap_reduction_waits_for_the_backward() -> None:
         assert set(events[16:]) == {"reduce", "vectors"}
 
 
-def test_numbers_of_buckets_are_added_up_in_one_order() -> None:
+def test_total_adds_buckets_in_a_fixed_order() -> None:
     """The order of gradients must not change any bit."""
     strategy = build(RankContext(0, {}), tiny_config()).strategy
     squares = [torch.tensor(value, dtype=torch.float64) for value in (1e16, 1.0, 1.0)]
@@ -81,7 +81,7 @@ def on_two_ranks(context: RankContext, settings: dict[str, Any]) -> list[list[st
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}])
-def test_gradients_in_parts_are_reduced_after_they_are_summed(settings: dict[str, Any]) -> None:
+def test_partial_gradients_are_summed_before_the_reduction(settings: dict[str, Any]) -> None:
     """Norms with sequence parallelism and tied embeddings are reduced last; the others overlap with the backward."""
     for rank in run_ranks(2, on_two_ranks, settings):
         for events in rank:
@@ -137,7 +137,7 @@ def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torc
     return made, model
 
 
-def test_each_module_waits_for_its_own_parameters_just_before_it_computes() -> None:
+def test_each_module_waits_for_its_parameters_before_its_forward() -> None:
     made, model = strategy_of(SpyGroup("dp", (0, 1), 0), overlap=True)
     made.publish_parameters()
     assert EVENTS == ["start a", "start b", "start c"], "first needed, first sent"
@@ -149,7 +149,7 @@ def test_each_module_waits_for_its_own_parameters_just_before_it_computes() -> N
     assert EVENTS == ["forward a", "forward b", "forward c"], "what has come is not waited for again"
 
 
-def test_without_overlap_parameters_are_there_at_once() -> None:
+def test_parameters_are_complete_at_once_without_overlap() -> None:
     made, model = strategy_of(SpyGroup("dp", (0, 1), 0), overlap=False)
     made.publish_parameters()
     assert EVENTS == ["start a", "start b", "start c", "wait a", "wait b", "wait c"]
@@ -189,7 +189,7 @@ def norms(context: RankContext, world: int, settings: dict[str, Any]) -> dict[st
         {"dp": 2, "tp": 2, "etp": 1, "ep": 2, **MOE},
     ],
 )
-def test_the_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:
+def test_norm_is_that_of_the_full_gradients(settings: dict[str, Any]) -> None:
     """Each parameter counts once: not for each tp rank that replicates it, nor for both copies of a tied one."""
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     found = run_ranks(world, norms, world, settings)
@@ -232,6 +232,6 @@ def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> l
     ],
     ids=lambda settings: settings["dp_strategy"],
 )
-def test_a_run_that_ends_leaves_nothing_under_way(settings: dict[str, Any]) -> None:
+def test_finished_run_leaves_no_messages(settings: dict[str, Any]) -> None:
     """Dropped receives would leave their bytes in the connection, and the next receive would get them."""
     assert run_ranks(3, left_behind, settings, 2) == [[3.0] * 3] * 3

@@ -67,7 +67,7 @@ def test_each_collective(dtype: torch.dtype, wire: torch.dtype | None, piece: in
         assert found["message sent"] == SIZE * raw
 
 
-def test_one_rank_rounds_nothing() -> None:
+def test_one_rank_does_not_round() -> None:
     (found,) = run_ranks(1, alone)
     assert torch.equal(found, part(0, torch.float32))
 

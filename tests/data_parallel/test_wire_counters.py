@@ -144,7 +144,7 @@ def found() -> Iterator[list[dict[str, tuple[float, int]]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_said_is_what_was_sent(found: list[dict[str, tuple[float, int]]], name: str) -> None:
+def test_counted_bytes_equal_measured_bytes(found: list[dict[str, tuple[float, int]]], name: str) -> None:
     """The difference is headers and three barriers."""
     said = sum(rank[name][0] for rank in found)
     measured = found[0][name][1]

@@ -53,7 +53,7 @@ def runs(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("precision", "wire"), [("fp32", "fp16"), ("fp16", "bf16")])
-def test_only_the_wire_is_rounded(strategy: str, precision: str, wire: str) -> None:
+def test_only_sent_values_are_rounded(strategy: str, precision: str, wire: str) -> None:
     """This includes very large loss scales: bf16 has the range of fp32, and powers of 2 are exact."""
     settings = {"dp_strategy": strategy, "wire_dtype": wire, "precision": precision, **STRATEGIES[strategy]}
     scales = [1.0, 2.0**-12, 2.0**12] if wire == "fp16" else [1.0, 2.0**32, 2.0**100] if precision == "fp16" else [1.0]
@@ -76,7 +76,7 @@ def overflowing(context: RankContext, wire: str, too_large: float) -> list[float
 
 
 @pytest.mark.parametrize(("wire", "too_large"), [("bf16", 3e38), ("fp16", 65504.0)])
-def test_what_is_infinite_stays_so_on_every_rank(wire: str, too_large: float) -> None:
+def test_infinite_values_stay_infinite_on_all_ranks(wire: str, too_large: float) -> None:
     for bad, good in run_ranks(2, overflowing, wire, too_large):
         assert not torch.tensor(bad).isfinite()
         assert torch.tensor(good).isfinite()
@@ -100,7 +100,7 @@ def summed(context: RankContext) -> torch.Tensor:
     return values / SCALE
 
 
-def test_what_an_fp16_wire_loses() -> None:
+def test_error_of_an_fp16_wire_is_bounded() -> None:
     """Each sent number x loses at most max(2^-11·|x|, 2^-25/scale): the parts, and their sum again."""
 
     def lost(x: torch.Tensor) -> torch.Tensor:

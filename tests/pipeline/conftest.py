@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """One thread, as the ranks of the pool have: several add products up in another order, and bits are compared."""
+    """Use one thread, as ranks of the pool do: more threads sum in another order, and tests compare bits."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ MESSAGES = MessageFormat(shape=(ROWS, H), dtype=torch.float32, device=torch.devi
 
 
 class Stage(torch.nn.Module):
-    """x + down(tanh(up(x·norm))), with biases; the last one gives a loss."""
+    """x + down(tanh(up(x·norm))), with biases; the last layer returns a loss."""
 
     def __init__(self, stage: int, *, last: bool, factory: ParameterFactory) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def data(microbatch: int) -> torch.Tensor:
 
 
 def strategy_of(stages: dict[int, Stage], dp: Group) -> AllReduce:
-    """Buckets so small that each stage has several."""
+    """Build a strategy with buckets so small that each stage has several."""
     groups = StrategyGroups(dp=dp, tp=Group.solo("tp"), embedding=None, expert_dp=Group.solo("expert-dp"))
     options = StrategyOptions(bucket_size=200, grad_dtype=torch.float32, overlap=True)
     return AllReduce(stages, groups=groups, options=options)
@@ -61,8 +61,8 @@ def gradients(stages: dict[int, Stage]) -> dict[str, torch.Tensor]:
 
 
 class Rank:
-    """One pipeline rank with its stages, deferred and buckets. `first_microbatch`: the number that microbatch 0 has
-    among all that data-parallel ranks share."""
+    """A pipeline rank with its stages and deferred weight gradients. `first_microbatch`: number of microbatch 0 among those
+    of all data-parallel ranks."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Rank:
         return self.stages[stage](data(microbatch) if x is None else x, microbatch)
 
     def step(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Losses, and the reduced gradients."""
+        """Return losses and reduced gradients."""
         self.strategy.zero_grad()
         losses = [loss.item() for loss in self.executor.run()]
         self.strategy.finish_grad_sync()
@@ -113,10 +113,10 @@ class Watched(Rank):
         self.schedule = program.schedule
         self.graphs = self.most_graphs = 0
         self.most_held = self.most_full = 0
-        """Most outputs with a live graph, and most of them with unfreed storage."""
+        """Maximum number of outputs with a live graph, and of those with unfreed storage."""
         self.events: list[str] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        """Outputs that leave this rank or come from a second forward; their graphs live until the backward."""
+        """Outputs that are sent or come from a second forward; their graphs live until the backward."""
         super().__init__(program, rank, edges)
 
     def reducer_of(self, schedule: Schedule) -> GradientReducer:
@@ -178,7 +178,7 @@ class _Watch(torch.autograd.Function):
 
 
 def one_rank(num_stages: int, microbatches: range) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and gradients without a pipeline, microbatches ascending."""
+    """Return losses and gradients without a pipeline, by ascending microbatch."""
     stages = {stage: build_stage(stage, num_stages) for stage in range(num_stages)}
     strategy, losses = strategy_of(stages, Group.solo("dp")), []
     for microbatch in microbatches:

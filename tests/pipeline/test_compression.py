@@ -29,7 +29,7 @@ def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_has_its_size_and_leaves_its_tensor(kind: str, dtype: torch.dtype) -> None:
+def test_message_has_its_size_and_keeps_its_tensor(kind: str, dtype: torch.dtype) -> None:
     x, made = values(dtype), codec(kind, dtype)
     message = made.encode(x)
     assert message.dtype == torch.uint8 and message.shape == (made.nbytes,) and torch.equal(x, values(dtype))
@@ -38,26 +38,26 @@ def test_a_message_has_its_size_and_leaves_its_tensor(kind: str, dtype: torch.dt
     assert arrived.shape == x.shape and arrived.dtype == dtype
 
 
-def test_what_arrives() -> None:
+def test_decoded_values() -> None:
     x = values()
     rounded, integers, largest = (codec(kind).decode(codec(kind).encode(x)) for kind in KINDS)
     assert torch.equal(rounded, x.bfloat16().float())
     for block, found in zip(x.split(2048), integers.split(2048), strict=True):
         assert (block - found).abs().max() <= block.abs().max() / 127 * 0.5001
-    threshold = x.abs().sort(descending=True).values[1249]  # a quarter of them, rounded up
+    threshold = x.abs().sort(descending=True).values[1249]  # a quarter of the elements, rounded up
     assert torch.equal(largest, torch.where(x.abs() >= threshold, x, 0.0))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_is_not_lost(kind: str, wrong: float) -> None:
+def test_non_finite_values_stay_non_finite(kind: str, wrong: float) -> None:
     x = values()
     x[77] = wrong
     assert not codec(kind).decode(codec(kind).encode(x)).isfinite().all()
 
 
 @pytest.mark.parametrize("text", ["topk", "topk:0", "topk:1.5", "topk:x", "uint8:2", "int4", ""])
-def test_another_word_is_an_error(text: str) -> None:
+def test_unknown_codec_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"use none, bf16, uint8 or topk:SHARE, e\.g\. topk:0\.25"):
         make_codec(text, 8, torch.float32, CPU)
 
@@ -77,7 +77,7 @@ class Lossy(torch.autograd.Function):
 
 
 Numbers = tuple[list[float], list[dict[str, Any]], float]
-"""Losses and gradients of the steps, and the loss of an evaluation."""
+"""Return losses and gradients of the steps, and the loss of an evaluation."""
 
 
 def numbers(runner: Runner) -> Numbers:
@@ -93,7 +93,7 @@ def of_ranks(context: RankContext, world: int, settings: dict[str, Any]) -> Numb
 
 
 def on_one_rank(kind: str, cuts: tuple[int, ...], settings: dict[str, Any]) -> Runner:
-    """A model that compresses the outputs of some layers, in training only."""
+    """Train a model that compresses the outputs of some layers, in training only."""
     runner = Runner(build(RankContext(0, {}), tiny_config(1, **settings)))
     for layer in cuts:
         runner.replica.stages[0].layers[str(layer)].register_forward_hook(
@@ -115,10 +115,8 @@ RUNS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "cuts", "settings"), RUNS, ids=str)
-def test_a_run_has_the_numbers_of_one_rank_that_loses_the_same(
-    kind: str, cuts: tuple[int, ...], settings: dict[str, Any]
-) -> None:
-    """The evaluation loses nothing."""
+def test_run_equals_one_rank_that_compresses(kind: str, cuts: tuple[int, ...], settings: dict[str, Any]) -> None:
+    """Evaluation does not compress."""
     found = run_ranks((world := 2 * settings.get("tp", 1)), of_ranks, world, {**settings, "pipeline_compression": kind})
     losses, gradients, evaluation = numbers(on_one_rank(kind, cuts, {}))
     exact, _, _ = numbers(on_one_rank(kind, (), {}))
@@ -136,7 +134,7 @@ LENGTH = 32
 
 
 class Text:
-    """Sample k is a place of this project's licence, in bytes; a `SampleSource`."""
+    """Sample k is a passage of this project's licence, as bytes; a `SampleSource`."""
 
     def __init__(self) -> None:
         self._bytes = np.frombuffer((REPOSITORY / "LICENSE").read_bytes(), dtype=np.uint8) % 96 + 1
@@ -147,7 +145,7 @@ class Text:
 
 
 def learned(kind: str, cuts: tuple[int, ...] = (0,)) -> float:
-    """The mean loss of the last 10 of 60 steps on text, of two layers that lose between them what two stages would."""
+    """Return the mean loss of the last 10 of 60 steps on text, for two layers with compression between them."""
     sizes = {"num_layers": 2, "vocab_size": 97, "seq_length": LENGTH, "micro_batch_size": 16, "global_batch_size": 16}
     runner = on_one_rank(kind, cuts, {**LLAMA, **sizes, "precision": "fp32", "train_iters": 60})
     runner.loader = make_loader(runner.replica, Text(), eod_token=0)
@@ -156,8 +154,8 @@ def learned(kind: str, cuts: tuple[int, ...] = (0,)) -> float:
     return sum(losses[-10:]) / 10
 
 
-def test_it_learns_text_as_without() -> None:
-    """In 60 steps from 4.6; the shares are of what none has learned. A residual stream is dense: topk loses much."""
+def test_compression_hardly_changes_the_loss_on_text() -> None:
+    """The loss falls from 4.6 in 60 steps; limits are relative to its decrease. Residual streams are dense: topk loses much."""
     exact = learned("", ())
     assert exact < 3.0
     for kind, behind in (("bf16", 0.002), ("uint8", 0.005), ("topk:0.25", 0.4)):

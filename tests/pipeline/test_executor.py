@@ -35,9 +35,8 @@ CSV = {
 """,
     "one rank": "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n",
 }
-"""Backwards whole and in halves on one stage, several W at the end, and one pair that runs its forward again; a V with its
-turn, on rank 1, split, and one with whole backwards; two graphs at once that come from second forwards; three stages on a
-rank.
+"""One stage with whole and split backwards, several W at the end, and one forward run again; a V with split backwards whose
+turn is on rank 1, and one with whole backwards; two graphs of second forwards at once; three stages per rank.
 """
 
 Case = tuple[str, int, int, int, dict[str, Any]]  # schedule, ranks, chunks, microbatches, options
@@ -82,7 +81,7 @@ def edges_of(context: RankContext, schedule: Schedule, **axes: int) -> Any:
 
 
 def run_case(context: RankContext | None, case: Case) -> dict[str, Any]:
-    """Two steps of one executor: its state starts afresh."""
+    """Run two steps of one executor: the second must not depend on the first."""
     schedule = schedule_of(case)
     program = lower(schedule)
     rank, edges = (0, {}) if context is None else (context.rank, edges_of(context, schedule).edges)
@@ -99,7 +98,7 @@ def run_case(context: RankContext | None, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
+def test_gradients_are_bitwise_equal_to_one_rank(case: Case) -> None:
     num_stages, microbatches = case[1] * case[2], case[3]
     losses, expected = one_rank(num_stages, range(microbatches))
     seen = set()
@@ -111,7 +110,7 @@ def test_gradients_are_those_of_one_rank_to_the_bit(case: Case) -> None:
             for name, grad in grads.items():
                 assert torch.equal(grad, expected[name]), name
         seen |= grads.keys()
-        # One send a channel may be pending; the memory of those before it is gone, although their graphs are needed.
+        # One send per channel may be pending; earlier outputs are freed, although their graphs are needed.
         assert rank["outputs"][1] <= rank["channels"]
         assert rank["graphs"] == (rank["planned"], 0)
         events = rank["events"]
@@ -132,7 +131,7 @@ def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int
 
 
 @pytest.mark.parametrize("placement", [loop_placement(2, 2), v_placement(2)], ids=str)
-def test_forward_only_on_any_placement(placement: tuple[int, ...]) -> None:
+def test_losses_of_forward_only_schedules(placement: tuple[int, ...]) -> None:
     found = run_ranks(max(placement) + 1, evaluate, placement, 5)
     losses, _ = one_rank(len(placement), range(5))
     for rank, ours in enumerate(found):
@@ -151,15 +150,15 @@ def on_two_tensor_ranks(context: RankContext, case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", [("interleaved", 2, 3, 4, {}), ("zb-v", 2, 2, 4, {}), ("dualpipe-v", 2, 2, 5, AHEAD)], ids=name_of
 )
-def test_ranks_that_have_the_same_send_their_part_of_it(case: Case) -> None:
-    """Each sends half, gathered by the two that receive: the bits of one rank."""
+def test_tensor_ranks_send_parts_of_a_message(case: Case) -> None:
+    """Each of two ranks sends half, and the receivers gather it: the results are bitwise equal to one rank."""
     num_stages, microbatches = case[1] * case[2], case[3]
     losses, expected = one_rank(num_stages, range(microbatches))
     for rank in run_ranks(4, on_two_tensor_ranks, case):
         placement = rank["placement"]
         borders = sum(
             rank["pp"] in pair and pair[0] != pair[1] for pair in itertools.pairwise(placement)
-        )  # across each an output goes one way, a gradient the other
+        )  # each border has an output in one direction and a gradient in the other
         whole = ROWS * H * 4 * microbatches * borders
         assert rank["moved"]["pp", "send"] == whole // 2
         assert rank["moved"]["tp", "all-gather"] == whole
@@ -211,8 +210,8 @@ def overlapped(me: Rank) -> tuple[list[str], dict[str, torch.Tensor]]:
     [("zb-h1", 2, 1, 4, {}), ("zb-v", 2, 2, 4, {}), ("mixed", 2, 1, 3, {}), ("1f1b", 2, 1, 3, AHEAD)],
     ids=name_of,
 )
-def test_reductions_run_under_the_last_weight_gradients_and_sum_all_of_them(case: Case) -> None:
-    """Started too early, an all-reduce would miss gradients or double them."""
+def test_reductions_overlap_the_last_weight_gradients(case: Case) -> None:
+    """An all-reduce that starts too early would miss or double gradients."""
     num_stages, microbatches = case[1] * case[2], case[3]
     halves = [one_rank(num_stages, range(first, first + microbatches))[1] for first in (0, microbatches)]
     for rank in run_ranks(4, on_two_replicas, case):
@@ -226,8 +225,8 @@ def test_reductions_run_under_the_last_weight_gradients_and_sum_all_of_them(case
         assert "reduce" not in events[: events.index("end")]
 
 
-def test_with_weights_pending_other_buckets_start_before_them() -> None:
-    """Norms and biases are complete when the last W comes; its own weights' buckets start inside it, none after it."""
+def test_buckets_without_pending_weights_start_first() -> None:
+    """Norms and biases are complete before the last W; buckets of its weights start inside it, none after it."""
     program = lower(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n"))
     me = Rank(program, 0, {})
     events, grads = overlapped(me)

@@ -15,7 +15,7 @@ from megalite.topology.group import Group, Work
 from tests.pipeline.stages import Rank, Watched, one_rank
 
 
-def test_a_split_program_needs_deferred_weight_gradients() -> None:
+def test_split_program_needs_deferred_weight_gradients() -> None:
     program = lower(Schedule.from_csv("0F0,1F0,1I0,0B0,1W0\n", name="mine"))
     for deferred, given in ((None, "none"), ({0: DeferredWeightGradients()}, r"\[0\]")):
         with pytest.raises(
@@ -40,7 +40,7 @@ class Leaky(DeferredWeightGradients):
         self.ran = True
 
 
-def test_memory_that_is_not_the_programs_is_an_assertion_naming_the_action() -> None:
+def test_unpredicted_memory_is_an_error_naming_the_action() -> None:
     program = lower(Schedule.from_csv("0F0,0I0,0W0\n"))
     me = Rank(program, 0, {}, deferred={0: Leaky()})
     with pytest.raises(
@@ -65,7 +65,7 @@ class Notes:
 
 
 class Wire(Group):
-    """An edge without another end: messages arrive when they are waited for."""
+    """An edge without a peer: messages arrive when they are waited for."""
 
     def send_async(self, tensor: torch.Tensor, *, to: int) -> Work:
         return Message(self.name, lambda: None)
@@ -95,7 +95,7 @@ def traced(csv: str, rank: int) -> list[str]:
     return list(NOTES.events)
 
 
-def test_the_tracer_sees_each_computation_after_its_message_has_come() -> None:
+def test_tracer_starts_after_the_wait_for_a_message() -> None:
     csv = "0F0,0R0,0I0,0W0\n1F0,1B0\n"
     assert traced(csv, 0) == [
         *("start 0F0", "end 0F0", "start 0R0", "end 0R0"),
@@ -106,13 +106,13 @@ def test_the_tracer_sees_each_computation_after_its_message_has_come() -> None:
 
 
 def test_reduction_is_enabled_right_before_the_last_backward() -> None:
-    """Of the stage on a rank: after its last forward and all but one of its backwards."""
+    """On each stage of a rank, after its last forward and all but one of its backwards."""
     me = Watched(lower(Schedule.from_csv("0F0,0F1,0F2,0B1,0B0,0B2\n")), 0, {})
     me.step()
     assert me.events == ["B1", "B0", "enable 0", "B2", "start 0"]
 
 
-def test_an_error_shows_the_grid_with_the_failing_action() -> None:
+def test_error_shows_the_grid_with_the_failing_action() -> None:
     me = Rank(lower(Schedule.from_csv("0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n")), 0, {})
     plain = me.forward
 
@@ -129,7 +129,7 @@ def test_an_error_shows_the_grid_with_the_failing_action() -> None:
     assert "rank 0" in note and "0F0 1F0 2F0" in note
 
 
-def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:
+def test_weight_gradient_error_shows_the_grid() -> None:
     me = Rank(lower(Schedule.from_csv("0F0,0I0,0W0\n")), 0, {})
 
     def fail(microbatch: int) -> None:
@@ -141,14 +141,14 @@ def test_an_error_of_a_weight_gradient_shows_the_grid() -> None:
         me.executor.run()
     (note,) = caught.value.__notes__
     assert note.startswith("in 0W0 on pipeline rank 0 of:\n")
-    # What the failed step gradient is forgotten: the next one finds its deferred empty.
+    # The failed step's deferred gradients are dropped: the next step starts without any.
     assert me.deferred[0].pending == 1
     me.deferred[0].run = run  # type: ignore[method-assign]
     me.executor.run()
     assert me.deferred[0].pending == 0
 
 
-def test_running_ahead_recomputes_what_it_says() -> None:
+def test_recompute_ahead_runs_forwards_twice() -> None:
     """A pair with an R runs its forward twice, first without a graph; its loss counts once."""
     schedule = with_recompute_ahead(Schedule.from_csv("0F0,0F1,0B0,0B1\n"))
     assert schedule.recomputed == {(0, 0), (0, 1)}

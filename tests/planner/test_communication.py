@@ -101,7 +101,7 @@ def expected(settings: dict[str, Any], pipeline_rank: int) -> dict[tuple[str, st
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - {DROPPING}, key=lambda name: (_world(LAYOUTS[name]), name)))
-def test_a_step_moves_what_the_formulas_say(name: str) -> None:
+def test_bytes_of_a_step_equal_the_formulas(name: str) -> None:
     settings = LAYOUTS[name]
     ranks = run_ranks(_world(settings), volumes_of_a_step, settings)
     rows = [(group, "all-to-all") for group in ("ep", "expert-tp", "tp", "tp-dp-cp")]

@@ -26,7 +26,7 @@ class EightBits:
         return np.rint(x * (np.float32(1) / scale)), scale
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of one step."""
+        """Return the mean of one step."""
         size, part = len(self.server), len(self.server) // self.ranks
         out = np.empty(size, np.float32)
         for first in range(0, size, part):
@@ -52,7 +52,7 @@ class Largest:
         self.errors = [np.zeros(size, np.float32) for _ in range(ranks)]
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of one step."""
+        """Return the mean of one step."""
         out = np.zeros(len(self.errors[0]), np.float32)
         for error, own in zip(self.errors, values, strict=True):
             error += own.numpy()
@@ -80,7 +80,7 @@ class LowRank:
         return len(shape) > 1 and 2 * self.rank * (shape[-2] + shape[-1]) < shape[-2] * shape[-1]
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of one step."""
+        """Return the mean of one step."""
         out, start = torch.zeros_like(self.errors[0]), 0
         for name, shape in self.shapes.items():
             stop = start + int(np.prod(shape))

@@ -39,7 +39,7 @@ def run(request: pytest.FixtureRequest) -> tuple[str, list[Found]]:
     return name, run_ranks(ranks, means, ranks, name, random_values, 4)
 
 
-def test_ranks_find_what_one_process_finds_that_plays_them_all(run: tuple[str, list[Found]]) -> None:
+def test_means_equal_those_of_the_oracle(run: tuple[str, list[Found]]) -> None:
     name, ranks = run
     played = oracle(name, len(ranks), ranks[0].size)
     for step in range(1, 5):
@@ -50,7 +50,7 @@ def test_ranks_find_what_one_process_finds_that_plays_them_all(run: tuple[str, l
         assert torch.equal(torch.as_tensor(found.private), torch.as_tensor(error))
 
 
-def test_what_has_not_come_out_is_still_owed(run: tuple[str, list[Found]]) -> None:
+def test_outputs_and_errors_sum_to_the_means(run: tuple[str, list[Found]]) -> None:
     """Σ out + mean of the errors = Σ means, up to rounding in fp32."""
     _, ranks = run
     size = ranks[0].size
@@ -61,7 +61,7 @@ def test_what_has_not_come_out_is_still_owed(run: tuple[str, list[Found]]) -> No
     assert not came[USED:].any()
 
 
-def test_bytes_are_those_of_the_formula(run: tuple[str, list[Found]]) -> None:
+def test_bytes_equal_the_formula(run: tuple[str, list[Found]]) -> None:
     name, ranks = run
     n, size = len(ranks), ranks[0].size
     low = sum(batch * 2 * (a + b) for batch, a, b in ((1, 130, 40), (2, 24, 70), (1, 20, 90)))
@@ -85,7 +85,7 @@ def distance(ranks: list[Found], steps: int) -> float:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_constant_inputs_come_out_in_the_long_run_and_not_without_errors(name: str) -> None:
+def test_constant_inputs_converge_only_with_error_feedback(name: str) -> None:
     """The distance decreases about as 1/t, as errors are bounded; without error feedback it does not."""
     with_errors = run_ranks(3, means, 3, name, constant_values, 64)
     without = run_ranks(3, means, 3, name, constant_values, 64, keep_errors=False)
@@ -144,7 +144,7 @@ def spoiled(step: int, rank: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_not_finite_shows(name: str) -> None:
+def test_non_finite_values_are_kept(name: str) -> None:
     """The gradient's norm is then not finite on every rank."""
     for found in run_ranks(2, means, 2, name, spoiled, 3, keep_errors=False):
         for out in found.outs:

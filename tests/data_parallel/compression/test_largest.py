@@ -42,7 +42,7 @@ def rows(kind: str) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("count", [1, 10, SIZE // 100, SIZE // 2, SIZE])
-def test_like_a_stable_sort(kind: str, count: int) -> None:
+def test_selection_equals_a_stable_sort(kind: str, count: int) -> None:
     values = rows(kind)
     before = values.clone()
     assert torch.equal(largest(values, count), sorted_out(values, count))
@@ -50,12 +50,12 @@ def test_like_a_stable_sort(kind: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 100, SMALL - 1, SMALL])
-def test_other_sizes(size: int) -> None:
+def test_selection_of_other_sizes(size: int) -> None:
     values = torch.rand(size, generator=torch.Generator().manual_seed(2))
     for count in {1, (size + 1) // 2, size}:
         assert torch.equal(largest(values, count), sorted_out(values, count))
 
 
-def test_more_nan_than_wanted() -> None:
+def test_more_nan_than_selected_elements() -> None:
     values = torch.full((100,), torch.nan)
     assert torch.equal(largest(values, 3), torch.arange(3))

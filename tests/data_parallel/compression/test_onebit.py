@@ -79,7 +79,7 @@ def played(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, M
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("scale", ["tensor", "bucket"])
-def test_several_processes_do_what_one_does(ranks: int, scale: str) -> None:
+def test_means_equal_the_simulation(ranks: int, scale: str) -> None:
     rows = given(ranks, 4)
     runs = run_ranks(ranks, means, ranks, scale, rows, torch.float32)
     size = runs[0]["means"][0].numel()
@@ -97,7 +97,7 @@ def test_several_processes_do_what_one_does(ranks: int, scale: str) -> None:
 
 @pytest.mark.parametrize("tails", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nothing_is_lost(tails: bool, dtype: torch.dtype) -> None:
+def test_means_and_errors_sum_to_the_true_means(tails: bool, dtype: torch.dtype) -> None:
     """The means plus the errors sum to the true means; with constant values the mean over time converges to
     theirs as 1/t."""
     calls = 40
@@ -131,7 +131,7 @@ def test_zeros_stay_zeros() -> None:
         assert run["means"][0][table:USED].all()
 
 
-def test_a_large_neighbour_does_not_set_a_tensors_size() -> None:
+def test_each_tensor_has_its_own_scale() -> None:
     rows = given(2, 1)
     table = torch.Size(SHAPES["table"]).numel()
     for row in rows[0]:
@@ -141,7 +141,7 @@ def test_a_large_neighbour_does_not_set_a_tensors_size() -> None:
     assert float(whole[table : table + 100].abs().min()) > 100.0
 
 
-def test_alone_it_changes_nothing() -> None:
+def test_one_rank_changes_nothing() -> None:
     rows = given(1, 2)
     run = means(RankContext(0, {}), 1, "tensor", rows, torch.float32)
     for found, call in zip(run["means"], rows, strict=True):
@@ -161,7 +161,7 @@ def wire_of(context: RankContext) -> int:
     return codec.wire_bytes
 
 
-def test_signs() -> None:
+def test_signs_of_values() -> None:
     signs = Signs(16, torch.float32, torch.device("cpu"))
     values = torch.tensor([1.0, -1.0, 0.0, -0.0, float("nan"), float("inf"), -1e-45, 2.0] * 2)
     packed, out = torch.empty(2, dtype=torch.uint8), torch.empty(16)

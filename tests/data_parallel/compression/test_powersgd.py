@@ -41,7 +41,7 @@ def first_mean(context: RankContext) -> list[torch.Tensor]:
     return [values, codec.error]
 
 
-def test_a_mean_of_low_rank_comes_out_at_once() -> None:
+def test_mean_of_low_rank_is_exact_in_one_step() -> None:
     """This holds however replicas differ. Their errors sum to the part of the mean outside the factors, which is 0."""
     (out, first), (_, second) = run_ranks(2, first_mean)
     bucket = odd_bucket(1)
@@ -52,7 +52,7 @@ def test_a_mean_of_low_rank_comes_out_at_once() -> None:
     assert (first + second).norm() < 1e-5 * first.norm()
 
 
-def test_small_tensors_and_vectors_are_whole_whatever_the_wire() -> None:
+def test_small_tensors_and_vectors_are_not_compressed() -> None:
     (out, error), _ = run_ranks(2, first_mean)
     bucket = odd_bucket(1)
     parts = [low_rank_values(rank, bucket) for rank in (0, 1)]
@@ -75,7 +75,7 @@ def unlike_replicas(context: RankContext) -> list[float]:
     return found
 
 
-def test_errors_stay_bounded_where_replicas_differ_for_ever() -> None:
+def test_errors_stay_bounded_if_replicas_always_differ() -> None:
     """With M_i - out as the error instead, each step would add (M_i - mean) to it."""
     for norms in run_ranks(2, unlike_replicas):
         assert norms[-1] < 1.3 * norms[0]
@@ -89,7 +89,7 @@ def states(context: RankContext, steps: int) -> dict[str, Any]:
     return {state.placed.parameter.info.spec.name: state.values.clone() for state in codec.tensor_states()}
 
 
-def test_factors_are_the_same_on_every_rank_from_the_start() -> None:
+def test_initial_factors_are_equal_on_all_ranks() -> None:
     for steps in (0, 3):
         first, second = run_ranks(2, states, steps)
         assert list(first) == ["wide", "experts", "tall"], "in the order of their shorter sides"

@@ -14,7 +14,7 @@ EXHAUSTIBLE = 700
 """Programs with at most so many combinations of positions are run in every interleaving of their ranks."""
 
 Positions = tuple[int, ...]
-"""Per rank how many actions it has done: the whole state, since what has been sent and posted follows from it."""
+"""Number of completed actions per rank. This is the whole state: sent and posted messages follow from it."""
 
 
 class Wrong(Exception):
@@ -22,8 +22,8 @@ class Wrong(Exception):
 
 
 def is_valid(program: Program, rng: random.Random) -> bool:
-    """The program has exactly the right actions, and running it step by step ends with every reader having read the
-    right thing, under both send semantics: in all interleavings of the ranks if there are few, else in random ones."""
+    """Return whether the program has exactly the right actions and, run step by step under both send semantics, gives every
+    reader the right value: in all interleavings of the ranks if there are few, else in random ones."""
     if not has_right_actions(program):
         return False
     verdicts = []
@@ -73,7 +73,7 @@ def has_right_actions(program: Program) -> bool:
 
 
 class _Machine:
-    """Ranks that have done a prefix of their lists, and channels that pair the k-th send with the k-th receive."""
+    """Ranks that have run a prefix of their lists, and channels that pair the k-th send with the k-th receive."""
 
     def __init__(self, program: Program, rendezvous: bool) -> None:
         self.program = program
@@ -158,7 +158,7 @@ class _Machine:
             raise Wrong(f"{kinds} of {stage}, {index} has not been computed")
 
     def reads(self, receive: Action, neighbour: int, at: Positions) -> bool:
-        """Reads a neighbour's value; False while its message is under way."""
+        """Read a neighbour's value; False while its message is in flight."""
         rank, source = self.placement[receive.stage], self.placement[neighbour]
         forward = receive.kind is Kind.RECV_F
         if source == rank:
@@ -184,9 +184,9 @@ class _Machine:
 
 
 def shortest_circle(program: Program) -> int:
-    """How many waits for another rank the shortest circle of waits has; 0 if there is none.
+    """Return the number of waits for another rank in the shortest cycle of waits; 0 without a cycle.
 
-    Of a program that is right but for deadlock. Circles that sends close by completing late count if there are no
+    The program must be correct except for deadlocks. Cycles with sends that complete late count only if there are no
     others.
     """
     machine = _Machine(program, True)
@@ -232,7 +232,7 @@ def _circle_from(start: tuple[int, int], edges: dict[tuple[int, int], list[tuple
 
 
 def peaks(program: Program, sizes: Sizes) -> list[tuple[float, int]]:
-    """Per rank the most held at once, and the position where first: by a ledger of every tensor by name."""
+    """Per rank, the maximum memory and the first position with it, from a ledger of every tensor by name."""
     return [
         max(((size, -at) for at, size in enumerate(_held(program, rank, sizes))), default=(0.0, 0))
         for rank in range(program.schedule.num_ranks)
@@ -240,7 +240,7 @@ def peaks(program: Program, sizes: Sizes) -> list[tuple[float, int]]:
 
 
 def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
-    """After each action what is held, before it lets go of anything."""
+    """Memory after each action, before the action frees anything."""
     again = {action[1:] for action in program.actions[rank] if action.kind is Kind.R}
     ledger: dict[tuple[str, int, int], float] = {}
     outbox: dict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
@@ -265,7 +265,7 @@ def _held(program: Program, rank: int, sizes: Sizes) -> Iterator[float]:
         elif kind in (Kind.B, Kind.I):
             ledger["workspace", stage, index] = workspace[stage]
             if kind is Kind.I:
-                # The notes grow while the graph goes.
+                # The state for W grows as the graph is freed.
                 ledger["graph", stage, index] = max(sizes.activation[stage], sizes.deferred[stage])
                 left["deferred", stage, index] = sizes.deferred[stage]
             if handed(stage - 1):

@@ -1,4 +1,4 @@
-"""Legal schedules drawn at random: any placement, any order that can run, backwards whole, split or recomputed."""
+"""Random valid schedules: any placement, any order that can run, backwards whole, split or recomputed."""
 
 import random
 
@@ -9,7 +9,7 @@ from megalite.pipeline.ir.schedule import Schedule
 def random_schedule(
     rng: random.Random, *, max_ranks: int = 4, max_stages: int = 6, max_microbatches: int = 4
 ) -> Schedule:
-    """A schedule whose lists are cut out of one order of all its actions that respects what needs what."""
+    """Draw a schedule: each rank's list is cut from one order of all actions that respects their dependencies."""
     num_ranks, num_stages = rng.randint(1, max_ranks), rng.randint(1, max_stages)
     num_microbatches = rng.randint(1, max_microbatches)
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
@@ -32,7 +32,7 @@ def random_schedule(
                 recompute = Action(Kind.R, stage, index)
                 needs[recompute] = [forward]
                 needs[backward].append(recompute)
-    # Kinds are drawn towards one end or the other, so that all backwards late and all backwards early both occur.
+    # Draw kinds with a bias to one end or the other, so that schedules with all backwards late or early both occur.
     liking = {kind: rng.random() for kind in Kind}
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
     done: set[Action] = set()

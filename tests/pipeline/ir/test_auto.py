@@ -1,4 +1,4 @@
-"""`auto`: legal, within its limit, and never slower than the named schedules."""
+"""`auto`: valid, within its limit, and never slower than the named schedules."""
 
 import random
 from collections.abc import Iterator
@@ -124,7 +124,7 @@ def _random_case(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_legal_within_limit_and_never_slower_than_named(seed: int) -> None:
+def test_valid_within_limit_and_never_slower_than_named(seed: int) -> None:
     case = _random_case(seed)
     fitting = [case.time(schedule) for schedule in case.named() if case.fits(schedule)]
     try:
@@ -142,7 +142,7 @@ def test_legal_within_limit_and_never_slower_than_named(seed: int) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("placement", [loop_placement(3, 1), v_placement(3)])
 def test_same_arguments_same_schedule(placement: tuple[int, ...], ahead: bool) -> None:
-    """Whatever was searched before, with other limits: some of them are the same to the search, and some are not."""
+    """Earlier searches with other limits must not matter; the search treats some limits as equal and some not."""
     count = len(placement)
     costs = Costs(forward=(1.1,) * count, backward=(2.3,) * count, weight_grad=(0.9,) * count, p2p=0.2)
     sizes = Sizes.uniform(count, deferred=0.3, kept_input=0.1, message=0.01)
@@ -158,7 +158,7 @@ def test_same_arguments_same_schedule(placement: tuple[int, ...], ahead: bool) -
 
 
 def test_bubble_rate_of_a_published_profile() -> None:
-    """1.5B on 8 ranks, in ms: with the memory of 1F1B less than the 15.85 % that ZB-H1 has by it."""
+    """1.5B on 8 ranks, in ms: with the memory of 1F1B, less than the 15.85 % of ZB-H1."""
     p, m, f, i, w = 8, 24, 18.52, 18.09, 9.34
     costs = Costs(forward=(f,) * p, backward=(i + w,) * p, weight_grad=(w,) * p, p2p=0.60)
     case = Case(placement=loop_placement(p, 1), microbatches=m, costs=costs, limit=float(p))
@@ -173,8 +173,8 @@ def test_bubble_rate_of_a_published_profile() -> None:
     [(loop_placement(4, 2), 12.0, 1.04), (v_placement(4), 8.0, 1.02)],
     ids=["loop of two", "vee"],
 )
-def test_unequal_stages_gain_over_all_named(placement: tuple[int, ...], limit: float, gain: float) -> None:
-    # A light first stage and a heavy last one, as embedding and head make them.
+def test_faster_than_named_with_unequal_stages(placement: tuple[int, ...], limit: float, gain: float) -> None:
+    # A light first stage and a heavy last one, as with embedding and head.
     count = len(placement)
     forward = (0.7, *(1.0,) * (count - 2), 1.5)
     case = Case(
@@ -195,18 +195,18 @@ def test_unequal_stages_gain_over_all_named(placement: tuple[int, ...], limit: f
 @pytest.mark.parametrize(
     ("case", "time"),
     [
-        # The forwards go down, a turn of F and I at the end, the input gradients come back: no schedule is faster.
+        # The forwards, then F and I in turn at the end, then the input gradients: no schedule is faster.
         (Case(placement=loop_placement(4, 2), microbatches=3, costs=Costs.uniform(8)), 24.0),
         (Case(placement=(0, 1, 1, 0, 2), microbatches=6, costs=Costs.uniform(5)), 37.0),
     ],
 )
-def test_times_near_the_ideal(case: Case, time: float) -> None:
-    """Fewer microbatches than ranks, where the named schedules take a quarter more; and any placement."""
+def test_times_are_near_the_ideal(case: Case, time: float) -> None:
+    """With fewer microbatches than ranks, where named schedules need a quarter more time, and on any placement."""
     assert case.time(case.build()) <= time
     assert all(case.time(named) >= 1.25 * time for named in case.named())
 
 
-def test_halves_are_joined_where_nobody_waits() -> None:
+def test_halves_are_joined_if_no_rank_waits() -> None:
     alone = Case(placement=(0,), microbatches=5, costs=Costs.uniform(1), limit=1.0).build()
     assert alone.actions == (tuple(Action(kind, 0, i) for i in range(5) for kind in (Kind.F, Kind.B)),)
     case = Case(placement=loop_placement(4, 1), microbatches=8, costs=Costs.uniform(4))
@@ -243,11 +243,11 @@ def test_messages_count_against_the_limit() -> None:
     )
     schedule = case.build()
     assert max(case.peaks(schedule)) <= 3.5
-    # No named schedule holds so little.
+    # No named schedule uses so little memory.
     assert not any(case.fits(each) for each in case.named())
 
 
-def test_no_room_names_the_least_that_works() -> None:
+def test_error_names_the_minimum_memory() -> None:
     case = Case(
         placement=(0, 1, 1, 0),
         microbatches=4,
@@ -261,7 +261,7 @@ def test_no_room_names_the_least_that_works() -> None:
 
 
 @pytest.mark.parametrize("placement", [loop_placement(3, 2), v_placement(3), (1, 0, 0, 2, 1, 0)])
-def test_list_scheduler_knows_its_time_and_memory(placement: tuple[int, ...]) -> None:
+def test_list_scheduler_predicts_time_and_memory(placement: tuple[int, ...]) -> None:
     costs, sizes = Costs.uniform(6, forward=1.0, backward=3.0), Sizes.uniform(6, deferred=0.5)
     for limit in (2.5, 3.0, 4.5, 100.0):
         room = tuple(max(limit, float(placement.count(rank))) for rank in range(3))

@@ -1,7 +1,7 @@
-"""Each named schedule against its closed forms, size by size: time, memory and messages.
+"""Each named schedule compared with its closed forms at many sizes: time, memory and messages.
 
-F, I, W are one stage's times, B = I + W, v stages per rank. The bubble is the makespan less v m (F+B), what a rank
-computes.
+F, I, W are the times of one stage, B = I + W, with v stages per rank. The bubble is the makespan minus v m (F+B), the computing
+time of a rank.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from megalite.pipeline.ir.validate import validate
 
 
 class Size(NamedTuple):
-    """One row of the grid; `name` with the warm-up for 1f1b."""
+    """A row of the grid; `name` includes the warm-up of 1f1b."""
 
     name: str
     p: int
@@ -39,7 +39,7 @@ NAMES = ("gpipe", "1f1b pa", "1f1b pb", "interleaved", "looped-bfs", "zb-h1", "z
 
 
 def sizes(name: str) -> Iterator[Size]:
-    """m < p, m = p, and no multiple of p included."""
+    """Sizes with m < p, m = p, and m not divisible by p."""
     if name == "interleaved":
         for p, v, m in product((1, 2, 3, 4, 5), (2, 3), range(1, 13)):
             legal: list[int | None] = [n for n in range(p, m + 1) if not 0 < m % n < p]
@@ -82,8 +82,8 @@ def bubble(size: Size, f: int, i: int, w: int) -> int | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_makespans(name: str) -> None:
-    """Each size with F = I = W, and with other times in turn where the closed form has F, I and W."""
+def test_makespans_equal_the_closed_forms(name: str) -> None:
+    """Each size with F = I = W, and with other times where the closed form contains F, I and W."""
     others = list(product((1, 2, 3), repeat=3))
     compared = 0
     for index, size in enumerate(sizes(name)):
@@ -96,8 +96,8 @@ def test_makespans(name: str) -> None:
     assert compared >= len(list(sizes(name)))
 
 
-def test_spans_of_split_schedules() -> None:
-    """From a rank's first action to its last: what a step takes if the next need not wait for all ranks."""
+def test_rank_spans_of_split_schedules() -> None:
+    """From a rank's first action to its last: the time of a step if the next one need not wait for all ranks."""
     for p, m in product(range(1, 5), range(1, 9)):
         for f, i, w in product((1, 2, 3), repeat=3):
             ideal = m * (f + i + w)
@@ -105,7 +105,7 @@ def test_spans_of_split_schedules() -> None:
                 span = ideal + (p - 1) * (i + max(f - w, 0))
                 assert max(run(zb_h1(p, m), f, i, w).spans) == span
             if m >= 2 * p - 1:
-                # (p-1)(F+I-2W), unless W is so long that there is none, or I so long that it sets the pace.
+                # (p-1)(F+I-2W), unless W is so long that there is no bubble, or I so long that it sets the pace.
                 span = ideal + (p - 1) * max(0, i - f, f + i - 2 * w)
                 assert max(run(zb_h2(p, m), f, i, w).spans) == span
         if m >= 2 * p - 1:
@@ -113,7 +113,7 @@ def test_spans_of_split_schedules() -> None:
 
 
 def activations(size: Size, rank: int) -> int:
-    """The most live activations on a rank, in stage activations; a bound where few microbatches leave room."""
+    """Maximum number of live stage activations on a rank; an upper bound with few microbatches."""
     name, p, v, m, group = size
     left = p - rank
     if name in ("gpipe", "looped-bfs"):
@@ -128,7 +128,7 @@ def activations(size: Size, rank: int) -> int:
 
 
 def deferred(size: Size, rank: int) -> int:
-    """Microbatches on a rank whose W is put off, when most activations are alive."""
+    """Microbatches with a deferred W on a rank when most activations are live."""
     if size.name == "zb-h1":
         return min(rank, size.m)
     if size.name == "zb-h2":
@@ -137,7 +137,7 @@ def deferred(size: Size, rank: int) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_live_activations(name: str) -> None:
+def test_live_activations_equal_the_closed_forms(name: str) -> None:
     for size in sizes(name):
         found = tuple(max(units.activations for units in live_units(row)) for row in size.schedule().actions)
         wanted = tuple(activations(size, rank) for rank in range(size.p))
@@ -148,10 +148,10 @@ def test_live_activations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
-def test_memory_of_split_schedules(name: str) -> None:
-    """(p-r) M_B + r M_W for ZB-H1, (2(p-r)-1) M_B + 2r M_W for ZB-H2, 2p M_B and (2p+1) M_B flat for the Vs.
+def test_memory_of_split_schedules_equals_the_closed_forms(name: str) -> None:
+    """(p-r) M_B + r M_W for ZB-H1, (2(p-r)-1) M_B + 2r M_W for ZB-H2, 2p M_B and a constant (2p+1) M_B for the Vs.
 
-    That is what is held between actions; an I, which frees one as it makes the other, holds no more.
+    This is the memory between actions; an I frees one unit while it makes the other, so it needs no more.
     """
     full, kept = 4.0, 1.0
     compared = 0
@@ -174,7 +174,7 @@ def test_memory_of_split_schedules(name: str) -> None:
 
 
 def sends(size: Size, rank: int) -> int:
-    """2m for one stage per rank, 2mv for v, less where a stage is at an end or at the turn of a V."""
+    """2m for one stage per rank, 2mv for v, less if a stage is at an end or at the turn of a V."""
     name, p, v, m, _ = size
     if p == 1:
         return 0
@@ -184,14 +184,14 @@ def sends(size: Size, rank: int) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sends(name: str) -> None:
+def test_number_of_sends(name: str) -> None:
     for size in list(sizes(name))[::3]:
         report = validate(lower(size.schedule()))
         assert report.sends == tuple(sends(size, rank) for rank in range(size.p)), size
 
 
-def test_what_latency_costs_1f1b() -> None:
-    """GPipe, and 1F1B with the deep warm-up, pay 2c a hop; the shallow one loses a round trip time and again."""
+def test_latency_of_1f1b() -> None:
+    """GPipe, and 1F1B with the deep warm-up, lose 2c per hop; the shallow one loses a round trip repeatedly."""
     for p, m, c in product(range(2, 6), range(1, 11), (0.25, 1.0)):
         ramps = 3 * (m + p - 1) + 2 * (p - 1) * c
         assert run(gpipe(p, m), p2p=c).makespan == ramps
@@ -216,7 +216,9 @@ def test_what_latency_costs_1f1b() -> None:
         ("zb-v", 2, None, 0.5, 1.427),
     ],
 )
-def test_latency_against_another_simulator(name: str, v: int, group: int | None, latency: float, ratio: float) -> None:
-    """Makespan / ideal for p = 8, m = 16, messages of a share of a rank's forward, from an independent simulator."""
+def test_latency_equals_an_independent_simulator(
+    name: str, v: int, group: int | None, latency: float, ratio: float
+) -> None:
+    """Makespan / ideal for p = 8, m = 16, with message times relative to a rank's forward."""
     schedule = Size(name, 8, v, 16, group).schedule()
     assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=latency).makespan / 48 == pytest.approx(ratio, abs=1e-3)

@@ -24,7 +24,7 @@ FULL = {
 }
 
 
-def test_everything() -> None:
+def test_all_fields() -> None:
     table = parse_costs(FULL)
     costs = table.costs(LOOP)
     assert costs.forward == (2.0,) * 4, "a rank's share is divided over its stages"
@@ -41,13 +41,13 @@ def test_everything() -> None:
     assert sizes.message == 5e5
 
 
-def test_values_of_ranks_follow_the_placement() -> None:
+def test_values_per_rank_follow_the_placement() -> None:
     table = parse_costs({"forward": [2, 4]})
     assert table.costs(v_placement(2)).forward == (1.0, 2.0, 2.0, 1.0)
     assert table.costs(loop_placement(2, 1)).forward == (2.0, 4.0)
 
 
-def test_backwards() -> None:
+def test_costs_of_backwards() -> None:
     one = loop_placement(1, 1)
 
     def halves(data: dict[str, Any]) -> tuple[float, float]:
@@ -61,12 +61,12 @@ def test_backwards() -> None:
     assert halves({"forward": 3, "input_grad": 4, "weight_grad": 0}) == (4.0, 0.0)
 
 
-def test_the_default_and_recomputation() -> None:
+def test_defaults_and_recomputation() -> None:
     costs = CostTable().costs(LOOP)
     assert (costs.forward, costs.backward, costs.weight_grad) == ((0.5,) * 4, (1.0,) * 4, (0.5,) * 4)
     assert costs.recompute is None
     assert CostTable().sizes(LOOP) is None
-    # An R is a forward again, unless the file knows better.
+    # An R costs a forward unless the file gives a time.
     assert CostTable().costs(LOOP, ahead=True).recompute == (0.5,) * 4
     assert parse_costs({"forward": 2, "recompute": 1}).costs(LOOP, ahead=True).recompute == (0.5,) * 4
 
@@ -103,7 +103,7 @@ BAD: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("data", "says"), BAD, ids=range(len(BAD)))
-def test_mistakes(data: Any, says: tuple[str, ...]) -> None:
+def test_mistakes_are_errors(data: Any, says: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_costs(data, source="my.json")
     message = str(caught.value)
@@ -123,7 +123,7 @@ MISFITS: list[tuple[Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("data", "says"), MISFITS, ids=range(len(MISFITS)))
-def test_what_does_not_fit_the_pipeline(data: Any, says: tuple[str, ...]) -> None:
+def test_values_that_do_not_fit_the_pipeline_are_errors(data: Any, says: tuple[str, ...]) -> None:
     table = parse_costs(data, source="my.json")
     with pytest.raises(ConfigError) as caught:
         table.costs(LOOP)
@@ -131,7 +131,7 @@ def test_what_does_not_fit_the_pipeline(data: Any, says: tuple[str, ...]) -> Non
         assert text in str(caught.value)
 
 
-def test_memory_that_does_not_fit() -> None:
+def test_memory_that_does_not_fit_is_an_error() -> None:
     table = parse_costs({"forward": 1, "memory": {"activation": [1, 2, 3]}})
     with pytest.raises(ConfigError, match=r"memory\.activation has 3 values"):
         table.sizes(LOOP)

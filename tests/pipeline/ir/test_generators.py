@@ -21,7 +21,7 @@ def rows(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.actions]
 
 
-def test_orders_written_out() -> None:
+def test_expected_orders() -> None:
     assert rows(gpipe(2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     assert rows(looped_bfs(1, 2, 2)) == ["0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"]
     assert rows(one_f_one_b(3, 4)) == [
@@ -31,22 +31,22 @@ def test_orders_written_out() -> None:
     ]
     # 2(p-r)-1 = 3 and 1 forwards ahead.
     assert rows(one_f_one_b(2, 4, "pb")) == ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
-    # Warm-up 2(p-r-1) + (v-1)N = 4 and 2, then one forward and one backward in turn.
+    # Warm-up 2(p-r-1) + (v-1)N = 4 and 2, then forwards and backwards in turn.
     assert rows(interleaved(2, 2, 4)) == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
 
 
-def test_zero_bubble_orders_written_out() -> None:
-    # On rank 0 no one waits for the input gradient, so its halves are one B.
+def test_expected_zero_bubble_orders() -> None:
+    # On rank 0 no rank waits for the input gradient, so the halves are one B.
     assert rows(zb_h1(3, 4)) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
         "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
     ]
     assert rows(zb_h2(2, 4)) == ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"]
-    # Stages 0 and 3 on rank 0; 1 and 2, the turn, on rank 1, where 2's gradient stays on the rank.
+    # Stages 0 and 3 on rank 0; 1 and 2, the turn, on rank 1, where the gradient of 2 stays.
     assert rows(zb_v(2, 3)) == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0B0 3F2 3I2 3W2 0B1 0B2",
         "1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 2W2 1W2",
@@ -63,7 +63,9 @@ def test_zero_bubble_orders_written_out() -> None:
     ("microbatches", "group", "order", "chunks"),
     [(5, 3, "0120123434", "0001110011"), (4, None, "01012323", "00110011")],
 )
-def test_published_interleaved_tables(microbatches: int, group: int | None, order: str, chunks: str) -> None:
+def test_interleaved_orders_equal_published_tables(
+    microbatches: int, group: int | None, order: str, chunks: str
+) -> None:
     """Megatron-LM's documented examples for 2 ranks with 2 chunks: forwards in table order, backwards mirrored."""
     for row in interleaved(2, 2, microbatches, group).actions:
         forwards = [action for action in row if action.kind is Kind.F]
@@ -74,8 +76,8 @@ def test_published_interleaved_tables(microbatches: int, group: int | None, orde
         assert "".join(str(1 - action.stage // 2) for action in backwards) == chunks
 
 
-def test_every_schedule_is_valid_for_every_count_of_microbatches() -> None:
-    """Under both meanings of a send, with nothing more posted than asked for; p = 1 and m < p included."""
+def test_every_schedule_is_valid_for_any_number_of_microbatches() -> None:
+    """Under both send semantics, with only the required receives posted; including p = 1 and m < p."""
     for name, ranks, ahead in itertools.product(SCHEDULES, range(1, 5), (False, True)):
         for microbatches in range(2 * ranks if name == "dualpipe-v" else 1, 11):
             sizes = {"num_ranks": ranks, "num_chunks": 1 if name in ONE_CHUNK else 2, "num_microbatches": microbatches}
@@ -118,7 +120,9 @@ def test_build_schedule_by_name() -> None:
         ("1f1b", 1, {"warm_up": "pc"}, "the warm-up of schedule 1f1b is 'pc'; it must be one of pa, pb"),
     ],
 )
-def test_names_sizes_and_options_that_clash(name: str, chunks: int, options: dict[str, object], message: str) -> None:
+def test_conflicting_names_sizes_and_options_are_errors(
+    name: str, chunks: int, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8, **options)  # type: ignore[arg-type]
 
@@ -130,14 +134,14 @@ def test_names_sizes_and_options_that_clash(name: str, chunks: int, options: dic
         (3, 1, r"pp 3 needs 6 microbatches or more but has 1: use 6, or schedule zb-v"),
     ],
 )
-def test_dualpipe_v_names_the_least_it_needs(ranks: int, microbatches: int, message: str) -> None:
+def test_dualpipe_v_error_names_the_minimum(ranks: int, microbatches: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dualpipe_v(ranks, microbatches)
     dualpipe_v(ranks, 2 * ranks)
     dualpipe_v(max(microbatches // 2, 1), max(microbatches, 2))
 
 
-def test_interleaved_refuses_exactly_the_illegal_and_names_what_works() -> None:
+def test_interleaved_refuses_only_invalid_sizes_with_remedies() -> None:
     """Each remedy in each message must work."""
     refused = 0
     for ranks in (1, 2, 3, 4):

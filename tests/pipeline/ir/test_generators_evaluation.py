@@ -16,12 +16,12 @@ def makespan(placement: tuple[int, ...], microbatches: int) -> float:
     return simulate(lower(forward_only(placement, microbatches)), costs).makespan
 
 
-def test_orders_written_out() -> None:
+def test_expected_orders() -> None:
     def rows(placement: tuple[int, ...], microbatches: int) -> list[str]:
         return [" ".join(map(str, row)) for row in forward_only(placement, microbatches).actions]
 
     assert rows((0, 1), 3) == ["0F0 0F1 0F2", "1F0 1F1 1F2"]
-    # Groups of p, the remainder joining the last.
+    # Groups of p; the remainder joins the last group.
     assert rows((0, 1, 0, 1), 5)[1] == "1F0 1F1 3F0 3F1 1F2 1F3 1F4 3F2 3F3 3F4"
     # Slot 2i + s.
     assert rows((0, 1, 1, 0), 3) == ["0F0 0F1 3F0 0F2 3F1 3F2", "1F0 2F0 1F1 2F1 1F2 2F2"]
@@ -29,14 +29,14 @@ def test_orders_written_out() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_loops_take_any_count_without_bubble(ranks: int, chunks: int) -> None:
+def test_loops_have_no_bubble_for_any_number_of_microbatches(ranks: int, chunks: int) -> None:
     placement = loop_placement(ranks, chunks)
     for microbatches in range(1, 14):
         schedule = forward_only(placement, microbatches)
         assert schedule.forward_only
         report = validate(lower(schedule))
         assert report.peak_activations == (1,) * ranks
-        # With fewer microbatches than ranks a chunk waits for the ring; else only the ramp is idle.
+        # With fewer microbatches than ranks a chunk waits for the ring; otherwise only the ramp is idle.
         wanted = (chunks - 1) * max(microbatches, ranks) + microbatches + ranks - 1
         if microbatches >= ranks:
             assert wanted == chunks * microbatches + ranks - 1
@@ -44,8 +44,8 @@ def test_loops_take_any_count_without_bubble(ranks: int, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_a_v_idles_in_the_ramps_alone(ranks: int) -> None:
-    """The last rank's 2m forwards stand between p-1 on the way down and p-1 on the way up: no order is shorter."""
+def test_v_idles_only_in_the_ramps(ranks: int) -> None:
+    """The last rank's 2m forwards have p-1 steps on the way down before and p-1 on the way up after them: the minimum."""
     for microbatches in (1, 2, 3, 5, 8):
         assert makespan(v_placement(ranks), microbatches) == 2 * microbatches + 2 * (ranks - 1)
         report = validate(lower(forward_only(v_placement(ranks), microbatches)))
@@ -53,7 +53,7 @@ def test_a_v_idles_in_the_ramps_alone(ranks: int) -> None:
         assert report.peak_activations == (1,) * ranks
 
 
-def test_any_placement_runs_without_a_pause_on_the_fullest_rank() -> None:
+def test_rank_with_most_stages_never_idles() -> None:
     rng = random.Random(3)
     for _ in range(150):
         ranks = rng.randint(1, 4)

@@ -17,7 +17,7 @@ from megalite.pipeline.ir.simulate import Costs, simulate
 
 
 def with_r_everywhere(schedule: Schedule) -> Schedule:
-    """An R before each backward, also where its forward has just run: the form of the published percentages."""
+    """Put an R before each backward, even if its forward has just run: the form of the published percentages."""
     rows = tuple(
         tuple(
             each
@@ -30,18 +30,18 @@ def with_r_everywhere(schedule: Schedule) -> Schedule:
 
 
 def makespan(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
-    """With a recomputation that costs a forward."""
+    """Return the makespan if a recomputation costs a forward."""
     costs = Costs.uniform(schedule.num_stages, forward=forward, backward=backward, recompute=forward)
     return simulate(lower(schedule), costs).makespan
 
 
-def test_orders_written_out() -> None:
+def test_expected_orders() -> None:
     def rows(schedule: Schedule) -> list[str]:
         return [" ".join(map(str, row)) for row in with_recompute_ahead(schedule).actions]
 
     assert rows(one_f_one_b(2, 3)) == [
         "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2",
-        "1F0 1B0 1F1 1B1 1F2 1B2",  # each backward right after its forward: the graph is kept
+        "1F0 1B0 1F1 1B1 1F2 1B2",  # each backward follows its forward: the graph is kept
     ]
     assert rows(zb_h1(2, 3))[1] == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
     assert rows(gpipe(1, 2)) == ["0F0 0F1 0R0 0B0 0R1 0B1"]
@@ -52,8 +52,8 @@ def test_orders_written_out() -> None:
     [gpipe(3, 4), one_f_one_b(3, 6), interleaved(2, 2, 4), zb_h1(3, 5), zb_h2(3, 5), zb_v(3, 6), dualpipe_v(3, 7)],
     ids=lambda schedule: schedule.name,
 )
-def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> None:
-    """Nothing but R is added, and no two graphs are ever alive on a rank."""
+def test_each_backward_follows_its_forward_or_recomputation(schedule: Schedule) -> None:
+    """Only R is added, and at most one graph is live on a rank."""
     ahead = with_recompute_ahead(schedule)
     for row, before in zip(ahead.actions, schedule.actions, strict=True):
         assert tuple(action for action in row if action.kind is not Kind.R) == before
@@ -65,7 +65,7 @@ def test_each_backward_has_its_graph_from_right_before(schedule: Schedule) -> No
     assert makespan(ahead) <= makespan(schedule)
 
 
-def test_1f1b_formula() -> None:
+def test_1f1b_makespan_equals_the_formula() -> None:
     for ranks in range(2, 5):
         for microbatches in range(2, 8):
             for forward, backward in ((1, 1), (1, 2), (2, 3)):
@@ -75,7 +75,7 @@ def test_1f1b_formula() -> None:
                 assert makespan(with_recompute_ahead(schedule), forward, backward) == wanted - 2 * forward
 
 
-def test_it_takes_training_schedules_once() -> None:
+def test_only_training_schedules_without_recomputation_are_accepted() -> None:
     with pytest.raises(ConfigError, match=r"forward_only has no backward.*use a training schedule"):
         with_recompute_ahead(forward_only(loop_placement(2, 1), 3))
     with pytest.raises(ConfigError, match=r"gpipe recomputes already.*without any R"):

@@ -29,7 +29,7 @@ SAMPLES = [
 ]
 
 
-def test_1f1b_on_two_ranks_written_out() -> None:
+def test_expected_program_of_1f1b_on_two_ranks() -> None:
     program = lower(one_f_one_b(2, 2))
     assert [" ".join(map(str, row)) for row in program.actions] == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD",
@@ -45,7 +45,7 @@ def test_one_rank_has_no_messages() -> None:
 
 @pytest.mark.parametrize("schedule", SAMPLES, ids=lambda s: f"{s.name}-{s.num_ranks}-{s.num_stages}")
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_placement_of_everything(schedule: Schedule, prefetch: int) -> None:
+def test_positions_of_messages_and_reductions(schedule: Schedule, prefetch: int) -> None:
     program = lower(schedule, recv_prefetch=prefetch)
     makers = {Kind.SEND_F: {Kind.F}, Kind.SEND_B: {Kind.B, Kind.I}}
     readers = {Kind.RECV_F: {Kind.F}, Kind.RECV_B: {Kind.B, Kind.I}}
@@ -68,7 +68,7 @@ def test_placement_of_everything(schedule: Schedule, prefetch: int) -> None:
                 reader = next(
                     at for at, a in enumerate(row) if a.kind in readers[kind] and a[1:] == (stage, microbatch)
                 )
-                # At least `prefetch` computations lie between, unless the list begins here.
+                # At least `prefetch` computations are between, unless the list begins here.
                 between = sum(action.kind in COMPUTE for action in row[position:reader])
                 before = sum(action.kind in COMPUTE for action in row[:position])
                 assert between >= prefetch or before == 0
@@ -92,7 +92,7 @@ def legal_sizes() -> list[tuple[int, int, int, int]]:
     return small + random.Random(1).sample(sizes, 30)
 
 
-def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
+def test_every_valid_size_runs_with_window_one_without_waiting() -> None:
     """Valid under both send semantics, and as fast as with sends that never block, for three ratios of B to F."""
     for ranks, chunks, microbatches, group in legal_sizes():
         schedules = [forward_only(loop_placement(ranks, chunks), microbatches)]
@@ -110,7 +110,7 @@ def test_every_legal_size_runs_with_window_one_and_waits_for_no_send() -> None:
             assert simulate(program, costs).makespan == wanted * (1 + backward), (schedule.name, ranks, chunks, group)
 
 
-def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_program() -> None:
+def test_any_order_without_deadlock_becomes_a_valid_program() -> None:
     """The docstring's theorem on random orders: what runs with unlimited sends runs with a window of one."""
     rng = random.Random(7)
     ran = 0
@@ -132,7 +132,7 @@ def test_any_order_without_deadlock_among_its_computations_lowers_to_a_valid_pro
     assert ran > 60
 
 
-def test_random_legal_schedules_lower_to_programs_that_run() -> None:
+def test_random_valid_schedules_become_valid_programs() -> None:
     """The docstring's theorem: any placement, any order, backwards whole and split, recomputed or not."""
     rng = random.Random(12)
     seen: Counter[Kind] = Counter()
@@ -153,7 +153,7 @@ def test_random_legal_schedules_lower_to_programs_that_run() -> None:
     assert all(seen[kind] > 30 for kind in COMPUTE), seen
 
 
-def test_incomplete_schedules_are_left_to_the_validator() -> None:
+def test_faults_of_schedules_are_reported_by_validate() -> None:
     """A schedule with a missing or doubled action, or one that cannot start, is lowered, and validate reports the fault."""
     for text, message in (
         ("0F0,0B0,0F1\n1F0,1F1,1B0,1B1\n", "0B1 is missing on rank 0"),
@@ -167,7 +167,7 @@ def test_incomplete_schedules_are_left_to_the_validator() -> None:
             validate(program)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_errors() -> None:
     with pytest.raises(ConfigError, match="recv_prefetch is -1"):
         lower(gpipe(2, 2), recv_prefetch=-1)
     with pytest.raises(ConfigError, match="send_window is 0"):

@@ -46,7 +46,7 @@ def found_and_best(
     return score(found), min(map(score, every))
 
 
-def test_equals_exhaustive_search_with_layers_alike() -> None:
+def test_cut_of_equal_layers_equals_exhaustive_search() -> None:
     rng = random.Random(3)
     costs = ["0", "0.3", "0.5", "1", "1.2", "2.5", "4"]
     for _ in range(250):
@@ -61,7 +61,7 @@ def test_equals_exhaustive_search_with_layers_alike() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_equals_exhaustive_search_with_layers_that_differ(chunks: int) -> None:
+def test_cut_of_unequal_layers_equals_exhaustive_search(chunks: int) -> None:
     rng = random.Random(chunks)
     for _ in range(30):
         placement = loop_placement(rng.choice({1: [1, 2, 3, 4, 5], 2: [2, 3], 3: [2]}[chunks]), chunks)
@@ -71,8 +71,8 @@ def test_equals_exhaustive_search_with_layers_that_differ(chunks: int) -> None:
         assert found == best, (layers, last, placement)
 
 
-def test_what_is_too_large_to_try_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers first, then experts in every or every other layer: mostly the best pace, never far off."""
+def test_cut_of_large_models_is_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers first, then experts in every or every other layer: usually optimal, and never far from it."""
     monkeypatch.setattr(partition, "TRIED_CUTS", 0)
     rng = random.Random(4)
     exact = 0
@@ -94,14 +94,14 @@ def test_what_is_too_large_to_try_is_close(monkeypatch: pytest.MonkeyPatch) -> N
         (10, loop_placement(4, 1), {}, (3, 3, 2, 2)),
         (10, loop_placement(2, 2), {}, (3, 3, 2, 2)),
         (7, loop_placement(1, 1), {}, (7,)),
-        # A head worth two layers and an embedding worth half of one take layers off their ranks.
+        # A head as heavy as two layers and an embedding as heavy as half a layer take layers off their ranks.
         (30, loop_placement(4, 1), {"first_cost": 0.5, "last_cost": 2.0}, (8, 8, 8, 6)),
-        # On the last rank all chunks share the relief, not only the last one.
+        # On the last rank all chunks have fewer layers, not only the last chunk.
         (30, loop_placement(4, 2), {"last_cost": 2.0}, (4, 4, 4, 4, 4, 4, 4, 2)),
-        # A head worth more than layers is a stage by itself.
+        # A head heavier than the layers is a stage by itself.
         (4, loop_placement(2, 2), {"last_cost": 2.7}, (2, 1, 1, 0)),
         (4, loop_placement(2, 2), {}, (1, 1, 1, 1)),
-        # In a V the head is with the first stage: its rank sheds the layers.
+        # In a V the head is on the rank of the first stage: that rank has fewer layers.
         (30, v_placement(4), {"last_cost": 2.0}, (4, 4, 4, 4, 4, 4, 4, 2)),
         (31, v_placement(2), {"last_cost": 5.0}, (9, 9, 9, 4)),
         # Layers are weighed, not counted.
@@ -109,11 +109,11 @@ def test_what_is_too_large_to_try_is_close(monkeypatch: pytest.MonkeyPatch) -> N
         (5, loop_placement(2, 1), {"layer_cost": [1.0, 1.0, 1.0, 1.0, 4.0]}, (4, 1)),
     ],
 )
-def test_examples(count: int, placement: tuple[int, ...], costs: dict[str, float], cut: tuple[int, ...]) -> None:
+def test_expected_cuts(count: int, placement: tuple[int, ...], costs: dict[str, float], cut: tuple[int, ...]) -> None:
     assert partition_layers(count, placement, **costs) == cut
 
 
 @pytest.mark.parametrize("layers", [1.0, [1.0 if layer < 3 else 1.37 for layer in range(128)]], ids=["alike", "differ"])
-def test_large_models_are_cut(layers: float | list[float]) -> None:
+def test_cut_of_large_models(layers: float | list[float]) -> None:
     cut = partition_layers(128, loop_placement(16, 4), layer_cost=layers, first_cost=0.37, last_cost=2.9)
     assert sum(cut) == 128 and len(cut) == 64

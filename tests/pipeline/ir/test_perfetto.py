@@ -25,7 +25,7 @@ def of_phase(trace: Trace, phase: str) -> list[Trace]:
 
 
 def slice_around(trace: Trace, end: Trace) -> Trace:
-    """The one slice of the track that a flow's end is in."""
+    """The slice of the track that contains an end of a flow."""
     (found,) = [
         each
         for each in of_phase(trace, "X")
@@ -35,7 +35,7 @@ def slice_around(trace: Trace, end: Trace) -> Trace:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("1f1b", 1)])
-def test_slices_are_the_events(name: str, chunks: int) -> None:
+def test_slices_equal_the_events(name: str, chunks: int) -> None:
     found = timeline(name, chunks=chunks)
     trace = json.loads(json.dumps(merge_traces({"found": found.events})))
     slices = of_phase(trace, "X")
@@ -52,7 +52,7 @@ def test_slices_are_the_events(name: str, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("zb-h1", 1)])
-def test_an_arrow_for_each_message(name: str, chunks: int) -> None:
+def test_arrow_per_message(name: str, chunks: int) -> None:
     found = timeline(name, chunks=chunks)
     schedule = found.schedule
     trace = merge_traces({"found": found.events})

@@ -1,4 +1,4 @@
-"""Pictures of schedules."""
+"""Text drawings of schedules."""
 
 from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs
@@ -8,7 +8,7 @@ from megalite.pipeline.ir.render import render_grid, render_lists
 from megalite.pipeline.ir.simulate import Costs, simulate
 
 
-def test_1f1b_golden() -> None:
+def test_expected_grid_of_1f1b() -> None:
     assert render_grid(one_f_one_b(3, 4)) == (
         "schedule 1f1b: 3 ranks, one stage each, 4 microbatches; one slot = any one action\n"
         "        0  1  2  3  4  5  6  7  8  9 10 11  bubble  peak\n"
@@ -19,7 +19,7 @@ def test_1f1b_golden() -> None:
     )
 
 
-def test_chunks_name_the_stage_and_timelines_show_lengths() -> None:
+def test_chunks_name_stages_and_timelines_show_durations() -> None:
     timeline = simulate(lower(looped_bfs(2, 2, 1)), Costs.uniform(4, forward=0.5, backward=1.0))
     assert render_grid(timeline) == (
         "schedule looped-bfs: 2 ranks, 4 stages, 1 microbatches; one slot = 0.5\n"
@@ -31,7 +31,7 @@ def test_chunks_name_the_stage_and_timelines_show_lengths() -> None:
     )
 
 
-def test_wide_and_tall_grids_say_what_is_left_out() -> None:
+def test_wide_and_tall_grids_are_truncated() -> None:
     grid = render_grid(interleaved(24, 2, 48), width=100, max_ranks=8)
     lines = grid.split("\n")
     assert max(map(len, lines[1:-3])) <= 100
@@ -45,7 +45,7 @@ def test_wide_and_tall_grids_say_what_is_left_out() -> None:
     assert int(header[-3]) == num_slots - 1  # before the headings "bubble" and "peak"
 
 
-def test_lists_are_cut_around_the_mark() -> None:
+def test_lists_are_truncated_around_the_mark() -> None:
     actions = [[Action.parse(f"{rank}F{i}") for i in range(60)] for rank in range(20)]
     text = render_lists(actions, {17: 30, 2: 0}, width=60, max_ranks=4)
     lines = text.split("\n")
@@ -62,7 +62,7 @@ def test_lists_are_cut_around_the_mark() -> None:
     assert render_lists([[], actions[0][:2]], {1: 1}) == "rank 0: (nothing)\nrank 1: 0F0 >0F1<"
 
 
-def test_wide_grids_wrap_if_asked() -> None:
+def test_wide_grids_can_wrap() -> None:
     schedule = one_f_one_b(2, 12)
     whole = render_grid(schedule).split("\n")
     lines = render_grid(schedule, width=60, wrap=True).split("\n")
@@ -73,6 +73,6 @@ def test_wide_grids_wrap_if_asked() -> None:
     for row in range(3):
         joined = " ".join(" ".join(panel[row].removeprefix(f"rank {row - 1}").split()) for panel in panels)
         assert joined == " ".join(whole[1 + row].removeprefix(f"rank {row - 1}").split())
-    # Some screens later something is left out after all.
+    # After some screens the rest is omitted.
     long = render_grid(one_f_one_b(2, 2000), width=60, wrap=True).split("\n")
     assert len(long) < 70 and "slots" in long[-1]

@@ -34,7 +34,7 @@ def test_text_form_of_each_kind() -> None:
 @pytest.mark.parametrize(
     "text", ["", "F0", "2F", "2f0", "2G0", "-1F0", "2F-1", "2F0x", "2REDUCE_GRAD3", "2IW3", "2R", "2SEND_F", "²F0"]
 )
-def test_what_is_no_action(text: str) -> None:
+def test_invalid_actions_are_errors(text: str) -> None:
     with pytest.raises(ScheduleError, match="2F0"):
         Action.parse(text)
 
@@ -55,8 +55,8 @@ def test_csv_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
 
 
-def test_csv_of_a_user() -> None:
-    # A V placement (rank 0 has stages 0 and 3), with bubbles as empty cells and blanks around.
+def test_csv_written_by_a_user() -> None:
+    # A V placement (rank 0 has stages 0 and 3), with empty cells as bubbles and extra blanks.
     schedule = Schedule.from_csv(" 0F0,,, 3F0,3B0,,,0B0 \n\n,1F0,2F0,,,2B0,1B0,\n", name="vee")
     assert schedule.placement == (0, 1, 1, 0)
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (2, 4, 1)
@@ -64,7 +64,7 @@ def test_csv_of_a_user() -> None:
     assert not schedule.forward_only
     program = lower(schedule)
     validate(program)
-    # 1 -> 2 and 3's forward -> backward stay on their rank: two messages a direction are all there is.
+    # 1 -> 2 and the forward -> backward of 3 stay on their rank: each direction has only two messages.
     assert " ".join(map(str, program.actions[1])) == (
         "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 2REDUCE_GRAD 1B0 1SEND_B0 1REDUCE_GRAD"
     )
@@ -84,12 +84,12 @@ def test_csv_of_a_user() -> None:
         ("0F" + "9" * 5000 + "\n", "line 1, cell 1: not a pipeline action"),
     ],
 )
-def test_csv_that_is_wrong(text: str, message: str) -> None:
+def test_invalid_csv_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_csv(text)
 
 
-def test_what_is_split_and_recomputed() -> None:
+def test_split_and_recomputed_actions() -> None:
     schedule = Schedule.from_csv("0F0,0F1,0R1,0I0,0W0,0B1\n")
     assert schedule.split == {(0, 0)} and schedule.recomputed == {(0, 1)}
     assert schedule.input_gradient(0, 0) == Action(Kind.I, 0, 0)
@@ -108,6 +108,6 @@ def test_live_units_after_each_action() -> None:
     ]
 
 
-def test_csv_as_spreadsheets_and_people_write_it() -> None:
+def test_csv_formats_of_spreadsheets_and_users() -> None:
     text = '# two stages\r\n"0F0", 0F1,,"0B0",0B1\r\n\r\n1F0,1B0,1F1,1B1\r\n'
     assert Schedule.from_csv(text).actions == Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n").actions

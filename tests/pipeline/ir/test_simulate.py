@@ -13,7 +13,7 @@ from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, Link, shared_makespan, simulate
 
 
-def test_by_hand() -> None:
+def test_simulation_equals_hand_calculation() -> None:
     """Two unequal stages, one second per message: every start and end calculated by hand."""
     costs = Costs(forward=(2.0, 3.0), backward=(4.0, 5.0), p2p=1.0)
     timeline = simulate(lower(one_f_one_b(2, 2)), costs)
@@ -21,9 +21,9 @@ def test_by_hand() -> None:
     assert times == {
         "0F0": (0, 0.0, 2.0),
         "0F1": (0, 2.0, 4.0),
-        "1F0": (1, 3.0, 6.0),  # message there one second after 0F0
+        "1F0": (1, 3.0, 6.0),  # the message has arrived one second after 0F0
         "1B0": (1, 6.0, 11.0),
-        "1F1": (1, 11.0, 14.0),  # 0F1's message was there at 7: posted before 1B0, which runs from 6
+        "1F1": (1, 11.0, 14.0),  # the message of 0F1 has arrived at 7: posted before 1B0, which runs from 6
         "1B1": (1, 14.0, 19.0),
         "0B0": (0, 12.0, 16.0),
         "0B1": (0, 20.0, 24.0),
@@ -35,8 +35,8 @@ def test_by_hand() -> None:
     assert timeline.peak_activations == (2, 1)
 
 
-def test_a_full_send_window_holds_the_sender() -> None:
-    """Rank 1 is slow: with a window of one, rank 0 runs only as far ahead as its receives have been posted."""
+def test_full_send_window_blocks_the_sender() -> None:
+    """Rank 1 is slow: with a window of one, rank 0 runs ahead only as far as receives have been posted."""
     costs = Costs(forward=(1.0, 10.0), backward=(1.0, 1.0))
 
     def starts(window: int) -> list[float]:
@@ -70,7 +70,7 @@ message, chunks per rank if a chunk is one layer; theoretical bubble rates of 1F
 
 
 ROUNDING = ((-0.005, -0.005, 0.005, -0.005), (0.005, 0.005, -0.005, 0.005))
-"""F, I and a message make bubbles longer, W fills them: the two ends of what rounding to 0.01 ms leaves open."""
+"""F, I and a message lengthen bubbles, W shortens them: the two extremes that rounding to 0.01 ms allows."""
 
 
 def bubble_rate(program: Program, milliseconds: tuple[float, ...]) -> float:
@@ -87,11 +87,11 @@ def bubble_rate(program: Program, milliseconds: tuple[float, ...]) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "milliseconds", "chunks", "rates"), PUBLISHED)
-def test_published_bubble_rates(
+def test_bubble_rates_equal_published_ones(
     ranks: int, microbatches: int, milliseconds: tuple[float, ...], chunks: int, rates: tuple[float, ...]
 ) -> None:
-    """To every digit that the inputs decide. They are printed to 0.01 ms, so that the rates are known only up to what
-    half a unit more or less makes of them: what was printed lies between, and no more than 2e-4 from the middle."""
+    """Inputs are printed to 0.01 ms, so the rates are known only within half a unit of these: the published values are in
+    this range, and at most 2e-4 from its middle."""
     one_f, looped, h1, h2 = rates
     schedules = (one_f_one_b(ranks, microbatches), zb_h1(ranks, microbatches), zb_h2(ranks, microbatches))
     for schedule, printed in zip(schedules, (one_f, h1, h2), strict=True):
@@ -106,8 +106,8 @@ def test_published_bubble_rates(
     assert bubble_rate(program, milliseconds) == pytest.approx(looped, abs=3.5e-3)
 
 
-def test_links_by_hand() -> None:
-    """A message takes its link for three seconds and is there two seconds later; the next leaves after it."""
+def test_links_equal_hand_calculation() -> None:
+    """A message occupies its link for three seconds and arrives two seconds later; the next leaves after it."""
     program = lower(forward_only((0, 1), 3), recv_prefetch=9, send_window=3)
     costs = Costs(forward=(1.0, 1.0), backward=(0.0, 0.0), p2p=50.0, links={(0, 1): Link(2.0, seconds_per_message=3.0)})
 
@@ -117,13 +117,13 @@ def test_links_by_hand() -> None:
 
     # Sent at 1, 2, 3; off the link at 4, 7, 10.
     assert starts(program) == [[0.0, 1.0, 2.0], [6.0, 9.0, 12.0]]
-    # With a window of one the second send waits until the first message is there at 6, and is off the link at 9; the
-    # third waits until 11. Forwards wait behind sends.
+    # With a window of one the second send waits until the first message arrives at 6, and leaves the link at 9; the third
+    # waits until 11. Forwards wait behind sends.
     narrow = lower(forward_only((0, 1), 3), recv_prefetch=9, send_window=1)
     assert starts(narrow) == [[0.0, 1.0, 6.0], [6.0, 11.0, 16.0]]
 
 
-def test_links_are_directed_and_latency_alone_does_not_queue() -> None:
+def test_links_are_directed_and_latency_does_not_queue() -> None:
     program = lower(forward_only((0, 1), 3), recv_prefetch=9, send_window=3)
     costs = Costs(forward=(1.0, 1.0), backward=(0.0, 0.0), links={(0, 1): Link(5.0)})
     events = [event for event in simulate(program, costs).events if event.rank == 1]
@@ -133,14 +133,14 @@ def test_links_are_directed_and_latency_alone_does_not_queue() -> None:
     assert times == {"0F0": 0.0, "1F0": 6.0, "1B0": 7.0, "0B0": 8.5}
 
 
-def test_what_halves_and_recomputation_cost() -> None:
+def test_durations_of_halves_and_recomputation() -> None:
     costs = Costs(forward=(1.0,), backward=(10.0,), weight_grad=(4.0,), recompute=(0.5,))
 
     def lengths(text: str) -> list[float]:
         events = simulate(lower(Schedule.from_csv(text)), costs).events
         return [event.end - event.start for event in events]
 
-    # Without any R each B or I recomputes first; with one, it is a matter of R alone.
+    # Without any R each B or I recomputes first; otherwise only R recomputes.
     assert lengths("0F0,0F1,0B0,0I1,0W1\n") == [1.0, 1.0, 10.5, 6.5, 4.0]
     assert lengths("0F0,0F1,0R0,0B0,0I1,0W1\n") == [1.0, 1.0, 0.5, 10.0, 6.0, 4.0]
     halves = Costs(forward=(1.0,), backward=(10.0,))
@@ -149,14 +149,14 @@ def test_what_halves_and_recomputation_cost() -> None:
 
 
 def test_span_is_from_first_start_to_last_end_of_a_rank() -> None:
-    """ZB-H2 idles nowhere between a rank's first and last action, though a synchronous step has the ramp."""
+    """ZB-H2 never idles between a rank's first and last action, although a synchronous step has the ramp."""
     timeline = simulate(lower(zb_h2(4, 8)), Costs.uniform(4))
     assert timeline.spans == (24.0,) * 4 and timeline.makespan == 27.0
     assert timeline.span_bubble_fraction == 0.0
     assert timeline.bubble_fraction == pytest.approx(3 / 27)
 
 
-def test_what_it_refuses() -> None:
+def test_invalid_arguments_are_errors() -> None:
     stuck = lower(Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n2F0,2B0,2F1,2B1\n", name="mine"))
     with pytest.raises(
         ScheduleError,
@@ -178,22 +178,22 @@ def uneven(schedule: Schedule) -> Costs:
     return Costs(forward=forward, backward=tuple(2.0 * each for each in forward))
 
 
-def test_two_ranks_on_one_core_waste_nothing() -> None:
-    """Alone twice as fast: 0F0 until 1; 0F1 beside 1F0 until 3; 1B0 alone until 5; and so on, 24 s of work in 12."""
+def test_two_ranks_on_one_core_never_idle() -> None:
+    """Alone a rank is twice as fast: 0F0 until 1; 0F1 beside 1F0 until 3; 1B0 alone until 5; ...: 24 s of work in 12."""
     costs = Costs(forward=(2.0, 2.0), backward=(4.0, 4.0))
     assert shared_makespan(one_f_one_b(2, 2), costs, 2.0) == pytest.approx(12.0)
     assert simulate(lower(one_f_one_b(2, 2)), costs).makespan == pytest.approx(18.0)
 
 
-def test_messages_are_work_of_both_ends() -> None:
-    """With no one computing each end takes half as long: together the link's time. Four ranks on one core do what there is."""
+def test_messages_use_the_cores_of_both_ends() -> None:
+    """If no rank computes, each end needs half of the link's time. Four ranks on one core keep it busy."""
     costs = Costs.uniform(4, p2p=5.0)
     assert shared_makespan(one_f_one_b(4, 1), costs, 2.0) == pytest.approx(4 * 3.0 / 2 + 6 * 5.0)
     assert shared_makespan(one_f_one_b(4, 8), costs, 4.0) == pytest.approx(8 * (3.0 + 6 * 2 * 5.0 / 4))
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_with_a_core_each_it_is_the_simulators(name: str) -> None:
+def test_shared_cores_with_a_core_per_rank_equal_the_simulator(name: str) -> None:
     schedule = SHARED[name]
     costs = uneven(schedule)
     assert shared_makespan(schedule, costs, 1.0) == pytest.approx(simulate(lower(schedule), costs).makespan)
@@ -201,12 +201,12 @@ def test_with_a_core_each_it_is_the_simulators(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("ranks_per_core", [1.5, 2.0, 4.0])
-def test_between_the_work_of_all_and_the_longest_chain(name: str, ranks_per_core: float) -> None:
+def test_makespan_is_between_total_work_and_the_longest_chain(name: str, ranks_per_core: float) -> None:
     schedule = SHARED[name]
     apart = simulate(lower(schedule), uneven(schedule))
     taken = shared_makespan(schedule, uneven(schedule), ranks_per_core)
     work = sum(apart.busy) / 4
     assert max(work, apart.makespan / ranks_per_core) <= taken * (1 + 1e-12)
     assert taken < apart.makespan
-    if ranks_per_core == 4.0:  # one core: it is never idle
+    if ranks_per_core == 4.0:  # one core: it never idles
         assert taken == pytest.approx(work)

@@ -1,4 +1,4 @@
-"""The picture of a schedule, read back as XML."""
+"""The drawing of a schedule, parsed as XML."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -55,7 +55,7 @@ def number(box: ET.Element, name: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", 2), ("interleaved", 3)])
-def test_boxes_are_the_events_to_scale(name: str, chunks: int) -> None:
+def test_boxes_show_the_events_to_scale(name: str, chunks: int) -> None:
     found = timeline(name, 3, chunks, 6)
     drawn = boxes(ET.fromstring(picture([panel(found)])))
     assert len(drawn) == len(found.events)
@@ -70,14 +70,14 @@ def test_boxes_are_the_events_to_scale(name: str, chunks: int) -> None:
         assert number(box, "y") == rows[event.rank]
         assert number(box, "x") == pytest.approx(number(first, "x") + event.start * scale, abs=0.02)
         assert number(box, "width") == pytest.approx((event.end - event.start) * scale - 1, abs=0.02)
-    # A shade for each of the rank's stages.
+    # A shade per stage of the rank.
     stages = {
         (event.action.stage, drawn[event.action].attrib["class"][1:]) for event in found.events if event.rank == 1
     }
     assert [shade for _, shade in sorted(stages)] == [str(chunk) for chunk in range(chunks)]
 
 
-def test_words() -> None:
+def test_texts() -> None:
     found = timeline("zb-h1", 3, 1, 5)
     words = texts(ET.fromstring(picture([panel(found)], unit="ms")))
     assert "zb-h1: 3 ranks, 5 microbatches" in words
@@ -94,7 +94,7 @@ def test_words() -> None:
     assert "peak: what it is" in words
 
 
-def test_stands_alone_and_is_the_same_every_time() -> None:
+def test_svg_is_standalone_and_reproducible() -> None:
     schedule = Schedule.from_csv("0F0,0B0\n1F0,1B0\n", name='<a "b" & c>')
     text = picture([panel(on_clock(schedule))])
     assert text == picture([panel(on_clock(schedule))])

@@ -59,11 +59,11 @@ FAULTS = (
     "the schedule is forward-only",
     "has no microbatch",
 )
-"""A part of each message about a program with one fault."""
+"""Part of the message about a program with one fault."""
 
 
 def verdict(program: Program) -> str:
-    """ "" if the validator accepts, else its message."""
+    """Return the validator's message, or "" if it accepts the program."""
     try:
         validate(program)
     except ScheduleError as error:
@@ -71,8 +71,8 @@ def verdict(program: Program) -> str:
     return ""
 
 
-def test_mutants_against_the_oracle() -> None:
-    """No false accept, no false reject; and each kind of fault does occur among the mutants."""
+def test_verdicts_on_mutants_equal_the_oracle() -> None:
+    """The validator accepts and refuses the same mutants; every kind of fault occurs among them."""
     rng = random.Random(20240229)
     schedules = SMALL + [random_schedule(rng) for _ in range(len(SMALL))]
     originals = [lower(schedule, recv_prefetch=prefetch) for schedule in schedules for prefetch in (0, 0, 1, 2)]
@@ -156,13 +156,13 @@ def test_each_fault_is_named(rank: int, text: str, message: str) -> None:
         ("0F0 0R0 0R0 0B0", r"0R0 \(rank 0, position 2\): it occurs a second time, first at position 1"),
     ],
 )
-def test_faults_of_halves_and_recomputation(computations: str, message: str) -> None:
+def test_faults_of_halves_and_recomputation_are_named(computations: str, message: str) -> None:
     schedule = Schedule.from_csv(computations.replace(" ", ",") + "\n", name="mine")
     with pytest.raises(ScheduleError, match=message):
         validate(lower(schedule))
 
 
-def test_a_reduction_waits_for_every_weight_gradient() -> None:
+def test_reduction_before_a_weight_gradient_is_an_error() -> None:
     program = lower(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n"))
     (row,) = program.actions
     early = [*row[:-2], row[-1], row[-2]]
@@ -171,7 +171,7 @@ def test_a_reduction_waits_for_every_weight_gradient() -> None:
     )
 
 
-def test_ids_beyond_all_bounds_are_refused_at_once() -> None:
+def test_huge_ids_are_refused_quickly() -> None:
     for text, message in (
         ("0F99999999999,0B99999999999", "0F0 is missing on rank 0"),
         ("0F0,0B0,0F123456789012345678", "0F1 is missing on rank 0"),
@@ -186,7 +186,7 @@ def test_ids_beyond_all_bounds_are_refused_at_once() -> None:
         Schedule.from_csv("99999999999F0,99999999999B0")
 
 
-def test_a_message_that_nobody_needs() -> None:
+def test_message_without_a_reader_is_an_error() -> None:
     # Stages 1 and 2 share rank 1, so a message between them has no reader.
     program = lower(VEE)
     lists = [list(row) for row in program.actions]
@@ -208,7 +208,7 @@ def test_deadlock_names_the_shortest_cycle() -> None:
     assert len(grid) == 3 and ">1B0<" in grid[1] and ">2F1<" in grid[2]
 
 
-def test_circles_are_as_short_as_an_exhaustive_search_finds() -> None:
+def test_cycles_are_as_short_as_by_exhaustive_search() -> None:
     rng = random.Random(11)
     lengths: Counter[int] = Counter()
     while lengths.total() < 80:
@@ -222,9 +222,9 @@ def test_circles_are_as_short_as_an_exhaustive_search_finds() -> None:
     assert lengths[2] > 10 and lengths[3] > 1, lengths
 
 
-def test_deadlock_of_the_send_window_alone() -> None:
-    # Rank 0 sends four forwards before it posts a receive; rank 1 cannot finish its second send before that, and so
-    # never posts the receive for which rank 0's fourth send waits. A wider window, or lower's own order, is right.
+def test_deadlock_caused_only_by_the_send_window() -> None:
+    # Rank 0 sends four forwards before it posts a receive; rank 1 cannot complete its second send before that, and so
+    # never posts the receive for which rank 0's fourth send waits. A wider window, or the order by `lower`, is valid.
     program = lower(looped_bfs(2, 2, 4))
     with pytest.raises(ScheduleError) as caught:
         validate(late(program, 1))
@@ -236,7 +236,7 @@ def test_deadlock_of_the_send_window_alone() -> None:
     assert not verdict(program)
 
 
-def test_program_must_agree_with_its_schedule_and_sizes() -> None:
+def test_program_must_match_its_schedule_and_sizes() -> None:
     program = lower(one_f_one_b(2, 2))
     with pytest.raises(ScheduleError, match=r"rank 1 .* lower the schedule again"):
         validate(replace(program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], ()))))
@@ -255,15 +255,15 @@ def test_program_must_agree_with_its_schedule_and_sizes() -> None:
         validate(replace(program, send_window=0))
 
 
-def test_report() -> None:
+def test_report_of_memory() -> None:
     report = validate(lower(interleaved(2, 2, 4)))
     assert report.peak_activations == (5, 3)
     assert report.sends == (12, 12)
-    # Rank 0 holds three graphs when 0F2 has run; deferred weight gradients are none of them.
+    # Rank 0 holds three graphs after 0F2; deferred weight gradients are not among them.
     report = validate(lower(zb_h1(3, 4)))
     assert report.peak_activations == (3, 2, 1)
     assert report.sends == (4, 8, 4)
-    # Rank 0 of GPipe with nothing prefetched holds one receive buffer; all posted in advance would be three.
+    # Rank 0 of GPipe without prefetch has one receive buffer; with all receives posted it would have three.
     assert validate(lower(gpipe(2, 3), recv_prefetch=0)).peak_receives == (1, 1)
     assert validate(lower(gpipe(2, 3), recv_prefetch=9)).peak_receives == (3, 3)
 
@@ -288,7 +288,7 @@ def test_memory_limit() -> None:
         validate(program, sizes=Sizes.uniform(3), limit=2.5)
 
 
-def test_sums_of_thirds_keep_a_whole_limit() -> None:
+def test_memory_limit_tolerates_rounding() -> None:
     program = lower(looped_bfs(3, 3, 11))
     sizes = Sizes.uniform(9, activation=1 / 3)
     validate(program, sizes=sizes, limit=11.0)
@@ -311,8 +311,8 @@ def test_sums_of_thirds_keep_a_whole_limit() -> None:
         ),
     ],
 )
-def test_what_somebody_wrote_is_judged_in_their_own_cells(text: str, says: str) -> None:
-    """Positions are those of the file, without the messages that lowering adds."""
+def test_errors_name_positions_in_the_file(text: str, says: str) -> None:
+    """Positions are those in the file, without the messages that lowering adds."""
     with pytest.raises(ScheduleError) as caught:
         validate_written(Schedule.from_csv(text))
     message = str(caught.value)
@@ -320,7 +320,7 @@ def test_what_somebody_wrote_is_judged_in_their_own_cells(text: str, says: str) 
     assert message.endswith("(rank 0 is the first line; positions count the actions of a line from 0)")
 
 
-def test_what_only_messages_show_is_left_to_the_proof() -> None:
+def test_faults_of_messages_are_found_after_lowering() -> None:
     circle = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     validate_written(circle)
     with pytest.raises(ScheduleError, match="deadlocks"):
