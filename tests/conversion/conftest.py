@@ -1,4 +1,4 @@
-"""One thread for every test: more would only wait for each other."""
+"""Use one thread in every test: more would only wait for each other."""
 
 import pytest
 import torch

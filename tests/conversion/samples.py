@@ -1,4 +1,4 @@
-"""What the tests of conversion share: made-up weights, a tokenizer, and the weights of a trained run."""
+"""Shared by the conversion tests: synthetic weights, a tokenizer, and weights of a trained run."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
-VOCAB = 301  # Above the 257 ids of `byte_tokenizer`, and no multiple of 8
+VOCAB = 301  # more than the 257 ids of `byte_tokenizer`, and no multiple of 8
 
 GPT: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB}
 GPT |= {"make_vocab_size_divisible_by": 8, "seq_length": 24}
@@ -62,7 +62,7 @@ SINKS: dict[str, Any] = {
     "rope_original_max_positions": 4096,
     "rope_truncate": False,
 }
-"""gpt-oss."""
+"""Settings of gpt-oss."""
 LATENT: dict[str, Any] = {
     **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
     "multi_latent_attention": True,
@@ -82,7 +82,7 @@ def model_of(settings: dict[str, Any]) -> ModelConfig:
 
 
 class MadeUp(Weights):
-    """Weights that exist nowhere: each tensor is drawn from its name, times `factor`. Counts how often each is read."""
+    """Synthetic weights: each tensor is generated from its name, times `factor`. Counts how often each is read."""
 
     format = "megalite"
     tokenizer_hints = DataConfig()
@@ -118,7 +118,7 @@ class MadeUp(Weights):
 
 
 def byte_tokenizer(folder: Path) -> list[Path]:
-    """vocab.json and merges.txt of a byte-level BPE that merges nothing: 256 bytes and the end of document."""
+    """Write vocab.json and merges.txt of a byte-level BPE without merges: 256 bytes and the end of document."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [chr(byte) for byte in printable] + [chr(256 + k) for k in range(len(others))]
@@ -138,12 +138,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def run(*words: str | Path) -> int:
-    """`megalite convert`."""
+    """Run `megalite convert`."""
     return CONVERT([str(word) for word in words])
 
 
 def ignore(count: int) -> None:
-    """Progress that no one looks at."""
+    """Ignore progress."""
 
 
 def _train(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -157,6 +157,6 @@ def _train(context: RankContext, world: int, settings: dict[str, Any], folder: s
 
 
 def train(folder: Path, world: int, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Train three steps on `world` ranks and save; the whole tensors of each kind, as numpy."""
+    """Train three steps on `world` ranks and save. Returns the whole tensors of each kind, as numpy."""
     ranks = run_ranks(world, _train, world, settings, str(folder))
     return {kind: assemble([rank[kind] for rank in ranks]) for kind in ("weight", "main_param")}

@@ -1,4 +1,4 @@
-"""`megalite convert` as a user meets it: what it writes, says and refuses, and with which status it ends."""
+"""`megalite convert` for users: outputs, messages, refusals and exit statuses."""
 
 import runpy
 import sys
@@ -27,7 +27,7 @@ def gpt(tmp_path: Path) -> Path:
     return write_native(weights, tmp_path / "gpt")
 
 
-def test_round_the_formats_from_tp2_pp2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip_through_all_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = train(tmp_path / "trained", 4, {**LLAMA, "tp": 2, "pp": 2, "precision": "bf16"})
     route = [
         ("trained", "a", "--to", "huggingface", "--max-shard-size", "40KB"),
@@ -70,7 +70,7 @@ USELESS = [
 
 
 @pytest.mark.parametrize(("to", "flags", "says"), USELESS, ids=lambda value: str(value)[:40])
-def test_what_makes_no_sense_is_one_line_and_status_2(
+def test_invalid_arguments_are_one_line_and_status_2(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, flags: list[str], says: str
 ) -> None:
     assert run(gpt, tmp_path / "target", "--to", to, *flags) == 2
@@ -80,7 +80,7 @@ def test_what_makes_no_sense_is_one_line_and_status_2(
     assert not (tmp_path / "target").exists() and not workplace_of(tmp_path / "target").exists()
 
 
-def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_is_copied_unless_disabled(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(gpt, tmp_path / "with", "--to", "huggingface") == 0
     assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
     assert (tmp_path / "with" / "vocab.json").is_file()
@@ -93,7 +93,7 @@ def test_the_tokenizer_goes_along_or_not(gpt: Path, tmp_path: Path, capsys: pyte
     assert (tmp_path / "again" / "merges.txt").is_file()
 
 
-def test_ctrl_c_keeps_what_is_done(
+def test_ctrl_c_keeps_finished_files(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advance = ByteProgress.advance
@@ -120,18 +120,14 @@ def test_ctrl_c_keeps_what_is_done(
     assert len(same) >= 2
 
 
-def test_checkpoints_one_level_below_are_pointed_at(
-    gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_names_checkpoints_one_level_below(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     gpt.rename(tmp_path / "run" / "checkpoints")
     assert run(tmp_path / "run", tmp_path / "target", "--to", "native") == 2
     assert f"but in {tmp_path / 'run' / 'checkpoints'}: give that folder" in capsys.readouterr().err
 
 
-def test_the_target_and_the_family_are_looked_at_before_the_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_target_and_family_are_checked_before_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     for target, flags, says in [
         (tmp_path / "file" / "deep", [], "Not a directory; give another target"),
@@ -145,7 +141,7 @@ def test_the_target_and_the_family_are_looked_at_before_the_source(
         assert says in said.err and "opening" not in said.out
 
 
-def test_a_target_unlike_its_source_is_status_1(
+def test_failed_verification_is_status_1(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "layers.1.mlp.up.weight"
@@ -163,7 +159,7 @@ def test_a_target_unlike_its_source_is_status_1(
     assert "verify" not in capsys.readouterr().out
 
 
-def test_a_disk_without_room_is_told_at_once(
+def test_missing_disk_space_is_an_error_at_the_start(
     gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "free_bytes", lambda folder: 5000)
@@ -173,7 +169,7 @@ def test_a_disk_without_room_is_told_at_once(
     assert not workplace_of(tmp_path / "target").exists()
 
 
-def test_the_script_is_the_command(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_equals_the_command(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [str(gpt), str(tmp_path / "target"), "--to", "huggingface", "--no-verify"]
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *words])
     with pytest.raises(SystemExit, match=r"^0$"):

@@ -1,4 +1,4 @@
-"""The commands of docs/conversion.md, run one after the other as they stand there."""
+"""The commands of docs/conversion.md, run in order."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.e2e.commands import commands_in
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 
 
-def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -38,12 +38,12 @@ def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def rehearsed(words: list[str]) -> int:
-    """The dry run of the command that trains; the folder's model has 128 positions."""
+    """Replace the training command by its dry run; the folder's model has 128 positions."""
     flags = ["128" if word == "2048" else word for word in words[4:]]
     return main(["train", *flags, "--dry-run", "--world-size", words[2]])
 
 
-def test_every_format_is_on_the_page() -> None:
+def test_page_names_every_format() -> None:
     text = PAGE.read_text()
     assert all(f"`{name}`" in text for name in FORMATS)
     assert "|".join(DTYPES) in text

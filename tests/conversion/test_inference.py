@@ -1,4 +1,4 @@
-"""A trained model on any ranks: from checkpoints of any layout and Hugging Face folders, and what transformers says."""
+"""Generate and evaluate on any ranks, from checkpoints of any layout and Hugging Face folders, compared with transformers."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCAB, 30)
 
 
 def silent(line: str) -> None:
-    """No one reads it."""
+    """Discard log lines."""
 
 
 def open_plain(folder: Path, topology: Topology | None = None, **how: Any) -> Any:
@@ -44,7 +44,7 @@ def open_plain(folder: Path, topology: Topology | None = None, **how: Any) -> An
 
 
 def ours(context: RankContext, folder: str, **axes: int) -> dict[str, tuple[Any, float]]:
-    """Greedy texts of a batch of unequal prompts, and the loss of some tokens, of each family's folder."""
+    """Greedy texts of a batch of unequal prompts, and the loss of some tokens, for each family's folder."""
     topology = context.topology(**axes)
     found = {}
     for name in FAMILIES:
@@ -56,7 +56,7 @@ def ours(context: RankContext, folder: str, **axes: int) -> dict[str, tuple[Any,
 
 
 def theirs(model: Any) -> tuple[list[list[int]], float]:
-    """The same of transformers' model, a prompt and a window at a time."""
+    """The same by transformers, one prompt and one window at a time."""
     made, total = [], 0.0
     with all_float64(), torch.no_grad():
         for prompt in PROMPTS:
@@ -75,7 +75,7 @@ def theirs(model: Any) -> tuple[list[list[int]], float]:
     return made, total / (len(TOKENS) - 1)
 
 
-def test_texts_and_losses_are_those_of_transformers(tmp_path: Path) -> None:
+def test_texts_and_losses_equal_transformers(tmp_path: Path) -> None:
     """In one stage, and over tp 2 x pp 2."""
     expected = {name: theirs(saved(name, tmp_path / name)) for name in FAMILIES}
     found = [ours(RankContext(0, {}), str(tmp_path)), *run_ranks(4, ours, str(tmp_path), tp=2, pp=2)]
@@ -87,7 +87,7 @@ def test_texts_and_losses_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def weights_of(context: RankContext, folder: str, dtype: torch.dtype | None, **axes: int) -> Any:
-    """This rank's slices by name, and their type."""
+    """This rank's slices by name, and their dtype."""
     stage = open_plain(Path(folder), context.topology(**axes), dtype=dtype).stage
     parts = {}
     for parameter in stage.parameters():
@@ -97,8 +97,8 @@ def weights_of(context: RankContext, folder: str, dtype: torch.dtype | None, **a
     return parts, stage.factory.dtype
 
 
-def test_a_checkpoint_of_any_layout(tmp_path: Path) -> None:
-    """Written in bf16 by four ranks; read on one and on four in bf16, and in fp32 with the main parameters' digits."""
+def test_checkpoint_of_any_layout_is_read(tmp_path: Path) -> None:
+    """Written in bf16 by four ranks; read on one and four in bf16, and in fp32 from the main parameters."""
     settings = {**TINY_LLAMA, "num_experts": 4, "tp": 2, "pp": 2, "precision": "bf16"}
     held = train(tmp_path / "run", 4, settings)
     kinds = ((None, "weight", {}), (None, "weight", {"tp": 2, "pp": 2}), (torch.float32, "main_param", {"pp": 4}))
@@ -119,8 +119,10 @@ def test_a_checkpoint_of_any_layout(tmp_path: Path) -> None:
         ({}, {"pp": 3}, "num_layers 2 is less than"),
     ],
 )
-def test_layouts_that_do_not_fit(changes: dict[str, int], layout: dict[str, int], message: str, tmp_path: Path) -> None:
-    """As the rules of training say it, before anything is read."""
+def test_invalid_layouts_are_refused(
+    changes: dict[str, int], layout: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    """The error is that of the training rules, before anything is read."""
     folder = made_up(tmp_path / "ours", **changes)
     topology = replace(Topology.solo(), layout=ParallelLayout(**layout))
     with pytest.raises(ConfigError, match=f"is no layout for .*ours.*: .*{message}"):
@@ -133,7 +135,7 @@ def made_up(folder: Path, *, tokenizer: bool = True, **changes: Any) -> Path:
     return write_native(weights, folder)
 
 
-def test_what_cannot_be_opened(tmp_path: Path) -> None:
+def test_unreadable_paths_are_errors(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("1")
@@ -156,7 +158,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     assert open_plain(native / "step-0000000").path == native / "step-0000000"
 
 
-def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
+def test_tokenizer_must_fit_the_model(tmp_path: Path) -> None:
     small = made_up(tmp_path / "small", tokenizer=False, vocab_size=200)
     choice = DataConfig(tokenizer_model=str(tmp_path / "vocabulary"))
     byte_tokenizer(tmp_path / "vocabulary")
@@ -175,8 +177,7 @@ def test_the_tokenizer_must_fit(tmp_path: Path) -> None:
         open_plain(large, tokenizer=DataConfig(tiktoken_pattern="gpt2"))
 
 
-def test_tokens_that_end_a_text(tmp_path: Path) -> None:
-    """Those that transformers stops at."""
+def test_end_tokens_equal_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     saved("llama3", folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -191,7 +192,7 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
 
 
 def one_without(context: RankContext, folder: str, **axes: int) -> str:
-    """Rank 1 sees no such folder."""
+    """Rank 1 does not see the folder."""
     try:
         open_plain(Path(folder if context.rank != 1 else f"{folder}-gone"), context.topology(**axes))
     except ConfigError as error:
@@ -199,7 +200,7 @@ def one_without(context: RankContext, folder: str, **axes: int) -> str:
     return "nothing was raised"
 
 
-def test_a_fault_of_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     saved("llama3", tmp_path / "theirs")
     (tmp_path / "theirs-gone").mkdir()
     every = run_ranks(2, one_without, str(tmp_path / "theirs"), pp=2)

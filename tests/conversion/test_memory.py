@@ -1,4 +1,4 @@
-"""A conversion holds one tensor of the model at most, and a few blocks, whatever it reads and writes."""
+"""A conversion holds at most one tensor and a few blocks in memory, for all formats."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from megalite.conversion.weights import parameter_shapes
 from tests.conversion.samples import GPT, MadeUp
 
 SHAPE = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 48 * 1024}
-BLOCKS = 64 << 20  # bytes of all blocks in flight, with what the allocator keeps
+BLOCKS = 64 << 20  # bytes of all blocks in flight, with the allocator's cache
 
 CONVERSION = """
 import json, os, shutil, sys
@@ -61,18 +61,18 @@ class Constant(MadeUp):
         return torch.full(parameter_shapes(self.model)[name].shape, 0.5)
 
 
-CONVERSIONS = (  # from, to, type, tensors held
-    # GPT-2 stores its matrices transposed, Megatron-LM in slices: nothing can be copied as it lies.
+CONVERSIONS = (  # from, to, dtype, number of tensors in memory
+    # GPT-2 stores its matrices transposed, Megatron-LM in slices: no tensor can be copied unchanged.
     ("first", "huggingface", "float32", 1),
     ("huggingface", "native", "bfloat16", 1),
     ("first", "megatron", "bfloat16", 1),
-    # Into our order of elements slices are put together block by block.
+    # Slices are assembled into megalite's order block by block.
     ("megatron", "native", "bfloat16", 0),
 )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_is_one_tensor_and_blocks(tmp_path: Path) -> None:
+def test_peak_memory_is_one_tensor_and_blocks(tmp_path: Path) -> None:
     for name, settings in (("small", GPT), ("large", GPT | SHAPE)):
         weights = Constant(tmp_path, settings)
         write_native(weights, tmp_path / name / "first")

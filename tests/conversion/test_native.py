@@ -1,4 +1,4 @@
-"""megalite's checkpoints read from any layout and written as weights alone, which training and generating take up."""
+"""megalite's checkpoints, read from any layout and written as weights only, which training and generation load."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ write = write_native
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """A Llama in bf16 of tp 2 x pp 2, with a tokenizer, and its tensors."""
+    """A Llama in bf16 on tp 2 x pp 2 with a tokenizer, and its tensors."""
     home = tmp_path_factory.mktemp("trained")
     vocab, merges = byte_tokenizer(home / "data")
     tokenizer = {"vocab_file": str(vocab), "merge_file": str(merges)}
@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, d
 
 
 class TestReading:
-    def test_main_parameters_of_any_layout_are_the_weights(self, trained: tuple[Path, Any]) -> None:
+    def test_weights_are_main_parameters_of_any_layout(self, trained: tuple[Path, Any]) -> None:
         folder, tensors = trained
         weights = NativeWeights(folder)
         assert list(parameter_shapes(weights.model)) and set(tensors["main_param"]) == set(
@@ -62,7 +62,7 @@ class TestReading:
         assert [path.name for path in weights.tokenizer_files] == ["vocab.json", "merges.txt"]
         assert weights.layout["tp"] == weights.layout["pp"] == 2
 
-    def test_one_checkpoint_or_a_folder_of_them(self, trained: tuple[Path, Any]) -> None:
+    def test_checkpoint_or_folder_of_checkpoints_is_read(self, trained: tuple[Path, Any]) -> None:
         folder, _ = trained
         step = folder / "step-0000003"
         for weights in (NativeWeights(folder), NativeWeights(folder, step=3), NativeWeights(step)):
@@ -72,7 +72,7 @@ class TestReading:
         with pytest.raises(ConversionError, match=r"checkpoint of step 3, and --step is 7"):
             NativeWeights(step, step=7)
 
-    def test_damage_is_no_reason_to_take_an_older_one(self, tmp_path: Path) -> None:
+    def test_damaged_checkpoint_is_not_replaced_by_an_older_one(self, tmp_path: Path) -> None:
         write(MadeUp(tmp_path, GPT), tmp_path / "a")
         newer = tmp_path / "a" / "step-0000005"
         shutil.copytree(tmp_path / "a" / "step-0000000", newer)
@@ -98,7 +98,7 @@ class TestReading:
             ({"magic": 1}, "magic"),
         ],
     )
-    def test_settings_and_tensors_must_go_together(self, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    def test_settings_and_tensors_must_match(self, tmp_path: Path, change: dict[str, Any], says: str) -> None:
         write(MadeUp(tmp_path, GPT), tmp_path / "a")
         manifest = tmp_path / "a" / "step-0000000" / "manifest.json"
         body = json.loads(manifest.read_text())
@@ -108,7 +108,7 @@ class TestReading:
         with pytest.raises((ConversionError, CheckpointError, ValueError), match=says):
             NativeWeights(tmp_path / "a")
 
-    def test_a_tokenizer_may_have_moved_along_but_not_changed(self, tmp_path: Path) -> None:
+    def test_tokenizer_may_move_but_not_change(self, tmp_path: Path) -> None:
         first = byte_tokenizer(tmp_path / "data")
         write(MadeUp(tmp_path, GPT, tokenizer_files=first), tmp_path / "a")
         moved = tmp_path / "b"
@@ -124,7 +124,7 @@ class TestReading:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """As a tool reads them that has never heard of megalite."""
+    """Read as tools without knowledge of megalite do."""
     found = {}
     for path in sorted((folder / "step-0000000").glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -134,7 +134,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 class TestWriting:
     @pytest.mark.parametrize("settings, dtype", [(GPT, None), (EXPERTS, torch.bfloat16)], ids=["gpt", "experts"])
-    def test_a_checkpoint_that_verifies(
+    def test_written_checkpoint_verifies(
         self, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype | None
     ) -> None:
         weights = MadeUp(tmp_path, settings)
@@ -155,7 +155,7 @@ class TestWriting:
         again = NativeWeights(tmp_path / "a")
         assert (again.model, again.seq_length) == (weights.model, weights.seq_length)
 
-    def test_what_cannot_be_trained_is_refused(self, tmp_path: Path) -> None:
+    def test_untrainable_model_is_refused(self, tmp_path: Path) -> None:
         weights = MadeUp(tmp_path, {**GPT, "vocab_size": 200})
         weights.tokenizer_files = byte_tokenizer(tmp_path / "data")
         with pytest.raises(ConversionError, match=r"has 257 ids, the model 200"):
@@ -166,7 +166,7 @@ class TestWriting:
 
 
 def finetuned(context: RankContext, folder: str, world: int) -> dict[str, Any]:
-    """Weights alone, taken up by a run with the settings that lie beside them, on another layout."""
+    """Load weights only in a run with the settings beside them, on another layout."""
     given = [*("--config", f"{folder}/config.yaml", "--load", folder, "--finetune", "--micro-batch-size", "1")]
     given += ["--tp", "2", "--mock-data", "--train-iters", "2", "--device", "cpu"]
     config = validate(parse_arguments(given).config, world)
@@ -176,7 +176,7 @@ def finetuned(context: RankContext, folder: str, world: int) -> dict[str, Any]:
     return local_parts(replica, "weight")
 
 
-def test_training_goes_on_from_the_weights(trained: tuple[Path, Any], tmp_path: Path) -> None:
+def test_training_starts_from_the_weights(trained: tuple[Path, Any], tmp_path: Path) -> None:
     folder, tensors = trained
     write(NativeWeights(folder), tmp_path / "a")
     loaded = assemble(run_ranks(2, finetuned, str(tmp_path / "a"), 2))
@@ -194,13 +194,13 @@ def resumed(context: RankContext, folder: str, settings: dict[str, Any]) -> str:
     return "nothing was raised"
 
 
-def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
+def test_weights_only_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     write(MadeUp(tmp_path, GPT), tmp_path / "a")
     (said,) = run_ranks(1, resumed, str(tmp_path / "a"), GPT)
     assert "there is no optimizer.exp_avg:" in said or "--finetune" in said
 
 
-def test_settings_beside_the_weights_are_those_of_the_model(tmp_path: Path) -> None:
+def test_written_settings_are_those_of_the_model(tmp_path: Path) -> None:
     files = byte_tokenizer(tmp_path / "data")
     for name, settings in {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS}.items():
         weights = MadeUp(tmp_path, settings, tokenizer_files=files)
@@ -214,12 +214,12 @@ def test_settings_beside_the_weights_are_those_of_the_model(tmp_path: Path) -> N
 
 
 class Stopped(BaseException):
-    """The process is gone: nothing tidies up after it."""
+    """Simulates a killed process: nothing cleans up."""
 
 
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`stop_at(n)`: the n-th call that changes a disk does not return. `stop_at.calls` counts them."""
+    """`stop_at(n)`: make the n-th call that changes the disk raise. `stop_at.calls` counts the calls."""
 
     class Stopper:
         calls = 0
@@ -237,7 +237,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     if name == "write":
                         real(arguments[0], arguments[1][: len(arguments[1]) // 2])
                     raise Stopped
-                # No one pulls the plug here: what is written is there, synced or not.
+                # No power loss is simulated: written data is there, synced or not.
                 return None if name == "fsync" else real(*arguments, **named)
 
             monkeypatch.setattr(owner, name, counted)
@@ -248,7 +248,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield stopper
 
 
-def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any) -> None:
+def test_conversion_interrupted_anywhere_is_completed_by_the_next(tmp_path: Path, stop_at: Any) -> None:
     weights = MadeUp(tmp_path / "source", {**GPT, "num_layers": 1})
     target = tmp_path / "model"
 
@@ -267,7 +267,7 @@ def test_interrupted_anywhere_the_same_call_goes_on(tmp_path: Path, stop_at: Any
         with pytest.raises(Stopped):
             convert()
         stop_at(0)
-        if target.exists():  # the stop came after the rename: all is there
+        if target.exists():  # the stop came after the rename: everything is complete
             with pytest.raises(ConversionError, match="not empty"):
                 convert()
         else:

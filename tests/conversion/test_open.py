@@ -1,4 +1,4 @@
-"""A folder's format is inferred from what is in it; what is none, or two, is refused with what was looked for."""
+"""A folder's format is inferred from its contents; ambiguous folders and others are refused."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["native", "huggingface", "megatron"])
-def test_each_format_is_known(models: Path, name: str) -> None:
+def test_each_format_is_recognized(models: Path, name: str) -> None:
     assert detect_format(models / name) == name
     weights = open_weights(models / name)
     assert weights.format == ("megalite" if name == "native" else name)
@@ -31,12 +31,12 @@ def test_each_format_is_known(models: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "inner"), [("native", "step-0000000"), ("megatron", "release")])
-def test_one_step_of_a_folder_is_known(models: Path, name: str, inner: str) -> None:
+def test_one_step_of_a_folder_is_recognized(models: Path, name: str, inner: str) -> None:
     assert detect_format(models / name / inner) == name
     assert open_weights(models / name / inner).path == models / name / inner
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
     with pytest.raises(ConversionError, match=r"no model of a known format.*step-\*.*config.json.*notes.txt"):
         open_weights(tmp_path)
@@ -46,7 +46,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         open_weights(tmp_path / "missing")
 
 
-def test_two_formats_in_one_folder_must_be_told_apart(models: Path, tmp_path: Path) -> None:
+def test_folder_with_two_formats_needs_a_choice(models: Path, tmp_path: Path) -> None:
     for name in ("native", "huggingface"):
         for entry in (models / name).iterdir():
             (tmp_path / entry.name).symlink_to(entry)
@@ -55,6 +55,6 @@ def test_two_formats_in_one_folder_must_be_told_apart(models: Path, tmp_path: Pa
     assert open_weights(tmp_path, format="native").format == "megalite"
 
 
-def test_a_step_of_a_hugging_face_folder_means_nothing(models: Path) -> None:
+def test_step_of_a_hugging_face_folder_is_refused(models: Path) -> None:
     with pytest.raises(ConversionError, match=r"--step 3 has no effect"):
         open_weights(models / "huggingface", step=3)

@@ -1,4 +1,4 @@
-"""The folder that a conversion writes to, and its files of tensors: split, made out of ours, passed over when done."""
+"""The output folder of a conversion and its tensor files: split, written, and skipped if finished."""
 
 import math
 import os
@@ -52,7 +52,7 @@ def write(output: Output, name: str, data: bytes, **facts: Any) -> None:
     output.mark(name, facts)
 
 
-def test_an_empty_folder_is_replaced_and_a_full_one_is_not(tmp_path: Path) -> None:
+def test_only_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "model"
     target.mkdir()
     output = Output(target, identity=IDENTITY)
@@ -67,7 +67,7 @@ def test_an_empty_folder_is_replaced_and_a_full_one_is_not(tmp_path: Path) -> No
     assert file.read_text() == "text"
 
 
-def test_what_comes_to_be_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+def test_target_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     output = Output(tmp_path / "model", identity=IDENTITY)
     write(output, "a", b"a")
     (tmp_path / "model").mkdir()
@@ -77,7 +77,7 @@ def test_what_comes_to_be_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     assert contents(tmp_path / "model") == {"precious": b"mine"}
 
 
-def test_finished_files_are_found_again_and_others_are_removed(tmp_path: Path) -> None:
+def test_finished_files_are_reused_and_others_removed(tmp_path: Path) -> None:
     first = Output(tmp_path / "model", identity=IDENTITY)
     assert first.finished("a") is None
     write(first, "a", b"aaa", sha256="00")
@@ -103,9 +103,7 @@ def a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [Path.unlink, longer, a_link])
-def test_a_finished_file_that_is_no_longer_what_it_was_is_written_again(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_changed_finished_file_is_rewritten(tmp_path: Path, change: Callable[[Path], None]) -> None:
     first = Output(tmp_path / "model", identity=IDENTITY)
     write(first, "a", b"aaa")
     write(first, "b", b"bbb")
@@ -117,7 +115,7 @@ def test_a_finished_file_that_is_no_longer_what_it_was_is_written_again(
     assert second.finished("b") == {}
 
 
-def test_nothing_of_another_conversion_is_kept(tmp_path: Path) -> None:
+def test_files_of_another_conversion_are_removed(tmp_path: Path) -> None:
     first = Output(tmp_path / "model", identity=IDENTITY)
     write(first, "a", b"aaa")
     del first
@@ -126,7 +124,7 @@ def test_nothing_of_another_conversion_is_kept(tmp_path: Path) -> None:
     assert contents(second.staging) == {}
 
 
-def test_says_whether_it_goes_on(tmp_path: Path) -> None:
+def test_log_reports_a_continued_conversion(tmp_path: Path) -> None:
     said: list[str] = []
     first = Output(tmp_path / "model", identity=IDENTITY, files=["a", "b", "c"], log=said.append)
     assert said == [], "nothing was interrupted"
@@ -142,7 +140,7 @@ def test_says_whether_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"identity": 1}', '{"identity": %s, "marks": {"a": 1}}'])
-def test_garbled_progress_means_to_start_again(tmp_path: Path, text: str) -> None:
+def test_damaged_progress_file_restarts_the_conversion(tmp_path: Path, text: str) -> None:
     first = Output(tmp_path / "model", identity=IDENTITY)
     write(first, "a", b"aaa")
     del first
@@ -151,7 +149,7 @@ def test_garbled_progress_means_to_start_again(tmp_path: Path, text: str) -> Non
     assert Output(tmp_path / "model", identity=IDENTITY).finished("a") is None
 
 
-def test_killed_between_the_rename_and_the_tidying_up(tmp_path: Path) -> None:
+def test_killed_between_rename_and_cleanup(tmp_path: Path) -> None:
     output = Output(tmp_path / "model", identity=IDENTITY)
     write(output, "a", b"aaa")
     output.staging.rename(tmp_path / "model")
@@ -160,7 +158,7 @@ def test_killed_between_the_rename_and_the_tidying_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_one_conversion_at_a_time(tmp_path: Path) -> None:
+def test_target_has_one_conversion_at_a_time(tmp_path: Path) -> None:
     first = Output(tmp_path / "model", identity={})
     said: list[str] = []
     with pytest.raises(ConversionError, match=r"another process is converting into .*model"):
@@ -170,7 +168,7 @@ def test_one_conversion_at_a_time(tmp_path: Path) -> None:
     Output(tmp_path / "model", identity={})
 
 
-def test_identity_tells_sources_and_settings_apart(tmp_path: Path) -> None:
+def test_identity_depends_on_source_and_settings(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(b"1")
     weights = MadeUp(tmp_path, GPT)
@@ -186,18 +184,18 @@ def test_identity_tells_sources_and_settings_apart(tmp_path: Path) -> None:
     assert after != identity_of(MadeUp(tmp_path, GPT, tokenizer_files=[outside]), dtype=None)
 
 
-def test_identity_sees_a_file_rewritten_in_place_with_its_time_set_back(tmp_path: Path) -> None:
+def test_identity_detects_a_rewritten_file_with_the_old_time(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     file.write_bytes(b"1")
     weights, status = MadeUp(tmp_path, GPT), file.stat()
     before = identity_of(weights)
-    while file.stat().st_ctime_ns == status.st_ctime_ns:  # the clock of files has steps
+    while file.stat().st_ctime_ns == status.st_ctime_ns:  # file timestamps are coarse
         file.write_bytes(b"2")
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert before != identity_of(weights)
 
 
-def test_the_root_is_no_target() -> None:
+def test_root_is_refused_as_target() -> None:
     for use in (check_target, lambda path: Output(path, identity=IDENTITY)):
         with pytest.raises(ConversionError, match="the target / already exists; give a folder below it"):
             use(Path("/"))
@@ -211,7 +209,7 @@ def target(key: str, size: int, dtype: torch.dtype = F32) -> Target:
 
 
 class TestSplitting:
-    def test_order_is_kept_and_files_are_filled(self) -> None:
+    def test_splitting_keeps_order_and_fills_files(self) -> None:
         targets = [target(f"t{i}", 1000) for i in range(10)]
         files = split_files(targets, 14_000)
         assert [each for file in files for each in file] == targets
@@ -220,7 +218,7 @@ class TestSplitting:
 
 class TestWriting:
     def write(self, tmp_path: Path, weights: MadeUp, targets: list[Target]) -> dict[str, torch.Tensor]:
-        """The tensors of one file, read by the format's own library."""
+        """Read one file with the format's own library."""
         output = Output(tmp_path / "model", identity={})
         done: list[int] = []
         entry = write_file(output, "a/b", targets, LastRead(weights), done.append, digest=True, metadata={"who": "me"})
@@ -233,7 +231,7 @@ class TestWriting:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
     @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16])
-    def test_pieces_are_the_views_in_the_type_asked_for(self, tmp_path: Path, dtype: torch.dtype) -> None:
+    def test_pieces_equal_the_views_in_the_requested_dtype(self, tmp_path: Path, dtype: torch.dtype) -> None:
         weights, name = MadeUp(tmp_path, GPT), QKV
         grouped: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unflatten(0, (4, 3, 8))[:, 1]  # noqa: E731
         pieces = [
@@ -252,7 +250,7 @@ class TestWriting:
         assert torch.equal(found["keys"], rounded.view(4, 3, 8, 32)[:, 1].reshape(32, 32))
         assert torch.equal(found["rows"], rounded[5:8])
 
-    def test_values_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
+    def test_values_out_of_range_are_refused(self, tmp_path: Path) -> None:
         class Large(MadeUp):
             def read(self, name: str) -> torch.Tensor:
                 return super().read(name).index_fill_(0, torch.tensor([3]), 70000.0)
@@ -267,10 +265,8 @@ class TestWriting:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_lies_together_is_read_a_block_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Of a checkpoint of ours; what does not is cut out of the whole tensor. Who changes what is read gives it whole."""
+def test_contiguous_data_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """For megalite checkpoints. Other views are cut from the whole tensor, and wrappers that change values read it whole."""
 
     class Doubled(Wrapped):
         def read(self, name: str) -> torch.Tensor:
@@ -306,7 +302,7 @@ def test_what_lies_together_is_read_a_block_at_a_time(
             assert torch.equal(flat[:-500], (factor * values).to(dtype).reshape(-1)) and not flat[-500:].any()
 
 
-def test_parts_within_are_a_views_elements_in_a_range() -> None:
+def test_parts_within_a_range_equal_the_view() -> None:
     generator = random.Random(0)
     for _ in range(500):
         sizes = [generator.randint(1, 5) for _ in range(generator.randint(1, 4))]
@@ -324,7 +320,7 @@ def test_parts_within_are_a_views_elements_in_a_range() -> None:
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (8, 304), (128, 384)])
-def test_padding_is_added_as_zeros_and_cut(tmp_path: Path, multiple: int, rows: int) -> None:
+def test_padding_is_added_as_zeros_and_removed(tmp_path: Path, multiple: int, rows: int) -> None:
     weights = MadeUp(tmp_path, GPT)
     folder = write_native(Repadded(weights, multiple), tmp_path / "m")
     ours, found = weights.read("embedding.word.weight"), open_weights(folder)

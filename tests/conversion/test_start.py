@@ -1,4 +1,4 @@
-"""What a run takes from what it loads: of a Hugging Face folder, of a checkpoint, of a converted one that has moved."""
+"""Settings that a run takes from a Hugging Face folder, a checkpoint, or a moved converted checkpoint."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def parsed(flags: str) -> dict[str, object]:
     return vars(validate(model, 1).model) | {"seq_length": model.training.seq_length} | vars(model.data)
 
 
-def test_a_folder(llama: Path) -> None:
+def test_settings_from_a_hugging_face_folder(llama: Path) -> None:
     found = parsed(f"--load hf:{llama}")
     assert (found["num_layers"], found["num_query_groups"], found["activation"]) == (3, 2, "swiglu")
     assert (found["seq_length"], found["vocab_size"], found["tokenizer_model"]) == (12, 37, None)
@@ -37,15 +37,15 @@ def test_a_folder(llama: Path) -> None:
     assert parsed(f"--load hf:{llama} --tokenizer-type ByteLevelTokenizer")["tokenizer_model"] is None
 
 
-def test_what_only_training_knows_stays_the_runs(tmp_path: Path) -> None:
-    """GPT-2's config.json asks for dropout, which is off unless the run asks for it."""
+def test_training_settings_stay_those_of_the_run(tmp_path: Path) -> None:
+    """GPT-2's config.json has dropout, which is off unless the run sets it."""
     saved("gpt2", tmp_path / "gpt2")
     assert json.loads((tmp_path / "gpt2" / "config.json").read_text())["resid_pdrop"] == 0.1
     assert parsed(f"--load hf:{tmp_path / 'gpt2'}")["hidden_dropout"] == 0.0
     assert parsed(f"--load hf:{tmp_path / 'gpt2'} --hidden-dropout 0.2")["hidden_dropout"] == 0.2
 
 
-def test_what_is_given_must_agree(llama: Path, tmp_path: Path) -> None:
+def test_given_settings_must_agree_with_the_folder(llama: Path, tmp_path: Path) -> None:
     same = "--num-layers 3 --swiglu --group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 8 --seq-length 6"
     assert parsed(f"--load hf:{llama} {same}")["make_vocab_size_divisible_by"] == 8
     file = tmp_path / "run.yaml"
@@ -59,7 +59,7 @@ def test_what_is_given_must_agree(llama: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_context_is_extended_with_finetune(llama: Path) -> None:
+def test_finetune_extends_the_context(llama: Path) -> None:
     longer = f"--load hf:{llama} --seq-length 24 --max-position-embeddings 24"
     assert parsed(longer)["max_position_embeddings"] == 24
     assert parsed(f"{longer} --finetune --rotary-base 1e6")["rotary_base"] == 1e6
@@ -67,7 +67,7 @@ def test_a_context_is_extended_with_finetune(llama: Path) -> None:
         parsed(f"{longer} --rotary-base 1e6")
 
 
-def test_the_dump_of_such_a_run_loads_again(llama: Path, tmp_path: Path) -> None:
+def test_written_config_of_the_run_loads_again(llama: Path, tmp_path: Path) -> None:
     found = parsed(f"--load hf:{llama}")
     lines = [f"{name}: {json.dumps(value)}" for name, value in found.items() if name in settings()]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
@@ -82,20 +82,20 @@ def test_the_dump_of_such_a_run_loads_again(llama: Path, tmp_path: Path) -> None
         ({"auto_map": {"a": "b"}}, "names code in the folder, which is never run"),
     ],
 )
-def test_folders_that_cannot_be_read(llama: Path, changes: dict[str, object] | None, message: str) -> None:
+def test_unreadable_folders_are_errors(llama: Path, changes: dict[str, object] | None, message: str) -> None:
     shutil.rmtree(llama) if changes is None else edit_config(llama, **changes)
     with pytest.raises(ConfigError, match=message):
         parsed(f"--load hf:{llama}")
 
 
-def test_settings_that_a_folder_does_not_go_with(llama: Path) -> None:
+def test_conflicting_settings_are_errors(llama: Path) -> None:
     for flag in ("--ckpt-step 3", "--fresh-if-missing"):
         with pytest.raises(ConfigError, match=f"{flag[2:].replace('-', '_').split()[0]}.* does not go with load hf:"):
             parsed(f"--load hf:{llama} {flag}")
 
 
-def test_a_converted_checkpoint(tmp_path: Path) -> None:
-    """Model, sequence and tokenizer, also after the folder has moved; nothing of it where a size is given."""
+def test_settings_from_a_converted_checkpoint(tmp_path: Path) -> None:
+    """Model, sequence and tokenizer, also after the folder has moved; nothing if a size is given."""
     weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "tokenizer-there"))
     write_native(weights, tmp_path / "imported")
     home = (tmp_path / "imported").rename(tmp_path / "moved")
@@ -110,8 +110,8 @@ def test_a_converted_checkpoint(tmp_path: Path) -> None:
     assert parsed(f"--load {tmp_path / 'nothing'}")["num_layers"] == 2
 
 
-def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
-    """As loading does; if there is no other, the fault is said."""
+def test_damaged_manifest_is_skipped(tmp_path: Path) -> None:
+    """As in loading; without another manifest the fault is an error."""
     write_native(MadeUp(tmp_path, GPT), tmp_path / "run")
     later = tmp_path / "run" / "step-0000009"
     later.mkdir()

@@ -1,4 +1,4 @@
-"""Tokenizers on the way: an end token of any name, one that cannot be opened, one that is gone, and another one."""
+"""Tokenizers in conversions: end tokens of any name, and unreadable, missing or changed tokenizers."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ WORDS = ["<unk>", "A", "</s>", "<|end|>"]
 
 
 def word_tokenizer(folder: Path, words: list[str], eos: object = None) -> Path:
-    """tokenizer.json of these words, and a tokenizer_config.json if it is to name an end token; returns the folder."""
+    """Write tokenizer.json of these words, and tokenizer_config.json if there is an end token. Returns the folder."""
     folder.mkdir(parents=True)
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
@@ -33,7 +33,7 @@ def checkpoint(folder: Path, files: list[Path]) -> Path:
 
 
 class TestEndToken:
-    def test_its_name_goes_along_from_format_to_format(self, tmp_path: Path) -> None:
+    def test_end_token_is_kept_by_all_formats(self, tmp_path: Path) -> None:
         files = tokenizer_folder_files(word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>"))
         source = checkpoint(tmp_path / "a", files)
         assert run(source, tmp_path / "b", "--to", "huggingface", "--no-verify") == 0
@@ -42,16 +42,14 @@ class TestEndToken:
         assert found is not None and found.eod == 1
         assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 1
 
-    def test_a_file_named_alone_brings_its_settings(self, tmp_path: Path) -> None:
+    def test_single_file_uses_the_settings_beside_it(self, tmp_path: Path) -> None:
         folder = word_tokenizer(tmp_path / "data", ["<unk>", "<|end|>"], "<|end|>")
         (folder / "chat_template.jinja").write_text("{{ messages }}")
         names = [path.name for path in tokenizer_folder_files(folder / "tokenizer.json")]
         assert names == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
-def test_without_an_end_token_the_weights_convert_and_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_convert_without_an_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "a", [])
     assert run(source, tmp_path / "hf", "--to", "huggingface", "--no-verify") == 0
     (word_tokenizer(tmp_path / "data", ["<unk>"]) / "tokenizer.json").rename(tmp_path / "hf/tokenizer.json")
@@ -62,7 +60,7 @@ def test_without_an_end_token_the_weights_convert_and_verify(
         assert "verify   passed" in capsys.readouterr().out
 
 
-def test_another_tokenizer_than_the_recorded_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_tokenizer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
     recorded = NativeWeights(source).recorded_tokenizer
     other = word_tokenizer(tmp_path / "other", WORDS)
@@ -78,7 +76,7 @@ def test_another_tokenizer_than_the_recorded_one_is_told(tmp_path: Path, capsys:
     assert f"(sha256 {recorded[:12]}..., vocabulary 301)" in warning
 
 
-def test_a_recorded_tokenizer_that_is_gone_or_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_changed_recorded_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "a", byte_tokenizer(tmp_path / "data"))
     merges = source / "tokenizer" / "merges.txt"
     merges.write_text("#version: 0.2\na b\n")
@@ -93,10 +91,10 @@ def test_a_recorded_tokenizer_that_is_gone_or_changed(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_relative_tokenizer_is_found_from_any_working_directory(
+def test_relative_tokenizer_path_is_found_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
-    """Also where the folder that the run was started in has moved with all in it."""
+    """Also if the run's working folder has moved with its contents."""
     home, moved, elsewhere = (tmp_path / name for name in ("home", "moved", "elsewhere"))
     for folder in (home, elsewhere):
         folder.mkdir()
@@ -117,15 +115,15 @@ def test_a_relative_tokenizer_is_found_from_any_working_directory(
 
 
 @pytest.mark.parametrize("merges", ["#version: 0.2\nA B\n", "A B\n"])
-def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
-    """OpenAI calls vocab.json and merges.txt encoder.json and vocab.bpe; a checkpoint is exported all the same."""
+def test_openai_file_names(tmp_path: Path, merges: str) -> None:
+    """OpenAI's encoder.json and vocab.bpe are vocab.json and merges.txt; the checkpoint is still exported."""
     vocab, empty = byte_tokenizer(tmp_path / "data")
     encoder, bpe = vocab.with_name("encoder.json"), vocab.with_name("vocab.bpe")
     encoder.write_text(json.dumps({**json.loads(vocab.read_text()), "AB": 257}))
     bpe.write_text(merges)
     vocab.unlink()
     empty.unlink()
-    weights = MadeUp(tmp_path, GPT, tokenizer_files=[bpe, encoder])  # as a run's --merge-file and --vocab-file
+    weights = MadeUp(tmp_path, GPT, tokenizer_files=[bpe, encoder])  # as with a run's --merge-file and --vocab-file
     write_huggingface(weights, tmp_path / "hf")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -134,7 +132,7 @@ def test_gpt2s_own_names(tmp_path: Path, merges: str) -> None:
 
 
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [7, 9], "temperature": 0.6}])
-def test_token_ids_without_a_tokenizer_come_back(tmp_path: Path, generation: dict[str, object] | None) -> None:
+def test_token_ids_without_a_tokenizer_round_trip(tmp_path: Path, generation: dict[str, object] | None) -> None:
     first = checkpoint(tmp_path / "first", byte_tokenizer(tmp_path / "data"))
     assert run(first, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

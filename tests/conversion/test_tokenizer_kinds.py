@@ -1,4 +1,4 @@
-"""Checkpoints of tokenizers that need more than their files, or have none: tiktoken's with a pattern, and bytes."""
+"""Checkpoints with tokenizers that need more than their files, or have none: tiktoken's with a pattern, and bytes."""
 
 import json
 from collections.abc import Callable
@@ -50,14 +50,16 @@ def of_lines(folder: Path) -> Path:
 
 
 def of_list(folder: Path) -> Path:
-    """Under a name that a vocabulary of GPT-2 has."""
+    """With a vocabulary file name of GPT-2."""
     return write_megatron_list(folder / "vocab.json", RANKS)
 
 
 @pytest.mark.parametrize(
     ("write", "pattern", "end"), [(of_lines, "gpt2", 256), (of_list, "cl100k_base", 2), (of_list, "v2", 2)]
 )
-def test_tiktoken(write: Callable[[Path], Path], pattern: str, end: int, tmp_path: Path, capsys: Captured) -> None:
+def test_tiktoken_with_a_pattern(
+    write: Callable[[Path], Path], pattern: str, end: int, tmp_path: Path, capsys: Captured
+) -> None:
     source = checkpoint(tmp_path / "a", [write(tmp_path)], tiktoken_pattern=pattern)
     recorded = NativeWeights(source).recorded_tokenizer
     given = build_tokenizer(
@@ -84,7 +86,7 @@ def test_tiktoken(write: Callable[[Path], Path], pattern: str, end: int, tmp_pat
     assert run(source, tmp_path / "m", "--to", "megatron") == 0
 
 
-def test_a_pattern_is_for_tiktoken_s_files_alone(tmp_path: Path, capsys: Captured) -> None:
+def test_pattern_is_only_for_tiktoken_files(tmp_path: Path, capsys: Captured) -> None:
     source = checkpoint(tmp_path / "a", [of_lines(tmp_path)], tiktoken_pattern="gpt2")
     byte_tokenizer(tmp_path / "other")
     for given, status in ((tmp_path / "ours.tiktoken", 0), (tmp_path / "other", 2)):
@@ -98,7 +100,7 @@ def test_a_pattern_is_for_tiktoken_s_files_alone(tmp_path: Path, capsys: Capture
     assert NativeWeights(tmp_path / "c").tokenizer_hints == DataConfig()
 
 
-def test_bytes(tmp_path: Path, capsys: Captured) -> None:
+def test_bytes_tokenizer(tmp_path: Path, capsys: Captured) -> None:
     source = checkpoint(tmp_path / "a", [], tokenizer_type="ByteLevelTokenizer")
     assert "tokenizer_type: ByteLevelTokenizer" in (source / "config.yaml").read_text()
     for target, flags in (("hf", []), ("bare", ["--without-tokenizer"])):
@@ -116,7 +118,7 @@ def test_bytes(tmp_path: Path, capsys: Captured) -> None:
     assert tokenizer_of(NativeWeights(tmp_path / "c")) is None
 
 
-def test_the_files_of_a_folder_of_several(tmp_path: Path) -> None:
+def test_files_of_a_folder_with_several_tokenizers(tmp_path: Path) -> None:
     model = train_sentencepiece(["a text " * 50], output_prefix=tmp_path / "tokenizer", vocab_size=270)
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')

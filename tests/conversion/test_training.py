@@ -1,4 +1,4 @@
-"""Training starts from a Hugging Face folder as it is, on any layout: the weights and steps of a converted copy."""
+"""Training from a Hugging Face folder on any layout gives the weights and steps of a converted checkpoint."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -38,16 +38,16 @@ def folder_of(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tu
 
 
 def silent(line: str) -> None:
-    """No one reads it."""
+    """Discard log lines."""
 
 
 SLICED = ("gpt2", "llama2", "qwen2-moe", "gpt-oss", "phi3-window", "glm4-moe-groups", "deepseek-v3")
-"""Every kind of view that a family's tensors are read through."""
+"""Every kind of view through which a family's tensors are read."""
 
 
 @pytest.mark.parametrize("name", SLICED)
-def test_a_slice_is_that_of_the_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every tensor, whatever the dimension that is cut, with blocks of a few elements."""
+def test_slices_equal_the_whole_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor, sliced along each dimension, with blocks of a few elements."""
     saved(name, tmp_path)
     monkeypatch.setattr(blockwise, "BLOCK", 64)
     weights = HuggingFaceWeights(tmp_path, divisible_by=16)
@@ -61,7 +61,7 @@ def test_a_slice_is_that_of_the_whole(name: str, tmp_path: Path, monkeypatch: py
                 assert torch.equal(weights.read(key, part), expected[index]), (key, part)
 
 
-def test_of_a_slice_little_else_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slice_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the rows are half the bytes: eight ranks of a host do not read the model eight times."""
     folder, settings = folder_of("llama", tmp_path / "llama")
     model = replace(RunConfig(), **{k: v for k, v in settings.items() if k not in ("load", "seq_length")}).model
@@ -73,7 +73,7 @@ def test_of_a_slice_little_else_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         return read(shards, name, start, number, room)
 
     monkeypatch.setattr(Shards, "read_elements", counted)
-    monkeypatch.setattr(blockwise, "BLOCK", 128)  # one row of 16 in float64
+    monkeypatch.setattr(blockwise, "BLOCK", 128)  # a row of 16 in float64
     key = weight_key("layers.0.attention.qkv.weight")
     rows, columns = source.entry(key).global_shape
     for first, last in ((0, rows // 2), (rows // 2, rows)):
@@ -105,8 +105,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_reads_what_it_holds(layout: str, tmp_path: Path) -> None:
-    """Weights bit for bit, rounded where the run is in bf16; and the first steps are those from a converted checkpoint."""
+def test_every_rank_reads_its_weights(layout: str, tmp_path: Path) -> None:
+    """Bit-equal weights, rounded in bf16 runs; the first steps equal those from a converted checkpoint."""
     kind, world, axes = LAYOUTS[layout]
     folder, settings = folder_of(kind, tmp_path / kind, torch.float32)
     ranks = run_ranks(world, started, world, {**settings, **axes})
@@ -130,8 +130,8 @@ def other(context: RankContext, settings: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    """Also where a config was written by hand; --finetune allows what extends a context, as for checkpoints."""
+def test_different_model_is_refused(tmp_path: Path) -> None:
+    """Also with a manually written config; --finetune allows extending the context, as for checkpoints."""
     folder, settings = folder_of("llama", tmp_path / "llama")
     context = RankContext(0, {})
     said = other(context, {**settings, "norm_epsilon": 1e-4, "rotary_base": 7.0})
@@ -146,8 +146,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert "has no model.safetensors" in other(context, settings)
 
 
-def test_own_checkpoints_come_first(tmp_path: Path) -> None:
-    """From the first one on; a folder without any, or a run that saves nothing, begins from the weights."""
+def test_own_checkpoints_take_precedence(tmp_path: Path) -> None:
+    """From the first one; without any, or without saving, the run starts from the weights."""
     _, settings = folder_of("llama", tmp_path / "llama")
     context, said = RankContext(0, {}), list[str]()
     own = tmp_path / "own"
@@ -178,7 +178,7 @@ def said(context: RankContext, settings: dict[str, Any]) -> list[str]:
     return lines
 
 
-def test_weights_in_fewer_bits_are_said_to_be_read_as_others(tmp_path: Path) -> None:
+def test_conversion_of_quantized_weights_is_logged(tmp_path: Path) -> None:
     saved_in_four_bits(tmp_path)
     model = {**asdict(HuggingFaceWeights(tmp_path).model), "make_vocab_size_divisible_by": 8}
     (lines,) = run_ranks(1, said, {**model, "seq_length": 12, "load": f"hf:{tmp_path}"})

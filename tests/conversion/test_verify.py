@@ -1,4 +1,4 @@
-"""The comparison after a conversion sees a flipped bit, a weight in the wrong place and a setting that was lost."""
+"""The comparison after a conversion detects a flipped bit, a misplaced weight and a lost setting."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def compared(source: Any, target: Any, *, use_stock: bool = False) -> Verificati
 
 
 def ignore_line(line: str) -> None:
-    """No one looks."""
+    """Ignore log lines."""
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def flipped(tensor: torch.Tensor) -> torch.Tensor:
 def test_equal_weights_give_equal_logits(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = compared(MadeUp(tmp_path, settings), MadeUp(tmp_path, settings))
     assert found.passed and (found.logits, found.unexplained) == (0.0, 0.0)
-    # A product with more columns may round otherwise.
+    # Products with more columns may round differently.
     padded = compared(MadeUp(tmp_path, settings), Repadded(MadeUp(tmp_path, settings), 128))
     assert padded.passed and padded.logits < 1e-14
     assert found.scale > 0.1
@@ -56,7 +56,7 @@ def test_equal_weights_give_equal_logits(tmp_path: Path, settings: dict[str, Any
     [(flipped, 1e-6), (lambda t: t.flip(0), 2.0), (lambda t: t.fill_(float("nan")), float("inf"))],
     ids=["one bit", "other order", "nan"],
 )
-def test_a_tensor_that_differs_is_named(
+def test_different_tensor_is_named(
     tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], worst: float
 ) -> None:
     weights = MadeUp(tmp_path, GPT)
@@ -68,7 +68,7 @@ def test_a_tensor_that_differs_is_named(
     assert found.lines()[-1].startswith("FAILED")
 
 
-def test_rounding_is_told_and_forgiven_and_nothing_else(tmp_path: Path) -> None:
+def test_only_rounding_is_tolerated_and_reported(tmp_path: Path) -> None:
     source, target = MadeUp(tmp_path, LLAMA), MadeUp(tmp_path, LLAMA, dtype=torch.bfloat16)
     found = compared(source, target)
     assert found.passed and len(found.rounded) == 15 and found.unexplained == 0.0
@@ -79,7 +79,7 @@ def test_rounding_is_told_and_forgiven_and_nothing_else(tmp_path: Path) -> None:
     assert widened.passed and not widened.rounded
 
 
-def test_a_number_that_became_infinite_is_wrong(tmp_path: Path) -> None:
+def test_number_that_became_infinite_is_an_error(tmp_path: Path) -> None:
     def raised(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(-1)[40] = 1e6
         return tensor
@@ -106,7 +106,7 @@ class Rewidened(Wrapped):
         ({"tie_embeddings": False}, "only one of them has head.weight"),
     ],
 )
-def test_different_models_are_no_pair(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_different_models_are_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConversionError, match=says):
         compared(MadeUp(tmp_path, GPT), MadeUp(tmp_path, {**GPT, **change}))
 
@@ -122,18 +122,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class TestStock:
-    """Logits of Hugging Face folders come from transformers, where that is installed."""
+    """Logits of Hugging Face folders come from transformers, if it is installed."""
 
     @pytest.mark.parametrize("name", ["gpt", "llama", "experts"])
-    def test_logits_of_the_folder_are_transformers_own(self, folders: dict[str, Path], name: str) -> None:
+    def test_logits_of_the_folder_come_from_transformers(self, folders: dict[str, Path], name: str) -> None:
         target = HuggingFaceWeights(folders[name])
         found = compared(MadeUp(folders[name], STOCK[name]), target, use_stock=True)
         assert found.passed and 0.0 < found.logits < 1e-6, found.lines()
         assert "megalite and transformers 5" in found.computed
 
-    def test_what_this_package_reads_wrongly_shows_though_it_writes_it_wrongly_too(
-        self, folders: dict[str, Path]
-    ) -> None:
+    def test_symmetric_read_and_write_fault_is_detected(self, folders: dict[str, Path]) -> None:
         source = HuggingFaceWeights(folders["llama"])
         misread = Changed(source, QKV, lambda tensor: tensor.flip(0))
         for dtype in (torch.float32, torch.bfloat16):
@@ -141,7 +139,7 @@ class TestStock:
             assert compared(misread, target).passed
             assert not compared(misread, target, use_stock=True).passed
 
-    def test_what_transformers_does_not_load_is_an_error(self, folders: dict[str, Path], tmp_path: Path) -> None:
+    def test_folder_that_transformers_cannot_load_is_an_error(self, folders: dict[str, Path], tmp_path: Path) -> None:
         target = HuggingFaceWeights(folders["llama"])
         config = folders["llama"] / "config.json"
         text = config.read_text()

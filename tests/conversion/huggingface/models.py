@@ -1,4 +1,4 @@
-"""Tiny models of transformers, one for every family and feature that can be read, and their folders."""
+"""Tiny models of transformers, one per readable family and feature, and their folders."""
 
 import dataclasses
 import functools
@@ -84,7 +84,7 @@ CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemm
     ),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
-"""Every case of `test_families` but Gemma and SmolLM3, which cannot be converted, and features that it leaves out."""
+"""Every case of `test_families` except Gemma and SmolLM3, which cannot be converted, plus further features."""
 
 
 @functools.cache
@@ -94,14 +94,14 @@ def stock_model(name: str) -> Any:
 
 
 def saved(name: str, folder: Path) -> Any:
-    """The model of a case, saved by its own save_pretrained into the folder; returns the model."""
+    """Save the model of a case in a folder by its save_pretrained. Returns the model."""
     model = stock_model(name)
     model.save_pretrained(folder)
     return model
 
 
 def their_logits(model: Any) -> torch.Tensor:
-    """[b, s, vocab_size] in float64."""
+    """Logits [b, s, vocab_size] in float64."""
     with torch.no_grad(), all_float64():
         return model(TOKENS, use_cache=False).logits
 
@@ -120,7 +120,7 @@ def our_stage(weights: Weights) -> GPTStage:
 
 
 def our_logits(stage: GPTStage) -> torch.Tensor:
-    """[b, s, vocab_size] in float64."""
+    """Logits [b, s, vocab_size] in float64."""
     with torch.no_grad():
         return stage(TOKENS, stage.context()).transpose(0, 1)[..., :VOCAB]
 
@@ -149,14 +149,14 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rename(folder: Path, change: Any) -> None:
-    """Write model.safetensors again with `change` (tensors -> tensors) applied."""
+    """Rewrite model.safetensors with `change` (tensors -> tensors) applied."""
     tensors = change(load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def _packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Random bytes and scales for a matrix [experts, columns, rows] of transformers, and what they stand for."""
+    """Random bytes and scales of a matrix [experts, columns, rows] in transformers' format, and the represented numbers."""
     experts, columns, rows = tensor.shape
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(118, 127, blocks.shape[:3], generator=generator).to(torch.uint8)
@@ -168,7 +168,7 @@ def _packed(tensor: torch.Tensor, generator: torch.Generator) -> tuple[torch.Ten
 
 
 def saved_in_four_bits(folder: Path) -> dict[str, torch.Tensor]:
-    """A gpt-oss with experts in MXFP4, saved into the folder; returns its tensors, of those the numbers they stand for."""
+    """Save a gpt-oss with experts in MXFP4 in a folder. Returns its tensors, experts as the represented numbers."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "layer_types": None}
     family = CASES["gpt-oss"]
     their_model(dataclasses.replace(family, theirs=family.theirs | sizes)).save_pretrained(folder)
@@ -184,7 +184,7 @@ def saved_in_four_bits(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class InMemory(Weights):
-    """`Weights` out of a dictionary under our names, such as a conversion in between leaves behind."""
+    """`Weights` from a dictionary by megalite's names, as an intermediate conversion gives."""
 
     format = "megalite"
     tokenizer_hints = DataConfig()

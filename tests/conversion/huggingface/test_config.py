@@ -1,4 +1,4 @@
-"""config.json: missing keys mean what transformers takes them for, and what our network has not is refused."""
+"""config.json: missing keys have transformers' defaults, and features that megalite lacks are refused."""
 
 import importlib
 import json
@@ -37,12 +37,12 @@ CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2", "
 CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
-"""Settings that a family need not express: of training, and of padding, which changes no token's logit."""
+"""Settings that a family need not express: those of training, and of padding, which changes no logit."""
 
 
 def needed(name: str) -> dict[str, Any]:
-    # Half of GLM's heads turn, which have no default size.
-    if name.startswith("deepseek"):  # of each head's key and value, and of the experts of a token
+    # Half of each GLM head is rotated; that size has no default.
+    if name.startswith("deepseek"):  # of each head's key and value, and of a token's experts
         return NEEDED | {"num_attention_heads": 128, "num_experts_per_tok": 8}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
@@ -52,7 +52,7 @@ def read(name: str, values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_missing_keys_are_those_of_transformers(name: str) -> None:
+def test_missing_keys_have_transformers_defaults(name: str) -> None:
     room = name.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{room}.configuration_{room}")
     theirs = getattr(module, f"{CLASSES[name]}Config")(**needed(name))
@@ -85,13 +85,13 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
+def test_presets_round_trip_through_their_family(preset: str) -> None:
     asked = parse_arguments(["--preset", preset]).config
     config = validate(asked, 1)
     seq_length = config.training.seq_length
     family = choose_family(config.model, seq_length, None)
     assert family.name == PRESETS[preset]
-    if preset == "phi-3-mini":  # what Mistral can say as well
+    if preset == "phi-3-mini":  # which Mistral can also express
         assert differences(FAMILIES["phi3"], config.model, seq_length) == {}
     written = json.loads(json.dumps(family.write(config.model, seq_length)))
     model, positions = read(family.name, written)
@@ -101,14 +101,14 @@ def test_presets_are_of_their_family_and_come_back(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["gemma-7b", "deepseek-moe-16b"])
-def test_presets_that_no_family_expresses(preset: str) -> None:
+def test_presets_without_a_family_are_refused(preset: str) -> None:
     config = validate(parse_arguments(["--preset", preset]).config, 1)
     with pytest.raises(ConversionError, match="no Hugging Face family is this model"):
         choose_family(config.model, config.training.seq_length, None)
 
 
-def test_every_field_of_the_network_is_compared() -> None:
-    """A change of any setting of a Llama with experts makes another Mixtral, or none."""
+def test_every_changed_setting_changes_or_prevents_the_family() -> None:
+    """A change of any setting of a Llama with experts gives another Mixtral, or none."""
     base = resolved(varied(LLAMA, num_experts=4), 12)
     assert differences(FAMILIES["mixtral"], base, 12) == {}
     mixtral = FAMILIES["mixtral"]
@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("name, changes, message", REFUSED)
-def test_what_our_network_has_not(name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
     even = {"head_dim": 2} if name != "gpt2" else {}
     with pytest.raises(ConversionError, match=message) as caught:
         read(name, needed(name) | even | changes)
@@ -195,7 +195,7 @@ def test_what_our_network_has_not(name: str, changes: dict[str, Any], message: s
         ({"use_sliding_window": True}, 4096),
     ],
 )
-def test_qwen_has_a_window_from_a_layer_on(changes: dict[str, Any], window: int | None) -> None:
+def test_qwen_window_starts_at_a_layer(changes: dict[str, Any], window: int | None) -> None:
     for name in ("qwen2", "qwen3"):
         model, _ = read(name, needed(name) | {"head_dim": 2} | changes)
         assert model.sliding_window == window
@@ -203,7 +203,7 @@ def test_qwen_has_a_window_from_a_layer_on(changes: dict[str, Any], window: int 
         assert [model.has_window(index) for index in range(30)] == [index >= first for index in range(30)]
 
 
-def test_gemma_3_as_published_and_as_transformers_5_saves_it() -> None:
+def test_gemma_3_configs_of_both_transformers_versions() -> None:
     values = needed("gemma3_text") | {"head_dim": 2, "rope_theta": 50.0, "rope_local_base_freq": 20.0}
     old, _ = read("gemma3_text", values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(30)]
@@ -214,7 +214,7 @@ def test_gemma_3_as_published_and_as_transformers_5_saves_it() -> None:
     assert (old.window_attn_skip_freq, old.rotary_base, old.rotary_base_local) == ([6], 50.0, 20.0)
 
 
-def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None:
+def test_llama3_scaling_and_default_of_original_positions() -> None:
     scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0}
     model, _ = read("llama", needed("llama") | {"rope_scaling": scaling})
     assert (model.rope_low_freq_factor, model.rope_high_freq_factor) == (1.5, 3.0)
@@ -222,8 +222,8 @@ def test_llama3_scaling_and_that_its_original_positions_default_to_all() -> None
     assert model.rope_original_max_positions == model.max_position_embeddings == 2048
 
 
-def test_yarn_of_published_models() -> None:
-    """Qwen's has the factor alone; DeepSeek's says mscale; a factor that is missing is how far positions reach."""
+def test_yarn_settings_of_published_models() -> None:
+    """Qwen's has only the factor; DeepSeek's also mscale; the default of the factor is the extension of positions."""
     base = {"type": "yarn", "original_max_position_embeddings": 16}
     qwen, _ = read("llama", needed("llama") | {"rope_scaling": base | {"factor": 4.0}})
     assert (qwen.rope_scaling, qwen.rope_scaling_factor, qwen.rope_original_max_positions) == ("yarn", 4.0, 16)

@@ -1,4 +1,4 @@
-"""Folders that are broken or mean harm: each is refused with one line that names the file and the fault."""
+"""Broken or malicious folders: each is refused with one line that names the file and the fault."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def test_the_sound_folder_is_read(tmp_path: Path) -> None:
+def test_valid_folder_is_read(tmp_path: Path) -> None:
     weights = HuggingFaceWeights(make(tmp_path / "model"))
     assert torch.equal(weights.read("final_norm.weight"), tensors()[NORM])
     assert {weights.dtype(name) for name in parameter_shapes(weights.model)} == {torch.float32}
@@ -107,7 +107,7 @@ def remove(*names: str) -> Break:
 
 
 def link(name: str, target: str) -> Break:
-    """The file has moved to `target` (relative to the folder) and a link is in its place."""
+    """Move the file to `target` (relative to the folder) and put a link in its place."""
 
     def change(folder: Path) -> None:
         destination = Path(os.path.normpath(folder / target))
@@ -229,7 +229,7 @@ HOSTILE: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_, message = HOSTILE[name]
     folder = make(tmp_path / "a" / "model")
     monkeypatch.chdir(tmp_path)
@@ -241,7 +241,7 @@ def test_it_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_cache_of_hugging_face_is_read(tmp_path: Path) -> None:
+def test_hugging_face_cache_is_read(tmp_path: Path) -> None:
     folder = make(tmp_path / "models--a--b" / "snapshots" / "0123abcd")
     for i, name in enumerate((ONE, TWO, INDEX, "config.json")):
         link(name, f"../../blobs/{i}")(folder)
@@ -261,7 +261,7 @@ def test_links_within_the_folder_are_read(tmp_path: Path) -> None:
     HuggingFaceWeights(tmp_path / "name")
 
 
-def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
+def test_file_truncated_while_open_is_an_error(tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     weights = HuggingFaceWeights(folder)
     os.truncate(folder / ONE, 600)
@@ -283,7 +283,7 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
         ("vocab.json", '{"a": 0}', "vocab.json are not a tokenizer; give a tokenizer.json"),
     ],
 )
-def test_tokenizer_files_that_are_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
+def test_bad_tokenizer_files_are_refused(name: str, content: str, message: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     (folder / name).write_text(content)
     weights = HuggingFaceWeights(folder)
@@ -292,7 +292,7 @@ def test_tokenizer_files_that_are_refused(name: str, content: str, message: str,
     assert not (tmp_path / "to").exists()
 
 
-def test_a_tokenizer_file_that_leads_out_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_link_to_the_outside_is_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "model")
     (folder / "tokenizer.json").symlink_to("/etc/hostname")
     with pytest.raises(ConversionError, match=r"tokenizer\.json is a link to /etc/hostname"):

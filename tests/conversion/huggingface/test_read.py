@@ -1,4 +1,4 @@
-"""What transformers saves is, read as `Weights`, the same network: equal logits in float64, to 1e-9."""
+"""Models saved by transformers are the same network when read as `Weights`: equal logits in float64, to 1e-9."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.models.test_families import VOCAB
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     them = saved(name, tmp_path)
     weights = HuggingFaceWeights(tmp_path)
     assert weights.format == "huggingface" and weights.path == tmp_path
@@ -45,7 +45,7 @@ def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
 
 
 def old_keys(name: str) -> dict[str, Any]:
-    """RoPE as transformers 4 wrote it."""
+    """Write RoPE's keys as transformers 4 does."""
     values = dict(CASES[name].theirs["rope_parameters"])
     theta = values.pop("rope_theta")
     scaling = values if values["rope_type"] != "default" else None
@@ -53,7 +53,7 @@ def old_keys(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3.1", "llama-linear", "mixtral"])
-def test_the_old_keys_of_rope_say_the_same(name: str, tmp_path: Path) -> None:
+def test_old_keys_of_rope_are_read(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     new = HuggingFaceWeights(tmp_path).model
     edit_config(tmp_path, **old_keys(name))
@@ -85,7 +85,7 @@ def head_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def merged(name_of_experts: str) -> Any:
-    """Mixtral's experts as transformers 5 holds them."""
+    """Store Mixtral's experts as transformers 5 does."""
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {name: tensor for name, tensor in tensors.items() if "block_sparse_moe" not in name}
@@ -120,7 +120,7 @@ def split_of_5(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ("mixtral", split_of_5),
     ],
 )
-def test_other_names_for_the_same(name: str, change: Any, tmp_path: Path) -> None:
+def test_other_tensor_names_are_read(name: str, change: Any, tmp_path: Path) -> None:
     saved(name, tmp_path)
     before = HuggingFaceWeights(tmp_path)
     names = list(our_stage(before).state_dict())
@@ -130,7 +130,7 @@ def test_other_names_for_the_same(name: str, change: Any, tmp_path: Path) -> Non
     assert names and all(torch.equal(after.read(name), value) for name, value in expected.items())
 
 
-def test_a_tied_head_of_other_values_is_refused(tmp_path: Path) -> None:
+def test_tied_head_with_other_values_is_refused(tmp_path: Path) -> None:
     saved("llama-tied", tmp_path)
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,8 +146,8 @@ def test_a_tied_head_of_other_values_is_refused(tmp_path: Path) -> None:
     assert torch.equal(head[:VOCAB], load_file(tmp_path / "model.safetensors")["lm_head.weight"])
 
 
-def test_mixed_types_give_the_wider(tmp_path: Path) -> None:
-    """Query in bfloat16, key in float32, value in float16: float32 holds them all."""
+def test_mixed_dtypes_give_the_widest(tmp_path: Path) -> None:
+    """Query in bfloat16, key in float32, value in float16: read as float32."""
     saved("llama3", tmp_path)
     types = {"q_proj": torch.bfloat16, "k_proj": torch.float32, "v_proj": torch.float16}
 
@@ -166,9 +166,9 @@ def test_mixed_types_give_the_wider(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16])
-def test_blocks_in_eight_bits_are_read_as_the_numbers_they_stand_for(tmp_path: Path, scale_type: torch.dtype) -> None:
-    """The network is that of a folder which holds the products, also where blocks at the end are smaller, where one
-    tensor of ours has several of theirs, and where a part is read."""
+def test_fp8_blocks_are_read_as_the_represented_numbers(tmp_path: Path, scale_type: torch.dtype) -> None:
+    """The network equals that of a folder with the products, also with smaller blocks at the end, several stored tensors
+    per tensor, and reads of a part."""
     rows, columns = 3, 5
     saved("qwen3", tmp_path / "fp8"), saved("qwen3", tmp_path / "plain")
     generator = torch.Generator().manual_seed(4)
@@ -202,7 +202,7 @@ def test_blocks_in_eight_bits_are_read_as_the_numbers_they_stand_for(tmp_path: P
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 77), (0, 1), (10, 1), (11, 22), (13, 40), (43, 34), (76, 1)])
-def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
+def test_any_range_of_an_fp8_matrix_is_read(start: int, count: int) -> None:
     matrix = torch.arange(77).remainder(9).to(torch.float8_e4m3fn)
     scales = torch.arange(1.0, 10.0)
     stored = {"w": matrix, "w_scale_inv": scales}
@@ -212,8 +212,8 @@ def test_any_run_of_a_matrix_in_eight_bits(start: int, count: int) -> None:
     assert found.tolist() == expected
 
 
-def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
-    """The network is that of a folder which holds the numbers in bf16, also where a part is read."""
+def test_mxfp4_experts_are_read_as_the_represented_numbers(tmp_path: Path) -> None:
+    """The network equals that of a folder with the numbers in bf16, also with reads of a part."""
     plain = saved_in_four_bits(tmp_path / "packed")
     shutil.copytree(tmp_path / "packed", tmp_path / "plain")
     rename(tmp_path / "plain", lambda _: plain)
@@ -232,7 +232,7 @@ def test_experts_in_four_bits_are_read_as_the_numbers_they_stand_for(tmp_path: P
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 96), (0, 1), (31, 2), (33, 40), (95, 1)])
-def test_any_run_of_packed_matrices(start: int, count: int) -> None:
+def test_any_range_of_packed_matrices_is_read(start: int, count: int) -> None:
     blocks, scales = torch.arange(48).mul(37).remainder(256).to(torch.uint8), torch.tensor([127, 0, 130]).byte()
     stored = {"w_blocks": blocks, "w_scales": scales}
     found = Mxfp4().read(
@@ -246,8 +246,8 @@ def test_any_run_of_packed_matrices(start: int, count: int) -> None:
     assert found.double().tolist() == expected
 
 
-def test_layers_for_further_tokens(tmp_path: Path) -> None:
-    """Read where they are there, whatever config.json says of them; a layer that none accounts for is refused."""
+def test_mtp_layers_are_read(tmp_path: Path) -> None:
+    """They are read whenever they are stored, whatever config.json says; an unknown layer is refused."""
     saved("glm4-moe", tmp_path)
     edit_config(tmp_path, num_nextn_predict_layers=1)
     assert HuggingFaceWeights(tmp_path).model.mtp_num_layers == 0

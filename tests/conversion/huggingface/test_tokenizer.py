@@ -1,4 +1,4 @@
-"""`AutoTokenizer` gives the ids of the tokenizer that a model was trained with, whatever its files were."""
+"""`AutoTokenizer` gives the ids of the tokenizer that a model was trained with, for all kinds of tokenizer files."""
 
 import dataclasses
 import io
@@ -19,7 +19,7 @@ from megalite.tokenizers.subword import GPT2BPETokenizer, HuggingFaceTokenizer, 
 
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:60]
 ROOT = Path(__file__).parents[3]
-# A special token spelled out in a text is one to transformers and plain text to us.
+# A special token spelled out in a text is special to transformers and plain text to megalite.
 SPELLED = re.compile(r"<\|\w+\|>|</?s>|<unk>|<eos>")
 READ = [SPELLED.sub("", path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs").glob("*.md"))[:3]]
 AWKWARD = [
@@ -41,7 +41,7 @@ def loaded(files: dict[str, bytes], folder: Path, model_type: str = "llama") -> 
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    # It looks the model up too, to see whether its tokenizer has its own class.
+    # It also looks up the model, in case it has its own tokenizer class.
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -75,8 +75,8 @@ def sentencepiece_of(path: Path, **how: Any) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen3", "mixtral"])
-def test_our_own_sentencepiece(trained: Path, tmp_path: Path, model_type: str) -> None:
-    """Under every family: some of their tokenizer classes would change it."""
+def test_sentencepiece_trained_by_megalite(trained: Path, tmp_path: Path, model_type: str) -> None:
+    """Under every family, as some tokenizer classes would change it."""
     exported = export_tokenizer([trained / "ours.model"], 64, "llama")
     assert exported.files.keys() == {"tokenizer.model", "tokenizer.json", SETTINGS}
     assert exported.files["tokenizer.model"] == (trained / "ours.model").read_bytes()
@@ -92,14 +92,14 @@ def test_our_own_sentencepiece(trained: Path, tmp_path: Path, model_type: str) -
 @pytest.mark.parametrize(
     "how",
     [
-        {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},  # as Llama 2's
+        {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},  # as in Llama 2's
         {"model_type": "bpe", "user_defined_symbols": "<mark>"},
         {"model_type": "unigram"},
         {"model_type": "unigram", "byte_fallback": True, "remove_extra_whitespaces": False, "pad_id": 3},
     ],
 )
-def test_sentencepiece_of_others(how: dict[str, Any], tmp_path: Path) -> None:
-    """Spaces put in front, runs of them made one, characters normalised, pieces that are drawn by likelihood."""
+def test_sentencepiece_of_other_projects(how: dict[str, Any], tmp_path: Path) -> None:
+    """Prefixed spaces, merged runs of spaces, normalised characters, unigram pieces."""
     path = sentencepiece_of(tmp_path / "their.model", **how)
     ours = SentencePieceTokenizer(path)
     exported = export_tokenizer([path], 64, "llama")
@@ -107,7 +107,7 @@ def test_sentencepiece_of_others(how: dict[str, Any], tmp_path: Path) -> None:
     marked = ["a <mark> b", "<mark> b<mark>", "<mark><mark>c"]
     texts = [*TEXTS[:30], *READ, *marked, *AWKWARD]
     if how["model_type"] == "unigram":
-        # A run has several cuts of one likelihood, and no rule says which it is.
+        # A run of one letter has several splits of equal likelihood, and no rule decides.
         texts = [line for text in texts for line in text.splitlines() if not RUN.search(line)]
         assert len(texts) > 500
     for text in texts:
@@ -123,13 +123,13 @@ def test_sentencepiece_of_others(how: dict[str, Any], tmp_path: Path) -> None:
         ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ],
 )
-def test_sentencepiece_that_no_json_expresses(how: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_inexpressible_sentencepiece_is_refused(how: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = sentencepiece_of(tmp_path / "their.model", **how)
     with pytest.raises(ConversionError, match=message):
         export_tokenizer([path], 64, "llama")
 
 
-def test_merges_go_by_score_whatever_the_ids(trained: Path) -> None:
+def test_merges_follow_scores_not_ids(trained: Path) -> None:
     model = parse_sentencepiece((trained / "ours.model").read_bytes(), "x")
     expected = sentencepiece_json(model)["model"]["merges"]
     turned = dataclasses.replace(model, pieces=[*model.pieces[:3], *model.pieces[:2:-1]])
@@ -139,8 +139,8 @@ def test_merges_go_by_score_whatever_the_ids(trained: Path) -> None:
     assert len(set(merges)) == len(merges) > 600
 
 
-def test_cut_sentencepiece_files_are_refused_or_shorter(trained: Path) -> None:
-    """Wherever a file ends: an error of ours, or fewer pieces."""
+def test_truncated_sentencepiece_is_refused_or_has_fewer_pieces(trained: Path) -> None:
+    """For each length of the file: a megalite error, or fewer pieces."""
     content = (trained / "ours.model").read_bytes()
     whole = parse_sentencepiece(content, "x")
     for length in range(0, len(content), 101):
@@ -151,7 +151,7 @@ def test_cut_sentencepiece_files_are_refused_or_shorter(trained: Path) -> None:
         assert cut.pieces == whole.pieces[: len(cut.pieces)]
 
 
-def test_vocabulary_and_merges(trained: Path, tmp_path: Path) -> None:
+def test_vocab_json_and_merges_txt(trained: Path, tmp_path: Path) -> None:
     files = [trained / "my-vocab.json", trained / "my-merges.txt"]
     exported = export_tokenizer(files, 64, "llama")
     assert exported.files.keys() == {"vocab.json", "merges.txt", "tokenizer.json", SETTINGS}
@@ -163,13 +163,13 @@ def test_vocabulary_and_merges(trained: Path, tmp_path: Path) -> None:
     assert exported.token_ids == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
 
 
-def test_qwen2_has_its_own_tokenizer_only(trained: Path, tmp_path: Path) -> None:
-    """transformers 5 makes a Qwen2Tokenizer for every qwen2, whatever tokenizer_config.json says."""
+def test_qwen2_accepts_only_its_tokenizer(trained: Path, tmp_path: Path) -> None:
+    """transformers 5 makes a Qwen2Tokenizer for every qwen2 and ignores tokenizer_config.json."""
     others = [[trained / "ours.model"], [trained / "whole.json"], sorted(trained.glob("my-*"))]
     for paths in others:
         with pytest.raises(ConversionError, match=r"like Qwen2's tokenizer; use --without-tokenizer"):
             export_tokenizer(paths, 64, "qwen2")
-    # Its own, as it saves itself.
+    # as it saves itself
     from transformers import Qwen2Tokenizer
 
     content = json.loads((trained / "whole.json").read_text())["model"]
@@ -182,7 +182,7 @@ def test_qwen2_has_its_own_tokenizer_only(trained: Path, tmp_path: Path) -> None
     assert after.eos_token_id == ours.eod
 
 
-def test_tokenizer_json(trained: Path, tmp_path: Path) -> None:
+def test_tokenizer_json_is_converted(trained: Path, tmp_path: Path) -> None:
     exported = export_tokenizer([trained / "whole.json"], 64, "llama")
     assert exported.files["tokenizer.json"] == (trained / "whole.json").read_bytes()
     ours = HuggingFaceTokenizer(trained / "whole.json")
@@ -191,8 +191,8 @@ def test_tokenizer_json(trained: Path, tmp_path: Path) -> None:
     assert theirs.eos_token_id == ours.eod == exported.token_ids["eos_token_id"]
 
 
-def test_files_of_hugging_face_stay_as_they_are(trained: Path, tmp_path: Path) -> None:
-    """What names its own class and its own special tokens keeps them."""
+def test_hugging_face_files_are_copied_unchanged(trained: Path, tmp_path: Path) -> None:
+    """Files that name a class and special tokens keep them."""
     from transformers import PreTrainedTokenizerFast
 
     before = PreTrainedTokenizerFast(
@@ -216,12 +216,12 @@ def test_files_of_hugging_face_stay_as_they_are(trained: Path, tmp_path: Path) -
     assert after.chat_template == "{{ messages }}"
 
 
-def test_faults(tmp_path: Path) -> None:
+def test_faults_are_errors(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps({"model": {"vocab": {name: 0}}}))
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_bytes(b"\xff")
-    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # as Llama 3's is called
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # Llama 3's name
     (tmp_path / "list.json").write_text('[{"rank": 0, "token_bytes": "IQ==", "token_str": "!"}]')
     for names, message in (
         (["list.json"], r"list\.json is a tiktoken file; .*--without-tokenizer"),

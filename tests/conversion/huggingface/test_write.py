@@ -1,4 +1,4 @@
-"""What is written loads with stock transformers and is the same network; what came from there goes back unchanged."""
+"""Written folders load in stock transformers as the same network; a folder that was read is written back unchanged."""
 
 import json
 from dataclasses import replace
@@ -79,11 +79,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
 }
-"""Models of ours, by what they are to be written as."""
+"""Models, by the family that they are written as."""
 
 
 def random_weights(name: str, folder: Path) -> InMemory:
-    """A model of ours with every weight drawn at random, padding rows too."""
+    """A model with every weight random, including padding rows."""
     gpt = name.startswith("gpt2")
     model = varied(GPT if gpt else LLAMA, **PRESETS[name])
     generator = torch.Generator().manual_seed(7)
@@ -100,7 +100,7 @@ write = write_huggingface
 
 
 def stock(folder: Path, **how: Any) -> Any:
-    """Loaded as any user of transformers would, but for the kernels, which do float64 in the plain ones alone."""
+    """Load in transformers as a user would, but with the plain kernels, the only ones for float64."""
     from transformers import AutoModelForCausalLM
 
     has_experts = json.loads((folder / "config.json").read_text())["model_type"] in ("mixtral", "gpt_oss")
@@ -114,7 +114,7 @@ def stock(folder: Path, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_stock_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     weights = random_weights(name, tmp_path / "ours")
     folder = write(weights, tmp_path / "theirs")
     them, us = stock(folder), our_stage(weights)
@@ -127,8 +127,8 @@ def test_stock_transformers_computes_the_same(name: str, tmp_path: Path) -> None
     assert len(set(ours)) > 1, "the same token again and again would prove little"
 
 
-def test_further_tokens_go_along(tmp_path: Path) -> None:
-    """Under DeepSeek-V3's names, with embedding and head once more; Llama has no place for them, and that is said."""
+def test_mtp_layers_are_written(tmp_path: Path) -> None:
+    """By DeepSeek-V3's names, with embedding and head repeated; Llama has no place for them, which is reported."""
     saved("deepseek-v3", tmp_path / "stock")
     plain = HuggingFaceWeights(tmp_path / "stock")
     model = replace(plain.model, mtp_num_layers=2)
@@ -159,7 +159,7 @@ def test_further_tokens_go_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_round_trip_is_exact(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "before")
     before = HuggingFaceWeights(tmp_path / "before")
     folder = write(before, tmp_path / "after", family=before.family.name)
@@ -169,25 +169,25 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     for key in old:
         assert old[key].dtype == new[key].dtype and torch.equal(old[key], new[key]), key
     assert after.model == before.model and after.seq_length == before.seq_length
-    assert what_matters(tmp_path / "before") == what_matters(folder)
+    assert significant_config(tmp_path / "before") == significant_config(folder)
 
 
-def what_matters(folder: Path) -> dict[str, Any]:
-    """A folder's config as transformers reads it, without what may be given or derived."""
+def significant_config(folder: Path) -> dict[str, Any]:
+    """A folder's config as transformers reads it, without optional and derived keys."""
     from transformers import AutoConfig
 
     config: dict[str, Any] = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     heads = config.get("num_attention_heads")
     config["head_dim"] = config.get("head_dim") or (heads and config["hidden_size"] // heads)
     config["n_inner"] = config.get("n_inner") or (config.get("n_embd") and 4 * config["n_embd"])
-    # A Phi-3 keeps partial_rotary_factor beside rope_parameters, if it stood there.
+    # A Phi-3 keeps partial_rotary_factor beside rope_parameters if it was there.
     for free in (
         "partial_rotary_factor",
         "max_window_layers",
         "_name_or_path",
         "transformers_version",
         "use_cache",
-        *("scoring_func", "topk_method"),  # of a DeepSeek transformers knows it
+        *("scoring_func", "topk_method"),  # for DeepSeek models known to transformers
     ):
         config.pop(free, None)
     if not config.get("use_sliding_window", True):
@@ -195,7 +195,7 @@ def what_matters(folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_weights_in_several_files(tmp_path: Path) -> None:
     saved("mixtral", tmp_path / "before")
     weights = InMemory.copy(HuggingFaceWeights(tmp_path / "before"))
     counted: list[int] = []
@@ -211,13 +211,13 @@ def test_several_files(tmp_path: Path) -> None:
     assert all(torch.equal(old[key], new[key]) for key in old)
     total = sum(tensor.numel() * 8 for tensor in old.values())
     assert index["metadata"]["total_size"] == sum(counted) == total
-    stock(folder)  # finds all it needs and nothing else
+    stock(folder)  # only the needed files
     again = HuggingFaceWeights(folder)
     for name in parameter_shapes(again.model):
         assert torch.equal(again.read(name), weights.read(name))
 
 
-def test_another_type(tmp_path: Path) -> None:
+def test_write_in_another_dtype(tmp_path: Path) -> None:
     weights = random_weights("qwen2", tmp_path / "ours")
     folder = write(weights, tmp_path / "theirs", dtype=torch.bfloat16)
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -238,8 +238,8 @@ def test_another_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["its own", "none", "another"])
-def test_what_is_wrapped_around_a_folder_hides_nothing_of_it(tmp_path: Path, tokenizer: str) -> None:
-    """Its family is kept; its token ids and generation_config.json too, but for another tokenizer's."""
+def test_wrapped_weights_keep_the_source_folder(tmp_path: Path, tokenizer: str) -> None:
+    """Its family is kept, and its token ids and generation_config.json unless the tokenizer changes."""
     saved("mistral-no-window", tmp_path / "before")
     edit_config(tmp_path / "before", bos_token_id=1, eos_token_id=[2, 7], pad_token_id=...)
     generation = {"eos_token_id": [2, 7, 9], "temperature": 0.6}
@@ -260,7 +260,7 @@ def test_what_is_wrapped_around_a_folder_hides_nothing_of_it(tmp_path: Path, tok
         assert written == generation
 
 
-def test_token_ids_that_the_source_leaves_to_its_class_stay_there(tmp_path: Path) -> None:
+def test_default_token_ids_of_the_source_are_not_written(tmp_path: Path) -> None:
     saved("llama3", tmp_path / "before")
     edit_config(tmp_path / "before", bos_token_id=..., eos_token_id=..., pad_token_id=None)
     (tmp_path / "before" / "generation_config.json").unlink()
@@ -273,7 +273,7 @@ def test_token_ids_that_the_source_leaves_to_its_class_stay_there(tmp_path: Path
     assert [(it.bos_token_id, it.eos_token_id) for it in loaded] == [(1, 2), (1, 2)]
 
 
-REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, what is said
+REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, part of the message
     (
         None,
         varied(LLAMA, scale_embeddings=True, norm_zero_centered=True, activation="geglu_tanh"),
@@ -292,7 +292,9 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, what is
 
 
 @pytest.mark.parametrize("family, model, message", REFUSED)
-def test_what_no_family_expresses(family: str | None, model: ModelConfig, message: str, tmp_path: Path) -> None:
+def test_model_without_a_family_is_refused(
+    family: str | None, model: ModelConfig, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConversionError, match=message):
         write(InMemory(tmp_path, model, 12, {}), tmp_path / "theirs", family=family)
     assert list(tmp_path.iterdir()) == []

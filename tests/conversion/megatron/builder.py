@@ -1,4 +1,4 @@
-"""Files as Megatron-LM saves them, cut out of whole weights rank by rank; shares nothing with the package's writer."""
+"""Files as Megatron-LM saves them, built rank by rank from whole weights, without code of the package's writer."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -127,7 +127,7 @@ def layer(weights: MadeUp, index: int, number: int, tp: int, rank: int) -> Tenso
 
 
 def latent_attention(read: Callable[[str], torch.Tensor], there: str, tp: int, rank: int) -> Tensors:
-    """Transformer Engine's layers: the projections down whole on every rank, those up split by heads."""
+    """Layers of Transformer Engine: down projections whole on every rank, up projections split by heads."""
     made = {}
     for letter in ("q", "kv"):
         made[f"{there}.linear_{letter}_down_proj.weight"] = read(f"attention.{letter}_down.weight")
@@ -142,7 +142,7 @@ def gate_and_up(stacked: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
 
 
 def stage(weights: MadeUp, layers: range, tp: int, rank: int, *, first: bool, last: bool) -> Tensors:
-    """What GPTModel's state dict holds of one stage."""
+    """The part of GPTModel's state dict of one stage."""
     model, made = weights.model, {}
     if first:
         made["embedding.word_embeddings.weight"] = rows(weights, "embedding.word.weight", tp, rank)
@@ -161,7 +161,7 @@ def stage(weights: MadeUp, layers: range, tp: int, rank: int, *, first: bool, la
 
 
 def fuse(tensors: Tensors) -> Tensors:
-    """Transformer Engine's names of the norms before linear layers."""
+    """Rename norms before linear layers as Transformer Engine does."""
     renamed = {}
     for name, tensor in tensors.items():
         latent = any(".linear_kv_up_proj." in other for other in tensors)
@@ -186,8 +186,8 @@ def save(
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
     **args: Any,
 ) -> Path:
-    """iter_0000003 with the tracker beside it. `stages`: layers of each pipeline stage; default all in one. `change`:
-    what a file's content becomes before it is saved. `args`: arguments that are otherwise."""
+    """Save iter_0000003 and the tracker beside it. `stages`: layers per pipeline stage, by default all in one; `change`:
+    applied to a file's content before it is saved; `args`: changed arguments."""
     counts = stages or (weights.model.num_layers,)
     pp, done = len(counts), 0
     for index, count in enumerate(counts):
@@ -218,7 +218,7 @@ VOCABULARY = ("embedding.word.weight", "head.weight")
 
 
 def assert_same(found: Weights, made: Weights) -> None:
-    """Every tensor is bit-equal, rows of padding aside: those must be zeros."""
+    """Check that every tensor is bit-equal, except rows of padding, which must be zeros."""
     assert parameter_shapes(found.model).keys() == parameter_shapes(made.model).keys()
     assert found.model.vocab_size == made.model.vocab_size
     for name, shape in parameter_shapes(found.model).items():

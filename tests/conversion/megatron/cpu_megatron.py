@@ -1,10 +1,10 @@
-"""Megatron-LM's own training program on a CPU, and a record of what each step saw:
+"""Megatron-LM's own training program on a CPU, with a record of each step's data:
 
     torchrun cpu_megatron.py PATH/pretrain_gpt.py FLAGS --distributed-backend gloo
 
-Nothing of its arithmetic is changed: devices named cuda are the CPU, streams and memory statistics are empty, and no
-kernel is compiled. $RECORD is a folder for `rank-N.json`: per step the tokens, the learning rate of the update, loss and
-gradient norm. Needs megatron-core, psutil and, of Megatron-LM's repository at the same version, all but megatron/core.
+Its arithmetic is not changed: cuda devices are replaced by the CPU, streams and memory statistics are empty, and no
+kernel is compiled. Folder $RECORD gets `rank-N.json`: per step the tokens, learning rate of the update, loss and
+gradient norm. Needs megatron-core, psutil and, from Megatron-LM's repository at the same version, all but megatron/core.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _AT_ONCE = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on cuda are made on the CPU, and say that they are cuda's."""
+    """Create tensors for cuda on the CPU, but let them report cuda."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AT_ONCE:
@@ -47,7 +47,7 @@ class Stream:
 
 
 def constant(value: Any) -> Any:
-    """One function per name: torch.compile's tables want that."""
+    """Return a new function per name, as torch.compile's tables require."""
     return lambda *_: value
 
 
@@ -78,7 +78,7 @@ def replace_cuda() -> None:
 
 
 def record(folder: Path) -> None:
-    """Write what each step sees and gives."""
+    """Record inputs and results of each step."""
     from megatron.training import training, utils
 
     steps: list[dict[str, Any]] = []
@@ -123,7 +123,7 @@ def main() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.legacy import fused_kernels
 
-    compiled.compile_helpers = lambda: None  # the package brings them
+    compiled.compile_helpers = lambda: None  # the installed package has them
     fused_kernels.load = lambda args: None
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     if "RECORD" in os.environ:

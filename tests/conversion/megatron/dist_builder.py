@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tests.conversion.megatron import builder
 from tests.conversion.samples import MadeUp
 
-Block = tuple[tuple[int, ...], torch.Tensor]  # where it starts, and its elements
+Block = tuple[tuple[int, ...], torch.Tensor]  # offset, elements
 
 
 def model_blocks(weights: MadeUp, tp: int, *, stacked: bool) -> dict[str, tuple[tuple[int, ...], list[Block]]]:
-    """Name -> global shape and blocks of each rank. `stacked`: layers are one tensor, the layer its first dimension;
-    experts are stacked in any case."""
+    """Name -> global shape and blocks of each rank. `stacked`: layers are one tensor with the layer as first dimension;
+    experts are always stacked."""
     model = weights.model
     found: dict[str, tuple[tuple[int, ...], list[Block]]] = {}
     ranks = [
@@ -54,7 +54,7 @@ def model_blocks(weights: MadeUp, tp: int, *, stacked: bool) -> dict[str, tuple[
 
 
 def _stack(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """(key, indices that lead to this tensor, sizes of their dimensions)."""
+    """(key, indices of this tensor, sizes of their dimensions)."""
     parts, leading, counts = name.split("."), [], []
     if layers and name.startswith("decoder.layers."):
         leading, counts = [int(parts.pop(2))], [layers]
@@ -73,12 +73,12 @@ def _dim(name: str) -> int | None:
 
 
 def _halves(name: str, part: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
-    """A rank's fc1 of a gated MLP is saved as two blocks."""
+    """Split a rank's fc1 of a gated MLP, which is saved as two blocks."""
     return part.chunk(2) if gated and ("linear_fc1.weight" in name or "linear_fc1.bias" in name) else (part,)
 
 
 def save(folder: Path, weights: MadeUp, *, tp: int = 1, stacked: bool = True, **args: Any) -> Path:
-    """iter_0000007 with the tracker beside it; one file of blocks a rank."""
+    """Save iter_0000007 and the tracker beside it, with one file of blocks per rank."""
     step = folder / "iter_0000007"
     step.mkdir(parents=True)
     torch.save(
@@ -94,7 +94,7 @@ def save(folder: Path, weights: MadeUp, *, tp: int = 1, stacked: bool = True, **
 
 
 def metadata(step: Path, tensors: dict[str, tuple[tuple[int, ...], list[Block]]]) -> Metadata:
-    """What torch writes for blocks that it has written to two files."""
+    """The metadata that torch writes for blocks in several files."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     items = []

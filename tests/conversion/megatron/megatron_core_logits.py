@@ -2,8 +2,8 @@
 
     python megatron_core_logits.py FOLDER RANK TP STORE
 
-Builds the model that the args of FOLDER's file say, loads the file strictly, and writes logits and, in both formats,
-what megatron.core itself would save.
+Builds the model described by the args in FOLDER's file, loads the file strictly, and writes logits and the state that
+megatron.core itself would save, in both formats.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-warnings.simplefilter("ignore")  # megatron.core warns of every package that is not there
+warnings.simplefilter("ignore")  # megatron.core warns of every missing package
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 
 class PlainAttention(torch.nn.Module):
-    """softmax(q·kᵀ·scale)·v of [s, b, heads, d] with a value size of its own, which local layers have no core for."""
+    """softmax(q·kᵀ·scale)·v of [s, b, heads, d] with a separate value size, for which local layers have no attention."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float, **_: object) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PlainAttention(torch.nn.Module):
 
 
 def build(args: argparse.Namespace) -> GPTModel:
-    """What Megatron-LM's training script makes of args, with the local layers."""
+    """Build the model that Megatron-LM's training script builds from args, with the local layers."""
     settings = {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -118,11 +118,11 @@ def build(args: argparse.Namespace) -> GPTModel:
 def main() -> None:
     folder, rank, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: torch.device("cpu")  # what RoPE's frequencies are moved to
+    torch.cuda.current_device = lambda: torch.device("cpu")  # device of RoPE's frequencies
     torch.cuda.synchronize = lambda *_: None
-    no_states = types.SimpleNamespace(fork=contextlib.nullcontext)  # of CUDA's random numbers, for dropout
+    no_states = types.SimpleNamespace(fork=contextlib.nullcontext)  # CUDA's random numbers, for dropout
     tensor_parallel.get_cuda_rng_tracker = lambda: no_states
-    moe_utils.te_general_gemm = None  # Transformer Engine's, missed where it is not installed
+    moe_utils.te_general_gemm = None  # Transformer Engine's, missing without it
     for name in ("TELinear", "TEColumnParallelLinear"):
         if not isinstance(getattr(multi_latent_attention, name), type):
             setattr(multi_latent_attention, name, type(name, (), {}))

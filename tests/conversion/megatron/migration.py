@@ -1,11 +1,11 @@
-"""A run that moves: Megatron-LM's own program trains on a CPU, and megalite continues from its checkpoint.
+"""Migration of a run: Megatron-LM's own program trains on a CPU, and megalite continues from its checkpoint.
 
     python -m tests.conversion.megatron.migration MEGATRON_LM
 
-makes `recorded/` again: of each script the checkpoint of step 10 and what Megatron-LM had in the 20 steps after it.
-MEGATRON_LM is a copy of its repository without megatron/core; see cpu_megatron.py. `train_llama` was started again from
-the checkpoint. `train_gpt` ran on: megatron-core 0.16 cannot load its distributed optimizer with torch's own AdamW,
-which is the one without apex (`assert len(steps) == 1` of distrib_optimizer.py).
+rebuilds `recorded/`: for each script the checkpoint of step 10 and Megatron-LM's numbers of the next 20 steps.
+MEGATRON_LM is a copy of its repository without megatron/core; see cpu_megatron.py. `train_llama` was restarted from
+the checkpoint. `train_gpt` was not: megatron-core 0.16 cannot load its distributed optimizer with torch's own AdamW,
+which it uses without apex (`assert len(steps) == 1` in distrib_optimizer.py).
 """
 
 import hashlib
@@ -38,7 +38,7 @@ Steps = list[dict[str, Any]]
 
 
 def inputs(folder: Path) -> tuple[Path, Path]:
-    """(token files, tokenizer) of the license text: bytes, and the end of a paragraph."""
+    """(token files, tokenizer) of the license text: bytes, with paragraphs as documents."""
     vocab, merges = byte_tokenizer(folder / "bpe")
     tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def inputs(folder: Path) -> tuple[Path, Path]:
 
 
 def train_theirs(script: str, folder: Path, megatron_lm: Path) -> Steps:
-    """All steps of Megatron-LM; its checkpoints are in folder/checkpoints."""
+    """Run all steps of Megatron-LM; its checkpoints are in folder/checkpoints."""
     data, tokenizer = inputs(folder)
     programs = folder / "bin"
     programs.mkdir()
@@ -86,7 +86,7 @@ def train_theirs(script: str, folder: Path, megatron_lm: Path) -> Steps:
 
 
 def _merged(ranks: list[Steps]) -> Steps:
-    """The first stage sees the tokens, the last one has the loss."""
+    """Merge records: the first stage has the tokens, the last one the loss."""
     return [
         {
             "tokens": digest(next(rank["tokens"] for rank in step if rank["tokens"])),
@@ -102,14 +102,14 @@ def digest(tokens: list[list[int]]) -> str:
 
 
 def unpacked(script: str, folder: Path) -> tuple[Path, Steps]:
-    """The recorded checkpoint, and the steps after it."""
+    """The recorded checkpoint, and the records of the steps after it."""
     with tarfile.open(RECORDED / f"{script}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder, json.loads((RECORDED / f"{script}.json").read_text())["steps"]
 
 
 def ported(script: str, data: Path, tokenizer: Path, folder: Path) -> Path:
-    """The config of a script; checkpoints and logs go where a test says."""
+    """The config of a script, with the test's folders for checkpoints and logs."""
     output = folder / f"{script}.yaml"
     given = ["--set", "1=checkpoints", "--set", f"2={data}", "--set", f"3={tokenizer}"]
     assert megalite(["port", str(HERE / f"{script}.sh"), *given, "--output", str(output)]) == 0
@@ -117,7 +117,7 @@ def ported(script: str, data: Path, tokenizer: Path, folder: Path) -> Path:
 
 
 def continued(config: Path, imported: Path, folder: Path, ranks: int, tp: int, pp: int) -> Steps:
-    """Steps of megalite, from the imported checkpoint on."""
+    """Train in megalite from the imported checkpoint."""
     layout = f"--tp {tp} --pp {pp} --use-checkpoint-args --require-same-schedule --no-fresh-if-missing"
     flags = ["--config", config, "--load", imported, "--save", folder / "saved", "--run-dir", folder, *layout.split()]
     said = train_forked(ranks, *flags).require_success()
@@ -127,7 +127,7 @@ def continued(config: Path, imported: Path, folder: Path, ranks: int, tp: int, p
 
 
 def batches(config: RunConfig, vocab_size: int) -> list[str]:
-    """The digest of each batch of the run, from its first step on."""
+    """The digest of each batch of the run, from its first step."""
     training = config.training
     common = {"seq_length": training.seq_length, "seed": training.seed, "vocab_size": vocab_size}
     data = build_datasets(config.data, splits=("train",), num_samples=megatron_lengths(config), **common).train  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reading Megatron-LM's `torch_dist` format, out of files with torch's own classes."""
+"""Reading Megatron-LM's `torch_dist` format from files with torch's own classes."""
 
 import os
 import pickle
@@ -25,12 +25,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-# Layers that differ are never stacked.
+# Unequal layers are never stacked.
 @pytest.mark.parametrize(
     ("kind", "tp", "stacked"),
     [*((kind, 2, kind != "some-experts") for kind in MODELS), ("llama", 1, True), ("experts", 2, False)],
 )
-def test_read(tmp_path: Path, kind: str, tp: int, stacked: bool) -> None:
+def test_read_torch_dist(tmp_path: Path, kind: str, tp: int, stacked: bool) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     found = open_megatron(dist_builder.save(tmp_path / "saved", weights, tp=tp, stacked=stacked))
     assert isinstance(found, MegatronDistWeights)
@@ -38,7 +38,7 @@ def test_read(tmp_path: Path, kind: str, tp: int, stacked: bool) -> None:
     assert_same(found, weights)
 
 
-def test_what_is_missing(tmp_path: Path) -> None:
+def test_missing_parts_are_errors(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     for name, args, message in (
         ("layers", {"num_layers": 3}, r"args.num_layers is 3, but .* is \[2, 32\]"),
@@ -59,7 +59,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
     (step / "__1_0.distcp").unlink()
     with pytest.raises(ConversionError, match=r"distcp .* cannot be read: .*No such file"):
         found.read("final_norm.weight")
-    os.mkfifo(step / "__0_0.distcp")  # to open it would wait for ever
+    os.mkfifo(step / "__0_0.distcp")  # opening it would block forever
     os.mkfifo(step / "__1_0.distcp")
     with pytest.raises(ConversionError, match="is a pipe, folder or device, not a file"):
         found.read("final_norm.weight")
@@ -68,8 +68,8 @@ def test_what_is_missing(tmp_path: Path) -> None:
         open_megatron(folder)
 
 
-def test_layers_that_no_file_has(tmp_path: Path) -> None:
-    """Refused before anything is made for each of them."""
+def test_declared_layers_without_files_are_refused(tmp_path: Path) -> None:
+    """Refused before anything is allocated for each layer."""
     weights = MadeUp(tmp_path, LLAMA)
     folder = dist_builder.save(tmp_path / "apart", weights, stacked=False, num_layers=3 * 10**7)
     with pytest.raises(ConversionError, match=r"args.num_layers is 30000000, but the files have 2 layers"):
@@ -85,7 +85,7 @@ def test_layers_that_no_file_has(tmp_path: Path) -> None:
         open_megatron(folder)
 
 
-def test_a_gap_is_found(tmp_path: Path) -> None:
+def test_gap_between_blocks_is_an_error(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = dist_builder.save(tmp_path / "saved", weights, tp=2)
     step = folder / "iter_0000007"
@@ -97,7 +97,7 @@ def test_a_gap_is_found(tmp_path: Path) -> None:
         open_megatron(folder).read("head.weight")
 
 
-def test_no_file_outside_of_the_folder(tmp_path: Path) -> None:
+def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = dist_builder.save(tmp_path / "saved", weights)
     path = folder / "iter_0000007" / ".metadata"

@@ -1,6 +1,6 @@
-"""Against the real thing: megatron.core's GPTModel loads what we write, computes our logits and saves what we read.
+"""megatron.core's own GPTModel loads written files, computes the same logits and saves files that megalite reads.
 
-Runs where the package is installed (`pip install megatron-core psutil`), in its own processes.
+Runs in separate processes if the package is installed (`pip install megatron-core psutil`).
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "kind, tp", [*((kind, 1) for kind in MODELS), ("gpt", 2), ("llama", 2), ("qwen", 2), ("experts", 2), ("routing", 2)]
 )
-def test_logits_and_back(tmp_path: Path, kind: str, tp: int) -> None:
+def test_megatron_core_loads_and_saves_our_files(tmp_path: Path, kind: str, tp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     folder = write_megatron(weights, tmp_path / "out", tp=tp, pp=1, implementation="local")
     tokens = torch.randint(weights.model.vocab_size or 0, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
-"""A run of Megatron-LM continues here: its checkpoint, token files and script give its own next 20 losses.
+"""megalite continues a run of Megatron-LM: checkpoint, token files and script give Megatron-LM's next 20 losses.
 
-`recorded/` is what Megatron-LM made (migration.py). Where it is installed, one test makes it again.
+`recorded/` was made by Megatron-LM (migration.py). If it is installed, one test makes it again.
 """
 
 import json
@@ -41,11 +41,11 @@ from tests.e2e.programs import REPOSITORY
 ONE = (1, 1, 1)  # ranks, tp, pp
 LAYOUTS = {"train_llama": (2, 2, 1), "train_gpt": ONE}
 """The page's commands continue train_gpt on four ranks, tp 2 x pp 2."""
-TOLERANCE = 1e-5  # absolute, on losses of about 5
+TOLERANCE = 1e-5  # absolute, for losses of about 5
 
 
 def move(script: str, saved: Path, folder: Path) -> tuple[Path, Path]:
-    """(config, checkpoint) of megalite."""
+    """Convert to megalite's (config, checkpoint)."""
     data, tokenizer = inputs(folder)
     imported = folder / "imported"
     assert samples.run(saved, imported, "--to", "native", "--with-optimizer", "--step", str(SAVED)) == 0
@@ -68,13 +68,13 @@ def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, theirs, *move(request.param, saved, folder)
 
 
-def test_the_next_20_losses(moved: Any, tmp_path: Path) -> None:
+def test_next_20_losses_equal_megatron_lm(moved: Any, tmp_path: Path) -> None:
     script, theirs, config, imported = moved
     assert batches(load(config), vocab_size=257)[SAVED:] == [step["tokens"] for step in theirs]
     assert_continues(theirs, continued(config, imported, tmp_path, *LAYOUTS[script]))
     manifest = Manifest.from_json((imported / f"step-{SAVED:07d}/manifest.json").read_text(), source="")
     assert manifest.counters == {"step": 10, "consumed_samples": 80, "optimizer_updates": 10, "loss_scaler": {}}
-    # Of 257 ids: the padding, to a multiple of 4 * tp, is in their softmax.
+    # The padding of 257 ids to a multiple of 4 * tp is part of their softmax.
     assert manifest.config["model"]["vocab_size"] == {"train_llama": 260, "train_gpt": 264}[script]
     assert manifest.config["optimizer"]["lr"] == 5e-3
     assert manifest.config["training"]["seed"] == {"train_llama": 1234, "train_gpt": 77}[script]
@@ -83,11 +83,11 @@ def test_the_next_20_losses(moved: Any, tmp_path: Path) -> None:
 
 
 FACTORS = {"exp_avg": 2.0, "exp_avg_sq": 4.0}
-"""What a state here has for 1 of a weight."""
+"""Value of each state for a weight of 1."""
 
 
-def test_states_of_experts_and_of_bf16(tmp_path: Path) -> None:
-    """A tensor for each of the model's, and fp32 main parameters in place of bf16 weights."""
+def test_states_of_experts_and_bf16_weights(tmp_path: Path) -> None:
+    """Each tensor of the model has states, and fp32 main parameters in place of bf16 weights."""
     for name, settings in (("experts", EXPERTS), ("llama", LLAMA)):
         main, low = MadeUp(tmp_path, settings), MadeUp(tmp_path, settings, dtype=torch.bfloat16)
         averages = {state: MadeUp(tmp_path, settings, factor=factor) for state, factor in FACTORS.items()}
@@ -119,12 +119,12 @@ ORDER = {
     "local": (NORMS[0], PROJ, QKV, NORMS[1], FC1, FC2),
     "transformer_engine": (PROJ, NORMS[0], QKV, NORMS[1], FC1, FC2),
 }
-"""A layer's parameters as the two kinds of layers have them."""
+"""Names of a layer's parameters in the two kinds of layers."""
 
 
 @pytest.mark.parametrize("implementation", ORDER)
-def test_buckets_of_two_data_parallel_ranks(tmp_path: Path, implementation: str) -> None:
-    """Each has half of the bucket, whatever parameter that cuts."""
+def test_bucket_halves_of_two_data_parallel_ranks(tmp_path: Path, implementation: str) -> None:
+    """Each rank has half of the bucket, even if that splits a parameter."""
     weights = MadeUp(tmp_path, LLAMA)
     held = builder.stage(weights, range(2), 1, 0, first=True, last=True)
     layers = [f"decoder.layers.{layer}.{name}" for layer in range(2) for name in ORDER[implementation]]
@@ -155,7 +155,7 @@ def test_buckets_of_two_data_parallel_ranks(tmp_path: Path, implementation: str)
 def save_run(
     folder: Path, weights: MadeUp, states: dict[str, MadeUp], more: dict[str, Any] | None = None, **args: Any
 ) -> Path:
-    """A checkpoint of an fp16 run that has skipped two of seven steps."""
+    """Save an fp16 run with two skipped of seven steps."""
     dist_builder.save(folder, weights, **args)
     step = folder / "iter_0000007"
     tensors = dist_builder.model_blocks(weights, 1, stacked=True) | (more or {})
@@ -176,7 +176,7 @@ def save_run(
     return folder
 
 
-def test_what_cannot_be_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_continue_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     without = save_run(tmp_path / "without", weights, {})
     half = dist_builder.save(tmp_path / "half", weights)
@@ -194,7 +194,7 @@ def test_what_cannot_be_continued(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out").exists()
 
 
-def test_buckets_that_the_args_do_not_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_unlike_the_args_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, _ = unpacked("train_gpt", tmp_path)
     monkeypatch.setattr(megatron_run, "_ALIGNED", 1)
     with pytest.raises(ConversionError, match=r"rank 0 have \[\d+.*\] elements, which do not match its args; save it"):
@@ -208,15 +208,15 @@ def test_buckets_that_the_args_do_not_explain(tmp_path: Path, monkeypatch: pytes
             found.training.states["exp_avg"](name)  # type: ignore[attr-defined]
 
 
-def test_args_that_megatron_fills_in(tmp_path: Path) -> None:
-    """It sets add_qkv_bias wherever all linear layers have biases."""
+def test_args_with_megatron_defaults(tmp_path: Path) -> None:
+    """It sets add_qkv_bias if all linear layers have biases."""
     weights = MadeUp(tmp_path, GPT)
     found = open_weights(dist_builder.save(tmp_path / "saved", weights, add_qkv_bias=True))
     assert found.model == weights.model
 
 
-def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/from_megatron/README.md, as it stands there."""
+def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of examples/from_megatron/README.md, unchanged."""
     page = (REPOSITORY / "examples" / "from_megatron" / "README.md").read_text(encoding="utf-8")
     convert, script, train = [command.words for command in commands_in(page, "README.md")]
     _, theirs = unpacked("train_gpt", tmp_path / "checkpoints-megatron")
@@ -235,7 +235,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no copy of Megatron-LM's repository")
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_megatron_lm_itself(script: str, tmp_path: Path) -> None:
+def test_recorded_files_equal_a_new_run_of_megatron_lm(script: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     theirs = train_theirs(script, tmp_path, Path(os.environ["MEGATRON_LM"]).resolve())[SAVED:]
     _, recorded = unpacked(script, tmp_path / "recorded")

@@ -1,4 +1,4 @@
-"""Reading Megatron-LM's `torch` format: files built as its versions save them give the weights they were built from."""
+"""Reading Megatron-LM's `torch` format: files built as its versions save them give the original weights."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Content = dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "tp", "stages"), [*((kind, 2, (1, 3)) for kind in MODELS), ("llama", 1, (4,)), ("gpt", 4, (2, 2))]
 )
-def test_read(tmp_path: Path, kind: str, tp: int, stages: tuple[int, ...]) -> None:
+def test_read_torch_format(tmp_path: Path, kind: str, tp: int, stages: tuple[int, ...]) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     found = open_megatron(builder.save(tmp_path / "saved", weights, tp=tp, stages=stages))
     assert found.format == "megatron"
@@ -43,7 +43,7 @@ def fused(content: Content) -> Content:
 
 
 def older(content: Content) -> Content:
-    """Nested dicts and names of before megatron.core, with the training state beside the weights."""
+    """Nested dicts and names from before megatron.core, with the training state beside the weights."""
     nested: Content = {"language_model": {"embedding": {}, "encoder": {}}}
     parts = nested["language_model"]
     for name, tensor in content["model"].items():
@@ -93,7 +93,7 @@ def oldest(content: Content) -> Content:
 
 
 def in_a_buffer(content: Content) -> Content:
-    """All weights are views of one contiguous buffer, as the distributed optimizer leaves them."""
+    """Make all weights views of one contiguous buffer, as the distributed optimizer does."""
     buffer = torch.cat([tensor.reshape(-1) for tensor in content["model"].values()])
     views, done = {}, 0
     for name, tensor in content["model"].items():
@@ -104,7 +104,7 @@ def in_a_buffer(content: Content) -> Content:
 
 @pytest.mark.parametrize("change", [fused, older, oldest, in_a_buffer], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_other_names(tmp_path: Path, kind: str, change: Callable[[Content], Content]) -> None:
+def test_names_of_other_versions(tmp_path: Path, kind: str, change: Callable[[Content], Content]) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights)
 
@@ -122,7 +122,7 @@ def grouped(content: Content) -> Content:
 
 
 def two_matrices(content: Content) -> Content:
-    """megatron.core's GroupedMLP: [h, E·2f] of [E, h, 2f], and [E·f, h] of [E, f, h]."""
+    """megatron.core's GroupedMLP: [h, E·2f] from [E, h, 2f], and [E·f, h] from [E, f, h]."""
     model, stacks = {}, {}
     for name, tensor in content["model"].items():
         before, _, after = name.partition(".local_experts.")
@@ -138,14 +138,14 @@ def two_matrices(content: Content) -> Content:
 
 
 @pytest.mark.parametrize("change", [grouped, two_matrices], ids=lambda change: change.__name__)
-def test_grouped_experts(tmp_path: Path, change: Callable[[Content], Content]) -> None:
+def test_grouped_experts_are_read(tmp_path: Path, change: Callable[[Content], Content]) -> None:
     weights = MadeUp(tmp_path, MODELS["experts"])
     assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, stages=(2, 2), change=change)), weights)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_expert_parallel(tmp_path: Path, pp: int) -> None:
-    """Each of two files has two of the four experts and everything else."""
+def test_expert_parallel_files_are_read(tmp_path: Path, pp: int) -> None:
+    """Each of two files has two of the four experts, and all other weights."""
     weights = MadeUp(tmp_path, MODELS["experts"])
     for stage in range(pp):
         held = range(4) if pp == 1 else range(2 * stage, 2 * stage + 2)
@@ -165,7 +165,7 @@ def test_expert_parallel(tmp_path: Path, pp: int) -> None:
     assert_same(open_megatron(tmp_path / "saved"), weights)
 
 
-def test_virtual_pipeline(tmp_path: Path) -> None:
+def test_virtual_pipeline_files_are_read(tmp_path: Path) -> None:
     """Two ranks with two chunks each: layers 0 and 2, 1 and 3."""
     weights = MadeUp(tmp_path, MODELS["gpt"])
     for rank in range(2):
@@ -187,7 +187,7 @@ def test_virtual_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0])
-def test_old_orders_of_qkv(tmp_path: Path, version: float) -> None:
+def test_old_qkv_orders_are_read(tmp_path: Path, version: float) -> None:
     """Version 0: [3, heads, d] within a rank; version 1: [heads, d, 3]."""
     weights = MadeUp(tmp_path, MODELS["gpt"])
     axes = {0: (1, 0, 2), 1.0: (0, 2, 1), 2.0: (0, 1, 2)}[version]
@@ -208,8 +208,8 @@ def test_old_orders_of_qkv(tmp_path: Path, version: float) -> None:
     assert_same(open_megatron(builder.save(tmp_path / "saved", weights, tp=2, change=change)), weights)
 
 
-def test_copies_must_agree(tmp_path: Path) -> None:
-    """A tied head of the same and of another stage, a norm of two tensor ranks."""
+def test_different_copies_are_an_error(tmp_path: Path) -> None:
+    """A tied head on the same and on another stage, and a norm of two tensor ranks."""
 
     def changed(name: str, rank: int) -> Callable[[Content], Content]:
         ranks = iter(range(4))
@@ -253,7 +253,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         open_megatron(folder)
 
 
-def test_which_iteration(tmp_path: Path) -> None:
+def test_selected_iteration(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = builder.save(tmp_path / "saved", weights)
     assert open_megatron(folder, iteration=3).path == folder / "iter_0000003"
@@ -270,7 +270,7 @@ def test_which_iteration(tmp_path: Path) -> None:
         open_megatron(tmp_path / "nothing")
 
 
-def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_errors(tmp_path: Path) -> None:
     def surplus(content: Content) -> Content:
         return content | {"model": content["model"] | {"decoder.layers.0.mlp.gate.weight": torch.zeros(2)}}
 
@@ -304,7 +304,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConversionError, match=message):
             open_megatron(builder.save(tmp_path / change.__name__, weights, change=change))
-    # Two ranks of 24 rows each, of 49.
+    # Two ranks with 24 rows each, of 49.
     odd = builder.save(tmp_path / "odd", MadeUp(tmp_path, EXPERTS), tp=2, moe_ffn_hidden_size=49)
     with pytest.raises(ConversionError, match=r"slices of layers.0.moe.experts.up.weight have \d+ of \d+ elements"):
         open_megatron(odd)
@@ -313,7 +313,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         found.read("layers.0.attention.out.weight")
 
 
-def test_ranks_that_disagree(tmp_path: Path) -> None:
+def test_disagreeing_ranks_are_an_error(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, LLAMA)
     folder = builder.save(tmp_path / "saved", weights, tp=2, stages=(1, 1))
     path = folder / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt"

@@ -1,4 +1,4 @@
-"""Files that want to run something, and files that are damaged: refused by name, and nothing happens."""
+"""Malicious and damaged files are refused by name, and nothing is executed."""
 
 import io
 import os
@@ -28,7 +28,7 @@ from tests.conversion.samples import LLAMA, MadeUp
 
 
 class Call:
-    """Unpickling it calls a function."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -43,7 +43,7 @@ class Custom:
 
 
 def evil(mark: Path) -> dict[str, tuple[Any, str]]:
-    """Objects that would make the file `mark`, or be made, and the name to be found in the refusal."""
+    """Objects that would create the file `mark`, or run code, and the name that the refusal must contain."""
     command = f"touch {mark}"
     return {
         "system": (Call(os.system, command), "posix.system"),
@@ -62,7 +62,7 @@ def evil(mark: Path) -> dict[str, tuple[Any, str]]:
 
 
 def places(content: dict[str, Any], bad: Any) -> dict[str, Any]:
-    """A file's content with `bad` somewhere in it."""
+    """A file's content with `bad` at some position."""
     args = Namespace(**vars(content["args"]))
     args.extra = [{"deep": (1, bad)}]
     return {
@@ -80,7 +80,7 @@ def content_of(weights: MadeUp) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", evil(Path()))
-def test_nothing_runs(tmp_path: Path, kind: str) -> None:
+def test_no_code_runs(tmp_path: Path, kind: str) -> None:
     mark = tmp_path / "ran"
     bad, name = evil(mark)[kind]
     weights = MadeUp(tmp_path, LLAMA)
@@ -96,7 +96,7 @@ def test_nothing_runs(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", evil(Path()))
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_nothing_runs_in_torch_dist(tmp_path: Path, kind: str, protocol: int) -> None:
+def test_no_code_runs_in_torch_dist(tmp_path: Path, kind: str, protocol: int) -> None:
     mark = tmp_path / "ran"
     bad, name = evil(mark)[kind]
     weights = MadeUp(tmp_path, LLAMA)
@@ -124,8 +124,8 @@ def test_nothing_runs_in_torch_dist(tmp_path: Path, kind: str, protocol: int) ->
     assert not mark.exists()
 
 
-def test_old_and_other_files(tmp_path: Path) -> None:
-    """torch before 1.6, TorchScript, a plain pickle, a compressed archive, no file at all."""
+def test_old_and_other_formats_are_refused(tmp_path: Path) -> None:
+    """torch before 1.6, TorchScript, a plain pickle, a compressed archive, and no file."""
     path = tmp_path / "f.pt"
     torch.save({"a": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(ConversionError, match=r"not a whole file of torch.save .torch 1.6 or later."):
@@ -151,18 +151,18 @@ def test_old_and_other_files(tmp_path: Path) -> None:
         TorchFile(tmp_path / "none.pt")
 
 
-def test_large_entries_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_metadata_entries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.pt"
     torch.save({"a": torch.zeros(1000)}, path)
     monkeypatch.setattr(torch_file, "LARGEST_ENTRY", 1000)
-    TorchFile(path)  # tensors may be of any size
+    TorchFile(path)  # tensors may have any size
     torch.save({"a": "x" * 1000}, path)
     with pytest.raises(ConversionError, match=r"data.pkl has \d+ bytes; settings and names have at most 1000"):
         TorchFile(path)
 
 
-def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
-    """torch.load reads the checksums of the archive never; here a bit of a weight or of a setting is missed."""
+def test_flipped_bits_are_detected_or_harmless(tmp_path: Path) -> None:
+    """torch.load ignores the archive's checksums; here no flipped bit of a weight or setting is accepted."""
     weights = MadeUp(tmp_path, LLAMA)
     folder = builder.save(tmp_path / "saved", weights)
     path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
@@ -178,11 +178,11 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
             assert_same(opened, weights)
         except ConversionError:
             found += 1
-    assert found > 20  # the others are padding between the archive's entries
+    assert found > 20  # the rest is padding between the archive's entries
 
 
-def test_a_flipped_bit_of_any_tensor_stops_every_conversion(tmp_path: Path) -> None:
-    """A tensor that is read block by block is compared with its checksum at the last one; for a part of it all is read."""
+def test_flipped_bit_of_a_tensor_stops_the_conversion(tmp_path: Path) -> None:
+    """A tensor read block by block is compared with its checksum after the last block; for a slice all of it is read."""
     weights = MadeUp(tmp_path, LLAMA | {"make_vocab_size_divisible_by": 128})
     folder = builder.save(tmp_path / "saved", weights)
     path = folder / "iter_0000003/mp_rank_00/model_optim_rng.pt"
@@ -198,8 +198,8 @@ def test_a_flipped_bit_of_any_tensor_stops_every_conversion(tmp_path: Path) -> N
                 write(open_megatron(folder), tmp_path / f"out{number}", dtype=None, advance=lambda count: None)
 
 
-def test_what_a_training_run_leaves_is_passed_over(tmp_path: Path) -> None:
-    """Random states, enumerations and the like become stand-ins that hold nothing."""
+def test_training_objects_are_ignored(tmp_path: Path) -> None:
+    """Random states, enumerations and similar objects become empty placeholders."""
     numpy = pytest.importorskip("numpy")
     state = numpy.random.RandomState(1).get_state()
     rng = [{"np_rng_state": state, "random_rng_state": (3, (1, 2), None), "torch": torch.get_rng_state()}]
@@ -213,8 +213,8 @@ def test_what_a_training_run_leaves_is_passed_over(tmp_path: Path) -> None:
     assert isinstance(found["rng_state"][0]["np_rng_state"][1], Inert)
 
 
-def test_tensors_of_a_gpu(tmp_path: Path) -> None:
-    """A file that says cuda:0 of its tensors is read without one."""
+def test_gpu_tensors_are_read_on_a_cpu(tmp_path: Path) -> None:
+    """Tensors are stored for cuda:0."""
     tensor = torch.arange(6.0)
     path, moved = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
     torch.save({"w": tensor}, path)
@@ -226,8 +226,8 @@ def test_tensors_of_a_gpu(tmp_path: Path) -> None:
     assert torch.equal(file.read(file.content["w"], 0, 6), tensor)
 
 
-def test_describe() -> None:
-    """The same values as unpickling, with names and calls left as they are."""
+def test_describe_equals_unpickling() -> None:
+    """The same values as unpickling, except that names and calls are not resolved."""
     value = {"a": [1, 2.5, None, True, "y" * 300], "b": ((), 2**70, -3, (1, 2, 3, 4)), "c": {}}
     for protocol in range(2, 6):
         assert describe(pickle.dumps(value, protocol=protocol), ()) == value
@@ -252,10 +252,10 @@ DEEP = 200_000
     [
         (b"(" * DEEP + b"t" * DEEP, "is not what this torch writes"),
         (b"]" * DEEP + b"a" * (DEEP - 1), "is not what this torch writes"),
-        (b"}" + b"(" * DEEP + b"t" * DEEP + b"Ns", "tuple as a key"),  # hashing it would end the process
+        (b"}" + b"(" * DEEP + b"t" * DEEP + b"Ns", "tuple as a key"),  # hashing it would crash the process
     ],
 )
-def test_deep_metadata_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> None:
+def test_deeply_nested_metadata_is_refused_quickly(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(b"\x80\x04" + content + b".")
     start = time.process_time()
@@ -264,8 +264,8 @@ def test_deep_metadata_is_refused_at_once(tmp_path: Path, content: bytes, says: 
     assert time.process_time() - start < 10.0
 
 
-def test_metadata_of_endless_text_is_refused(tmp_path: Path) -> None:
-    """A tuple of two references to a tuple of two references to ...: 2^60 items, if anything were to show them."""
+def test_metadata_of_exponential_size_is_refused(tmp_path: Path) -> None:
+    """A tuple of two references to a tuple of two references to ...: 2^60 items if printed."""
     twice = b"(K\x01K\x01t" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
     size = b"ctorch\nSize\n" + twice + b"\x85R"
     stored = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n)\x81}U\x04size" + size + b"sb"

@@ -1,4 +1,4 @@
-"""Reading a model's settings out of Megatron-LM's `args`, and what is refused there."""
+"""Reading a model's settings from Megatron-LM's `args`, and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ def test_unknown_vocabulary_size_is_the_padded_one(tmp_path: Path) -> None:
         assert found.model.vocab_size == found.model.padded_vocab_size == builder.padded(weights.model, 2)
 
 
-def test_activation(tmp_path: Path) -> None:
-    """The fused bias and GELU is the tanh approximation."""
+def test_activation_of_args(tmp_path: Path) -> None:
+    """The fused bias and GELU uses the tanh approximation."""
     for index, (args, activation) in enumerate(
         (
             ({}, "gelu"),
@@ -65,9 +65,9 @@ def test_activation(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_args_that_do_not_fit(tmp_path: Path, args: dict[str, Any], message: str | None) -> None:
+def test_unsupported_args_are_refused(tmp_path: Path, args: dict[str, Any], message: str | None) -> None:
     folder = builder.save(tmp_path / "saved", MadeUp(tmp_path, LLAMA), **args)
-    if message is None:  # a tied model of one stage may have a copy of its head
+    if message is None:  # a tied model in one stage may have a copy of its head
         open_megatron(folder)
         return
     with pytest.raises(ConversionError, match=message):

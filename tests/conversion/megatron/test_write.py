@@ -1,4 +1,4 @@
-"""Writing Megatron-LM's `torch` format: each file is what a Megatron-LM rank would have saved."""
+"""Writing Megatron-LM's `torch` format: each file equals one saved by a Megatron-LM rank."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def load(path: Path) -> Any:
-    """With torch alone, as Megatron-LM does."""
+    """Load with torch only, as Megatron-LM does."""
     with torch.serialization.safe_globals([Namespace]):
         return torch.load(path, weights_only=True)
 
@@ -38,7 +38,7 @@ def write(weights: MadeUp, tp: int = 1, pp: int = 1, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "tp", "pp"), [*((kind, 2, 2) for kind in MODELS), ("llama", 1, 1), ("gpt", 4, 1)])
-def test_round_trip_and_files(tmp_path: Path, kind: str, tp: int, pp: int) -> None:
+def test_files_and_round_trip(tmp_path: Path, kind: str, tp: int, pp: int) -> None:
     weights = MadeUp(tmp_path, MODELS[kind])
     written: list[int] = []
     folder = write(weights, tp, pp, advance=written.append)
@@ -60,20 +60,20 @@ def test_round_trip_and_files(tmp_path: Path, kind: str, tp: int, pp: int) -> No
             assert found["model"].keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(found["model"][name], tensor), name
-            assert zipfile.ZipFile(path).testzip() is None  # the checksums are right
+            assert zipfile.ZipFile(path).testzip() is None  # the checksums are correct
     opened = open_megatron(folder)
     assert_same(opened, weights)
     assert opened.seq_length == weights.seq_length
 
 
-def test_each_tensor_is_read_once_a_stage(tmp_path: Path) -> None:
-    weights = MadeUp(tmp_path, GPT)  # tied: the last stage has the word embedding too
+def test_each_tensor_is_read_once_per_stage(tmp_path: Path) -> None:
+    weights = MadeUp(tmp_path, GPT)  # tied: the last stage also has the word embedding
     write(weights, 2, 2)
     assert weights.reads.pop("embedding.word.weight") == 2
     assert set(weights.reads.values()) == {1}
 
 
-def test_args_are_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
+def test_args_are_those_of_use_checkpoint_args(tmp_path: Path) -> None:
     weights = MadeUp(tmp_path, MODELS["llama"] | {"sliding_window": 9, "rope_scaling": "llama3"})
     args = load(write(weights, 2) / "release/mp_rank_00/model_optim_rng.pt")["args"]
     expected = {
@@ -108,8 +108,8 @@ def test_args_are_what_use_checkpoint_args_reads(tmp_path: Path) -> None:
     assert open_megatron(tmp_path / "out").model.rope_scaling == "llama3"
 
 
-def test_settings_survive(tmp_path: Path) -> None:
-    """All that changes what the model computes comes back."""
+def test_settings_round_trip(tmp_path: Path) -> None:
+    """All settings that affect the model's results are restored."""
     changes = {"norm_zero_centered": True, "norm_epsilon": 1e-6, "rotary_base": 5e5, "kv_channels": 16}
     changes |= {"rope_scaling": "linear", "rope_scaling_factor": 4.0, "num_experts": 4, "moe_router_topk": 1}
     changes |= {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}
@@ -123,8 +123,8 @@ def test_settings_survive(tmp_path: Path) -> None:
     assert open_megatron(write(squared)).model.activation == "squared_relu"
 
 
-def test_rows_of_padding_come_back_from_an_import(tmp_path: Path) -> None:
-    """A vocabulary padded to 2 x 128 for two ranks is written with the same rows again."""
+def test_padding_rows_round_trip(tmp_path: Path) -> None:
+    """A vocabulary padded to 2 x 128 for two ranks is written with the same rows."""
     weights = MadeUp(tmp_path, GPT | {"make_vocab_size_divisible_by": 256})
     args = load(write(weights, 2) / "release/mp_rank_00/model_optim_rng.pt")["args"]
     assert (args.make_vocab_size_divisible_by, args.padded_vocab_size) == (128, 512)
@@ -135,7 +135,7 @@ class Stop(Exception):
     pass
 
 
-def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
+def test_interrupted_conversion_continues(tmp_path: Path) -> None:
     whole = MadeUp(tmp_path / "source", LLAMA)
     (tmp_path / "source").mkdir()
     write_megatron(whole, tmp_path / "whole", tp=2, pp=2)
@@ -185,7 +185,9 @@ def test_goes_on_after_an_interruption(tmp_path: Path) -> None:
         ({}, {"implementation": "apex"}, "'apex'; use transformer_engine, local"),
     ],
 )
-def test_refused(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any], message: str) -> None:
+def test_inexpressible_models_are_refused(
+    tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any], message: str
+) -> None:
     weights = MadeUp(tmp_path, LLAMA | changes)
     with pytest.raises(ConversionError, match=message):
         write(weights, **sizes)
@@ -193,10 +195,8 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any],
     assert sorted(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_names_the_file_and_the_next_run_completes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any write of the thread may fail, also after all have been handed to it."""
+def test_full_disk_is_an_error_and_the_next_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any write of the thread may fail, also after all data has been queued."""
     weights, real, left = MadeUp(tmp_path / "source", LLAMA), os.write, [0]
     expected = contents(write_megatron(weights, tmp_path / "expected", tp=2, pp=2))
 
