@@ -1,1 +1,1 @@
-"""Benchmarks: a folder a subject, each run as `python -m benchmarks.SUBJECT.PROGRAM`; see README.md."""
+"""Benchmarks: one folder per subject; run as `python -m benchmarks.SUBJECT.PROGRAM`, see README.md."""

@@ -1,4 +1,4 @@
-"""What all benchmarks share: command lines, the machine, programs that they start, turns, medians, tables, results."""
+"""Shared by all benchmarks: command lines, machine facts, subprocesses, rounds, medians, tables, results."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def parser(text: str | None, *, json_help: str = "write the results here") -> argparse.ArgumentParser:
-    """A program's parser, with its docstring as help and the option --json."""
+    """A program's parser with its docstring as help, and the option --json."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="FILE", help=json_help)
     return made
@@ -42,7 +42,7 @@ def settings(text: str) -> dict[str, Any]:
 
 
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model name; where Linux does not say it, the architecture."""
+    """The processor's model name, or the architecture if Linux does not report it."""
     if info.exists():
         for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -51,7 +51,7 @@ def processor(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What results were measured on, for the JSON file."""
+    """Facts of the machine, for the JSON file."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{processor()}, {os.cpu_count()} cores, Linux {platform.release().split('-')[0]}",
@@ -71,12 +71,12 @@ def version(package: str) -> str | None:
 
 
 def command(program: str, words: Sequence[str] | None = None) -> str:
-    """`python -m benchmarks.PROGRAM WORDS`, the words of this process if none are given."""
+    """`python -m benchmarks.PROGRAM WORDS`, by default with the words of this process."""
     return shlex.join(["python", "-m", f"benchmarks.{program}", *(sys.argv[1:] if words is None else words)])
 
 
 def write_json(path: Path | None, program: str, words: Sequence[str] | None, result: Mapping[str, Any]) -> None:
-    """Write results if a file is named, after the command and the machine; its folder is made."""
+    """Write command, machine and results if a file is given, and create its folder."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = {"command": command(program, words), **machine(), **result}
@@ -84,29 +84,29 @@ def write_json(path: Path | None, program: str, words: Sequence[str] | None, res
 
 
 def set_policy(policy: int) -> None:
-    """Linux's scheduling of all threads of this process; threads to come inherit it."""
+    """Set Linux's scheduling policy of all threads of this process; later threads inherit it."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a program that a benchmark starts: one thread, this repository importable, this interpreter's programs first."""
+    """Environment of a program: one thread, this repository importable, this interpreter's programs first in PATH."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": programs, **more}
 
 
 def python(*words: str, ranks: int = 1) -> list[str]:
-    """The command that runs these words with this interpreter, under torchrun for several ranks."""
+    """Command that runs these words with this interpreter, under torchrun for several ranks."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return [sys.executable, *launch, *words]
 
 
 def run_python(*words: str, ranks: int = 1, **more: str) -> str:
-    """Run `python(*words)` in the repository's root; its stdout.
+    """Run `python(*words)` in the repository's root. Returns its stdout.
 
     Raises:
-        SystemExit: it failed; with the command and what it printed.
+        SystemExit: it failed; has the command and its output.
     """
     line = python(*words, ranks=ranks)
     done = subprocess.run(line, cwd=ROOT, env=environment(**more), capture_output=True, text=True)
@@ -122,14 +122,14 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.per
 
 
 def shuffled(items: Sequence[T], rounds: int, seed: int = 0) -> Iterator[list[T]]:
-    """Each round's turns, in another order every round, so that a busy neighbour slows all alike."""
+    """Yield the order of each round, shuffled so that other load on the machine affects all alike."""
     draws = random.Random(seed)
     for _ in range(rounds):
         yield draws.sample(list(items), len(items))
 
 
 def take_turns(works: Mapping[T, Callable[[], object]], *, rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
-    """Seconds of each work, round by round; the first `warm_up` rounds are not counted."""
+    """Seconds of each function, one value per round; the first `warm_up` rounds are not counted."""
     found: dict[T, list[float]] = {key: [] for key in works}
     for number, turns in enumerate(shuffled(list(works), warm_up + rounds)):
         for key in turns:
@@ -140,12 +140,12 @@ def take_turns(works: Mapping[T, Callable[[], object]], *, rounds: int, warm_up:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over rounds of one round's ratio: both had the same neighbours in it."""
+    """Median over rounds of the ratio within a round, in which both had the same load on the machine."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def markdown(rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, columns aligned; the first row is its header."""
+    """A Markdown table with aligned columns; the first row is the header."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]

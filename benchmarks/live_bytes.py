@@ -1,9 +1,9 @@
-"""What a forward keeps for its backward, in two measures, and what a replica keeps between steps.
+"""Memory that a forward keeps for its backward, by two methods, and that a replica keeps between steps.
 
-`SavedBytes` asks autograd: hooks see every tensor that an operation saves, and when it is let go. Hooks set inside
-(by a checkpoint, or by what leaves tensors out) hide theirs from it.
-`LiveBytes` asks the memory: every storage that an operation made and nothing has freed. It also sees what is held
-outside autograd's knowledge, but cannot tell a saved tensor from another.
+`SavedBytes` uses autograd's hooks: they see every tensor that an operation saves, and its release. Hooks inside
+(of a checkpoint, or of code that omits tensors) hide their tensors from it.
+`LiveBytes` counts every storage created by an operation and not yet freed. It also includes memory that autograd does
+not know, but cannot distinguish saved tensors.
 """
 
 import weakref
@@ -20,11 +20,11 @@ from megalite.training.replica import Replica
 
 
 class _Tally:
-    """Bytes of the storages held now, and the most there have been."""
+    """Bytes of the current storages, and their maximum."""
 
     def __init__(self, around: AbstractContextManager[Any]) -> None:
         self.now = self.peak = 0
-        self._around = around  # what lets it see tensors
+        self._around = around  # makes it see tensors
 
     def __enter__(self) -> Self:
         self._around.__enter__()
@@ -39,14 +39,14 @@ class _Tally:
 
 
 class _Held:
-    """A saved tensor; its death is the hold's end."""
+    """A saved tensor; it counts until this object is freed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class SavedBytes(_Tally):
-    """Bytes of the distinct storages that autograd holds, parameters and other tensors `besides` not counted."""
+    """Bytes of the distinct storages that autograd holds, except parameters and other tensors `besides`."""
 
     def __init__(self, besides: Iterable[Tensor]) -> None:
         super().__init__(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor))
@@ -54,7 +54,7 @@ class SavedBytes(_Tally):
         self._holds: dict[int, int] = {}
 
     def _pack(self, tensor: Tensor) -> _Held:
-        # Detached, or an operation that saves its own output would hold itself.
+        # Detached, as an operation that saves its own output would otherwise keep itself alive.
         held = _Held(tensor if tensor.is_leaf else tensor.detach())
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
@@ -73,14 +73,14 @@ class SavedBytes(_Tally):
 
 
 class LiveBytes(_Tally):
-    """Bytes of the storages made inside the `with` block that are alive."""
+    """Bytes of storages created inside the `with` block and still alive."""
 
     def __init__(self) -> None:
         super().__init__(_EachOperation(self))
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Count the tensor's storage unless it is counted already."""
+        """Count the tensor's storage unless it is already counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or storage.nbytes() == 0:
@@ -101,7 +101,7 @@ class _EachOperation(TorchDispatchMode):
         self._live = live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What goes in and was not made inside is old: a view of it is no new memory.
+        # Inputs that were not created inside are old: a view of them is no new memory.
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -111,7 +111,7 @@ class _EachOperation(TorchDispatchMode):
 
 
 def state_bytes(replica: Replica) -> int:
-    """Bytes of the storages that hold weights, gradients and states of optimizer and strategy between two steps."""
+    """Bytes of the storages of weights, gradients and states of optimizer and strategy between two steps."""
     strategy = replica.strategy
     tensors = [state.values for state in strategy.states()]
     for shard in strategy.shards:

@@ -1,9 +1,9 @@
-"""How fast checkpoints are written and read, beside the bare file system, torch DCP and torch.save.
+"""Speed of writing and reading checkpoints, compared with the plain file system, torch DCP and torch.save.
 
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint.run [--rounds 7] [--folder DIR] [--tiny] [--json FILE]
 
-Every round does each once, in another order, on the same bytes of the same training state and with fsync; files are read
-after the system was made to forget them. Bandwidths are shares of the round's raw ones (medians over the rounds).
+Every round runs each method once, in another order, on the same training state and with fsync; files are dropped from the
+page cache before they are read. Ratios are to the plain bandwidth of the same round (medians over the rounds).
 """
 
 import os
@@ -42,7 +42,7 @@ LIMIT = 1 << 30
 
 
 class RandomWeights(Weights):
-    """Random bf16 weights, to begin with."""
+    """Random bf16 weights as the source of conversions."""
 
     path, format, seq_length, tokenizer_files = Path("random"), "megalite", 2048, ()
     tokenizer_hints, generation = DataConfig(), {}
@@ -58,8 +58,8 @@ class RandomWeights(Weights):
 
 
 def convert_round(root: str, turn: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Seconds of a plain copy with fsync and of each conversion, another one first in each turn: a disk that has written much
-    is slow for a while. All read from the system's memory."""
+    """Seconds of a plain copy with fsync and of each conversion, starting with another one each round, as a disk is slow for a
+    while after much writing. All reads come from the page cache."""
     folder = Path(root) / "convert"
     (folder / "copy").mkdir(parents=True)
     source, hf, megatron = folder / "native", folder / "hf", folder / "megatron"
@@ -97,7 +97,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def table(rounds: list[tuple[Seconds, Seconds, int]]) -> list[dict[str, Any]]:
-    """By way: MB/s and the ratio to the raw one of the same round, medians."""
+    """Method -> median MB/s, and median ratio to the plain method in the same round."""
     size = rounds[0][2]
     rows = []
     for way in sorted(rounds[0][0], key=lambda name: (name != "raw", name)):

@@ -1,4 +1,4 @@
-"""Saving and loading one training state: ours, torch's ways, and the bare file system, on the ranks of a pool."""
+"""Save and load one training state: by megalite, by torch and by the plain file system, on ranks of a pool."""
 
 import dataclasses
 import hashlib
@@ -41,24 +41,24 @@ TINY = {**MODEL, "num_layers": 2, "hidden_size": 32, "vocab_size": 128}
 
 
 def make_replica(context: RankContext, ranks: int, *, tiny: bool = False) -> Replica:
-    """A model whose weights and optimizer states take about half a gigabyte; over two ranks, ZeRO-1."""
+    """A model with about half a gigabyte of weights and optimizer states; ZeRO-1 over two ranks."""
     parallel = {"dp": ranks, "dp_strategy": "distributed-optimizer"} if ranks > 1 else {}
     config = replace(RunConfig(), **(TINY if tiny else MODEL), **parallel, global_batch_size=ranks)
     config = validate(config, ranks)
     replica = build_replica(config, context.topology_of(config))
     for shard in replica.strategy.shards:
         for state in replica.optimizer.state(shard.main_param).values():
-            state.uniform_(0.0, 1e-4)  # as after some training: all zeros are no checkpoint
+            state.uniform_(0.0, 1e-4)  # as after training: a state of zeros would be unrealistic
     return replica
 
 
 class NoDigest:
-    """In place of the hash, to see what it costs."""
+    """Replaces the hash, to measure its cost."""
 
     def update(self, chunk: memoryview) -> None: ...
 
     def hexdigest(self) -> str:
-        return "0" * 64  # the form of a hash
+        return "0" * 64  # has the form of a hash
 
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ def timed(replica: Replica, work: Callable[[], Any]) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Make the system forget the files, so that they are read from the disk."""
+    """Drop the files from the page cache, so that they are read from the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -84,9 +84,9 @@ def forget(folder: Path) -> None:
 
 
 def saving_round(context: RankContext, ranks: int, root: str, seed: int, tiny: bool = False) -> tuple[Seconds, Seconds, int]:
-    """Each way of saving and then loading once, in an order drawn from `seed`; seconds, and bytes over all ranks.
+    """Save and load by each method once, in an order drawn from `seed`. Returns seconds, and bytes over all ranks.
 
-    The order matters: what was just written or removed decides what the system has ready for the next.
+    The order matters: recent writes and removals influence the file system's next operations.
     """
     replica = make_replica(context, ranks, tiny=tiny)
     world, rank = replica.topology.world, context.rank
@@ -165,7 +165,7 @@ STEPS = 6
 
 
 def stall_round(context: RankContext, ranks: int, root: str, tiny: bool = False) -> dict[str, float]:
-    """Seconds: a step alone, a step while a save is written, the calls that begin a save in both ways, the write."""
+    """Seconds of a step, of a step during a background save, of starting a save in both modes, and of the write."""
     replica = make_replica(context, ranks, tiny=tiny)
     folder = Path(root) / "stall"
     if context.rank == 0:
@@ -177,7 +177,7 @@ def stall_round(context: RankContext, ranks: int, root: str, tiny: bool = False)
     for way, background in (("sync", False), ("async", True)):
         config = replace(replica.config, save=str(folder), async_save=background)
         saver = Saver(dataclasses.replace(replica, config=config), tokenizer=None, log=lambda line: None)
-        for attempt in range(2):  # the first copy also gets its memory
+        for attempt in range(2):  # the first copy also allocates its memory
             runner.step()
             result["step"] = statistics.median(common.seconds_of(runner.step) for _ in range(STEPS))
             begun = time.perf_counter()

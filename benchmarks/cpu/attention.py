@@ -1,8 +1,8 @@
-"""Milliseconds of causal attention in bf16 on a CPU: ours in blocks beside torch's fused kernel.
+"""Milliseconds of causal attention in bf16 on a CPU: megalite's blocked kernel compared with torch's fused kernel.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu.attention [--rounds N] [--json FILE]
 
-Both take turns in each round; medians over the rounds, and of the ratios within a round. As in training freed memory is kept.
+Both run in turn in each round; medians over the rounds, and of the ratios within a round. Freed memory is kept, as in training.
 """
 
 import statistics
@@ -22,7 +22,7 @@ PARTS = ("forward", "both")
 
 
 def calls(b: int, heads: int, seq: int, size: int) -> dict[tuple[str, str], Callable[[], object]]:
-    """(kernel, what of it) -> what runs it on [b, heads, seq, size]."""
+    """(kernel, pass) -> function that runs it on [b, heads, seq, size]."""
     q, k, v, grad = (torch.randn(seq, b, heads, size).bfloat16().permute(1, 2, 0, 3) for _ in range(4))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     runs: dict[tuple[str, str], Callable[[], object]] = {}
@@ -33,7 +33,7 @@ def calls(b: int, heads: int, seq: int, size: int) -> dict[tuple[str, str], Call
 
 
 def measure(shape: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each, and how many times as fast ours is."""
+    """Milliseconds of each, and the speedup of megalite's."""
     seconds = common.take_turns(calls(*map(int, shape.split("x"))), rounds=rounds)
     found = {" x ".join(key): 1e3 * statistics.median(taken) for key, taken in seconds.items()}
     ratios = {f"ratio, {part}": common.ratio(seconds["flash", part], seconds["blocked", part]) for part in PARTS}

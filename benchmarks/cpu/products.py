@@ -1,9 +1,9 @@
-"""GFLOP/s of a linear layer's three products by each kernel that a CPU has for them.
+"""GFLOP/s of a linear layer's three products by each kernel that supports them on a CPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu.products [--rounds N] [--shapes TOKENSxINPUTSxOUTPUTS ...] [--json FILE]
 
-The kernels take turns in each round; medians over the rounds. As in training freed memory is kept, so that no product pays
-for the system's pages.
+The kernels run in turn in each round; medians over the rounds. Freed memory is kept, as in training, so that no product
+includes page faults.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from megalite.training.memory import keep_freed_memory
 
 
 def kernels_of(operation: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
-    """Backend -> function, of those that can serve here."""
+    """Backend -> function, for those available here."""
     use = KernelUse("cpu", dtype, size)
     return {
         backend: IMPLEMENTATIONS[operation][backend].load()
@@ -29,8 +29,8 @@ def kernels_of(operation: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
 
 
 def gemm_rate(n: int = 1024, dtype: torch.dtype = torch.float32, *, seconds: float, threads: int = 1) -> float:
-    """FLOP/s of n³ products of random numbers by the quickest library that torch has: the kernels of `matmul` take
-    turns for `seconds` in all."""
+    """FLOP/s of n³ products of random numbers by torch's fastest library: the kernels of `matmul` run in turn for `seconds`
+    in total."""
     torch.set_num_threads(threads)
     kernels = kernels_of("matmul", dtype, n)
     a, b = (torch.randn(n, n, dtype=dtype) for _ in range(2))
@@ -50,7 +50,7 @@ SHAPES = "1024x256x1024 1024x1024x256 1024x256x8192 1024x512x2048 1024x1024x4096
 
 
 def calls(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
-    """`product: backend` -> what computes it."""
+    """`product: backend` -> function that computes it."""
     x, grad_y = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
     weight, main_grad = torch.randn(outputs, inputs), torch.zeros(outputs, inputs)
     found: dict[str, Callable[[], object]] = {}

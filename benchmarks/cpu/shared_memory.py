@@ -1,10 +1,10 @@
-"""Tensor-parallel ranks of one host through shared memory, beside gloo's sockets in both of Linux's policies: collectives, a step.
+"""Tensor-parallel ranks of one host through shared memory, compared with gloo's sockets under both scheduling policies of Linux.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu.shared_memory [--ranks 2 4] [--sizes BYTES ...] [--rounds N] [--json FILE]
 
-All-reduces and reduce-scatters of fp32, and a step with tp = ranks, without and with sequence parallelism. Ranks are batch
-jobs to Linux, as in training, and in the last way under its usual policy. The ways take turns in the same processes;
-medians over rounds, and medians of each round's ratio to memory.
+Measures all-reduces and reduce-scatters of fp32, and a step with tp = ranks, without and with sequence parallelism. Ranks run
+under SCHED_BATCH, as in training, and in the last variant under the default policy. The variants run in turn in the same
+processes; medians over rounds, and medians of each round's ratio to shared memory.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ CPU_MODEL = common.settings(
     "num_layers=4 hidden_size=256 num_attention_heads=8 vocab_size=8192 seq_length=256 micro_batch_size=4 global_batch_size=16"
 )
 WAYS = {"memory": True, "sockets": False, "usual policy": False}
-"""Whether memory is shared."""
+"""Variant -> whether shared memory is used."""
 SECONDS = 0.05
-"""Of one turn."""
+"""Seconds per turn."""
 
 
 def take_turns(
     context: RankContext, works: Mapping[str, Callable[[], object]], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of a call, round by round, in one order on all ranks."""
+    """Milliseconds per call, one value per round, in the same order on all ranks."""
     world = context.topology(dp=torch.distributed.get_world_size()).world
     found: dict[str, list[float]] = {name: [] for name in works}
     for order in common.shuffled(list(works), rounds):

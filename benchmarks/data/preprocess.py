@@ -1,4 +1,4 @@
-"""`megalite preprocess` beside the tokenizer library's own batch encode on the same text, as whole processes."""
+"""`megalite preprocess` compared with the tokenizer library's own batch encode of the same text, as whole processes."""
 
 import base64
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 from benchmarks import common
 
-DOCUMENT_BYTES = 4000  # about as long as a web page's text: longer documents are cut at blank lines
+DOCUMENT_BYTES = 4000  # about the length of a web page; longer documents are split at blank lines
 KINDS = ("Hugging Face", "SentencePiece", "tiktoken")
 MEGALITE = ("-m", "megalite.cli.main")
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def write_corpus(source: Path, output: Path, *, copies: int, documents: int | None = None) -> tuple[int, int]:
-    """jsonl of the texts of `source`, cut into documents, of which `documents` or all, `copies` times over; (documents,
-    bytes of text)."""
+    """Write a jsonl of the texts of `source`, split into documents, of which `documents` or all, repeated `copies` times. Returns
+    (documents, bytes of text)."""
     pieces = [piece for text in texts_of(source) for piece in _cut(text)][:documents]
     with output.open("w", encoding="utf-8") as file:
         for _ in range(copies):
@@ -42,7 +42,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def make_tokenizers(corpus: Path, folder: Path, *, small: bool = False) -> dict[str, Path]:
-    """A tokenizer of each kind, trained on the corpus by `megalite train-tokenizer`; the third has the first's merges."""
+    """Train a tokenizer of each kind with `megalite train-tokenizer`; the third has the merges of the first."""
     files = {}
     for kind, type_, size in zip(KINDS, ("byte-level-bpe", "sentencepiece-bpe"), (32768, 8192)):
         made = ("--output-prefix", str(folder / type_), "--vocab-size", str(1024 if small else size))
@@ -53,7 +53,7 @@ def make_tokenizers(corpus: Path, folder: Path, *, small: bool = False) -> dict[
 
 
 def _as_tiktoken(tokenizer_json: Path, output: Path) -> Path:
-    """The same byte pairs as a tiktoken file: tokens in the order of their ids, in base64."""
+    """Write the same byte pairs as a tiktoken file: tokens in the order of ids, in base64."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -67,7 +67,7 @@ def _as_tiktoken(tokenizer_json: Path, output: Path) -> Path:
 
 
 def preprocess(corpus: Path, tokenizer: Path, prefix: Path, *, workers: int) -> dict[str, Any]:
-    """The whole command, from its start to the end of its process, and what it did."""
+    """Seconds of the whole command, from start to end of its process, and its summary."""
     words = ["--input", str(corpus), "--output-prefix", str(prefix), "--tokenizer-model", str(tokenizer)]
     words += ["--append-eod", "--workers", str(workers), "--restart"]
     if tokenizer.suffix == ".tiktoken":
@@ -78,7 +78,7 @@ def preprocess(corpus: Path, tokenizer: Path, prefix: Path, *, workers: int) -> 
 
 
 def bare(kind: str, corpus: Path, tokenizer: Path, *, threads: int) -> dict[str, Any]:
-    """The library's batch encode with `threads` threads, in a process by itself; nothing else is timed."""
+    """Seconds of the library's batch encode with `threads` threads, in a separate process, without its start."""
     words = (kind, str(corpus), str(tokenizer), str(threads))
     library = {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     return dict(json.loads(common.run_python("-m", "benchmarks.data.preprocess", *words, **library)))

@@ -1,4 +1,4 @@
-"""Indices, samples, opening and verifying of one large token file, beside plain copies and reads of its tokens."""
+"""Index, samples, opening and verification of a large token file, compared with plain copies and reads of its tokens."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 
 
 def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
-    """A file of random ids in documents of exponentially distributed lengths."""
+    """Write a file of random ids in documents of exponentially distributed lengths."""
     random = np.random.default_rng(0)
     mean = tokens / documents
     lengths = 1 + random.exponential(mean - 1, documents).astype(np.int64)
@@ -32,7 +32,7 @@ def write_tokens(prefix: Path, *, tokens: int, documents: int) -> None:
 
 
 def index_row(prefix: Path, order: str) -> dict[str, Any]:
-    """Seconds from an open file to the first sample, in its own process, and the memory that it adds at its peak."""
+    """Seconds from an open file to the first sample, in a separate process, and the increase of its peak memory."""
     return dict(json.loads(common.run_python("-m", "benchmarks.data.read", str(prefix), order)))
 
 
@@ -50,23 +50,23 @@ def _index(prefix: Path, order: str) -> dict[str, Any]:
 
 
 def _forget_peak() -> int:
-    """Bytes that this process holds; from here on `_peak` counts. (ru_maxrss would be the parent's until exceeded.)"""
+    """Resident bytes of this process, and reset of `_peak`. (ru_maxrss would include the parent's until exceeded.)"""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak()
 
 
 def _peak() -> int:
-    """Bytes that this process has held at most."""
+    """Peak resident bytes of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def samples_row(prefix: Path, samples: int) -> dict[str, float]:
-    """Samples a second in shuffled order, with every id compared with the vocabulary, and of copying as many tokens from
-    as many random places."""
+    """Samples per second in shuffled order, including the check of ids, and of copying as many tokens from as many random
+    places."""
     indexed = IndexedDataset(prefix)
     dataset = GPTDataset(indexed, documents=range(len(indexed)), vocab_size=VOCABULARY, **ORDER)
-    dataset.sample(0)  # the index
+    dataset.sample(0)  # builds the index
     starts = np.random.default_rng(1).integers(0, indexed.num_tokens - SEQ_LENGTH - 1, samples).tolist()
     tokens = indexed.tokens
 
@@ -86,7 +86,7 @@ def samples_row(prefix: Path, samples: int) -> dict[str, float]:
 
 
 def open_row(prefix: Path) -> dict[str, float]:
-    """Opening (the index whole, the tokens not at all), verifying every token, and reading both files and no more."""
+    """Seconds of opening (reads the index, not the tokens), verifying every token, and reading both files."""
     size = sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
     index = Path(f"{prefix}.idx").stat().st_size
 

@@ -1,9 +1,9 @@
-"""How fast text becomes token files and token files become samples, beside what bounds each on this machine.
+"""Speed of making token files from text and samples from token files, compared with the limits of this machine.
 
     python -m benchmarks.data.run [--rounds 3] [--copies 6] [--folder DIR] [--json FILE]
 
-Preprocessing stands beside the tokenizer library's own batch encode of the same text, indices and samples beside a
-plain copy of the tokens, opening and verifying beside a plain read; each pair in the same round.
+Preprocessing is compared with the tokenizer library's own batch encode of the same text, indices and samples with a
+plain copy of the tokens, opening and verification with a plain read; each pair in the same round.
 """
 
 import statistics
@@ -23,7 +23,7 @@ LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken")
 def preprocessing(
     folder: Path, *, rounds: int, copies: int, workers_of: Sequence[int], documents: int | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each tokenizer and number of workers."""
+    """A row per tokenizer and number of workers."""
     source, corpus = folder / "source.jsonl", folder / "corpus.jsonl"
     common.run_python("examples/quickstart/build_corpus.py", "--output", str(source))
     count, size = write_corpus(source, corpus, copies=copies, documents=documents)
@@ -36,7 +36,7 @@ def preprocessing(
             for _ in range(rounds):
                 ours = preprocess(corpus, tokenizers[kind], folder / "out", workers=workers)
                 theirs = bare(kind, corpus, tokenizers[kind], threads=workers)
-                # Ours ends every document with its own token.
+                # megalite adds an end token to every document.
                 assert ours["tokens"] == theirs["tokens"] + theirs["documents"], (kind, ours, theirs)
                 pairs.append((ours["seconds"], theirs["seconds"]))
             own, other = (list(seconds) for seconds in zip(*pairs, strict=True))
@@ -53,7 +53,7 @@ def preprocessing(
 
 
 def reading(folder: Path, *, tokens: int, documents: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Index, samples, opening and verifying, all of the same token file."""
+    """Rows of index, samples, opening and verification, for one token file."""
     prefix = folder / "tokens"
     write_tokens(prefix, tokens=tokens, documents=documents)
     measures: dict[str, Callable[[], dict[str, Any]]] = {

@@ -1,8 +1,8 @@
-"""Ranks in network namespaces of their own, joined by links of a given rate: a slow network on one machine.
+"""Ranks in separate network namespaces, connected by links of a given rate: a slow network on one machine.
 
-Each rank has a namespace with one interface, `eth0`, a veth whose other end is a port of a bridge in a namespace of its
-own. A token bucket (tbf) at both ends of each link limits both directions. What a rank sends and receives is read from
-the interface's counters inside its namespace. Latency and loss cannot be added without the kernel's netem.
+Each rank's namespace has one interface, `eth0`, a veth connected to a bridge in another namespace. Token buckets (tbf) at
+both ends of each link limit both directions. Sent and received bytes are the interface's counters. Latency and loss
+cannot be added without the kernel's netem.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _SUBNET = "10.77.0"
 
 
 def unavailable() -> str | None:
-    """Why there can be no such links here; None if there can."""
+    """Reason why such links cannot be created on this machine, or None."""
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
     for program in ("ip", "tc"):
@@ -38,7 +38,7 @@ def unavailable() -> str | None:
 
 
 class ShapedLinks:
-    """The namespaces of `ranks` ranks; a context manager that removes them again, and those of processes that are gone."""
+    """Namespaces of `ranks` ranks, as a context manager; removes them at the end, and namespaces of ended processes."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self._switch = ranks, _name("switch")
@@ -65,7 +65,7 @@ class ShapedLinks:
         _remove()
 
     def set_rate(self, megabits: float | None) -> None:
-        """Limit each link, in each direction; None lifts the limit."""
+        """Limit the rate of each link in each direction; None removes the limit."""
         for rank in range(self.ranks):
             for namespace, device in ((_name(f"rank{rank}"), "eth0"), (self._switch, f"port{rank}")):
                 with contextlib.suppress(subprocess.CalledProcessError):
@@ -74,14 +74,14 @@ class ShapedLinks:
                     _inside(namespace, "tc", *_tbf(device, megabits))
 
     def start(self, rank: int, argv: Sequence[str]) -> "subprocess.Popen[str]":
-        """A process in a rank's namespace, with the environment that torchrun would give it."""
+        """Start a process in a rank's namespace with torchrun's environment variables."""
         number, network = (str(rank), {"MASTER_ADDR": address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"})
         environment = common.environment(RANK=number, LOCAL_RANK=number, WORLD_SIZE=str(self.ranks), **network)
         return subprocess.Popen(["ip", "netns", "exec", _name(f"rank{rank}"), *argv], env=environment, text=True)
 
 
 def sent_and_received(interface: str = "eth0") -> tuple[int, int]:
-    """Bytes that this process's namespace has sent and received over an interface so far, headers included."""
+    """Bytes sent and received on an interface of this process's namespace, including headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -100,12 +100,12 @@ def _tbf(device: str, megabits: float) -> tuple[str, ...]:
 
 
 def _name(what: str) -> str:
-    """Another on each process: several may measure at a time."""
+    """Name of a namespace; includes the process id, as several benchmarks may run at a time."""
     return f"mgl-{os.getpid()}-{what}"
 
 
 def _remove() -> None:
-    """The namespaces of this process and of those that are gone, and the ranks in them: they outlive a run that was killed."""
+    """Remove namespaces of this process and of ended ones, and kill ranks in them: they survive a killed benchmark."""
     listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
     for name, owner in re.findall(r"^(mgl-(\d+)-\w+)", listed, re.MULTILINE):
         if int(owner) != os.getpid() and Path("/proc", owner).exists():

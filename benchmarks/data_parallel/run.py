@@ -1,16 +1,16 @@
-"""Data parallelism over slow links: bytes, time and loss of the strategies, and torch's own beside them.
+"""Data parallelism over slow links: bytes, time and loss of megalite's strategies, and of torch's.
 
     python -m benchmarks.data_parallel.run [--parts volume speed ...] [--rounds 3] [--json benchmarks/results/FILE.json]
 
 Four ranks, each in its own network namespace with a link of a given rate (links.py); one thread per rank.
-Bytes are the interfaces' own counters. It needs root; without it, it says so and measures nothing.
+Bytes are the interfaces' own counters. It needs root; otherwise it reports this and measures nothing.
 
-    volume       LAMB and 1-bit LAMB with a warm-up of a sixth of the steps: bytes against the formula
+    volume       LAMB and 1-bit LAMB with a warm-up of a sixth of the steps: bytes compared with the formula
     speed        the same, whole runs with their warm-up, over link rates
     convergence  validation loss of both on real text, learning rates swept, three seeds; and without error feedback
-    strategies   the six of the GPT-2 study, and all others of ours: tokens/s, bytes, memory, loss
-    peers        torch DDP, its fp16 and PowerSGD hooks, ZeroRedundancyOptimizer and FSDP2 beside ours, in turns
-    pulls        what it brings that a sharded server hands out first what the next forward needs first
+    strategies   the six of the GPT-2 study, and all others of megalite: tokens/s, bytes, memory, loss
+    peers        torch DDP, its fp16 and PowerSGD hooks, ZeroRedundancyOptimizer and FSDP2 compared with megalite, in turn
+    pulls        effect of a sharded server that first sends the parameters that the next forward needs first
 """
 
 import json
@@ -27,14 +27,14 @@ from benchmarks.data_parallel.worker import PEERS
 from benchmarks.data_parallel.worker import SETTINGS as PEER_SETTINGS
 
 RANKS = 4
-STEPS, FREEZE = 60, 10  # A warm-up of a sixth
+STEPS, FREEZE = 60, 10  # A warm-up of a sixth of the steps
 GPT = common.settings(  # 0.87 million parameters on bytes of text
     "num_layers=4 hidden_size=128 num_attention_heads=4 vocab_size=257 seq_length=64 micro_batch_size=4 adam_beta2=0.95 "
     f"global_batch_size={4 * RANKS} lr=4e-3 lr_decay_style=constant train_iters=1000000 weight_decay=0.01"
 )
 WIDE = common.settings("num_layers=6 hidden_size=320 num_attention_heads=5 micro_batch_size=1")
 WIDE["global_batch_size"] = RANKS
-"""Instead: 7.5 million parameters, beside which messages of a few numbers weigh little, and small batches."""
+"""Alternative: 7.5 million parameters, so that small messages hardly count, and small batches."""
 LAMB = {"optimizer": "lamb"}
 ONEBIT = {"optimizer": "onebit-lamb", "freeze_step": FREEZE}
 BF16 = {"wire_dtype": "bf16"}
@@ -43,7 +43,7 @@ Records = list[dict[str, Any]]
 
 
 class Bench:
-    """Runs jobs on the links and keeps what they wrote."""
+    """Runs jobs on the links and keeps their results."""
 
     def __init__(self, links: ShapedLinks, data: str) -> None:
         self.links, self.data = links, data
@@ -53,7 +53,7 @@ class Bench:
         return {"name": name, "steps": steps, "settings": merged, **more}
 
     def run(self, cases: Sequence[dict[str, Any]], *, rate: float | None) -> dict[str, Records]:
-        """Cases one after the other; case name -> the lines of all ranks."""
+        """Run cases one after the other. Returns case name -> records of all ranks."""
         self.links.set_rate(rate)
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder) / "job.json"
@@ -72,12 +72,12 @@ def steps_of(records: Records, rank: int = 0) -> Records:
 
 
 def end_of(records: Records, rank: int = 0) -> dict[str, Any]:
-    """What a rank wrote at the end of the case."""
+    """A rank's record at the end of the case."""
     return next(r for r in records if r["rank"] == rank and r.get("done"))
 
 
 def seconds(records: Records, first: int = 1) -> float:
-    """Of all steps from `first` on, on rank 0."""
+    """Seconds of all steps from `first` on rank 0."""
     return sum(r["seconds"] for r in steps_of(records)[first - 1 :])
 
 
@@ -86,7 +86,7 @@ def sent(records: Records) -> float:
 
 
 def prepare_text(folder: Path) -> str:
-    """Bytes of the documentation and source of Python's own library; returns the prefix of the token files."""
+    """Write documentation and source of Python's library as bytes. Returns the prefix of the token files."""
     corpus, prefix = folder / "corpus.jsonl", folder / "bytes"
     build = ["examples/quickstart/build_corpus.py", "--output", str(corpus)]
     make = ["tools/preprocess_data.py", "--input", str(corpus), "--output-prefix", str(prefix)]
@@ -96,8 +96,8 @@ def prepare_text(folder: Path) -> str:
 
 
 def volume(bench: Bench) -> dict[str, Any]:
-    """Bytes of whole runs with a warm-up of w = 1/6, and what the formula 1/(w + (1 - w)/k) gives."""
-    # The early measurement of what 1-bit brings sends as much as a step: it is counted.
+    """Bytes of whole runs with a warm-up of w = 1/6, and by the formula 1/(w + (1 - w)/k)."""
+    # The early measurement of the 1-bit break-even sends as much as a step: it is included.
     steps, frozen = 6 * STEPS, {**ONEBIT, "freeze_step": 6 * FREEZE}
     kinds: dict[str, dict[str, Any]] = {
         "LAMB fp32": LAMB,
@@ -119,7 +119,7 @@ def volume(bench: Bench) -> dict[str, Any]:
 
 
 def speed(bench: Bench, rates: Sequence[float], rounds: int) -> dict[str, Any]:
-    """Whole runs over link rates, in turns; medians over rounds."""
+    """Times of whole runs over link rates, in turn; medians over rounds."""
     kinds = {"LAMB fp32": LAMB, "LAMB bf16": {**LAMB, **BF16}, "1-bit LAMB": {**ONEBIT, **BF16}}
     cases = [bench.case(name, settings=settings) for name, settings in kinds.items()]
     rows = {}
@@ -141,7 +141,7 @@ def speed(bench: Bench, rates: Sequence[float], rounds: int) -> dict[str, Any]:
 
 
 def convergence(bench: Bench, steps: int, rates: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
-    """Validation loss after the same samples: the best learning rate of each, then all seeds at it."""
+    """Validation loss after the same number of samples: the best learning rate of each method, then all seeds with it."""
     freeze = steps // 6
 
     def settings(optimizer: Mapping[str, Any], lr: float, seed: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def convergence(bench: Bench, steps: int, rates: Sequence[float], seeds: Sequenc
             own, title = settings(optimizer, lr, seed), f"{name} lr {lr:g} seed {seed}"
             cases.append(bench.case(title, steps=steps, settings=own, validate=True, **more))
         found = bench.run(cases, rate=None)
-        # A run that diverges has no loss: it is worse than any.
+        # A diverged run has no loss and counts as the worst.
         ends = [end_of(found[case["name"]]).get("validation_loss", math.inf) for case in cases]
         for case, loss in zip(cases, ends, strict=True):
             print(f"{case['name']}: {loss:.4f}", flush=True)
@@ -220,12 +220,12 @@ STRATEGIES = {
     "0/1 Adam": "optimizer=zero-one-adam freeze_step=4",
 }
 """The study's rows first: its mixed precision is fp16 compute and wire; here wire and compute are distinguished."""
-TOKENS = GPT["global_batch_size"] * GPT["seq_length"]  # of a step
-GENTLE = {"lr": 1e-3}  # for AdamW; the others' learning rates are LAMB's
+TOKENS = GPT["global_batch_size"] * GPT["seq_length"]  # per step
+GENTLE = {"lr": 1e-3}  # for AdamW; the others have the learning rates of LAMB
 
 
 def _strategy_row(records: Records, ranks: int) -> dict[str, Any]:
-    """What a strategy made of its steps; the first four of each run are left out of the times."""
+    """Results of a strategy; times exclude the first four steps of each run."""
     counted = steps_of(records)[4:]
     all_sent = [sum(r["sent"] for r in steps_of(records, rank)[4:]) / len(counted) for rank in range(ranks)]
     if ranks == 1:
@@ -253,14 +253,14 @@ def _label(rate: float | None) -> str:
 
 
 def single(data: str, steps: int) -> dict[str, Any]:
-    """The same batches on one rank, one thread."""
+    """The same batches on one rank with one thread."""
     with ShapedLinks(1) as links:
         alone = Bench(links, data)
         case = alone.case("single process", steps=steps, settings={**GENTLE, "dp": 1})
         return {_label(None): _strategy_row(alone.run([case], rate=None)["single process"], 1)}
 
 
-PAIRS: dict[str, dict[str, Any]] = {  # peer -> ours that does the same
+PAIRS: dict[str, dict[str, Any]] = {  # peer -> equivalent of megalite
     "torch DDP": {},
     "torch DDP, fp16 hook": BF16,
     "torch DDP, PowerSGD hook": {"grad_compression": "powersgd", "compression_warmup_steps": 2},
@@ -270,7 +270,7 @@ PAIRS: dict[str, dict[str, Any]] = {  # peer -> ours that does the same
 
 
 def peers(rates: Sequence[float | None], rounds: int, steps: int = 6) -> dict[str, Any]:
-    """The peers and ours in turns, two ranks on two cores; the first two steps of each are left out."""
+    """The peers and megalite in turn, two ranks on two cores; times exclude the first two steps of each."""
     rows: dict[str, Any] = {}
     with ShapedLinks(2) as links:
         bench = Bench(links, "")
@@ -308,8 +308,8 @@ ORDERS: list[dict[str, Any]] = [
 
 
 def pulls(rates: Sequence[float], rounds: int, steps: int = 6, sleep: float = 0.1) -> dict[str, Any]:
-    """Steps of a sharded server by the order in which it hands out parameters, on two ranks of which the layers sleep; two
-    steps are left out."""
+    """Step times of a sharded server by the order in which it sends parameters, on two ranks with sleeping layers; the first
+    two steps are excluded."""
     cases = [{"steps": steps, "sleep": sleep, **order} for order in ORDERS]
     first, *others = [order["name"] for order in ORDERS]
     rows: dict[str, Any] = {"seconds of a layer's forward": sleep}
@@ -331,7 +331,7 @@ def pulls(rates: Sequence[float], rounds: int, steps: int = 6, sleep: float = 0.
 
 
 def measure(names: Sequence[str], rates: Sequence[float], rounds: int, steps: int) -> Iterator[tuple[str, Any]]:
-    """(part, its result), one after the other."""
+    """Yield (part, result), one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_text(Path(folder))
 

@@ -1,8 +1,8 @@
-"""One rank of data_parallel.run: trains one case after the other in one job and writes a JSON line for each step.
+"""One rank of data_parallel.run: trains the cases of a job and writes a JSON line per step.
 
-    python -m benchmarks.data_parallel.worker JOB.json RESULTS      (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun gives them)
+    python -m benchmarks.data_parallel.worker JOB.json RESULTS      (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them)
 
-A case is a name, the settings of a run, a number of steps, and the system: ours or one of torch's (see
+A case is a name, the settings of a run, a number of steps, and the system: megalite or one of torch's (see
 peers.py). Times are of whole steps; bytes are the interface's own counters.
 """
 
@@ -35,9 +35,9 @@ from megalite.training.non_finite import NonFiniteError
 from megalite.training.replica import Replica
 
 SIZE = plain_gpt.Size(layers=12, hidden=512, vocab=32768, micro=1, batch=2)
-"""54.8 million parameters, so that what a reduction hides behind can be long."""
-BUCKET = 5_500_000  # parameters, a tenth of them
-SETTINGS = common.settings(  # the same run for megalite
+"""54.8 million parameters, for a long backward that can hide the reduction."""
+BUCKET = 5_500_000  # a tenth of the parameters
+SETTINGS = common.settings(  # the same model for megalite
     f"num_layers={SIZE.layers} hidden_size={SIZE.hidden} num_attention_heads={SIZE.heads} vocab_size={SIZE.vocab} "
     f"seq_length={SIZE.seq} micro_batch_size={SIZE.micro} global_batch_size={SIZE.batch} ddp_bucket_size={BUCKET} "
     "mock_data=true lr=1e-4 train_iters=1000"
@@ -65,7 +65,7 @@ def _ddp_with(state: Any, hook: Callable[..., Any], bucket: int = BUCKET) -> Bui
     return model, optimizer
 
 
-# What a peer needs of torch is imported by it: together that takes seconds.
+# Each peer imports its own modules of torch: all of them together take seconds.
 def _fp16_hook() -> Built:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -110,7 +110,7 @@ PEERS: dict[str, Callable[[], Built]] = {
 
 
 def train_peer(case: dict[str, Any], recorder: Any) -> None:
-    """A case of one of `PEERS`."""
+    """Train a case with one of `PEERS`."""
     torch.manual_seed(0)
     model, optimizer = PEERS[case["system"]]()
     counts = SIZE.batch // SIZE.micro // dist.get_world_size()
@@ -128,7 +128,7 @@ def train_peer(case: dict[str, Any], recorder: Any) -> None:
 
 
 class Recorder:
-    """Writes what each step of a case took and sent, on this rank."""
+    """Writes time and bytes of each step of a case on this rank."""
 
     def __init__(self, path: Path, interface: str) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -155,13 +155,13 @@ class Recorder:
 
 
 def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) -> None:
-    """A case of megalite: the training loop's own parts, without its log."""
+    """Train a case with megalite: the training loop's own parts, without its log."""
     config = validate(replace(RunConfig(), **case["settings"]), dist.get_world_size())
     run = Run(config, rank=dist.get_rank(), device=torch.device("cpu"), reuse=groups)
     replica, size = run.replica, run.batch_size
     notes: list[str] = []
     diverged: int | None = None
-    if case.get("as_pushed"):  # parameters come in the order in which their gradients went, the last layers first
+    if case.get("as_pushed"):  # parameters are received in the order in which gradients are sent, the last layers first
         strategy: Any = replica.strategy
         strategy._arrivals.first_needed_first = dict.fromkeys(strategy.all_buckets())
     if case.get("sleep"):
@@ -170,7 +170,7 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
     for _ in range(case["steps"]):
         try:
             result = run.train(run.read(size), size)
-        except NonFiniteError:  # on every rank alike
+        except NonFiniteError:  # the same on every rank
             diverged = run.progress.step + 1
             break
         recorder.step(step=run.progress.step, loss=result.loss, phase=result.phase, wire=result.wire_bytes)
@@ -188,7 +188,7 @@ def train_ours(case: dict[str, Any], groups: ProcessGroups, recorder: Recorder) 
 
 
 def slow_layers(replica: Replica, seconds: float) -> None:
-    """Each layer sleeps so long in its forward and twice as long in its backward: a device beside the processor computes."""
+    """Make each layer sleep in its forward, and twice as long in its backward, as if a separate device computed."""
     for stage in replica.stages.values():
         for layer in stage.layers.values():
             layer.register_forward_hook(lambda *_: time.sleep(seconds))
@@ -196,7 +196,7 @@ def slow_layers(replica: Replica, seconds: float) -> None:
 
 
 def forget_errors(replica: Replica) -> None:
-    """Compression without error feedback: what rounding has left out is lost."""
+    """Turn off error feedback: rounding errors are lost."""
     for state in replica.strategy.states():
         if "error" in state.name:
             state.values.zero_()

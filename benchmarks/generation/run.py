@@ -1,12 +1,12 @@
-"""Tokens/s of generation beside transformers', in one process, from the same weights.
+"""Tokens/s of generation, compared with transformers in one process with the same weights.
 
     OMP_NUM_THREADS=1 python -m benchmarks.generation.run [--family gpt2 llama] [--rounds 5] [--json FILE]
 
-A model with random weights is written as a Hugging Face folder, and read by both. In each round the two take turns, in
-another order every round, so that a busy neighbour slows both: greedy decoding of a batch of prompts of one length
-(transformers needs no padding then), and the prompts alone (time to the first token). Before anything is timed, both must
-give the same tokens. Medians over the rounds; "decode" is without the first token's time; "ours" is the median over rounds
-of our rate over theirs.
+A model with random weights is written as a Hugging Face folder, and read by both. In each round both run in turn, in another
+order every round, so that other load on the machine affects both: greedy decoding of a batch of prompts of one length (which
+needs no padding in transformers), and the prompts only (time to the first token). Before the timing both must give the same
+tokens. Medians over the rounds; "decode" excludes the time to the first token; "ours" is the median over rounds of
+megalite's rate over transformers'.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.topology.topology import Topology
 
-Generate = Callable[[int], list[list[int]]]  # from a number of new tokens to the new tokens of each prompt
+Generate = Callable[[int], list[list[int]]]  # number of new tokens -> new tokens of each prompt
 
 
 class Size(NamedTuple):
@@ -63,7 +63,7 @@ def llama(size: Size) -> Any:
 
 
 RANDOM = {"initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None}
-"""Weights so large that texts do not repeat one token, and no token that ends them."""
+"""Weights so large that texts do not repeat one token, and without an end token."""
 FAMILIES = {"gpt2": gpt2, "llama": llama}
 
 
@@ -81,7 +81,7 @@ def ours(folder: Path, prompts: list[list[int]], device: torch.device, dtype: to
 
 
 def theirs(folder: Path, prompts: list[list[int]], device: torch.device, dtype: torch.dtype) -> Generate:
-    """transformers' own greedy search, with the fused attention that it takes by default."""
+    """transformers' own greedy search with its default fused attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
@@ -98,7 +98,7 @@ def theirs(folder: Path, prompts: list[list[int]], device: torch.device, dtype: 
 
 
 def agree(contenders: dict[str, Generate], case: Case, *, exact: bool) -> None:
-    """The same tokens; in bf16, where rounding decides between near equals, the same first ones.
+    """Check that both give the same tokens; in bf16, where rounding decides between near equals, the same first ones.
 
     Raises:
         SystemExit: they differ.
@@ -111,7 +111,7 @@ def agree(contenders: dict[str, Generate], case: Case, *, exact: bool) -> None:
 
 
 def compete(contenders: dict[str, Generate], case: Case, rounds: int) -> dict[str, Any]:
-    """Seconds to the first token, tokens/s after it, and our rate over theirs."""
+    """Seconds to the first token, tokens/s after it, and megalite's rate over transformers'."""
     first: dict[str, list[float]] = {name: [] for name in contenders}
     rate: dict[str, list[float]] = {name: [] for name in contenders}
     for names in common.shuffled(list(contenders), rounds):

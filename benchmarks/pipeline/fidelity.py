@@ -1,4 +1,4 @@
-"""Measured step times of the executor beside simulated ones, for every schedule."""
+"""Measured step times of the executor compared with simulated ones, for every schedule."""
 
 import statistics
 import sys
@@ -41,7 +41,7 @@ SCHEDULES = (*NAMED, *AUTO)
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-    """The schedule of one row of the table."""
+    """The schedule of a row of the table."""
     if name in AUTO:
         placement = loop_placement(ranks, 1) if AUTO[name] == 1 else v_placement(ranks)
         return build_auto(placement, microbatches, costs)
@@ -51,21 +51,21 @@ def schedule_of(name: str, ranks: int, microbatches: int, costs: Costs) -> Sched
 
 
 def run_rank(context: RankContext, schedule: Schedule, durations: Durations, steps: int) -> list[tuple[float, float]]:
-    """A warm-up step and `steps` measured ones on one rank."""
+    """Run a warm-up step and `steps` measured ones on one rank."""
     topology = context.topology(pp=schedule.num_ranks, placement=schedule.placement)
     me = SleepingRank(lower(schedule), context.rank, topology.edges, durations)
     return timed_steps(topology.world, me.executor.run, steps + 1)[1:]
 
 
 def calibrate(context: RankContext, durations: Durations) -> dict[Any, float]:
-    """What operations take on this rank; called on one rank while the others have nothing to do."""
+    """Measure durations of operations on this rank while the others are idle."""
     return measured_durations(durations)
 
 
 def bench_fidelity(
     pool: RankPool, *, ranks: int, microbatches: int, steps: int, seconds: float, names: list[str]
 ) -> dict[str, Any]:
-    """Each schedule simulated with the costs measured on one rank, then run; an operation of a whole rank takes `seconds`."""
+    """Simulate each schedule with costs measured on one rank, then run it; an operation of a whole rank takes `seconds`."""
     durations = {chunks: Durations.equal(seconds / chunks) for chunks in (1, 2)}
     took = {chunks: pool.run(1, calibrate, durations[chunks])[0] for chunks in durations}
     p2p = pool.run(2, message_latency, 20 * steps)[0]
@@ -108,12 +108,12 @@ MICROBATCH_SECONDS, OVERHEAD_SECONDS = 0.226, 0.07
 
 
 class Row(NamedTuple):
-    """A run of the paper's table, or one that it leaves out."""
+    """A run of the paper's table, or one that the paper omits."""
 
     system: str
     schedule: str
     microbatches: int
-    paper_throughput: float | None  # samples/s; None: the paper has no such run, or it ran out of memory
+    paper_throughput: float | None  # samples/s; None if the paper has no such run, or it ran out of memory
     paper_gb: float | None
 
 
@@ -132,7 +132,7 @@ def program_of(schedule: str, microbatches: int) -> Program:
 
 
 def memory_gb(program: Program) -> tuple[float, ...] | None:
-    """Per rank what the validator's replay says is held; None if it refuses the program for the cap."""
+    """Memory per rank by the validator's replay; None if it refuses the program for the cap."""
     sizes = Sizes.uniform(RANKS, activation=ACTIVATION_GB)
     try:
         report = validate(program, sizes=sizes, limit=CAP_GB - WEIGHTS_GB)
@@ -153,12 +153,12 @@ def throughput(microbatches: int, seconds: float) -> float:
 
 
 def most_microbatches(schedule: str, limit: int = 64) -> int:
-    """The largest number, up to `limit`, that the cap allows."""
+    """The largest number, up to `limit`, within the cap."""
     return max(m for m in range(1, limit + 1) if memory_gb(program_of(schedule, m)) is not None)
 
 
 def bench_dapple() -> dict[str, Any]:
-    """Every row simulated; then the ratios that the paper's abstract states."""
+    """Simulate every row, then compute the ratios of the paper's abstract."""
     rows = []
     for row in ROWS:
         program = program_of(row.schedule, row.microbatches)
@@ -179,7 +179,7 @@ def bench_dapple() -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]], way: str) -> dict[str, float | None]:
-    """What the headline compares, by the figures of one way of knowing them."""
+    """The ratios of the headline, from measured or simulated figures."""
     by_run = {(row["schedule"], row["microbatches"]): row for row in rows}
     two, three, best = by_run["gpipe", 2], by_run["gpipe", 3], by_run["1f1b", 16]
     speed, memory = f"{way}_throughput", f"{way}_gb"

@@ -1,12 +1,12 @@
-"""What the pipeline's simulator and executor are worth, measured on gloo ranks of this machine.
+"""Accuracy of the pipeline's simulator and executor, on gloo ranks of this machine.
 
     OMP_NUM_THREADS=1 python -m benchmarks.pipeline.run [--fidelity] [--dapple] [--quick] [--json FILE]
 
-Without a part's name both run.
+By default both parts run.
 
---fidelity  8 ranks whose work is sleep run every schedule through the real executor and gloo: step times beside the
-            simulator's, which is given what operations and messages take when they are alone.
---dapple    DAPPLE's headline: the paper and simulated.
+--fidelity  8 ranks whose work is sleep run every schedule through the real executor and gloo: step times compared with the
+            simulator's, which gets the durations of single operations and messages.
+--dapple    DAPPLE's headline: the paper's numbers and simulated ones.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from benchmarks.pipeline.fidelity import SCHEDULES, bench_dapple, bench_fidelity
 from megalite.parity.pool import RankPool
 
 FIDELITY_RANKS = 8
-OPERATION_SECONDS = 0.04  # of F, I and W per rank; each of its two stages has half of it
+OPERATION_SECONDS = 0.04  # F, I and W per rank; each of its two stages has half of it
 TABLES = {"fidelity": fidelity_table, "dapple": dapple_table}
-"""Of each part, how its result is shown."""
+"""Part -> function that prints its result."""
 
 
 def fidelity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """That part's result, with the load of the machine around it."""
+    """The part's result, and the load of the machine before and after it."""
     quick, only, before = arguments.quick, arguments.only, os.getloadavg()[0]
     names = [name for name in SCHEDULES if not only or name in only]
     sizes = {"ranks": FIDELITY_RANKS, "microbatches": 16 if quick else 32, "steps": 1 if quick else arguments.steps}

@@ -1,7 +1,7 @@
-"""Pipeline stages whose work is sleep: many ranks run truly at once on a machine with few cores.
+"""Pipeline stages whose work is sleep: many ranks run truly in parallel on a machine with few cores.
 
-The executor, its channels and gloo are the real ones; a stage's forward, input gradient and weight gradient sleep for a
-stated time and pass a real tensor on.
+Executor, channels and gloo are real; forward, input gradient and weight gradient of a stage sleep for a given time and pass
+a real tensor on.
 """
 
 import statistics
@@ -22,13 +22,13 @@ from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.simulate import Costs
 from megalite.topology.group import Group
 
-SHAPE = (64, 64)  # of the activations that travel: 16 KiB in fp32
+SHAPE = (64, 64)  # shape of the sent activations: 16 KiB in fp32
 _PAUSE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds that each stage's work on a microbatch sleeps."""
+    """Seconds that each stage sleeps per microbatch."""
 
     forward: float
     input_grad: float
@@ -40,7 +40,7 @@ class Durations:
 
 
 class SleepGradients:
-    """The weight gradients of a stage: `run` sleeps."""
+    """Weight gradients of a stage: `run` sleeps."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -54,7 +54,7 @@ class SleepGradients:
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
-        """A backward inside leaves the weight gradient's sleep to `run`."""
+        """Leave the weight gradient's sleep of a backward inside the block to `run`."""
         self._owed.add(microbatch)
         self.is_deferring = True
         try:
@@ -71,7 +71,7 @@ class SleepGradients:
         time.sleep(self._seconds)
 
     def clear(self) -> None:
-        """Drop what a step that failed has left."""
+        """Drop the state of a failed step."""
         self._owed.clear()
 
 
@@ -96,7 +96,7 @@ class _Work(torch.autograd.Function):
 
 
 class SleepingRank:
-    """One pipeline rank; its stages sleep."""
+    """A pipeline rank with sleeping stages."""
 
     def __init__(
         self, program: Program, rank: int, edges: dict[tuple[int, int], Group], durations: Durations, *,
@@ -119,19 +119,19 @@ class SleepingRank:
 
 @dataclass
 class _Ends:
-    """A tracer that notes when each computation has ended."""
+    """A tracer that records the end of each computation."""
 
     times: list[tuple[Action, float]] = field(default_factory=list)
 
     def start(self, action: Action) -> None:
-        """What counts is from end to end: the executor's own work between two actions is part of the second."""
+        """Do nothing: a duration is from end to end, so the executor's work before an action is part of it."""
 
     def end(self, action: Action) -> None:
         self.times.append((action, time.perf_counter()))
 
 
 def measured_durations(durations: Durations, microbatches: int = 12) -> dict[Kind, float]:
-    """What F, B, I, W and R of a sleeping stage really take, executor included, in this process alone: medians."""
+    """Measured medians of F, B, I, W and R of a sleeping stage, including the executor, in this process only."""
     cells = [f"0F{i},0R{i},0I{i},0W{i},0F{i + 1},0B{i + 1}" for i in range(0, 2 * microbatches, 2)]
     ends = _Ends()
     program = lower(Schedule.from_csv(",".join(cells)))
@@ -143,7 +143,7 @@ def measured_durations(durations: Durations, microbatches: int = 12) -> dict[Kin
 
 
 def costs_of(took: dict[Kind, float], num_stages: int, *, split: bool, recomputed: bool, p2p: float) -> Costs:
-    """The simulator's costs from `measured_durations`; a whole backward is one sleep, halves are two."""
+    """The simulator's costs from `measured_durations`; a whole backward is one sleep, split halves are two."""
     backward = took[Kind.I] + took[Kind.W] if split else took[Kind.B]
     return Costs.uniform(
         num_stages,
@@ -156,10 +156,10 @@ def costs_of(took: dict[Kind, float], num_stages: int, *, split: bool, recompute
 
 
 def message_latency(context: RankContext, rounds: int) -> float:
-    """Seconds from a send to its arrival at a rank that waits for it, median; the same on both ranks.
+    """Median seconds from a send to its arrival at a waiting rank; the same on both ranks.
 
-    Each message carries the time of its sending, and comes after a pause as long as an operation's: a core that has
-    been idle takes longer to wake than one that has just had a message.
+    Each message contains the time of its sending, and follows a pause as long as an operation: a core that has been idle
+    wakes up more slowly than one that has just received a message.
     """
     topology = context.topology(pp=2)
     edge = topology.edges[0, 1]
@@ -178,7 +178,7 @@ def message_latency(context: RankContext, rounds: int) -> float:
 
 
 def timed_steps(world: Group, run: Callable[[], object], steps: int) -> list[tuple[float, float]]:
-    """(start, end) of each step on this rank, all ranks starting together. Clocks of one machine's ranks agree."""
+    """(start, end) of each step on this rank, with a common start. All ranks of a machine share one clock."""
     found = []
     for _ in range(steps):
         world.all_reduce(torch.zeros(1))
@@ -189,5 +189,5 @@ def timed_steps(world: Group, run: Callable[[], object], steps: int) -> list[tup
 
 
 def step_times(ranks: list[list[tuple[float, float]]]) -> list[float]:
-    """Of each step the time from the first rank's start to the last one's end."""
+    """Time of each step from the first rank's start to the last rank's end."""
     return [max(end for _, end in step) - min(start for start, _ in step) for step in zip(*ranks)]

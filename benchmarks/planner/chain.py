@@ -1,13 +1,13 @@
-"""DAPPLE's table of plans: each model on each cluster by its planner, by ours, PipeDream's and GPipe, judged by one simulator.
+"""Plans of DAPPLE's table: each model on each cluster by DAPPLE, megalite, PipeDream and GPipe, compared by one simulator.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.chain [--models NAME ...] [--clusters NAME ...] [--memory SIZE]
                                                          [--nominal-messages] [--json FILE]
 
-Each row: our plan and its step; how many times longer the steps take of the plan that the paper prints, of PipeDream's plan,
-of GPipe on a straight pipeline (all forwards first, as many microbatches as fit), of pure data parallelism and of a straight
-pipeline, each with the microbatches and the warm-up that suit it best; and the devices that our plan leaves idle. A plan that
-needs more than --memory (default: what the devices have) is marked. --nominal-messages lets messages reach the nominal rate
-of the Ethernet, instead of DAPPLE's constant of 1 GB/s.
+Each row has megalite's plan and its step time; the relative step times of the paper's plan, of PipeDream's plan, of GPipe on
+a straight pipeline (all forwards first, as many microbatches as fit), of pure data parallelism and of a straight pipeline,
+each with its best number of microbatches and warm-up; and the devices that megalite's plan leaves idle. Plans that need more
+than --memory (default: that of the devices) are marked. With --nominal-messages, messages reach the nominal rate of the
+Ethernet instead of DAPPLE's constant of 1 GB/s.
 
 The models are synthetic twins (`megalite/planner/chain/twins`); the paper's plans are those of its table of output plans
 (Fan et al., arXiv 2007.01045).
@@ -25,7 +25,7 @@ from megalite.planner.chain.inputs import TWINS, ChainCluster, ChainProfile, fin
 from megalite.planner.chain.plan import Judge, Judged, Problem, Stage, Stages, fresh_first, taken_from
 from megalite.planner.chain.planning import data_parallel, plan_chain, straight
 
-CLUSTERS = ("A", "B", "C", "4x8")  # of the paper: its configurations, and two of A
+CLUSTERS = ("A", "B", "C", "4x8")  # the paper's configurations, and two machines of A
 # Replicas and layers of the stages; an embedding counts with the first layer.
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 _HALVES: Cut = ((8, 8), (19, 18))
@@ -37,8 +37,8 @@ PLANS: Mapping[str, Mapping[str, Cut | str]] = {
     "xlnet-36": {"A": _HALVES, "B": _HALVES, "C": "straight pipeline"},
     "amoebanet-36": {"A": ((8, 8), (24, 12)), "B": ((11, 5), (27, 9)), "C": ((11, 5), (27, 9))},
 }
-_BATCH = {"vgg-19": 2048}  # of that table, where the paper's other comparisons have another
-_SAMPLES = {"vgg-19": 1024, "gnmt-16": 1024, "bert-48": 64, "resnet-50": 2048}  # of a step; of the others 128
+_BATCH = {"vgg-19": 2048}  # of that table; the paper's other comparisons have another one
+_SAMPLES = {"vgg-19": 1024, "gnmt-16": 1024, "bert-48": 64, "resnet-50": 2048}  # batch sizes; 128 for the others
 PAPER, GPIPE = "the paper's plan", "GPipe"
 
 
@@ -48,7 +48,7 @@ def batch_of(model: str, where: str) -> int:
 
 
 def paper_stages(model: str, where: str, profile: ChainProfile, cluster: ChainCluster) -> Stages | None:
-    """The plan that the paper prints; None if it has none."""
+    """The plan in the paper, or None."""
     cut = PLANS.get(model, {}).get(where)
     if cut is None or isinstance(cut, str):
         by_name = {"data parallel": data_parallel, "straight pipeline": straight}
@@ -64,7 +64,7 @@ def paper_stages(model: str, where: str, profile: ChainProfile, cluster: ChainCl
 
 
 def gpipe(judge: Judge) -> Judged | None:
-    """The fastest that fits of a straight pipeline that runs all forwards first; None if none does."""
+    """The fastest straight pipeline that fits and runs all forwards first, or None."""
     problem = judge.problem
     stages = straight(problem.profile, problem.cluster)
     plans = [problem.plan(stages, count, "all") for count in problem.microbatch_counts()]
@@ -94,7 +94,7 @@ def bench(model: str, where: str, *, memory: float | None, nominal: bool) -> dic
 
 
 def shown(judged: Judged) -> str:
-    """`23:25 layers on 8:8, M=8`."""
+    """Format a plan: `23:25 layers on 8:8, M=8`."""
     stages = judged.plan.stages
     layers = ":".join(str(stage.last - stage.first) for stage in stages) + " layers"
     devices = ":".join(str(stage.replicas) for stage in stages)
@@ -108,7 +108,7 @@ COLUMNS = (PAPER, "PipeDream", GPIPE, "data parallel", "straight pipeline")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: our plan and the paper's, and times of the others over ours."""
+    """Rows as Markdown: megalite's plan and the paper's, and relative times of the others."""
     header = ["model", "cluster", "our plan", "idle", "s per step", "the paper's plan", *COLUMNS]
     cells = []
     for row in rows:

@@ -1,18 +1,18 @@
-"""How well the planner predicts training of 2023 and 2024: FSDP on A100 and H100, with constants fitted on part of it.
+"""Accuracy of the planner on training of 2023 and 2024: FSDP on A100 and H100, with constants fitted on a part of it.
 
     python -m benchmarks.planner.fsdp --data FOLDER [--json FILE] [--write FOLDER]
 
-FOLDER holds fsdp_h100_a100.csv, rows of llm-foundry's published table. Parts, by the GPU of the rows that are judged:
+FOLDER has fsdp_h100_a100.csv, rows of llm-foundry's published table. Parts, by the GPU of the predicted rows:
 
-A100-80GB   stack flash-2023, each model left out of the fit once
-H100-80GB   cluster dgx-h100, and attention of the stack of all rows on A100-80GB, each model left out of the fit once
+A100-80GB   stack flash-2023, with each model left out of the fit once
+H100-80GB   cluster dgx-h100, and attention of the stack of all rows on A100-80GB, with each model left out of the fit once
 A100-40GB   the stack of A100-80GB, nothing fitted
-others      what others have published, nothing fitted
+others      steps published by others, nothing fitted
 
 H100 500 W  torchtitan's tables of December 2024, nothing fitted
 H100, fp8   four rows of the table in fp8, nothing fitted
 
---write writes the stack and the cluster, of all rows of A100-80GB and of H100-80GB. Errors are predicted / measured - 1.
+--write writes stack and cluster, fitted on all rows of A100-80GB and of H100-80GB. Errors are predicted / measured - 1.
 """
 
 import csv
@@ -47,7 +47,7 @@ STACK += ("optimizer_slowdown", "overlap_cost")
 HOPPER = ("gemm", "memory", "network", "attention_efficiency")
 PRIOR = {"product_rate": 1.0, "attention_efficiency": 0.6, "attention_backward": 0.8, "elementwise_slowdown": 1.2}
 PRIOR |= {"optimizer_slowdown": 2.0, "overlap_cost": 0.2, "half_gradients": True, "recompute_stops_early": True}
-"""Where the fit begins, and what its priors are about. Gradients travel in bf16 (PyTorch's FSDP in pure mixed precision)."""
+"""Initial values and priors of the fit. Gradients are sent in bf16 (PyTorch's FSDP in pure mixed precision)."""
 
 
 def _mpt(name: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _mpt(name: str) -> dict[str, Any]:
 
 
 def row(model: str, gpu: str, world: int, speed: float, micro: int, accumulation: int = 1, **settings: Any) -> Row:
-    """A step of FSDP in bf16, `speed` in tokens per second and GPU."""
+    """A step of FSDP in bf16; `speed` is in tokens per second and GPU."""
     common = {"precision": "bf16", "dp_strategy": "fully-sharded", "micro_batch_size": micro}
     common |= {"dp": world, **settings}
     common["global_batch_size"] = micro * accumulation * common["dp"]
@@ -68,7 +68,7 @@ def row(model: str, gpu: str, world: int, speed: float, micro: int, accumulation
 
 
 def read_rows(path: Path, *, fp8: bool = False) -> dict[str, list[Row]]:
-    """By GPU; those in fp8, or all others."""
+    """GPU -> rows in fp8, or all others."""
     found: dict[str, list[Row]] = {"a100_80gb": [], "a100_40gb": [], "h100_80gb": []}
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
@@ -85,8 +85,8 @@ def read_rows(path: Path, *, fp8: bool = False) -> dict[str, list[Row]]:
 
 
 def others() -> list[tuple[str, bool, Row]]:
-    """(source, gradients travel in bf16, row) of steps that no constant was fitted on. torchtitan's selective recompute keeps
-    products and attention; Llama 3 8B and 70B on A100 are its first published table."""
+    """(source, whether gradients are sent in bf16, row) of steps that no constant was fitted on. torchtitan's selective recompute
+    keeps products and attention; Llama 3 8B and 70B on A100 are its first published table."""
     source = "llm-foundry README"
     found = [(source, True, row("1b", "h100_80gb", 8, 45500.0, 14, seq_length=2048, **_mpt("1b")))]
     for model, speed, settings in (("8b", 2973.0, LLAMA_8B | ACTIVATIONS), ("70b", 323.0, LLAMA_70B | FULL)):
@@ -100,8 +100,8 @@ TITAN: dict[str, tuple[dict[str, Any], dict[int, tuple[float, float]]]] = {
     "compiled": (COMPILED, {8: (6667.0, 77.0), 128: (6514.0, 62.0)}),
     "compiled, fp8": (FLOAT8, {8: (8532.0, 76.8), 128: (8380.0, 61.8)}),
 }
-"""Llama 3.1 8B with FSDP on H100 held to 500 W with memory of 2.4 TB/s, December 2024: what is not as in flash-2023-h100 (its
-attention is); GPUs -> tokens per second and GPU, GiB of the fullest. Its RMSNorm is Python, which torch.compile fuses."""
+"""Llama 3.1 8B with FSDP on H100 at 500 W with memory of 2.4 TB/s, December 2024: changes from flash-2023-h100 (the
+attention is the same); GPUs -> tokens per second and GPU, GiB of the fullest. RMSNorm is Python code, which torch.compile fuses."""
 
 
 def held(kind: str) -> list[Row]:
@@ -110,25 +110,25 @@ def held(kind: str) -> list[Row]:
 
 
 LARGE_GIB = (71.9, 67.6, 82.5, 72.7)
-"""Of the fullest GPU, of each row of `large`."""
+"""Published GiB of the fullest GPU for each row of `large`."""
 
 
 def large() -> list[Row]:
-    """Llama 3.1 70B and 405B of the same source, in fp8, with collectives of tensor parallelism beside products
-    (asynchronous) but in the first. 405B has as many microbatches as stages, the default of torchtitan."""
+    """Llama 3.1 70B and 405B of the same source, in fp8; all but the first overlap collectives of tensor parallelism with
+    products (asynchronous). 405B has as many microbatches as stages, torchtitan's default."""
     full = {**FULL, "tp": 8, "sequence_parallel": True, "seq_length": 8192}
     found = []
     for speed in (829.0, 876.0):
         found.append(row("llama3 70b", "h100_500w", 256, speed, 16, dp=32, **LLAMA_70B | full))
     for vpp, speed in ((1, 100.0), (2, 128.0)):
-        # Behind a pipeline FSDP keeps parameters after the forward, and sums gradients once.
+        # With a pipeline FSDP keeps parameters after the forward, and sums gradients once.
         layout = {"dp": 8, "pp": 8, "vpp": vpp, "dp_strategy": "distributed-optimizer"}
         found.append(row("llama3 405b", "h100_500w", 512, speed, 4, 8, **LLAMA_405B | full | layout))
     return found
 
 
 ASYNC: dict[str, tuple[float, float]] = {"bf16": (597.3, 652.4), "fp8": (809.8, 942.4)}
-"""Llama 3.1 70B as in `large`, June 2025: tokens per second and GPU where products wait for collectives, and where not."""
+"""Llama 3.1 70B as in `large`, June 2025: tokens per second and GPU if products wait for collectives, and if not."""
 
 
 def asynchronous(kind: str) -> list[Row]:
@@ -137,7 +137,7 @@ def asynchronous(kind: str) -> list[Row]:
 
 
 def hidden_share(cluster: Cluster, stack: SoftwareStack) -> float:
-    """Of the collectives of tensor parallelism, what asynchronous ones hide: of the time that bf16's take by the prediction."""
+    """Share of the tensor-parallel collectives that asynchronous ones hide, relative to the predicted time in bf16."""
     waited, beside = asynchronous("bf16")
     collectives = predict(waited.measured.config, cluster, stack).parts["tensor"]
     return (waited.measured.seconds - beside.measured.seconds) / collectives
@@ -146,7 +146,7 @@ def hidden_share(cluster: Cluster, stack: SoftwareStack) -> float:
 def judge(
     title: str, rows: Sequence[Row], fitted: Callable[[Sequence[Row]], Calibration], names: Sequence[str], files: Machine
 ) -> dict[str, Any]:
-    """Each model left out of the fit once; and the shipped cluster and stack, which have seen all rows."""
+    """Each model left out of the fit once; and the included cluster and stack, fitted on all rows."""
     errors, tested, found = [], [], {}
     for model in dict.fromkeys(row.size for row in rows):
         mine = [row for row in rows if row.size == model]
@@ -210,7 +210,7 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
     for kind, (changes, _) in TITAN.items():
         errors = _errors(held(kind), capped, replace(whole, **changes))
         results.append(report(f"H100 of 500 W, {kind}", "the rows above", held(kind), errors))
-    # torchtitan casts to fp8 before it gathers.
+    # torchtitan casts to fp8 before the gather.
     float8 = replace(whole, **FLOAT8, float8_gathers=True)
     share = hidden_share(capped, replace(whole, **COMPILED))
     beside = replace(float8, overlap_tensor_parallel=share)
@@ -228,7 +228,7 @@ def measure(data: Path, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def memory(cluster: Cluster) -> dict[str, Any]:
-    """What torch had reserved on the fullest GPU of torchtitan's rows, beside what the planner counts for ours: GiB."""
+    """GiB reserved by torch on the fullest GPU of torchtitan's rows, and the planner's memory for megalite."""
     published = [(each, gib) for kind, (_, rows) in TITAN.items() for each, (_, gib) in zip(held(kind), rows.values())]
     found = []
     print("\nMemory, GiB: published, counted")
@@ -245,7 +245,7 @@ def _errors(rows: Sequence[Row], cluster: Cluster, stack: SoftwareStack) -> np.n
 
 
 def write(hopper: Calibration, stack: SoftwareStack, spreads: Sequence[float], folder: Path) -> None:
-    """Both stacks and dgx-h100."""
+    """Write both stacks and dgx-h100."""
     words = {"flash-2023": "", "flash-2023-h100": " on H100, not optimised for it"}
     for (name, where), each, spread in zip(words.items(), (stack, hopper.stack), spreads):
         rounded = {constant: round(getattr(each, constant), 4) for constant in STACK}

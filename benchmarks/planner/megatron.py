@@ -1,8 +1,8 @@
-"""How well the planner predicts NVIDIA's own tables of Megatron on H100, B200 and GB200.
+"""Accuracy of the planner on NVIDIA's own tables of Megatron on H100, B200 and GB200.
 
     python -m benchmarks.planner.megatron [--json FILE] [--write FOLDER]
 
-megatron.csv, beside this file, has their rows: model, layout, tokens per second and GPU, or FLOP/s of each GPU.
+megatron.csv, beside this file, has their rows: model, layout, tokens per second and GPU, or FLOP/s per GPU.
 
 lm           Megatron-LM's README, July 2024: 1.7B to 462B in bf16 on 48 to 6,144 H100
 nemo         performance summary of NeMo 24.12: GPT-3, Llama and Nemotron in fp8 on 8 to 512 H100
@@ -10,13 +10,13 @@ long         the same page: Llama 2 7B with sequences of 4,096 to 1,048,576 on 4
 bridge       that of Megatron Bridge, 25.11 to 26.04: Llama 3 in fp8 on 64 and 1,024 H100
 b200, gb200  NeMo 25.02 and 25.04: the same models in fp8
 b200_long    NeMo's page on long sequences, 25.04.rc2: Llama 3 8B, 8,192 to 1,048,576 on 2 to 256 B200
-b200_bridge  Megatron Bridge 25.09 and 25.11, and gb200_bridge up to 26.06: Llama 3 in fp8, one scale a tensor
-b200_mx      the same, and gb200_mx, with a scale for each 32 numbers (MXFP8)
+b200_bridge  Megatron Bridge 25.09 and 25.11, and gb200_bridge up to 26.06: Llama 3 in fp8, one scale per tensor
+b200_mx      the same, and gb200_mx, with a scale per 32 numbers (MXFP8)
 
-The constants of Blackwell are fitted on b200_long, b200_bridge and gb200_bridge, and judged by the other tables; --write writes the files.
+Blackwell is fitted on b200_long, b200_bridge and gb200_bridge, and tested on the other tables; --write writes the files.
 
-The published FLOP/s check the size of each model. Where the table names no microbatch or no chunks (lm, b200_long), a row has those that
-the planner finds the fastest of what fits: the published ones were tuned. Errors are predicted / measured - 1.
+The published FLOP/s check the size of each model. If the table gives no microbatch size or number of chunks (lm, b200_long), a
+row has the fastest predicted ones that fit, as the published ones were tuned. Errors are predicted / measured - 1.
 """
 
 import csv
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "nemotron-22b": (40, 6144, 48, 24576, NEMOTRON),
     "nemotron-340b": (96, 18432, 96, 73728, NEMOTRON | GROUPED),
 }
-"""Layers, hidden size, heads, MLP width, the rest."""
+"""Layers, hidden size, heads, MLP width, other settings."""
 WEAK = {"1.7b": (24, 2048, 16), "7.1b": (30, 4096, 32), "16b": (32, 6144, 48), "32b": (48, 7168, 56)}
 WEAK |= {"70b": (84, 8192, 64), "119b": (92, 10240, 80), "177b": (96, 12288, 96), "314b": (96, 16384, 128)}
 WEAK |= {"462b": (112, 18432, 144)}
@@ -70,7 +70,7 @@ MODELS |= {name: (*shape, 4 * shape[1], GPT | {"vocab_size": 131072}) for name, 
 
 
 def _even(layers: int, stages: int) -> list[int]:
-    """As many layers on each stage, one less on the first and the last where they do not divide."""
+    """Equal numbers of layers per stage, one less on the first and the last if they do not divide."""
     missing = -layers % stages
     each, ends = (layers + missing) // stages, {1: (-1,), 2: (0, -1)}
     cut = [each] * stages
@@ -80,7 +80,7 @@ def _even(layers: int, stages: int) -> list[int]:
 
 
 def configs(line: dict[str, str]) -> Iterator[RunConfig]:
-    """The row's run; where the table says no microbatch or chunks, one for each that divides."""
+    """Configs of the row; if the table gives no microbatch size or chunks, one for each that divides."""
     layers, hidden, heads, ffn, more = MODELS[line["model"]]
     sizes = {name: int(line[name]) for name in ("gpus", "batch", "seq", "tp", "pp", "cp")}
     world, batch, pp = sizes["gpus"], sizes["batch"], sizes["pp"]
@@ -99,7 +99,7 @@ def configs(line: dict[str, str]) -> Iterator[RunConfig]:
 
 
 def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]]:
-    """By part. Raises ValueError if a model's FLOPs are not those of the table."""
+    """Part -> rows. Raises ValueError if a model's FLOPs differ from the table's."""
     found: dict[str, list[Row]] = {}
     with path.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
@@ -108,7 +108,7 @@ def read_rows(path: Path, machine: Mapping[str, Machine]) -> dict[str, list[Row]
             room = machine[machine_of(part)].cluster.accelerator.memory_bytes
             fits = [pair for pair in tried if max(rank.total_bytes for rank in pair[1].memory) <= room]
             config = min(fits or tried, key=lambda pair: pair[1].step_seconds)[0]
-            # Megatron Bridge counts the half of attention that the mask leaves, the others count all of it.
+            # Megatron Bridge counts only the unmasked half of attention, the others count all of it.
             counts = "megatron" if part.endswith(("bridge", "mx")) else "palm"
             flops = flops_per_token(config.model, int(line["seq"]), counts)
             rate = float(line["tflops_per_gpu"]) * 1e12
@@ -130,7 +130,7 @@ COMMON = {"overlap_tensor_parallel": 1.0, "half_gradients": True}
 
 
 def machines() -> dict[str, Machine]:
-    """Megatron-LM of 2024 with that year's attention; the others have cuDNN's, and 8 bits. All overlap tensor parallelism."""
+    """Megatron-LM of 2024 with attention of that year; the others have cuDNN's, and 8 bits. All overlap tensor parallelism."""
     names = ("flash-2023-h100", "float8-2025", "float8-blackwell")
     older, float8, blackwell = (replace(load_stack(name), **COMMON) for name in names)
     hopper = load_cluster("dgx-h100")
@@ -143,7 +143,7 @@ BLACKWELL = {"b200": ["gemm", "attention_efficiency"], "gb200": ["gemm"]}
 
 
 def fit_blackwell(rows: Sequence[Row], kind: str, stack: SoftwareStack, source: str = "") -> Calibration:
-    """From the constants of H100; the stack's attention is that of B200."""
+    """Fit with H100's constants as initial values; attention of the stack is that of B200."""
     cluster = replace(load_cluster(f"dgx-{kind}"), efficiency=load_cluster("dgx-h100").efficiency)
     return fit([row.measured for row in rows], cluster, stack, source=source, only=BLACKWELL[kind])
 
@@ -157,7 +157,7 @@ def blackwell(rows: Mapping[str, Sequence[Row]], folder: Path | None) -> list[di
             others, mine = ([row for group, row in groups if (group == left) is out] for out in (False, True))
             judged = fit_blackwell(others, kind, stack)
             found.append(report(f"{kind}, {left} left out", "the other rows", mine, errors_of(mine, judged)))
-            if left == "b200_bridge":  # software of spring 2025, as in the table that is judged
+            if left == "b200_bridge":  # software of spring 2025, as in the tested table
                 errors = errors_of(rows["b200"], judged)
                 found.append(report("b200, 25.02", "b200_long alone", rows["b200"], errors))
         source = "steps of Llama 3 in 8 bits (NeMo's and Megatron Bridge's tables; benchmarks/planner/megatron.py)"
@@ -171,7 +171,7 @@ def blackwell(rows: Mapping[str, Sequence[Row]], folder: Path | None) -> list[di
 
 
 def write(fitted: Calibration, folder: Path) -> None:
-    """The cluster; and the stack, without what only these tables have."""
+    """Write the cluster; and the stack, without the features of these tables."""
     known = load_stack("float8-blackwell")
     text = {"name": known.name, "description": known.description, "spread": known.spread}
     text |= {name: getattr(known, name) for name in COMMON}

@@ -1,11 +1,11 @@
-"""The planner's memory beside what real runs hold on this machine.
+"""Memory predicted by the planner, compared with real runs on this machine.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.memory [--solo] [--json FILE]
 
 Tiny GPTs of several families train a few steps on one to four gloo ranks. Bytes of weights, gradients and
-optimizer state are those of the storages that the strategy and the optimizer hold; bytes of activations those of the
-distinct storages that autograd's saved tensors keep alive at the peak of a step, parameters left out. The prediction is
-what `--dry-run --rank` prints.
+optimizer state are those of the storages of strategy and optimizer; bytes of activations those of the
+distinct storages that autograd's saved tensors keep alive at the peak of a step, without parameters. The prediction is
+that of `--dry-run --rank`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ def _full(method: str, count: int) -> dict[str, Any]:
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pp": 2, "pipeline_layers": [2, 2]}
 Z3 = {"dp_strategy": "fully-sharded"}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks, and what is not as in TINY
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ranks, and changes from TINY
     "gpt": (1, {}),
     "gpt, dropout": (1, DROPOUT),
     "gpt, dropout, core_attn recomputed": (1, {**DROPOUT, **_selective("core_attn")}),
@@ -86,14 +86,14 @@ def tiny(name: str) -> RunConfig:
 
 
 def measure(context: RankContext, name: str) -> dict[str, float]:
-    """On this rank, what is held and what was predicted."""
+    """Measured and predicted bytes on this rank."""
     config = tiny(name)
     runner = Runner(build_replica(config, context.topology_of(config)))
     replica = runner.replica
     runner.step()
     state = state_bytes(replica)
     besides: list[torch.Tensor] = [p for stage in replica.stages.values() for p in stage.parameters()]
-    # Tables of positions are made once a run.
+    # Tables of positions are built once per run.
     micro_batch = tuple(range(config.training.micro_batch_size))
     for stage in replica.stages.values():
         stage_context = stage.context(micro_batch)
@@ -106,7 +106,7 @@ def measure(context: RankContext, name: str) -> dict[str, float]:
 
 
 def predicted(config: RunConfig, rank: int) -> dict[str, float]:
-    """What `--dry-run --rank` says."""
+    """The prediction of `--dry-run --rank`."""
     schedule = schedule_of(config, microbatch_counts(config)[-1])
     buckets = held_buckets(config, rank)
     state = sum(held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes for held in buckets)
@@ -116,7 +116,7 @@ def predicted(config: RunConfig, rank: int) -> dict[str, float]:
 
 
 def measured_rows(pool: RankPool | None, names: Iterable[str]) -> list[dict[str, Any]]:
-    """One row a case: of its ranks the one whose prediction is furthest off."""
+    """A row per case, of the rank with the largest error."""
     rows = []
     for name in names:
         size = CASES[name][0]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.sc21 [--json FILE]
 
-Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s per GPU are of the
+Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s per GPU use the
 paper's F, which counts recompute. The constants come from other measured steps (docs/planner.md), none from the paper. The
-figures' curves are predictions too: the paper has points in them that stand in no table.
+figures' curves are predictions too: the paper has no tables of their points.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Published:
     pp: int
     gpus: int
     batch: int
-    tflops: int  # a GPU
+    tflops: int  # per GPU
     micro: int | None = None
 
 
@@ -55,11 +55,11 @@ TABLE_2 = (
     *(Published("gpt-529.6b", 8, 35, gpus, 2240, found, 1) for gpus, found in ((560, 171), (1120, 167), (2240, 159))),
 )
 MICRO_BATCHES = (1, 2, 4, 8)
-"""The paper does not say which a row of table 1 has: the fastest that fits is taken."""
+"""Microbatch sizes of table 1, which the paper does not give: the fastest that fits is used."""
 
 _175B = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96"
 _162B = "--num-layers 32 --hidden-size 20480 --num-attention-heads 128"
-_91B = "--num-layers 72 --hidden-size 10240 --num-attention-heads 80"  # a shape of that size: the paper gives none
+_91B = "--num-layers 72 --hidden-size 10240 --num-attention-heads 80"  # a plausible shape of that size: the paper gives none
 
 
 @cache
@@ -68,13 +68,13 @@ def machine() -> tuple[Cluster, SoftwareStack]:
 
 
 def config_of(world: int, words: str) -> RunConfig:
-    """The settings with what all runs of the paper share."""
+    """A config with the settings of all runs of the paper."""
     common_words = "--vocab-size 51200 --seq-length 2048 --fp16 --hidden-dropout 0.1 --attention-dropout 0.1"
     return validate(parse_arguments(f"{common_words} {words}".split(), world_size=world).config, world)
 
 
 def tflops(config: RunConfig, found: Prediction, world: int) -> float:
-    """TFLOP/s per GPU, recompute counted."""
+    """TFLOP/s per GPU, including recompute."""
     return flops_per_token_with_recompute(config) * found.tokens_per_second / world / 1e12
 
 
@@ -83,7 +83,7 @@ def fits(found: Prediction) -> bool:
 
 
 def row(published: Published) -> dict[str, Any]:
-    """The fastest microbatch size of 1F1B that fits, with what the planner says of it."""
+    """The fastest microbatch size of 1F1B that fits, with its predictions."""
     found: list[dict[str, Any]] = []
     samples = published.batch * published.tp * published.pp // published.gpus
     for micro in [size for size in MICRO_BATCHES if samples % size == 0 and published.micro in (None, size)]:
@@ -98,7 +98,7 @@ def row(published: Published) -> dict[str, Any]:
 
 
 def curve(world: int, words: str, name: str, values: Sequence[Any], *, samples: bool = False) -> list[list[float]]:
-    """[value, TFLOP/s per GPU] (or samples per second) where `name` has each value; those that do not fit are left out."""
+    """[value, TFLOP/s per GPU] (or samples per second) for each value of `name`; values that do not fit are omitted."""
     points = []
     for value in values:
         try:

@@ -1,9 +1,9 @@
-"""How fast the planner's search is, and whether its closed form finds what the simulator would.
+"""Speed of the planner's search, and whether its closed form finds the same layouts as the simulator.
 
 python -m benchmarks.planner.search [--json FILE] [--refined N]
 
-Seconds are CPU seconds of this process on one thread, the least of three runs, since other work on the machine lengthens
-them; the start of the process is left out. The regret is by how much the best of the plan is slower than the best of the N
+Seconds are CPU seconds of this process on one thread, the minimum of three runs, since other work on the machine lengthens
+them; the start of the process is excluded. The regret is how much slower the plan's best layout is than the best of the N
 fastest layouts by closed form, all refined.
 """
 
@@ -62,7 +62,7 @@ def measured(name: str, refined: int) -> dict[str, Any]:
 
 
 def process_seconds() -> float:
-    """CPU seconds of the whole command, interpreter and all."""
+    """CPU seconds of the whole command, including the interpreter."""
     program = (
         "import resource, sys; from megalite.cli.tool_commands import PLAN as main; main(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.stderr)"

@@ -1,17 +1,17 @@
-"""How well the planner's cost model predicts step times, with constants fitted on part of measured ones.
+"""Accuracy of the planner's step times, with constants fitted on a part of measured ones.
 
     python -m benchmarks.planner.step_times --data FOLDER [--json FILE] [--write FOLDER] [--seed N] [--only PART ...]
 
-FOLDER holds a100_multi_node.csv and a100_single_node.csv: rows of layout and iteration time in ms. Parts:
+FOLDER has a100_multi_node.csv and a100_single_node.csv: rows of layout and iteration time in ms. Parts:
 
-multi      each model size of the multi-node file in turn is left out: fitted on the others and on 50 single-node rows
+multi      each model size of the multi-node file is left out in turn: fitted on the others and on 50 single-node rows
 single     fitted on 50 rows of the single-node file, tested on the rest
 published  Korthikanti et al. 2022 table 5 and the 1T row of SC'21, with constants fitted on neither; and each model of
            table 5 as newer software (stack unfused-2022), its one constant fitted on the table's other models
 all        fitted on the multi-node file and 50 single-node rows; what --write writes
 
-Errors are predicted / measured - 1, `most` what 80 % are within. The regret of a group (model, GPUs, batch) is the measured time of the layout that the
-model would pick over the best measured one, less 1.
+Errors are predicted / measured - 1; 80 % are within `most`. The regret of a group (model, GPUs, batch) is the measured time of
+the layout that the model selects over the best measured one, less 1.
 """
 
 import csv
@@ -45,16 +45,16 @@ fit = partial(calibrate.fit, only=CONSTANTS)
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step and what it was of."""
+    """A measured step and its config."""
 
     measured: Measured
     size: str  # the model: rows of one size are left out together
-    group: tuple[int, ...]  # what a planner would be asked: model, GPUs, batch
+    group: tuple[int, ...]  # the planner's question: model, GPUs, batch
     label: str
 
 
 def _config(world: int, **settings: object) -> RunConfig:
-    """fp16, full recompute, 1F1B and dropout as the stacks of those years had them; layers cut evenly."""
+    """fp16, full recompute, 1F1B and dropout, as the stacks of those years; layers cut evenly."""
     layers, vpp = int(str(settings["num_layers"])), int(str(settings.get("vpp", 1)))
     stages = int(str(settings["pp"])) * vpp
     common = {"vocab_size": 51200, "precision": "fp16", "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -91,7 +91,7 @@ _TABLE_5 = (  # Korthikanti et al. 2022, table 5; tp 8, A100-80GB
 
 def published() -> list[Row]:
     """Table 5 of Korthikanti et al. 2022, full recompute and sequence parallel with selective, and the 1T row of
-    Narayanan et al. 2021 (163 TFLOP/s a GPU on 3,072)."""
+    Narayanan et al. 2021 (163 TFLOP/s per GPU on 3,072)."""
     rows = []
     names = ["num_layers", "hidden_size", "num_attention_heads", "pp", "vpp"]
     names += ["micro_batch_size", "global_batch_size"]
@@ -123,7 +123,7 @@ LEFT_OUT = "table 5, each model left out once"
 
 EFFICIENCIES = {"gemm": 0.8, "memory": 0.8, "link": 0.66, "network": 0.5, "p2p": 0.4, "small_groups": 0.6}
 HOST = common.settings("operation_seconds=5e-5 collective_seconds=4e-5 microbatch_seconds=5e-4 step_seconds=3e-3")
-"""Where fits begin, and what their priors are about: not the files' own constants, which have seen all rows."""
+"""Initial values and priors of fits: not the files' own constants, which were fitted on all rows."""
 
 
 def start() -> tuple[Cluster, SoftwareStack]:
@@ -172,7 +172,7 @@ def constants(found: Calibration) -> dict[str, float]:
 
 
 def report(title: str, fitted_on: str, rows: Sequence[Row], found: Calibration, worst: int = 5) -> dict[str, Any]:
-    """Print a part's errors and give them back."""
+    """Print a part's errors and return them."""
     errors = errors_of(rows, found)
     order = np.argsort(-np.abs(errors))[:worst]
     result: dict[str, Any] = {"part": title, "fitted_on": fitted_on, "constants": constants(found)}
@@ -191,14 +191,14 @@ def report(title: str, fitted_on: str, rows: Sequence[Row], found: Calibration, 
 
 
 def newer(found: Calibration) -> SoftwareStack:
-    """The software of table 5: as fitted, and inputs are gathered again beside products (the paper, section 4.2.2)."""
+    """The software of table 5: as fitted, but with gathers of inputs overlapped with products (the paper, section 4.2.2)."""
     known = load_stack("unfused-2022")
     text = {"name": known.name, "description": known.description}
     return replace(found.stack, **text, overlap_gathers=known.overlap_gathers)
 
 
 def with_product_rate(rows: Sequence[Row], found: Calibration, source: str) -> SoftwareStack:
-    """The newer software with its one constant, by how much its products are faster, fitted on these rows."""
+    """The newer software with its one constant, the speedup of products, fitted on these rows."""
     stack = newer(found)
     faster = fit([row.measured for row in rows], found.cluster, stack, only=["gemm"])
     rate = faster.cluster.efficiency.gemm / found.cluster.efficiency.gemm
@@ -206,7 +206,7 @@ def with_product_rate(rows: Sequence[Row], found: Calibration, source: str) -> S
 
 
 def leave_one_model_out(rows: Sequence[Row], found: Calibration) -> dict[str, Any]:
-    """Each model of a table with a product rate that was fitted on the others."""
+    """Predict each model of a table with a product rate fitted on the others."""
     errors: dict[str, float] = {}
     rates: dict[str, float] = {}
     for model in dict.fromkeys(row.label.split()[0] for row in rows):
@@ -256,7 +256,7 @@ def tables(found: Calibration, source: str) -> list[dict[str, Any]]:
 
 
 def write(found: Calibration, folder: Path) -> None:
-    """The files that come with megalite, of all rows; the newer stack's one constant is of all of table 5."""
+    """Write megalite's files, fitted on all rows; the newer stack's one constant is fitted on all of table 5."""
     rows = [row for row in published() if row.size != "SC'21"]
     stacks = found.stack, with_product_rate(rows, found, "table 5 of Korthikanti et al. 2022")
     save_cluster(found.cluster, folder / f"{found.cluster.name}.yaml")
@@ -265,12 +265,12 @@ def write(found: Calibration, folder: Path) -> None:
 
 
 def measure(data: Path, parts: Sequence[str] = PARTS, *, seed: int = 0, folder: Path | None = None) -> list[dict[str, Any]]:
-    """The parts' results, printed on the way.
+    """The parts' results, printed as they complete.
 
     Args:
         data: folder with the two CSV files.
-        seed: which single-node rows are fitted on.
-        folder: where the fitted files go.
+        seed: selects the single-node rows of the fit.
+        folder: for the fitted files.
     """
     multi = read_rows(data / "a100_multi_node.csv")
     single = read_rows(data / "a100_single_node.csv")

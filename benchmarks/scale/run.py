@@ -1,9 +1,9 @@
-"""What grows with the number of ranks, counted without them: a start, the reports of a step, a save, a load, a dry run.
+"""Costs that grow with the number of ranks, counted without them: a start, the reports of a step, a save, a load, a dry run.
 
 python -m benchmarks.scale.run [--worlds 8 64 512 4096] [--json FILE] [--svg FILE]
 
-Ranks of GPT-3 175B run the program's own code, with tensors without contents and with a store and process groups that
-count. Calls are of Python functions. The exponent is the slope between the last two worlds, in logarithms.
+Single ranks of GPT-3 175B run the program's own code with tensors without contents and with a counting store and counting
+process groups. Calls are of Python functions. The exponent is the slope between the last two worlds, in logarithms.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # its backend "fake"
+import torch.testing._internal.distributed.fake_pg  # backend "fake"
 
 from benchmarks import common
 from megalite.checkpoint.commit import _merge, write_rank_part
@@ -57,7 +57,7 @@ Counts = dict[str, float]
 
 
 class Store(dist.Store):
-    """What one rank asks of a store; to ask for the same again is to wait. `others` have been there before."""
+    """The requests of one rank to a store; repeating a request means waiting. `others` ranks have been there before."""
 
     def __init__(self, held: dict[str, bytes], others: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Store(dist.Store):
 
 
 def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """Its result, and the Python functions that it has called."""
+    """Return the function's result, and the number of Python functions that it calls."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -99,7 +99,7 @@ def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def meeting(world: int) -> Counts:
-    """Of the first and the last rank, once all others have come."""
+    """Results of the first and the last rank, after all others."""
     held = {f"megalite/word/{rank}": b"w" for rank in range(1, world - 1)}
     stores = {rank: Store(held, world - 2) for rank in (0, world - 1)}
     with ThreadPoolExecutor(2) as threads:
@@ -108,7 +108,7 @@ def meeting(world: int) -> Counts:
 
 
 def start(layout: ParallelLayout) -> Counts:
-    """Process groups of rank 0, and what it remembers of all ranks."""
+    """Create the process groups of rank 0, with its state of all ranks."""
     made, new_group = list[list[int]](), dist.new_group
 
     def counted(ranks: list[int], **options: Any) -> Any:
@@ -139,7 +139,7 @@ def start(layout: ParallelLayout) -> Counts:
 
 
 def reports(invocation: Invocation, layout: ParallelLayout) -> Counts:
-    """Over the world: what a step exchanges, and a line of the log."""
+    """Communication of a step and of a log line over the world."""
     step = rehearse(invocation.config, 0)
     journal = Journal(Device())
     topology = dataclasses.replace(rehearsed_topology(layout, 0, journal), device=CPU)
@@ -154,7 +154,7 @@ def reports(invocation: Invocation, layout: ParallelLayout) -> Counts:
 
 
 def replica_of(invocation: Invocation, layout: ParallelLayout, rank: int, programs: Programs) -> Replica:
-    """As it is once a step was made."""
+    """The replica in the state after a step."""
     device = Device()
     with device.entered():
         replica = build_replica(invocation.config, rehearsed_topology(layout, rank, Journal(device)), programs)
@@ -164,7 +164,7 @@ def replica_of(invocation: Invocation, layout: ParallelLayout, rank: int, progra
 
 
 class Index(Checkpoint):
-    """A manifest without files: each read is noted."""
+    """A manifest without files; records each read."""
 
     def _reader(self, name: str) -> Any:
         self._open[name] = None
@@ -172,7 +172,7 @@ class Index(Checkpoint):
 
 
 def save_and_load(invocation: Invocation, layout: ParallelLayout) -> Counts:
-    """The plans of all ranks and their manifest; what rank 0 loads by it."""
+    """Plans and manifest of all ranks, and the reads of rank 0 when it loads them."""
     programs = Programs(invocation.config)
     entries = sent = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""One rank's replica, its data and its step: the path of pretrain_gpt.py without its log, for what is timed in a process."""
+"""One rank's replica, data and step, as in pretrain_gpt.py without its log, for timing within a process."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from megalite.training.step import Stepper, StepResult
 
 
 class Run:
-    """A replica, its data and how far it is.
+    """A replica, its data and its progress.
 
     Args:
         reuse: process groups of earlier runs of this process, to be used again.
@@ -44,7 +44,7 @@ class Run:
         return read_batches(self.data.train, first, size, topology=self.topology, scope=scope)[0]
 
     def train(self, batches: list[Microbatch], size: int) -> StepResult:
-        """A step; the tokens of the next one are read meanwhile, as in training."""
+        """Train a step; the next batch is read meanwhile, as in training."""
 
         def read_next() -> None:
             if self.data.train is not None:

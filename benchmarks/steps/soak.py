@@ -1,10 +1,10 @@
-"""Does a long run stay what it was? Thousands of steps of a small GPT on two ranks: memory, files and speed, early and late.
+"""Stability of a long run: thousands of steps of a small GPT on two ranks; memory, files and speed, early and late.
 
     OMP_NUM_THREADS=1 python -m benchmarks.steps.soak [--steps 5000] [--json FILE]
 
-Every half second each rank's resident memory, open files and threads are read from /proc; steps' times are the run's own
-metrics. The first fifth is warm-up: allocators fill, caches and logs grow to their size. Evaluations and saves come along, as in
-any run; what is compared of the speed are steps without them.
+Every half second each rank's resident memory, open files and threads are read from /proc; step times are from the run's own
+metrics. The first fifth is warm-up, in which allocators, caches and logs grow. Evaluations and saves are part of the run; the
+speed is compared over steps without them.
 """
 
 import json
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 class Sample(NamedTuple):
-    """Of one process at one moment."""
+    """State of a process at one time."""
 
     seconds: float
     resident_bytes: int
@@ -37,21 +37,21 @@ class Sample(NamedTuple):
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, its children's included."""
+    """All descendants of a process."""
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(word) for word in listed.read_text().split()] if listed.exists() else []
     return [*found, *(grandchild for child in found for grandchild in children(child))]
 
 
 def sample(pid: int) -> Sample:
-    """Raises OSError where the process has ended."""
+    """Read a process's state. Raises OSError if it has ended."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
     return Sample(time.time(), int(status["VmRSS"].split()[0]) * 1024, files, int(status["Threads"]))
 
 
 def is_rank(pid: int) -> bool:
-    """A process of the training, not torchrun or the watchdog's."""
+    """Whether a process is a rank, not torchrun or the watchdog."""
     try:
         return b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -78,13 +78,13 @@ def early_and_late(values: list[float]) -> tuple[float, float]:
 
 
 def step_times(metrics: Path) -> list[float]:
-    """ms of steps after which nothing was saved or evaluated, in order."""
+    """Milliseconds of steps without a save or evaluation after them, in order."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [row["ms_per_step"] for row in rows if row["kind"] == "train" and (row["step"] - 1) % 500]
 
 
 def rank_row(samples: list[Sample], ended: float) -> dict[str, Any]:
-    """What a rank held; samples of the run's last second are of its end."""
+    """Resources of a rank; samples of the run's last second are excluded, as it is ending."""
     at_work = [one for one in samples if one.seconds < ended - 1.0] or samples
     early, late = early_and_late([float(one.resident_bytes) for one in at_work])
     steady = at_work[len(at_work) // 5 :]
