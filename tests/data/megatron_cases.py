@@ -1,4 +1,4 @@
-"""Token files and settings for which the arrays of Megatron-LM are known, and how those are summed up."""
+"""Token files and settings with known arrays of Megatron-LM, and the digests of these arrays."""
 
 import hashlib
 import struct
@@ -26,7 +26,7 @@ def sizes_of(file: Sequence[int]) -> list[int]:
 
 
 def write_files(case: Case, folder: Path) -> list[str]:
-    """The token files, of zeros; their prefixes."""
+    """Write token files of zeros. Returns their prefixes."""
     prefixes = []
     for number, file in enumerate(case["files"]):
         sizes = sizes_of(file)
@@ -41,14 +41,14 @@ def write_files(case: Case, folder: Path) -> list[str]:
 
 
 def blend_of(case: Case, prefixes: Sequence[str]) -> list[str]:
-    """The words of --data-path."""
+    """Words of --data-path."""
     if case["weights"] is None:
         return list(prefixes)
     return [word for pair in zip(map(str, case["weights"]), prefixes, strict=True) for word in pair]
 
 
 def digest(arrays: Sequence[np.ndarray]) -> str:
-    """Of values, types and shapes."""
+    """Digest of values, dtypes and shapes."""
     sha256 = hashlib.sha256()
     for array in arrays:
         sha256.update(f"{array.dtype.str} {array.shape} ".encode())
@@ -57,7 +57,7 @@ def digest(arrays: Sequence[np.ndarray]) -> str:
 
 
 def our_digests(case: Case, folder: Path) -> dict[str, list[str]]:
-    """Of each split: the blend's arrays, if there is a blend, and each dataset's."""
+    """Digests per split: the arrays of the blend, if there is one, and of each dataset."""
     words = blend_of(case, write_files(case, folder))
     if case["split"] is None:
         data = DataConfig(data_order="megatron", train_data_path=words, valid_data_path=words, test_data_path=words)

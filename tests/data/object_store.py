@@ -1,4 +1,4 @@
-"""A web server with the objects of a folder: ranges, tags, broken connections, and a password."""
+"""A web server for the objects of a folder: ranges, tags, broken connections, and a password."""
 
 import base64
 import contextlib
@@ -10,14 +10,14 @@ from tests.support.s3 import LocalServer, Quiet, running
 
 
 class Store(LocalServer):
-    """Serves a folder; counts what is asked for."""
+    """Serves a folder and counts requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(_Handler)
         self.folder = folder
         self.asked: list[str] = []
         self.breaks_after: int | None = None
-        """Bytes of an answer before the connection is closed, once."""
+        """Bytes of an answer after which the connection is closed, once."""
         self.password: str | None = None
 
     def address(self, name: str, *, user: str = "") -> str:
@@ -56,7 +56,7 @@ class _Handler(Quiet):
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Store]:
-    """A server of an empty folder."""
+    """Start a server of an empty folder."""
     folder.mkdir()
     with running(Store(folder)) as server:
         yield server

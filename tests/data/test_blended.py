@@ -24,7 +24,7 @@ class Numbered:
 
 
 class Prepared(Numbered):
-    """Remembers what was asked of it."""
+    """Records its calls of `prepare`."""
 
     asked: tuple[int, int] | None = None
 
@@ -48,7 +48,7 @@ def blend(weights: list[float]) -> BlendedDataset:
         ([0.123, 0.877], [123, 877]),
     ],
 )
-def test_common_denominators_are_found(weights: list[float], quotas: list[int]) -> None:
+def test_weights_with_a_common_denominator(weights: list[float], quotas: list[int]) -> None:
     shares = exact_shares(weights)
     assert shares == [Fraction(quota, sum(quotas)) for quota in quotas]
     assert blend(weights).period == sum(quotas)
@@ -57,13 +57,13 @@ def test_common_denominators_are_found(weights: list[float], quotas: list[int]) 
 UNLIKE = [3**0.5, 2.0, 0.7, 1e-5]
 
 
-def test_weights_without_a_small_denominator_are_exact_in_the_long_run() -> None:
+def test_weights_without_a_small_denominator_converge() -> None:
     mixed = blend(UNLIKE)
     assert mixed.period > MAX_PERIOD
     counts, worst = [0] * 4, 0.0
     for k in range(3 * BLOCK):
         dataset, index = mixed.locate(k)
-        assert index == counts[dataset]  # in order, without gaps, across blocks too
+        assert index == counts[dataset]  # in order, without gaps, also across blocks
         counts[dataset] += 1
         if k % 101 == 0:
             assert mixed.counts(k + 1) == counts
@@ -76,8 +76,8 @@ def test_weights_without_a_small_denominator_are_exact_in_the_long_run() -> None
         assert max(abs(c - share * k) for c, share in zip(counts, mixed.shares, strict=True)) < 4
 
 
-def test_blocks_are_found_wherever_they_begin() -> None:
-    """Many datasets: floors let blocks begin well before whole multiples of their size."""
+def test_start_of_each_block_is_found() -> None:
+    """With many datasets rounding lets blocks begin well before multiples of their size."""
     mixed = blend([math.sqrt(i + 2) for i in range(100)])
     for number in (1, 7):
         start = sum(mixed._counts_before(number))
@@ -89,7 +89,7 @@ def test_blocks_are_found_wherever_they_begin() -> None:
             assert sum(mixed.counts(k)) == k
 
 
-def test_the_parts_prepare_what_will_be_read_of_them() -> None:
+def test_parts_prepare_their_samples() -> None:
     parts = [Prepared(0), Numbered(1), Prepared(2)]
     mixed = BlendedDataset(parts, [0.5, 0.2, 0.3])
     assert mixed.prepare(100, 205, epochs=3) == [None] * 6
@@ -106,7 +106,7 @@ def test_the_parts_prepare_what_will_be_read_of_them() -> None:
 @pytest.mark.parametrize(
     "weights", [[0.3, 0.7], [1, 2, 5], [0.2, 0.2], [50, *[1] * 50], [997, 500, 499, 3, 1], [1] * 9, [333, 333, 333, 1]]
 )
-def test_counts_are_never_off_by_one(weights: list[float]) -> None:
+def test_counts_differ_by_less_than_one(weights: list[float]) -> None:
     mixed = blend(weights)
     period = mixed.period
     steps = np.arange(1, 2 * period + 1)
@@ -128,7 +128,7 @@ def test_each_dataset_is_read_in_order_without_gaps() -> None:
     assert all(numbers == list(range(len(numbers))) for numbers in seen.values())
 
 
-def test_sample_is_a_pure_function_far_out() -> None:
+def test_late_samples_are_pure_functions() -> None:
     mixed = blend([0.3, 0.7])
     assert mixed.locate(10**10) == blend([0.3, 0.7]).locate(10**10)
     assert mixed.locate(10**10)[1] == {0: 3, 1: 7}[mixed.locate(10**10)[0]] * 10**9
@@ -137,6 +137,6 @@ def test_sample_is_a_pure_function_far_out() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1, 0], [1, -1], [float("nan"), 1], [1, float("inf")], [1, 1e-400]], ids=str)
-def test_bad_weights(weights: list[float]) -> None:
+def test_bad_weights_are_errors(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         blend(weights)

@@ -17,7 +17,7 @@ def build(output: Path, megabytes: str, monkeypatch: pytest.MonkeyPatch) -> list
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def test_all_topics_and_the_first_sources_shuffled(
+def test_corpus_has_all_topics_and_sources_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = build(tmp_path / "new" / "c.jsonl", "2", monkeypatch)
@@ -27,7 +27,7 @@ def test_all_topics_and_the_first_sources_shuffled(
     library = [source for source in sources if not source.startswith("topic ")]
     assert len(library) > 10
     assert "abc.py" in library
-    # Shuffled: neither the topics together nor the files in order.
+    # Shuffled: neither the topics nor the files are in order.
     assert 0 < sum(source.startswith("topic ") for source in sources[:topics]) < topics
     assert library != sorted(library, key=lambda s: Path(s).parts)
     assert not {"test", "tests", "site-packages", "__pycache__", "idlelib"} & {

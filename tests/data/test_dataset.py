@@ -16,9 +16,9 @@ from megalite.data.packed_dataset import PackedDataset
 from tests.data.token_files import write_by_layout
 
 
-def test_documents_are_cut_where_megatron_cuts_them() -> None:
+def test_splits_equal_megatron() -> None:
     assert split_documents("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
-    # round(0.5 · 5) = 2 and round(0.75 · 5) = 4: halves go to the even number, as Python's round does.
+    # round(0.5 · 5) = 2 and round(0.75 · 5) = 4: halves are rounded to even, as Python does.
     assert split_documents("2,1,1", 5) == (range(2), range(2, 4), range(4, 5))
     assert split_documents("100,0,0", 7) == (range(7), range(7, 7), range(7, 7))
 
@@ -29,7 +29,7 @@ def test_splits_cover_all_documents(split: str) -> None:
         assert [i for part in split_documents(split, documents) for i in part] == list(range(documents))
 
 
-def test_shares() -> None:
+def test_shares_of_a_split() -> None:
     assert parse_split("98,2") == (0.98, 0.02, 0.0)
     assert parse_split(" 3, 1 ,0") == (0.75, 0.25, 0.0)
 
@@ -47,7 +47,7 @@ def test_shares() -> None:
         ("inf,1,1", "at least 0"),
     ],
 )
-def test_bad_splits(split: str, message: str) -> None:
+def test_bad_splits_are_errors(split: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_split(split)
 
@@ -63,8 +63,8 @@ def keyed(count: int, *, seed: int = 1, index: int = 0) -> list[int]:
     return [order(x) for x in range(count)]
 
 
-def test_the_order_is_what_it_was_when_this_was_written() -> None:
-    """The numbers must not change with numpy: a resumed run depends on them."""
+def test_order_is_unchanged() -> None:
+    """The numbers must not change with numpy, as resumed runs depend on them."""
     assert raw_draws(2, seed=1234, index=5, stream=1).tolist() == RAW
     assert permutation(10, seed=1234, index=0).tolist() == ORDER
     assert keyed(10, seed=1234) == KEYED
@@ -73,38 +73,38 @@ def test_the_order_is_what_it_was_when_this_was_written() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, (1 << 20) + 3])
-def test_permutation_is_one(count: int) -> None:
+def test_permutation_is_a_bijection(count: int) -> None:
     order = permutation(count, seed=3, index=0, dtype=np.int32)
     assert order.dtype == np.int32
     assert np.array_equal(np.sort(order), np.arange(count))
 
 
-def test_every_keyed_permutation_is_one() -> None:
+def test_every_keyed_permutation_is_a_bijection() -> None:
     for count in range(1, 301):
         assert sorted(keyed(count, seed=count % 3)) == list(range(count)), count
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """Of equal expectations, in standard deviations from its mean."""
+    """Chi-square statistic for equal expectations, in standard deviations from its mean."""
     expected = counts.sum() / counts.size
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
 def test_positions_are_uniform_over_seeds() -> None:
-    """Where each of 12 numbers lands, over 4,000 seeds."""
+    """Positions of each of 12 numbers over 4,000 seeds."""
     counts = np.zeros((12, 12))
     for seed in range(4000):
         for x, y in enumerate(keyed(12, seed=seed)):
             counts[x, y] += 1
-    # The rows and columns have equal sums: 11·11 numbers are free.
+    # Rows and columns have equal sums: 11·11 numbers are free.
     free = 11 * 11
     expected = 4000 / 12
     assert abs(((counts - expected) ** 2 / expected).sum() - free) / (2 * free) ** 0.5 < 4.5
 
 
 @pytest.mark.parametrize("count", [997, 4096, 30011])
-def test_one_permutation_looks_random(count: int) -> None:
+def test_one_permutation_is_statistically_random(count: int) -> None:
     order = np.array(keyed(count, seed=5))
     bins = 16
     both = np.zeros((bins, bins))
@@ -118,7 +118,7 @@ def test_one_permutation_looks_random(count: int) -> None:
     assert sum(b == a + 1 for a, b in pairwise(order.tolist())) < 10
 
 
-def test_samples_are_pure_and_in_the_vocabulary() -> None:
+def test_samples_are_pure_functions_within_the_vocabulary() -> None:
     settings = {"vocab_size": 101, "seq_length": 64, "seed": 3}
     samples = [MockDataset(**settings).sample(k) for k in range(50)]
     assert all(sample.shape == (65,) and sample.dtype == np.int64 for sample in samples)
@@ -128,7 +128,7 @@ def test_samples_are_pure_and_in_the_vocabulary() -> None:
     assert len({sample.tobytes() for sample in [*samples, *others]}) == 52
 
 
-def test_most_tokens_follow_from_the_one_before() -> None:
+def test_mock_tokens_are_mostly_predictable() -> None:
     dataset = MockDataset(vocab_size=1000, seq_length=2000, seed=1)
     sample = dataset.sample(5)
     share = np.mean((sample[1:] - sample[:-1]) % 1000 == 17)

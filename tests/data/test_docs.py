@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, run one after the other as they stand there, on real text."""
+"""The commands of docs/data.md, run in order on real text."""
 
 import json
 import re
@@ -23,7 +23,7 @@ TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.rol
 SMALL = "num_layers: 2\nhidden_size: 32\nnum_attention_heads: 2\nseq_length: 64\nlr: 0.001\nmicro_batch_size: 4\ntrain_iters: 2\n"
 
 
-def test_the_commands_run_in_their_order(
+def test_commands_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def test_the_commands_run_in_their_order(
     assert b"".join(Path(f"whole_{name}.bin").read_bytes() for name in parts) == merged
 
 
-def test_the_yaml_forms_are_one_setting() -> None:
+def test_yaml_forms_are_equivalent() -> None:
     forms = [line for line in TEXT.splitlines() if line.startswith("data_path:")]
     read = [merge([level_from_text(form, "docs/data.md")]).config.data.data_path for form in forms]
     assert read == [["0.7", "web_text_document", "0.3", "code_text_document"]] * 3

@@ -26,7 +26,7 @@ def make(indexed: IndexedDataset, *, seq_length: int = 8, seed: int = 1, documen
     return GPTDataset(indexed, documents=documents, seq_length=seq_length, seed=seed, name="train")
 
 
-def test_an_epoch_reads_every_token_once(indexed: IndexedDataset) -> None:
+def test_epoch_reads_every_token_once(indexed: IndexedDataset) -> None:
     dataset = make(indexed)
     assert (dataset.num_tokens, dataset.samples_per_epoch) == (117, 14)
     for epoch in range(3):
@@ -34,7 +34,7 @@ def test_an_epoch_reads_every_token_once(indexed: IndexedDataset) -> None:
         labels = np.concatenate([sample[1:] for sample in samples])
         inputs = np.concatenate([sample[:-1] for sample in samples])
         assert len(set(labels.tolist())) == len(set(inputs.tolist())) == 14 * 8
-        # All but the epoch's first token and its tail (117 - 1 - 112 tokens) are labels.
+        # All but the epoch's first token and its rest (117 - 1 - 112 tokens) are labels.
         assert len(set(range(117)) - set(labels.tolist())) == 5
 
 
@@ -43,7 +43,7 @@ def test_samples_chain_documents_and_overlap_by_one_token(indexed: IndexedDatase
     samples = sorted((dataset.sample(i) for i in range(14)), key=lambda sample: sample[0])
     by_first = {int(sample[0]): sample for sample in samples}
     followed = [sample for sample in samples if int(sample[-1]) in by_first]
-    assert len(followed) == 13  # all but the last stretch of the stream
+    assert len(followed) == 13  # all but the last segment of the stream
     stream: list[int] = []
     at = next(sample for sample in samples if int(sample[0]) not in {int(s[-1]) for s in samples})
     while at is not None:
@@ -63,8 +63,8 @@ def test_sample_is_a_pure_function(indexed: IndexedDataset) -> None:
     assert dataset.sample(0).dtype == np.int64 and dataset.sample(0).shape == (9,)
 
 
-def test_stretches_come_in_another_order_in_each_epoch(indexed: IndexedDataset) -> None:
-    """Of one document: nothing else can tell the epochs apart."""
+def test_each_epoch_has_another_order(indexed: IndexedDataset) -> None:
+    """With one document, only the order of its segments distinguishes epochs."""
     dataset = make(indexed, documents=range(4, 5), seq_length=3)
     count = dataset.samples_per_epoch
     firsts = [[int(dataset.sample(count * epoch + i)[0]) for i in range(count)] for epoch in range(3)]
@@ -72,20 +72,20 @@ def test_stretches_come_in_another_order_in_each_epoch(indexed: IndexedDataset) 
     assert len({tuple(sorted(epoch)) for epoch in firsts}) == 1
 
 
-def test_a_split_reads_its_own_documents_alone(indexed: IndexedDataset) -> None:
+def test_split_reads_only_its_documents(indexed: IndexedDataset) -> None:
     dataset = make(indexed, documents=range(2, 5), seq_length=3)
     tokens = {int(token) for k in range(dataset.samples_per_epoch) for token in dataset.sample(k)}
     first, last = sum(LENGTHS[:2]), sum(LENGTHS[:5])
     assert tokens <= set(range(first, last)) and len(tokens) >= dataset.num_tokens - 3
 
 
-def test_the_order_is_what_it_was_when_this_was_written(indexed: IndexedDataset) -> None:
-    """A resumed run depends on it: the first tokens of the first epoch's samples."""
+def test_order_is_unchanged(indexed: IndexedDataset) -> None:
+    """Resumed runs depend on it: the first tokens of the first epoch's samples."""
     assert [int(make(indexed).sample(k)[0]) for k in range(14)] == FIRST
 
 
-def test_samples_that_begin_and_end_with_documents(tmp_path: Path) -> None:
-    """Every stretch of the stream, compared with the stream itself; documents without tokens are passed over."""
+def test_samples_equal_segments_of_the_stream(tmp_path: Path) -> None:
+    """Each sample compared with the stream itself; documents without tokens are skipped."""
     write_by_layout(tmp_path / "d", distinct_documents([4, 4, 8, 1, 1, 1, 1, 12, 4]))
     indexed = IndexedDataset(tmp_path / "d")
     dataset = make(indexed, seq_length=4, documents=range(1, 9))
@@ -98,7 +98,7 @@ def test_samples_that_begin_and_end_with_documents(tmp_path: Path) -> None:
         assert np.array_equal(dataset.sample(k), stream[start : start + 5])
 
 
-def test_two_epochs_are_kept(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_epochs_are_cached(indexed: IndexedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
     def counted(count: int, *, seed: int, index: int, stream: int, dtype: np.dtype) -> np.ndarray:
@@ -112,7 +112,7 @@ def test_two_epochs_are_kept(indexed: IndexedDataset, monkeypatch: pytest.Monkey
     assert built == [0, 1, 2]
 
 
-def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
+def test_short_split_is_an_error(indexed: IndexedDataset) -> None:
     with pytest.raises(ConfigError, match=r"train split holds 6 tokens in 2 documents, fewer than the 9 .* at most 5"):
         make(indexed, documents=range(2))
     assert make(indexed, documents=range(2), seq_length=5).samples_per_epoch == 1
@@ -120,7 +120,7 @@ def test_a_split_that_is_too_short(indexed: IndexedDataset) -> None:
         make(indexed, documents=range(3, 3))
 
 
-def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset, tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_named(indexed: IndexedDataset, tmp_path: Path) -> None:
     dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", vocab_size=110)
     with pytest.raises(ConfigError, match=r"d\.bin: document 9 holds token id 11\d, outside vocab_size 110"):
         for k in range(14):
@@ -132,7 +132,7 @@ def test_a_token_outside_the_vocabulary_is_named(indexed: IndexedDataset, tmp_pa
         dataset.sample(0)
 
 
-def test_a_large_index_comes_from_the_cache_with_the_same_samples(indexed: IndexedDataset, tmp_path: Path) -> None:
+def test_cached_index_gives_the_same_samples(indexed: IndexedDataset, tmp_path: Path) -> None:
     def cached() -> GPTDataset:
         cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
         return GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
@@ -146,7 +146,7 @@ def test_a_large_index_comes_from_the_cache_with_the_same_samples(indexed: Index
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
-def test_what_the_key_of_an_index_depends_on(tmp_path: Path) -> None:
+def test_key_of_an_index(tmp_path: Path) -> None:
     write_by_layout(tmp_path / "a", distinct_documents(LENGTHS))
     write_by_layout(tmp_path / "b", distinct_documents([*LENGTHS[:-1], 9]))
     write_by_layout(tmp_path / "c", [[token] * length for token, length in enumerate(LENGTHS)])
@@ -155,16 +155,16 @@ def test_what_the_key_of_an_index_depends_on(tmp_path: Path) -> None:
     def key(indexed: IndexedDataset, epoch: int = 0, **settings: Any) -> str:
         return make(indexed, **settings)._recipe(epoch).key
 
-    assert key(a) == key(c) == key(a, seq_length=4)  # other tokens, or another cut, in the same order
+    assert key(a) == key(c) == key(a, seq_length=4)  # other tokens, or other splits, in the same order
     keys = [key(a), key(b), key(a, epoch=1), key(a, seed=2), key(a, documents=range(9))]
     keys += [key(a, documents=range(1, 10))]
     assert len(set(keys)) == len(keys)
 
 
-def test_later_epochs_are_made_in_the_background(
+def test_later_epochs_are_built_in_the_background(
     indexed: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the process that prepared the first ones, as far as the run goes."""
+    """By the process that prepared the first ones, up to the end of the run."""
 
     def cached() -> GPTDataset:
         cache = IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
@@ -190,9 +190,7 @@ def test_later_epochs_are_made_in_the_background(
     assert follower.background is None
 
 
-def test_a_background_build_that_fails_is_said_when_the_epoch_is_reached(
-    indexed: IndexedDataset, tmp_path: Path
-) -> None:
+def test_failed_background_build_is_raised_at_its_epoch(indexed: IndexedDataset, tmp_path: Path) -> None:
     cache = IndexCache(tmp_path / "cache", True, pytest.fail, small_bytes=0)
     dataset = GPTDataset(indexed, documents=range(10), seq_length=8, seed=1, name="train", cache=cache)
     dataset.prepare(0, 3 * dataset.samples_per_epoch, epochs=2)

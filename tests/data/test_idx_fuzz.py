@@ -1,4 +1,4 @@
-"""Thousands of damaged .idx and .bin files: what is accepted, and what `verify` finds, is what a slow reader says."""
+"""Thousands of damaged .idx and .bin files: the package accepts, and `verify` reports, the same as a simple reader."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ INTERESTING += [2**63, 2**64 - 1, 2**64 - 2]
 
 @dataclass
 class Pair:
-    """The two files, and what the header says."""
+    """The two files, and the header's contents."""
 
     bin: bytearray
     idx: bytearray
 
     def fields(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of every field that .idx has if its counts are right."""
+        """(offset, bytes) of every field of .idx if its counts are right."""
         places = [(0, 9), (9, 8), (17, 1), (18, 8), (26, 8)]
         if len(self.idx) < 34:
             return places
@@ -45,7 +45,7 @@ class Pair:
 
 
 def mutate(pair: Pair, rng: random.Random) -> None:
-    """One change, of the kinds that disks, copies, other programs and people make."""
+    """Apply one change as caused by disks, copies, other programs and users."""
     data = pair.idx if rng.random() < 0.5 else pair.bin
     kind = rng.choice(["bit", "byte", "field", "field", "field", "two fields", "cut", "grow", "drop", "twice", "swap"])
     if kind == "bit" and data:
@@ -80,7 +80,7 @@ def change_field(idx: bytearray, offset: int, size: int, rng: random.Random) -> 
 
 
 def exchange(idx: bytearray, places: list[tuple[int, int]], rng: random.Random) -> None:
-    """Two lengths, offsets or document indices change places, or their sum is kept."""
+    """Swap two lengths, offsets or document indices, or change two and keep their sum."""
     (a, size), (b, other) = rng.choice(places), rng.choice(places)
     if size != other:
         return
@@ -94,7 +94,7 @@ def exchange(idx: bytearray, places: list[tuple[int, int]], rng: random.Random) 
 
 
 def read_slowly(tokens: bytes, idx: bytes) -> list[list[int]] | None:
-    """All sequences, by the documented layout, a field at a time; None if it is not kept to."""
+    """Read all sequences field by field as documented; None if the file violates the layout."""
     if len(idx) < 34 or idx[:9] != b"MMIDIDX\x00\x00" or struct.unpack_from("<Q", idx, 9)[0] != 1:
         return None
     code, sequences, indices = struct.unpack_from("<BQQ", idx, 17)
@@ -117,7 +117,7 @@ def read_slowly(tokens: bytes, idx: bytes) -> list[list[int]] | None:
 
 
 def damaged(seed: int, count: int) -> Iterator[tuple[Pair, Pair, int]]:
-    """(original, damaged, dtype code) over and over."""
+    """Yield (original, damaged, dtype code) repeatedly."""
     rng = random.Random(seed)
     for _ in range(count):
         documents, code = rng.choice(SOURCES)
@@ -129,7 +129,7 @@ def damaged(seed: int, count: int) -> Iterator[tuple[Pair, Pair, int]]:
 
 
 def fuzz(folder: Path, seed: int, count: int) -> dict[str, int]:
-    """Check `count` pairs; returns how many were refused, had bad ids and were sound."""
+    """Check `count` pairs. Returns how many were refused, had bad ids and were valid."""
     seen = {"refused": 0, "bad ids": 0, "sound": 0, "changed": 0}
     prefix = str(folder / "d")
     side = folder / "d.json"
@@ -180,13 +180,13 @@ def write_side_file(path: Path, original: Pair, code: int) -> None:
     path.write_text(json.dumps(facts | {"files": files}))
 
 
-def test_whatever_happened_to_the_files(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_read_correctly(tmp_path: Path) -> None:
     seen = fuzz(tmp_path, seed=1, count=1500)
     assert min(seen.values()) > 35, seen
 
 
-def test_every_single_bit(tmp_path: Path) -> None:
-    """With a side file no changed bit is overlooked."""
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
+    """With a side file every flipped bit is detected."""
     tokens, idx = pack(MIXED)
     prefix = str(tmp_path / "d")
     write_side_file(tmp_path / "d.json", Pair(bytearray(tokens), bytearray(idx)), 8)

@@ -20,7 +20,7 @@ COUNT = 1000
 
 
 def recipe(built: list[int] | None = None, seed: int = 1, count: int = COUNT) -> Recipe:
-    """Two arrays; `built` counts how often they are made."""
+    """Two arrays; `built` counts how often they are built."""
 
     def fill(arrays: Arrays) -> None:
         if built is not None:
@@ -45,13 +45,13 @@ def is_right(arrays: Arrays, seed: int = 1) -> bool:
     return np.array_equal(arrays["a"], np.arange(COUNT) * seed) and (arrays["b"] == seed).all()
 
 
-def test_small_indices_touch_no_disk(tmp_path: Path) -> None:
+def test_small_indices_are_not_written(tmp_path: Path) -> None:
     kept = cache(tmp_path / "c", small_bytes=COUNT * 20 + 1)
     kept.prepare(recipe())
     assert is_right(kept.get(recipe())) and not (tmp_path / "c").exists()
 
 
-def test_an_index_is_built_once_and_mapped(tmp_path: Path) -> None:
+def test_index_is_built_once_and_mapped(tmp_path: Path) -> None:
     built: list[int] = []
     first = cache(tmp_path / "c")
     made, again = first.prepare(recipe(built)), first.prepare(recipe(built))
@@ -63,13 +63,13 @@ def test_an_index_is_built_once_and_mapped(tmp_path: Path) -> None:
     assert type(arrays["a"]) is np.ndarray and not arrays["a"].flags.writeable
     assert (arrays["a"].dtype, arrays["b"].shape) == (np.int32, (COUNT, 2))
     assert [(one.nbytes, one.built) for one in [*first.kept, *second.kept]] == [(COUNT * 20, True), (COUNT * 20, False)]
-    # What they depend on can be read in the entry, and others are beside it.
+    # The entry contains its recipe, and other entries are beside it.
     assert json.loads((first.kept[0].folder / "entry.json").read_text())["about"]["seed"] == 1
     assert is_right(cache(tmp_path / "c").get(recipe(built, seed=2)), seed=2) and built == [1, 2]
     assert len(list((tmp_path / "c").iterdir())) == 2
 
 
-def test_a_vanished_entry_is_built_again_and_open_maps_stay(tmp_path: Path) -> None:
+def test_removed_entry_is_rebuilt_and_open_maps_stay_valid(tmp_path: Path) -> None:
     built: list[int] = []
     arrays = cache(tmp_path / "c").get(recipe(built))
     (entry,) = (tmp_path / "c").iterdir()
@@ -82,7 +82,7 @@ def test_a_vanished_entry_is_built_again_and_open_maps_stay(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["a.npy", "b.npy", "entry.json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "grow", "empty", "gone"])
-def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, how: str) -> None:
+def test_damaged_entry_is_rebuilt(tmp_path: Path, name: str, how: str) -> None:
     built: list[int] = []
     first = cache(tmp_path / "c")
     first.prepare(recipe(built))
@@ -101,16 +101,16 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, name: str, how: str) -> 
     assert len(list((tmp_path / "c").iterdir())) == 1
 
 
-def test_an_entry_of_another_index_is_not_taken(tmp_path: Path) -> None:
-    """Whole, but under the wrong name."""
+def test_entry_of_another_index_is_rebuilt(tmp_path: Path) -> None:
+    """A valid entry under the wrong name."""
     first, built = cache(tmp_path / "c"), []  # type: tuple[IndexCache, list[int]]
     first.prepare(recipe(seed=2))
     first.kept[0].folder.rename(tmp_path / "c" / recipe(seed=1).key)
     assert is_right(cache(tmp_path / "c", []).get(recipe(built))) and built == [1]
 
 
-def test_a_folder_that_is_emptied_while_an_index_is_made(tmp_path: Path) -> None:
-    """By another rank's test, or a user who cleans up: begun again, made once, kept."""
+def test_folder_emptied_while_an_index_is_built(tmp_path: Path) -> None:
+    """By another rank's check, or a user: the index is restarted, built once and kept."""
     built: list[int] = []
     whole = recipe(built)
 
@@ -125,13 +125,13 @@ def test_a_folder_that_is_emptied_while_an_index_is_made(tmp_path: Path) -> None
     assert is_right(cache(tmp_path / "c").get(dataclasses.replace(whole, fill=fill))) and built == [1, 1]
 
 
-def test_where_nothing_can_be_written_indices_are_made_in_memory(tmp_path: Path) -> None:
+def test_indices_are_built_in_memory_if_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file, no folder")
     built: list[int] = []
     lines: list[str] = []
     kept = cache(tmp_path / "c", lines)
     kept.prepare(recipe(built))
-    assert not built and not kept.kept  # nothing is built to be thrown away
+    assert not built and not kept.kept  # nothing is built and discarded
     assert is_right(kept.get(recipe(built))) and is_right(kept.get(recipe(built, seed=2)), seed=2)
     assert len(lines) == 1
     assert f"cannot write to {tmp_path / 'c'} (File exists): the index of web, train (0 MB)" in lines[0]
@@ -141,7 +141,7 @@ def test_where_nothing_can_be_written_indices_are_made_in_memory(tmp_path: Path)
         cache(tmp_path / "c", chosen=True).get(recipe())
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_during_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -155,14 +155,14 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list((tmp_path / "c").iterdir())
 
 
-def test_too_large_an_index_is_not_begun(tmp_path: Path) -> None:
+def test_index_larger_than_the_free_space_is_not_started(tmp_path: Path) -> None:
     lines: list[str] = []
     huge = recipe(count=1 << 56)
     cache(tmp_path / "c", lines).prepare(huge)
     assert "no room for" in lines[0] and not list((tmp_path / "c").iterdir())
 
 
-def test_what_a_killed_build_leaves_goes_after_a_day(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_build_are_removed_after_a_day(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     for name, age in ((".tmp-old", 90000), (".tmp-new", 10)):
         (folder / name).mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_what_a_killed_build_leaves_goes_after_a_day(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {".tmp-new", recipe().key}
 
 
-def test_an_entry_is_checked_once_a_process_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_is_checked_once_per_process_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache(tmp_path / "c").prepare(recipe())
     read: list[str] = []
 
@@ -194,8 +194,8 @@ def test_an_entry_is_checked_once_a_process_unless_it_changes(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_builders_at_the_same_time_agree(tmp_path: Path, damaged: bool) -> None:
-    """All have seen the damage, or that there is none, before the first of them publishes; nothing is left beside it."""
+def test_concurrent_builders_agree(tmp_path: Path, damaged: bool) -> None:
+    """All have found the entry damaged or missing before the first of them publishes; no other file is left."""
     if damaged:
         cache(tmp_path / "c").prepare(recipe())
         (tmp_path / "c" / recipe().key / "a.npy").write_bytes(b"damaged")
@@ -215,9 +215,9 @@ def test_builders_at_the_same_time_agree(tmp_path: Path, damaged: bool) -> None:
     assert [path.name for path in (tmp_path / "c").iterdir()] == [recipe().key]
 
 
-def test_room_for_all_is_seen_to_before_the_first(tmp_path: Path) -> None:
+def test_space_for_all_indices_is_checked_before_the_first(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    # Half of what is free each.
+    # Each needs half of the free space.
     halves = [recipe(seed=seed, count=free // 40) for seed in range(3)]
     lines: list[str] = []
     cache(tmp_path / "c" / "d", lines).need_room(halves[:1])

@@ -1,4 +1,4 @@
-"""Token files read and written: bytes against the documented layout, and every fault named."""
+"""Reading and writing token files: bytes compared with the documented layout, and errors that name the fault."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_reads_what_the_layout_says(prefix: Path) -> None:
+def test_read_documented_layout(prefix: Path) -> None:
     dataset = IndexedDataset(prefix)
     assert [dataset[i].tolist() for i in range(len(dataset))] == [d for d in DOCUMENTS if d]
     assert dataset.sizes.tolist() == [3, 1, 5, 2]
@@ -93,7 +93,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("fault", CHANGED)
-def test_a_changed_field_is_named_at_open(prefix: Path, fault: str) -> None:
+def test_changed_field_is_named_at_open(prefix: Path, fault: str) -> None:
     offset, fmt, value, message = CHANGED[fault]
     change(prefix.with_suffix(".idx"), offset, fmt, value)
     with pytest.raises(ConfigError, match=message):
@@ -121,7 +121,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_at_open(prefix: Path, fault: str) -> None:
+def test_fault_is_named_at_open(prefix: Path, fault: str) -> None:
     damage, message = FAULTS[fault]
     damage(prefix.parent)
     with pytest.raises(ConfigError, match=message):
@@ -138,7 +138,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_a_sound_file_of_another_kind_is_not_called_damaged(prefix: Path, kind: str) -> None:
+def test_valid_file_of_another_kind_is_not_called_damaged(prefix: Path, kind: str) -> None:
     make, message = UNSUPPORTED[kind]
     make(prefix.with_suffix(".idx"))
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_a_sound_file_of_another_kind_is_not_called_damaged(prefix: Path, kind: 
     assert "copy it again" not in str(raised.value)
 
 
-def test_a_fault_tells_its_place(prefix: Path) -> None:
+def test_error_names_the_position(prefix: Path) -> None:
     change(prefix.with_suffix(".idx"), POINTERS + 8, "<q", 5)
     with pytest.raises(DatasetFault) as raised:
         IndexedDataset(prefix)
@@ -156,7 +156,7 @@ def test_a_fault_tells_its_place(prefix: Path) -> None:
         assert (error.path, error.offset, str(error)) == (f"{prefix}.idx", POINTERS + 8, str(raised.value))
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_named(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_truncated_while_read_is_named(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_header = IndexedDataset._read_header
 
     def cut_then(self: IndexedDataset, file: BinaryIO) -> tuple[np.dtype, int, int]:
@@ -170,7 +170,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(prefix: Path, mon
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
-def test_faults_are_found_at_the_edges_of_blocks(prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_at_block_edges_are_found(prefix: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_dataset, "_CHECKED_BYTES", 4 * block)
     assert IndexedDataset(prefix).num_documents == 5
     original = prefix.with_suffix(".idx").read_bytes()
@@ -185,7 +185,7 @@ def test_faults_are_found_at_the_edges_of_blocks(prefix: Path, block: int, monke
                 IndexedDataset(prefix)
 
 
-def test_lying_counts_take_no_memory(prefix: Path) -> None:
+def test_wrong_counts_allocate_no_memory(prefix: Path) -> None:
     for offset in (18, 26):
         for count in ((1 << 64) - 1, 1 << 63, (1 << 63) - 1, 1 << 61, 1 << 40, 1 << 30):
             write_by_layout(prefix, DOCUMENTS)
@@ -198,7 +198,7 @@ def test_lying_counts_take_no_memory(prefix: Path) -> None:
             assert peak < 1 << 17
 
 
-def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
+def test_open_needs_no_memory_per_sequence(tmp_path: Path) -> None:
     write_documents(tmp_path / "d", [(np.zeros(1 << 20, dtype=np.uint16), np.ones(1 << 20))], np.uint16)
     tracemalloc.start()
     dataset = IndexedDataset(tmp_path / "d")
@@ -208,7 +208,7 @@ def test_opening_takes_no_memory_for_many_sequences(tmp_path: Path) -> None:
     assert peak < 4 << 20
 
 
-def test_a_failed_writer_leaves_what_was_there(prefix: Path) -> None:
+def test_failed_writer_keeps_existing_files(prefix: Path) -> None:
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
 
     def documents() -> Iterator[list[int]]:
@@ -223,7 +223,7 @@ def test_a_failed_writer_leaves_what_was_there(prefix: Path) -> None:
     assert sorted(path.name for path in prefix.parent.iterdir()) == ["d.bin", "d.idx"]
 
 
-def test_ids_and_types_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_dtypes_out_of_range_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for bad in (-1, 65536):
         with pytest.raises(ConfigError, match=rf"token id {bad} does not fit uint16"):
             write_documents(tmp_path / "d", blocks_of([[3, bad]]), np.uint16)
@@ -236,7 +236,7 @@ def test_ids_and_types_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("block", "size", "code"), [(1, 2, 8), (3, 65499, 8), (1000, 65500, 4)])
-def test_an_index_made_in_blocks_has_the_documented_layout(
+def test_index_written_in_blocks_has_the_documented_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, size: int, code: int
 ) -> None:
     draw = random.Random(block)
@@ -252,7 +252,7 @@ def test_an_index_made_in_blocks_has_the_documented_layout(
     assert sorted(path.name for path in tmp_path.glob("ours*")) == ["ours.bin", "ours.idx"]
 
 
-def test_lengths_that_another_program_has_changed(tmp_path: Path) -> None:
+def test_wrong_lengths_of_another_program(tmp_path: Path) -> None:
     with contextlib.closing(TokenStream(tmp_path / "0", TokenCounts(np.dtype("<u2")), name="d")) as stream:
         stream.append(np.zeros(7, dtype=np.uint16), [3, 4])
     np.array([3, 5], dtype="<i4").tofile(tmp_path / "0.lengths")

@@ -14,7 +14,7 @@ from tests.support.patience import wait_until
 
 
 class Counting:
-    """Sample k holds k·100, k·100 + 1, ...; records which thread asked for which sample, once it may give any."""
+    """Sample k is k·100, k·100 + 1, ...; records the thread that requests each sample, and can block reads."""
 
     def __init__(self, seq_length: int = 6, *, may: bool = True) -> None:
         self.seq_length = seq_length
@@ -39,7 +39,7 @@ def loader(
     return BatchLoader(dataset, **layout, **settings)  # type: ignore[arg-type]
 
 
-def test_a_microbatch() -> None:
+def test_contents_of_a_microbatch() -> None:
     (batch,) = loader(Counting()).load(3, 2)
     assert batch.sample_ids == (3, 4)
     assert batch.tokens.tolist() == [[*range(300, 306)], [*range(400, 406)]]
@@ -50,14 +50,14 @@ def test_a_microbatch() -> None:
     assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
 
 
-def test_megatrons_order() -> None:
+def test_order_equals_megatron() -> None:
     """Microbatch m of rank d: first + (m·dp_size + d)·micro_batch_size + [0, micro_batch_size)."""
     ids = [[batch.sample_ids for batch in loader(Counting(), d, 2, 2).load(100, 8)] for d in range(2)]
     assert ids == [[(100, 101), (104, 105)], [(102, 103), (106, 107)]]
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 2)])
-def test_every_layout_reads_the_same_samples_each_once(dp_size: int, micro: int) -> None:
+def test_every_layout_reads_each_sample_once(dp_size: int, micro: int) -> None:
     seen: dict[int, list[int]] = {}
     for rank in range(dp_size):
         dataset = Counting()
@@ -69,7 +69,7 @@ def test_every_layout_reads_the_same_samples_each_once(dp_size: int, micro: int)
     assert seen == {k: [*range(100 * k, 100 * k + 6)] for k in range(24, 36)}
 
 
-def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
+def test_eod_mask_loss_masks_tokens_after_an_end_of_document() -> None:
     for masked, mask in ((True, [1, 1, 0, 1, 1, 1]), (False, [1] * 6)):
         (batch,) = loader(Counting(), micro_batch_size=1, eod_token=302, eod_mask_loss=masked).load(3, 1)
         assert batch.tokens[0, 2] == 302 and batch.loss_mask.tolist() == [mask]
@@ -77,7 +77,7 @@ def test_eod_mask_loss_drops_what_follows_an_end_of_document() -> None:
         loader(Counting(), eod_mask_loss=True)
 
 
-def test_spans_are_the_positions_of_a_rank() -> None:
+def test_spans_select_the_positions_of_a_rank() -> None:
     """Tokens, labels and masks of positions 1 and 4; a label is the next token of the whole sequence."""
     (batch,) = loader(Counting(), cp_rank=1, cp_size=3, eod_token=304, eod_mask_loss=True).load(3, 2)
     assert batch.tokens.tolist() == [[301, 304], [401, 404]]
@@ -85,7 +85,7 @@ def test_spans_are_the_positions_of_a_rank() -> None:
     assert batch.loss_mask.tolist() == [[1, 0], [1, 1]]
 
 
-def test_the_load_balancer_is_asked_with_the_documents_of_the_microbatch() -> None:
+def test_load_balancer_gets_the_documents_of_the_microbatch() -> None:
     asked = []
 
     def balance(length: int, starts: tuple[tuple[int, ...], ...]) -> tuple[Spans, ...]:
@@ -98,7 +98,7 @@ def test_the_load_balancer_is_asked_with_the_documents_of_the_microbatch() -> No
     assert batch.spans == (((0, 2), (5, 6)), ((2, 5),))
 
 
-def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> None:
+def test_documents_start_after_each_end_of_document() -> None:
     class Documents(Counting):
         def sample(self, k: int) -> np.ndarray:
             return np.array([[9, 1, 9, 9, 2, 3, 9], [1, 2, 3, 4, 5, 9, 1]][k])
@@ -111,29 +111,29 @@ def test_documents_start_after_an_end_of_document_anywhere_in_the_sequence() -> 
         loader(Counting(), find_documents=True)
 
 
-def test_packed_samples_say_where_documents_are_and_what_counts() -> None:
+def test_packed_samples_have_documents_and_a_loss_mask() -> None:
     class Packed(Counting):
-        """Sample 0 is full of three documents, and 1 holds one of three tokens."""
+        """Sample 0 has three documents without padding, sample 1 one of three tokens."""
 
         def packing(self, k: int) -> Packing:
             return [Packing((0, 2, 5), 6), Packing((0,), 2)][k]
 
-    # An end-of-document token, 3 here, has no part in them.
+    # The end-of-document token, 3 here, has no effect.
     settings = {"packed": True, "find_documents": True, "eod_mask_loss": True, "eod_token": 3}
     (batch,) = loader(Packed(), **settings).load(0, 2)
-    # The last tokens of documents predict nothing, but for the one that is no input; padding is a document.
+    # The last tokens of documents predict nothing, except the one that is not an input; padding is a document.
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 0]]
     assert batch.document_starts == ((0, 2, 5), (0, 2)) and batch.tokens[0, 3] == 3
     (part,) = loader(Packed(), **settings, cp_rank=1, cp_size=3).load(0, 2)
     assert part.loss_mask.tolist() == [[0, 0], [1, 0]]
     assert part.document_starts == batch.document_starts
-    # The first five: the last of them predicts a token that is no input any more, and of another document.
+    # The first five: the last of them would predict a token of another document, which is no longer an input.
     (short,) = loader(Packed(), **settings).load(0, 2, 5)
     assert short.loss_mask.tolist() == [[1, 0, 1, 1, 0], [1, 1, 0, 0, 0]]
     assert short.document_starts == ((0, 2), (0, 2))
 
 
-def test_a_shorter_sequence_is_the_beginning_of_the_sample() -> None:
+def test_shorter_sequence_is_the_start_of_the_sample() -> None:
     short = loader(Counting(), mtp_num_layers=1)
     short.prefetch(3, 2, 4)
     (batch,) = short.load(3, 2, 4)
@@ -157,8 +157,8 @@ def readers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_any_number_of_readers_reads_the_same(workers: int) -> None:
-    """In the background, and by the same threads in every step; without a reader where the batch is asked for."""
+def test_samples_do_not_depend_on_the_number_of_readers(workers: int) -> None:
+    """Threads read in the background, the same ones in every step; without readers the caller's thread reads."""
     dataset, alone = Counting(), loader(Counting(), num_workers=0)
     ahead, threads = loader(dataset, num_workers=workers), set[threading.Thread]()
     for first in range(0, 72, 24):
@@ -167,14 +167,14 @@ def test_any_number_of_readers_reads_the_same(workers: int) -> None:
         assert equal(ahead.load(first, 24), alone.load(first, 24))
     assert len(threads) == workers and len(dataset.asked) == 72
     assert {name for _, name in dataset.asked} == {"megalite-loader" if workers else threading.current_thread().name}
-    ahead.load(72, 4)  # which was not prepared
+    ahead.load(72, 4)  # which was not prefetched
     assert dataset.asked[-1] == (75, threading.current_thread().name)
     ahead.close()
     assert readers() == []
 
 
-def test_readers_read_at_the_same_time() -> None:
-    """Each waits until all are in a sample."""
+def test_readers_work_in_parallel() -> None:
+    """Each waits until all are reading a sample."""
     meeting = threading.Barrier(3, timeout=60)
 
     class Meeting(Counting):
@@ -188,7 +188,7 @@ def test_readers_read_at_the_same_time() -> None:
     ahead.close()
 
 
-def test_an_epoch_is_made_once_for_all_readers() -> None:
+def test_epoch_is_built_once_for_all_readers() -> None:
     made: list[int] = []
 
     def make(epoch: int) -> int:
@@ -203,7 +203,7 @@ def test_an_epoch_is_made_once_for_all_readers() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(12, 4), (8, 8)])
-def test_a_prefetch_of_something_else_is_dropped(wanted: tuple[int, int]) -> None:
+def test_other_prefetch_is_discarded(wanted: tuple[int, int]) -> None:
     ahead = loader(Counting())
     ahead.prefetch(8, 4)
     assert equal(ahead.load(*wanted), loader(Counting()).load(*wanted))
@@ -213,17 +213,17 @@ def test_a_prefetch_of_something_else_is_dropped(wanted: tuple[int, int]) -> Non
     ahead.close()
 
 
-def test_a_fault_in_the_thread_surfaces_in_load() -> None:
+def test_error_of_a_reader_is_raised_by_load() -> None:
     ahead = loader(Counting())
     ahead.prefetch(666, 2)
     with pytest.raises(ConfigError, match="bad sample 666"):
         ahead.load(666, 2)
     ahead.prefetch(666, 2)
-    assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # the bad one is not wanted
+    assert ahead.load(0, 2)[0].sample_ids == (0, 1)  # the bad one is not requested
     ahead.close()
 
 
-def test_the_time_that_load_waits_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_time_of_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("megalite.data.loader.time.perf_counter", lambda: now[0])
 
@@ -243,7 +243,7 @@ def test_the_time_that_load_waits_is_measured(monkeypatch: pytest.MonkeyPatch) -
     ahead.close()
 
 
-def test_an_unwanted_read_ends_with_its_microbatch() -> None:
+def test_discarded_read_ends_after_its_microbatch() -> None:
     dataset = Counting(may=False)
     ahead = loader(dataset)
     ahead.prefetch(0, 1000)
@@ -254,7 +254,7 @@ def test_an_unwanted_read_ends_with_its_microbatch() -> None:
     ahead.close()
 
 
-def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_hanging_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.loader._PATIENCE", 0.01)
     dataset = Counting(may=False)
     ahead = loader(dataset)
@@ -274,13 +274,13 @@ def test_close_ends_the_thread_but_does_not_wait_for_a_disk_that_never_answers(m
 
 
 class Examples(Counting):
-    """Two examples in a sample; of the first the prediction of its second token counts, of the other all."""
+    """Two examples in a sample; in the first only the prediction of its second token counts, in the second all."""
 
     def packing(self, k: int) -> Packing:
         return Packing(starts=(0, 3), used=5, counts=np.array([1, 0, 1, 1, 1, 1], dtype=np.bool_))
 
 
-def test_responses_count_within_their_example() -> None:
+def test_loss_mask_of_responses() -> None:
     (batch,) = loader(Examples(), packed=True, find_documents=True, micro_batch_size=1).load(0, 1)
     assert batch.loss_mask.tolist() == [[1, 0, 0, 1, 1, 0]]
     assert batch.document_starts == ((0, 3, 5),)

@@ -19,7 +19,7 @@ LENGTHS = [5, 1, 17, 3, 40, 2, 2, 9, 30, 8]
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_the_arrays_are_megatrons(case: Case, tmp_path: Path) -> None:
+def test_arrays_equal_megatron(case: Case, tmp_path: Path) -> None:
     assert our_digests(case, tmp_path) == case["digests"]
 
 
@@ -37,7 +37,7 @@ def make(folder: Path, num_samples: int | None, *, cache: IndexCache | None = No
     )
 
 
-def test_sample_index_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_index_built_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make(tmp_path, 100).arrays
     for block in (1, 3, 7):
         monkeypatch.setattr("megalite.data.megatron_dataset._BLOCK", block)
@@ -45,7 +45,7 @@ def test_sample_index_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert np.array_equal(array, whole[name]), (block, name)
 
 
-def test_samples_are_stretches_of_the_shuffled_documents(tmp_path: Path) -> None:
+def test_samples_are_segments_of_the_shuffled_documents(tmp_path: Path) -> None:
     dataset = make(tmp_path, 40)
     assert dataset.plan.epochs == 3 and len(dataset) == (3 * 117 - 1) // 8
     arrays = dataset.arrays
@@ -60,17 +60,17 @@ def test_samples_are_stretches_of_the_shuffled_documents(tmp_path: Path) -> None
     [
         (None, MegatronPlan(1, 14, None)),
         (14, MegatronPlan(1, 14, None)),
-        (15, MegatronPlan(2, 29, 14)),  # 1 of 14 samples from the last epoch: shuffled apart
+        (15, MegatronPlan(2, 29, 14)),  # 1 of 14 samples is of the last epoch: shuffled separately
         (24, MegatronPlan(2, 29, 14)),  # 10 < int(0.8 * 14) = 11
         (25, MegatronPlan(2, 29, None)),
         (29, MegatronPlan(2, 29, None)),
     ],
 )
-def test_epochs_and_the_rule_of_80_percent(num_samples: int | None, plan: MegatronPlan) -> None:
+def test_epochs_and_the_80_percent_rule(num_samples: int | None, plan: MegatronPlan) -> None:
     assert MegatronPlan.of(num_tokens=117, num_samples=num_samples, seq_length=8) == plan
 
 
-def test_a_sample_beyond_the_last_is_refused(tmp_path: Path) -> None:
+def test_sample_beyond_the_last_is_refused(tmp_path: Path) -> None:
     dataset = make(tmp_path, 14)
     dataset.prepare(0, 14)
     with pytest.raises(ConfigError, match="has 14 samples, but the run needs sample 14"):
@@ -81,7 +81,7 @@ def test_a_sample_beyond_the_last_is_refused(tmp_path: Path) -> None:
         dataset.sample(-1)
 
 
-def test_a_split_without_tokens_and_seeds_out_of_range(tmp_path: Path) -> None:
+def test_split_without_tokens_and_bad_seeds_are_errors(tmp_path: Path) -> None:
     indexed = make(tmp_path, 1).indexed
     settings = {"num_samples": 5, "seq_length": 8, "name": "train"}
     with pytest.raises(ConfigError, match="train split holds 0 tokens in 0 documents"):
@@ -90,7 +90,7 @@ def test_a_split_without_tokens_and_seeds_out_of_range(tmp_path: Path) -> None:
         MegatronDataset(indexed, documents=range(3), seed=1 << 32, **settings)  # type: ignore[arg-type]
 
 
-def test_a_blend_reads_what_its_index_says(tmp_path: Path) -> None:
+def test_blend_follows_its_index(tmp_path: Path) -> None:
     size, wanted = blend_sizes([0.3, 0.7], 40)
     assert (size, wanted) == (40, [13, 29])  # ceil(12 * 1.005), ceil(28 * 1.005)
     parts = [make(tmp_path, count) for count in wanted]
@@ -111,7 +111,7 @@ def test_a_blend_reads_what_its_index_says(tmp_path: Path) -> None:
         short.prepare(0, size)
 
 
-def test_large_indices_are_kept(tmp_path: Path) -> None:
+def test_large_indices_are_cached(tmp_path: Path) -> None:
     def cache() -> IndexCache:
         return IndexCache(tmp_path / "cache", False, pytest.fail, small_bytes=0)
 
@@ -129,7 +129,7 @@ def test_large_indices_are_kept(tmp_path: Path) -> None:
 
 
 def greedy(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rule itself, a step at a time."""
+    """The rule itself, step by step."""
     index, ordinal = np.zeros(size, np.int16), np.zeros(size, np.int64)
     counts = [0] * len(weights)
     for k in range(size):
@@ -154,8 +154,8 @@ RANDOM = np.random.RandomState(0)
         (RANDOM.randint(1, 6, 24), 5000),
     ],
 )
-def test_the_greedy_choice_to_the_bit(weights: list[float], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Several waves, and stretches so short that many guesses are wrong.
+def test_greedy_choice_is_exact(weights: list[float], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several waves, with segments so short that many guesses are wrong.
     monkeypatch.setattr(megatron_blend, "_LANES", 64)
     monkeypatch.setattr(megatron_blend, "_STEPS", 100)
     shares = np.array(weights, dtype=np.float64)

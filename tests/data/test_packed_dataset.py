@@ -1,4 +1,4 @@
-"""Samples of whole documents: everything is predicted once an epoch, and nothing is cut that fits."""
+"""Samples of whole documents: every token is predicted once per epoch, and documents that fit are not split."""
 
 from collections import Counter
 from pathlib import Path
@@ -38,7 +38,7 @@ def make(
 
 
 def pieces(dataset: PackedDataset, k: int) -> list[list[int]]:
-    """The documents' pieces in a sample, as its packing says."""
+    """Pieces of documents in a sample, by its packing."""
     sample, packing = dataset.sample(k).tolist(), dataset.packing(k)
     ends = [*packing.starts[1:], packing.used + 1]
     assert sample[packing.used + 1 :] == [PAD] * (dataset.seq_length - packing.used)
@@ -46,7 +46,7 @@ def pieces(dataset: PackedDataset, k: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seq_length", [1, 2, 7, 8, 9, 16, 17, 39, 64])
-def test_an_epoch_predicts_every_token_but_first_ones_once(indexed: IndexedDataset, seq_length: int) -> None:
+def test_epoch_predicts_every_token_except_first_ones_once(indexed: IndexedDataset, seq_length: int) -> None:
     dataset = make(indexed, seq_length=seq_length)
     starts = set(np.cumsum([0, *LENGTHS]).tolist())
     for epoch in range(2):
@@ -61,7 +61,7 @@ def test_an_epoch_predicts_every_token_but_first_ones_once(indexed: IndexedDatas
         assert predicted == Counter(set(range(sum(LENGTHS))) - starts)
 
 
-def test_documents_that_fit_are_whole_and_longer_ones_fill_samples(indexed: IndexedDataset) -> None:
+def test_documents_that_fit_are_not_split(indexed: IndexedDataset) -> None:
     dataset = make(indexed, seq_length=9)
     starts = np.cumsum([0, *LENGTHS])
     whole = {int(start): length for start, length in zip(starts, LENGTHS, strict=False) if 2 <= length <= 10}
@@ -80,7 +80,7 @@ def test_documents_that_fit_are_whole_and_longer_ones_fill_samples(indexed: Inde
     assert found == whole
 
 
-def test_as_few_samples_as_best_fit_needs(indexed: IndexedDataset) -> None:
+def test_number_of_samples_equals_best_fit(indexed: IndexedDataset) -> None:
     """Full pieces: 1 of 17, 4 of 40, 3 of 30, 1 of 10 and 1 of 18 tokens; the others have 53 in 6 bins of 10."""
     dataset = make(indexed, seq_length=9)
     assert dataset.samples_per_epoch == 10 + 6
@@ -107,7 +107,7 @@ def test_sample_is_a_pure_function_of_seed_and_number(indexed: IndexedDataset) -
     assert first == samples(make(indexed), 0)
 
 
-def test_documents_of_one_length_are_dealt_anew_in_each_epoch(tmp_path: Path) -> None:
+def test_documents_of_one_length_are_reassigned_in_each_epoch(tmp_path: Path) -> None:
     write_by_layout(tmp_path / "d", distinct_documents([3, 5] * 40))
     dataset = make(IndexedDataset(tmp_path / "d"), seq_length=7)
     assert dataset.samples_per_epoch == 40 and dataset.idle_share == pytest.approx(1 - 6 / 7)
@@ -123,28 +123,28 @@ def test_documents_of_one_length_are_dealt_anew_in_each_epoch(tmp_path: Path) ->
     assert len(pairs(0) & pairs(1)) < 10
 
 
-def test_only_the_documents_of_the_split(indexed: IndexedDataset) -> None:
+def test_split_has_only_its_documents(indexed: IndexedDataset) -> None:
     dataset = make(indexed, documents=range(2, 5))
     assert dataset.num_tokens == 17 + 3 + 40
     seen = {token for k in range(dataset.samples_per_epoch) for p in pieces(dataset, k) for token in p}
     assert seen == set(range(6, 66))
 
 
-def test_a_split_with_nothing_to_predict(indexed: IndexedDataset) -> None:
+def test_split_without_predictions_is_an_error(indexed: IndexedDataset) -> None:
     with pytest.raises(ConfigError, match="the train split holds 1 tokens in 1 documents, but no document has the two"):
         make(indexed, documents=range(1, 2))
     with pytest.raises(ConfigError, match="the train split holds 0 tokens in 0 documents"):
         make(indexed, documents=range(3, 3))
 
 
-def test_a_token_id_outside_the_vocabulary(indexed: IndexedDataset) -> None:
+def test_token_id_outside_the_vocabulary_is_an_error(indexed: IndexedDataset) -> None:
     dataset = PackedDataset(indexed, documents=range(1), seq_length=9, seed=1, name="train", vocab_size=4, pad_token=0)
     with pytest.raises(ConfigError, match=r"d\.bin: document 0 holds token id 4, outside vocab_size 4"):
         dataset.sample(0)
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:
-    """What bins hold after best-fit decreasing, by its definition."""
+    """Contents of bins after best-fit decreasing, by definition."""
     held: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [i for i, load in enumerate(held) if load + length <= capacity]
@@ -157,7 +157,7 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 
 @settings(deadline=None, max_examples=150)
 @given(st.data())
-def test_loads_are_those_of_best_fit_decreasing(data: st.DataObject) -> None:
+def test_loads_equal_best_fit_decreasing(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 40))
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=120))
     packed = best_fit(np.bincount(lengths or [0], minlength=capacity + 1) * bool(lengths), capacity)
@@ -169,8 +169,8 @@ def test_loads_are_those_of_best_fit_decreasing(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1025, 8193])
-def test_many_documents_are_few_groups(capacity: int) -> None:
-    """The work follows the lengths that there are: a million documents more change nothing."""
+def test_work_depends_on_lengths_not_documents(capacity: int) -> None:
+    """The work depends on the number of different lengths: a million more documents do not change it."""
     lengths = np.random.default_rng(1).geometric(1 / 400, size=20_000) % (capacity - 1) + 2
     counts = np.bincount(lengths, minlength=capacity + 1)
     few, many = best_fit(counts, capacity), best_fit(50 * counts, capacity)
@@ -179,7 +179,7 @@ def test_many_documents_are_few_groups(capacity: int) -> None:
     assert many.count * capacity < 1.001 * 50 * lengths.sum()
 
 
-def test_of_examples_responses_count_and_too_long_ones_are_cut(tmp_path: Path) -> None:
+def test_examples_train_on_responses_and_are_truncated(tmp_path: Path) -> None:
     examples = distinct_documents([5, 1, 17, 3, 40, 10, 11])
     write_by_layout(tmp_path / "e", examples)
     write_by_layout(tmp_path / "m", [[token % 3 % 2 for token in example] for example in examples])

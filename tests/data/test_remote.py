@@ -1,4 +1,4 @@
-"""Files at addresses: from a server of the test, with ranges, tags, broken connections and a password."""
+"""Files at addresses, from a server of the test, with ranges, tags, broken connections and a password."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def fetch(tmp_path: Path, **settings: Any) -> tuple[dict[str, str], list[str]]:
     return fetch_all(config, say=said.append, stopped=lambda: False), said
 
 
-def test_text_is_fetched_once_and_again_when_it_has_changed(store: Store, tmp_path: Path) -> None:
+def test_text_is_fetched_again_only_if_changed(store: Store, tmp_path: Path) -> None:
     (store.folder / "a.jsonl").write_text('{"text": "a"}\n')
     address = store.address("a.jsonl?signature=secret")
     found, said = fetch(tmp_path, data_path=["0.3", address, "0.7", "b"])
@@ -55,7 +55,7 @@ def test_text_is_fetched_once_and_again_when_it_has_changed(store: Store, tmp_pa
     assert len(fetch(tmp_path, data_path=[address])[1]) == 1 and "b" in place.read_text()
 
 
-def test_token_files_are_checked_against_their_side_file(store: Store, tmp_path: Path) -> None:
+def test_token_files_must_match_their_side_file(store: Store, tmp_path: Path) -> None:
     write_by_layout(store.folder / "d", distinct_documents([5, 7]))
     bin_file = store.folder / "d.bin"
     address = store.address("d")
@@ -80,7 +80,7 @@ def test_token_files_are_checked_against_their_side_file(store: Store, tmp_path:
         fetch(tmp_path, train_data_path=[address], sft=True)
 
 
-def test_a_broken_connection_is_resumed(store: Store, tmp_path: Path) -> None:
+def test_broken_connection_is_resumed(store: Store, tmp_path: Path) -> None:
     content = bytes(range(256)) * 20_000
     (store.folder / "a.txt").write_bytes(content)
     store.breaks_after = 3_000_000
@@ -89,7 +89,7 @@ def test_a_broken_connection_is_resumed(store: Store, tmp_path: Path) -> None:
     assert store.asked[-1] == "GET a.txt bytes=3000000-"
 
 
-def test_a_tokenizer_comes_with_what_stands_beside_it(store: Store, tmp_path: Path) -> None:
+def test_tokenizer_is_fetched_with_the_files_beside_it(store: Store, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (store.folder / name).write_text(name)
     address = store.address("tokenizer.json")
@@ -100,7 +100,7 @@ def test_a_tokenizer_comes_with_what_stands_beside_it(store: Store, tmp_path: Pa
     )
 
 
-def test_secrets_are_sent_and_never_shown(store: Store, tmp_path: Path) -> None:
+def test_secrets_are_sent_but_not_shown(store: Store, tmp_path: Path) -> None:
     (store.folder / "a.jsonl").write_text("{}")
     store.password = "me:p@ss/word"
     secret = "me:p%40ss%2Fword@"
@@ -114,7 +114,7 @@ def test_secrets_are_sent_and_never_shown(store: Store, tmp_path: Path) -> None:
     assert redacted("https://me:word@host/a/b?X-Amz-Signature=1#c") == "https://host/a/b"
 
 
-def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
+def test_missing_object_is_one_error(store: Store, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/none\.jsonl does not exist; give the address of a file that does"):
         fetch(tmp_path, data_path=[store.address("none.jsonl")])
     with pytest.raises(ConfigError, match=r"nosuch://host/a\.jsonl cannot be read: Protocol not known"):
@@ -129,7 +129,7 @@ def test_what_is_not_there_is_one_error(store: Store, tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, **facts: Any) -> Path:
-    """A run with one checkpoint of one file; the checkpoint's folder."""
+    """Write a run with one checkpoint of one file. Returns the checkpoint's folder."""
     step = folder / "run" / "step-0000002"
     step.mkdir(parents=True)
     (step / "rank-0.safetensors").write_bytes(b"weights")
@@ -142,8 +142,8 @@ def write_run(folder: Path, **facts: Any) -> Path:
     return step
 
 
-def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text, token files, a checkpoint and what is not there, from a bucket, by the store's own client."""
+def test_files_in_an_s3_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, token files, a checkpoint and a missing object, by the store's own client."""
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     (bucket / "a.jsonl").write_text('{"text": "a"}\n')
@@ -163,7 +163,7 @@ def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             fetch(tmp_path, data_path=["s3://bucket/none.jsonl"])
 
 
-def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) -> None:
+def test_checkpoint_must_match_its_manifest(store: Store, tmp_path: Path) -> None:
     step = write_run(store.folder)
     found, _ = fetch(tmp_path, load=store.address("run"))
     (here,) = Path(found[store.address("run")]).iterdir()
@@ -174,8 +174,8 @@ def test_a_checkpoint_is_what_its_manifest_says(store: Store, tmp_path: Path) ->
         fetch(tmp_path, load=store.address("run"))
 
 
-def test_a_checkpoint_that_does_not_fit_is_not_fetched(store: Store, tmp_path: Path) -> None:
-    """Nor is what else is named; the error is that of the run, and no older checkpoint is tried."""
+def test_checkpoint_of_another_model_is_not_fetched(store: Store, tmp_path: Path) -> None:
+    """The error is that of the run, no other file is fetched, and no older checkpoint is tried."""
     write_run(store.folder)
     (store.folder / "a.jsonl").write_text("{}")
     address = store.address("run")
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_fetched(store: Store, tmp_path: P
     assert {name.split()[1] for name in store.asked} == {"latest", "manifest.json"}
 
 
-def test_where_there_is_no_checkpoint_the_address_is_named(store: Store, tmp_path: Path) -> None:
+def test_address_is_named_if_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
     address = store.address("none")
     config, said = replace(RunConfig(), load=address, data_cache_path=str(tmp_path / "cache")), list[str]()
     with pytest.raises(
@@ -199,8 +199,8 @@ def test_where_there_is_no_checkpoint_the_address_is_named(store: Store, tmp_pat
     assert said == [f"no complete checkpoint at {address}"]
 
 
-def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
-    """Which is fetched before, or is known by the token files; --finetune takes it."""
+def test_checkpoint_of_another_tokenizer_is_not_fetched(store: Store, tmp_path: Path) -> None:
+    """The tokenizer is fetched before, or is known from the token files; --finetune accepts it."""
     asked = {"load": store.address("run"), "load_optimizer": False, "data_cache_path": str(tmp_path / "cache")}
     made = validate(replace(RunConfig(), vocab_size=2, **asked), None, frozenset(), problems=Problems())
     write_run(store.folder, tokenizer="0" * 64, config={"model": asdict(made.model)})
@@ -224,7 +224,7 @@ def test_nor_is_one_of_another_tokenizer(store: Store, tmp_path: Path) -> None:
     assert store.asked[-1] == "GET rank-0.safetensors"
 
 
-def test_a_model_is_taken_from_the_manifest_at_an_address(store: Store, tmp_path: Path) -> None:
+def test_model_settings_come_from_the_manifest_at_an_address(store: Store, tmp_path: Path) -> None:
     step = write_run(store.folder)
     for asked in (None, 2):
         found = settings_in(store.address("run"), asked)
@@ -235,8 +235,8 @@ def test_a_model_is_taken_from_the_manifest_at_an_address(store: Store, tmp_path
         settings_in(store.address("run"), None)
 
 
-def test_a_dataset_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One on disk, which its package reads as it reads those of the hub."""
+def test_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset on disk; its package reads those of the hub in the same way."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pytest.importorskip("datasets")
@@ -255,7 +255,7 @@ def test_a_dataset_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         fetch(tmp_path, data_path=["hf:///nowhere"])
 
 
-def test_a_dataset_of_hugging_face_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_dataset_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="hf://owner/name needs the package datasets: pip install datasets"):
         fetch(tmp_path, data_path=["hf://owner/name"])

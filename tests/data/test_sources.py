@@ -33,9 +33,7 @@ def build(data: DataConfig, *, vocab_size: int = 10, splits: tuple[str, ...] = (
 
 
 @pytest.mark.parametrize("entries", [["2023", "2024"], ["0.3", "b", "2023", "2024"], ["2024", "2023"]])
-def test_a_token_file_that_reads_as_a_weight(
-    entries: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_file_named_like_a_weight(entries: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("2023", "2024", "b"):
         write_by_layout(tmp_path / name, [[1] * 20] * 50)
@@ -45,7 +43,7 @@ def test_a_token_file_that_reads_as_a_weight(
         assert isinstance(build(DataConfig(data_path=plain, split="1")).train, BlendedDataset)
 
 
-def test_a_path_with_a_space_that_was_cut(folder: Path) -> None:
+def test_path_with_a_space_is_an_error(folder: Path) -> None:
     (folder / "my data").mkdir()
     write_by_layout(folder / "my data" / "a", [[1] * 20] * 50)
     whole = f"{folder}/my data/a"
@@ -60,12 +58,12 @@ def test_one_path_is_split_by_documents(folder: Path) -> None:
     assert isinstance(built.train, GPTDataset) and isinstance(built.test, GPTDataset)
     assert (built.train.documents, built.valid, built.test.documents) == (range(40), None, range(45, 50))
     assert build(DataConfig(data_path=[str(folder / "web_text_document")], split="1,0,0")).valid is None
-    built = build(DataConfig(data_path=[str(folder / "books_text_document")]))  # 969,30,1, as Megatron-LM has it
+    built = build(DataConfig(data_path=[str(folder / "books_text_document")]))  # 969,30,1, Megatron-LM's default
     assert isinstance(built.train, GPTDataset) and isinstance(built.valid, GPTDataset)
     assert (built.train.documents, built.valid.documents) == (range(145), range(145, 150))
 
 
-def test_a_blend_follows_the_tokens_or_its_weights(folder: Path) -> None:
+def test_blend_is_weighted_by_tokens_or_weights(folder: Path) -> None:
     paths = [str(folder / "web_text_document"), str(folder / "books_text_document")]
     train = build(DataConfig(data_path=paths, split="1")).train
     assert isinstance(train, BlendedDataset) and train.shares == [Fraction(1, 4), Fraction(3, 4)]
@@ -89,7 +87,7 @@ def test_mock_data_needs_no_files() -> None:
     assert not np.array_equal(built.train.sample(0), built.valid.sample(0))
 
 
-def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
+def test_missing_path_names_similar_ones(folder: Path) -> None:
     def message(path: Path) -> str:
         with pytest.raises(ConfigError) as error:
             build(DataConfig(data_path=[str(path)]))
@@ -105,7 +103,7 @@ def test_a_path_that_does_not_exist_names_its_neighbours(folder: Path) -> None:
     assert f"{web}.bin does not exist" in message(web)
 
 
-def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> None:
+def test_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> None:
     books = str(folder / "books_text_document")
     with pytest.raises(
         ConfigError, match=r"books_text_document\.bin: holds token id 2, but vocab_size is 2.*; .* least 3"
@@ -113,7 +111,7 @@ def test_a_token_id_outside_the_vocabulary_fails_at_the_start(folder: Path) -> N
         build(DataConfig(data_path=[books]), vocab_size=2)
 
 
-def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_sampled_at_start_and_checked_when_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.token_files.SAMPLED_BYTES", 3 << 20)
     block = 1 << 19  # tokens in a block of 1 MiB; the first, the third and the last of six are checked
 
@@ -135,13 +133,13 @@ def test_a_large_file_is_sampled_and_read_ids_are_checked(folder: Path, monkeypa
         dataset.sample(k)
 
 
-def test_a_negative_token_id_fails_at_the_start(folder: Path) -> None:
+def test_negative_token_id_fails_at_the_start(folder: Path) -> None:
     write_by_layout(folder / "negative", [[1, 2, -3] * 9], code=4)
     with pytest.raises(ConfigError, match=r"negative\.bin: holds token id -3; ids are at least 0"):
         build(DataConfig(data_path=[str(folder / "negative")]))
 
 
-def test_best_fit_makes_packed_datasets(folder: Path) -> None:
+def test_best_fit_gives_packed_datasets(folder: Path) -> None:
     paths = [str(folder / "web_text_document"), str(folder / "books_text_document")]
     train = build_datasets(
         DataConfig(data_path=paths, split="1", packing="best-fit"),
@@ -158,8 +156,8 @@ def test_best_fit_makes_packed_datasets(folder: Path) -> None:
     assert (train.sample(0)[packing.used + 1 :] == 7).all()
 
 
-def test_where_large_indices_are_kept(folder: Path) -> None:
-    """Beside each token file, or in one folder for all; small ones nowhere."""
+def test_location_of_large_indices(folder: Path) -> None:
+    """Beside each token file, or in one folder for all; small ones are not written."""
     (folder / "more").mkdir()
     write_by_layout(folder / "more" / "d", [[1] * 20] * 70)
     paths = [str(folder / "web_text_document"), str(folder / "more" / "d")]
@@ -185,7 +183,7 @@ def test_where_large_indices_are_kept(folder: Path) -> None:
     assert len(list((folder / "all").iterdir())) == 2
 
 
-def test_a_short_split_that_nobody_reads_is_no_fault(folder: Path) -> None:
+def test_short_unused_split_is_not_an_error(folder: Path) -> None:
     data = DataConfig(data_path=[str(folder / "web_text_document")])
     assert build(data).test is None
     with pytest.raises(ConfigError, match="test split holds 0 tokens"):
@@ -203,17 +201,17 @@ def config(**settings: Any) -> RunConfig:
     return validate(replace(RunConfig(), **values), 1, frozenset(values))
 
 
-def test_what_a_run_reads() -> None:
+def test_number_of_samples_of_a_run() -> None:
     assert samples_to_read(config()) == {"train": (0, 800)}
     evaluates = config(eval_interval=30, eval_iters=5)
     expected = {"train": (80, 800), "valid": (0, 40), "test": (0, 40)}
     assert samples_to_read(evaluates, step=10, samples=80) == expected
-    # Resumed after smaller batches: the steps count.
+    # Resumed after smaller batches: the number of steps counts.
     assert samples_to_read(config(), step=10, samples=40)["train"] == (40, 760)
     assert samples_to_read(config(), step=100, samples=800)["train"] == (800, 800)
 
 
-def test_a_ramp_up_is_followed() -> None:
+def test_number_of_samples_with_a_ramp_up() -> None:
     ramp = config(train_iters=None, train_samples=1000, rampup_batch_size=[2, 2, 60])
     first, stop = samples_to_read(ramp)["train"]
     assert (first, 1000 - stop < 8) == (0, True)
@@ -232,5 +230,5 @@ def test_a_ramp_up_is_followed() -> None:
         ),
     ],
 )
-def test_megatrons_lengths(settings: dict[str, Any], lengths: dict[str, int]) -> None:
+def test_lengths_equal_megatron(settings: dict[str, Any], lengths: dict[str, int]) -> None:
     assert megatron_lengths(config(**settings)) == lengths

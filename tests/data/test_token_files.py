@@ -24,7 +24,7 @@ FACTS = {
 }
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_side_file_round_trip(tmp_path: Path) -> None:
     assert read_side_file(tmp_path / "d") is None
     (tmp_path / "d.json").write_bytes(encode_side_file(FACTS))
     assert read_side_file(tmp_path / "d") == {"format": 1, **FACTS}
@@ -44,13 +44,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_a_field_that_cannot_be_is_named(tmp_path: Path, message: str) -> None:
+def test_invalid_field_is_named(tmp_path: Path, message: str) -> None:
     (tmp_path / "d.json").write_text(json.dumps({"format": 1, **FACTS, **CHANGES[message]}))
     with pytest.raises(ConfigError, match=rf"d\.json: {message}.*; move it away, or write the dataset again"):
         read_side_file(tmp_path / "d")
 
 
-def test_a_newer_format(tmp_path: Path) -> None:
+def test_newer_format_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text('{"format": 2}')
     with pytest.raises(ConfigError, match=r"newer megalite \(format 2, this version reads 1\); .*move the file away"):
         read_side_file(tmp_path / "d")
@@ -62,14 +62,14 @@ FOREIGN += [b'{"text": "one"}\n{"text": "two"}\n', b'{"version": "1.0", "model":
 
 
 @pytest.mark.parametrize("content", FOREIGN)
-def test_a_file_of_another_program_is_not_used(tmp_path: Path, content: bytes) -> None:
+def test_json_of_another_program_is_ignored(tmp_path: Path, content: bytes) -> None:
     """JSON of other programs beside token files, such as texts or a tokenizer.json."""
     path = tmp_path / "d.json"
     path.write_bytes(content)
     assert read_side_file(tmp_path / "d") is None
 
 
-def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
+def test_huge_side_file_or_folder_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     with (tmp_path / "long.json").open("wb") as file:
         file.write(encode_side_file(FACTS))
@@ -84,7 +84,7 @@ RECORDED: dict[str, Any] = {"documents": 50, "tokens": 1000, "dtype": "uint16"}
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Made with ByteLevelTokenizer, as its side file says."""
+    """Token files made with ByteLevelTokenizer according to their side file."""
     write_by_layout(tmp_path / "d", [[1] * 20] * 50)
     made_with = {"kind": BYTES.name, "sha256": BYTES.fingerprint(), "vocab_size": 257, "eod": 256}
     (tmp_path / "d.json").write_bytes(encode_side_file({**RECORDED, "tokenizer": made_with}))
@@ -99,7 +99,7 @@ def refusal(prefix: str) -> str:
     )
 
 
-def test_training_refuses_it(prefix: str) -> None:
+def test_training_refuses_another_tokenizer(prefix: str) -> None:
     def read(tokenizer: ByteLevelTokenizer | NullTokenizer | None) -> None:
         config = tiny_config(1, data_path=[prefix], split="1", vocab_size=300, eod_mask_loss=False)
         assert open_data(build(RankContext(0), config), tokenizer).train is not None
@@ -113,8 +113,8 @@ def test_training_refuses_it(prefix: str) -> None:
     read(NullTokenizer(300))
 
 
-def test_a_blend_of_two_tokenizers(prefix: str, tmp_path: Path) -> None:
-    """Without a tokenizer of its run, files of two tokenizers are still an error."""
+def test_blend_of_two_tokenizers_is_an_error(prefix: str, tmp_path: Path) -> None:
+    """Also without a tokenizer in the run."""
     write_by_layout(tmp_path / "e", [[1] * 20] * 50)
     other = {"kind": "NullTokenizer", "sha256": "0" * 64}
     (tmp_path / "e.json").write_bytes(encode_side_file({**RECORDED, "tokenizer": other}))
@@ -140,15 +140,15 @@ def test_a_blend_of_two_tokenizers(prefix: str, tmp_path: Path) -> None:
         json.dumps({"format": 1, **RECORDED, "tokenizer": {"kind": "x", "sha256": 7}}),
     ],
 )
-def test_what_is_no_sound_side_file_says_nothing(tmp_path: Path, content: str) -> None:
+def test_invalid_side_file_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "d.json").write_text(content)
     require_recorded_tokenizer(str(tmp_path / "d"), BYTES)
     require_recorded_tokenizer(str(tmp_path / "none"), BYTES)
 
 
 @pytest.mark.parametrize("signs", [["json"], ["mask"], ["json", "mask"]])
-def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -> None:
-    """Examples are recognised by the side file or the mask; without either they are ordinary text."""
+def test_examples_as_plain_text_are_refused(tmp_path: Path, signs: list[str]) -> None:
+    """Examples are recognised by the side file or the mask; without both they are ordinary text."""
     write_by_layout(tmp_path / "e_document", [[1] * 20] * 50)
     side, mask = tmp_path / "e_document.json", tmp_path / "e_mask_document"
     if "json" in signs:
@@ -170,14 +170,14 @@ def test_prompts_are_not_learned_by_accident(tmp_path: Path, signs: list[str]) -
     assert open_data(build(RankContext(0), config), None).train is not None
 
 
-def test_a_file_without_tokens(tmp_path: Path) -> None:
+def test_file_without_tokens_is_an_error(tmp_path: Path) -> None:
     write_by_layout(tmp_path / "d", [[], []])
     config = tiny_config(1, data_path=[str(tmp_path / "d")], eod_mask_loss=False)
     with pytest.raises(ConfigError, match=r"data path .*/d: .*/d\.bin has no tokens; leave it out"):
         open_data(build(RankContext(0), config), None)
 
 
-def test_a_split_without_documents_names_the_split_that_is_in_force(tmp_path: Path) -> None:
+def test_split_without_documents_names_the_split(tmp_path: Path) -> None:
     write_by_layout(tmp_path / "d", [[1] * 40] * 3)
 
     def message(**settings: Any) -> str:
@@ -193,8 +193,8 @@ def test_a_split_without_documents_names_the_split_that_is_in_force(tmp_path: Pa
     )
 
 
-def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
-    """The user never chose a vocab_size where the tokenizer has one."""
+def test_token_ids_of_another_tokenizer_are_named(tmp_path: Path) -> None:
+    """With a tokenizer, the message does not mention vocab_size, which the user did not set."""
     write_by_layout(tmp_path / "d", [[1] * 400, [998]])
 
     def message(tokenizer: ByteLevelTokenizer | NullTokenizer) -> str:

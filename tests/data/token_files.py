@@ -10,7 +10,7 @@ from tests.preprocess import layout
 
 
 def write_by_layout(prefix: Path, documents: list[list[int]], *, code: int = 8) -> None:
-    """The bytes of both files, by the layout's description: each document with tokens is one sequence."""
+    """Write both files as documented: each document with tokens is a sequence."""
     layout.write(prefix, [[document] if document else [] for document in documents], code=code)
 
 
@@ -21,5 +21,5 @@ def distinct_documents(lengths: list[int]) -> list[list[int]]:
 
 
 def blocks_of(documents: Iterable[list[int]]) -> Iterator[tuple[NDArray, list[int]]]:
-    """For `write_documents`: each document a block."""
+    """Input of `write_documents`: each document is a block."""
     return ((np.array(document, dtype=np.int64), [len(document)]) for document in documents)

@@ -1,4 +1,4 @@
-"""Tiny models of every kind, whole or cut over the ranks of a topology, with the same weights in every layout."""
+"""Tiny models of every kind, whole or divided over the ranks of a topology, with the same weights in every layout."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.models.stages import build
 from tests.support.tiny import LATENT, LLAMA, tiny_config
 
 PROMPT = [5, 17, 60, 3]
-PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, one of them twice
+PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, with one repeated
 VOCAB = 93
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def texts(
     batch_size: int = 16,
     make_text: MakeText | None = None,
 ) -> list[tuple[list[int], str | None]]:
-    """New tokens of each prompt, and why they end."""
+    """New tokens of each prompt, and the reason for the end."""
     made = generate_batch(
         chain, prompts, sampling, stop_token_ids=stop_token_ids, batch_size=batch_size, make_text=make_text
     )
@@ -82,6 +82,6 @@ def texts(
 
 
 def new_tokens(stage: GPTStage, prompt: list[int], sampling: Sampling, *, eod: int | None = None) -> list[int]:
-    """Those after one prompt, by a model in one stage."""
+    """New tokens after one prompt, by a model in one stage."""
     stop_token_ids = frozenset(() if eod is None else (eod,))
     return texts(Chain(stage), [prompt], sampling, stop_token_ids=stop_token_ids)[0][0]

@@ -1,4 +1,4 @@
-"""Text: the cache, the batch, tp and pp change nothing of it."""
+"""Generated text does not depend on the cache, the batch, tp or pp."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ DRAWN = Sampling(max_new_tokens=9, temperature=0.9, top_k=20, top_p=0.95, seed=4
 
 
 def argmax_decoding(model: GPTStage, prompt: list[int], count: int) -> list[int]:
-    """Each token from a forward over everything before it, without a cache."""
+    """Each token from a forward over all previous tokens, without a cache."""
     tokens = list(prompt)
     for _ in range(count):
         with torch.no_grad():
@@ -29,8 +29,8 @@ def argmax_decoding(model: GPTStage, prompt: list[int], count: int) -> list[int]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_generation_is_argmax_decoding(family: str) -> None:
-    """Of each prompt of a batch of unequal ones, as of one alone."""
+def test_greedy_generation_equals_argmax_decoding(family: str) -> None:
+    """For each prompt of a batch of unequal ones, and for single prompts."""
     chain = chain_of(FAMILIES[family])
     ours = texts(chain, PROMPTS, GREEDY)
     expected = [argmax_decoding(chain.stage, prompt, 9) for prompt in PROMPTS]
@@ -39,8 +39,8 @@ def test_greedy_generation_is_argmax_decoding(family: str) -> None:
     assert len(set(expected[0])) > 1, "the same token again and again would prove little"
 
 
-def test_llama_generates_beyond_the_length_it_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not make RoPE's tables again for each token."""
+def test_llama_generates_beyond_its_training_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rebuilding RoPE's tables for each token."""
     made = []
     tables = gpt.rope_tables
     monkeypatch.setattr(gpt, "rope_tables", lambda *given: made.append(len(given[0])) or tables(*given))
@@ -54,7 +54,7 @@ SHORT = Sampling(max_new_tokens=5, temperature=0.9, top_k=20, top_p=0.95, seed=4
 
 
 def every_family(context: RankContext, families: list[str], **axes: int) -> dict[str, Any]:
-    """Greedy and drawn texts; the latter of small batches, with tokens that end a text, so that they shrink."""
+    """Greedy and sampled texts; the latter in small batches, with end tokens, so that batches shrink."""
     topology = context.topology(**axes)
     found: dict[str, Any] = {}
     for family in families:
@@ -73,15 +73,15 @@ def every_family(context: RankContext, families: list[str], **axes: int) -> dict
         (4, 1, ["llama", "latent, no norm", "one group"]),
     ],
 )
-def test_no_layout_changes_a_token(tp: int, pp: int, families: list[str]) -> None:
+def test_tokens_do_not_depend_on_the_layout(tp: int, pp: int, families: list[str]) -> None:
     alone = every_family(RankContext(0, {}), families)
     for rank, found in enumerate(run_ranks(4, every_family, families, tp=tp, pp=pp)):
         assert found == alone, rank
     assert {finish for _, drawn in alone.values() for _, finish in drawn} == {"eod", "length"}
 
 
-def test_no_batch_changes_a_token() -> None:
-    """Neither the other prompts, nor their order, nor the batch size; and equal prompts get texts of their own."""
+def test_tokens_do_not_depend_on_the_batch() -> None:
+    """Not on other prompts, their order or the batch size; equal prompts get different texts."""
     chain = chain_of(LLAMA)
     together = texts(chain, PROMPTS, DRAWN)
     for size in (1, 2, 3):
@@ -95,8 +95,8 @@ def test_no_batch_changes_a_token() -> None:
     assert texts(chain, PROMPTS, other) != together
 
 
-def test_the_prefix_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward over the prompts, then one token a row; a finished row leaves the batch."""
+def test_prefix_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward over the prompts, then one token per row; finished rows leave the batch."""
     chain = chain_of(LLAMA)
     stop = texts(chain, PROMPTS, GREEDY)[1][0][3]
     sizes = []
@@ -114,7 +114,7 @@ def test_the_prefix_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes[-1] < (5, 1)
 
 
-def test_it_stops_at_the_end_of_the_document() -> None:
+def test_generation_stops_at_the_end_of_the_document() -> None:
     stage = stage_of({})
     free = new_tokens(stage, PROMPT, GREEDY)
     stop = free[5]
@@ -125,7 +125,7 @@ def decode(ids: Any) -> str:
     return "".join(chr(ord("0") + token) for token in ids)
 
 
-def test_it_stops_before_a_text() -> None:
+def test_generation_stops_before_a_stop_string() -> None:
     chain = chain_of({})
     free = new_tokens(chain.stage, PROMPT, GREEDY)
     stop = decode(free[3:5])
@@ -138,7 +138,7 @@ def test_it_stops_before_a_text() -> None:
     assert (tokens, finish) == (free[: cut + 2], "stop")
 
 
-def test_repetition_penalty_reaches_the_prompt_and_the_new_tokens() -> None:
+def test_repetition_penalty_covers_prompt_and_new_tokens() -> None:
     chain = chain_of(LLAMA)
     strong = Sampling(max_new_tokens=20, temperature=0.0, repetition_penalty=1e9)
     found = texts(chain, PROMPTS, strong, stop_token_ids=frozenset([7]))
@@ -147,8 +147,8 @@ def test_repetition_penalty_reaches_the_prompt_and_the_new_tokens() -> None:
     assert found != texts(chain, PROMPTS, Sampling(max_new_tokens=20, temperature=0.0), stop_token_ids=frozenset([7]))
 
 
-def test_padding_is_never_chosen() -> None:
-    """The vocabulary of 93 is padded to 96; the rows of the padding are drawn like any other."""
+def test_padding_ids_are_never_generated() -> None:
+    """The vocabulary of 93 is padded to 96; padding rows have random weights too."""
     stage = stage_of({})
     assert stage.config.padded_vocab_size == 96
     logits = torch.arange(2 * 96.0).view(2, 96)
@@ -159,8 +159,8 @@ def test_padding_is_never_chosen() -> None:
     ("prompts", "batch", "flying", "sizes"),
     [(5, 16, 1, [5]), (5, 2, 1, [1, 2, 2]), (5, 16, 2, [2, 3]), (2, 16, 4, [1, 1]), (9, 4, 2, [3, 3, 3])],
 )
-def test_batches(prompts: int, batch: int, flying: int, sizes: list[int]) -> None:
-    """No larger than asked for, about equal, enough for every stage, of like lengths."""
+def test_sizes_of_batches(prompts: int, batch: int, flying: int, sizes: list[int]) -> None:
+    """At most the requested size, about equal, enough for every stage, of similar lengths."""
     given = [[1] * (1 + 5 * index % 7) for index in range(prompts)]
     made = continuations_of(given, GREEDY, None)
     batches = batches_of(made, batch_size=batch, in_flight=flying, max_new_tokens=9)
@@ -180,13 +180,13 @@ def test_batches(prompts: int, batch: int, flying: int, sizes: list[int]) -> Non
         ([[1] * 16], "give a shorter prompt"),
     ],
 )
-def test_bad_prompts(prompts: list[list[int]], message: str) -> None:
+def test_bad_prompts_are_errors(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         texts(chain_of({}), prompts, GREEDY)
 
 
 def broken(context: RankContext, **axes: int) -> str:
-    """A model with a NaN in its last stage alone."""
+    """A model with a NaN in its last stage only."""
     chain = chain_of(LLAMA, context.topology(**axes))
     if chain.is_last:
         with torch.no_grad():
@@ -198,6 +198,6 @@ def broken(context: RankContext, **axes: int) -> str:
     return "nothing was raised"
 
 
-def test_logits_that_are_not_numbers_are_an_error_on_every_rank() -> None:
+def test_nan_logits_are_an_error_on_all_ranks() -> None:
     for said in run_ranks(4, broken, tp=2, pp=2):
         assert said.startswith("prompt 2: logits are not numbers; try --dtype fp32"), said

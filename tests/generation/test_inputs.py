@@ -1,4 +1,4 @@
-"""Prompts and texts to measure on, out of files."""
+"""Prompts, and texts for perplexity, from files."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from tests.data.token_files import write_by_layout
 BYTES = ByteLevelTokenizer()
 
 
-def test_prompts_of_lines_and_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_from_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, objects = tmp_path / "a.txt", tmp_path / "b.jsonl"
     lines.write_bytes(b"\xef\xbb\xbffirst \r\n\n  second\nthird")
     assert read_prompts(str(lines), None) == ["first ", "  second", "third"]
@@ -43,14 +43,16 @@ def test_prompts_of_lines_and_of_json(tmp_path: Path, monkeypatch: pytest.Monkey
         ("missing.txt", None, None, r"missing\.txt cannot be read: No such file"),
     ],
 )
-def test_bad_prompts(tmp_path: Path, name: str, content: bytes | None, key: str | None, message: str) -> None:
+def test_bad_prompts_are_errors(
+    tmp_path: Path, name: str, content: bytes | None, key: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_prompts(str(tmp_path / name), key)
 
 
-def test_a_stream_of_texts(tmp_path: Path) -> None:
+def test_stream_of_texts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "né"}\n{"text": "b"}\n')
     (tmp_path / "b.txt").write_text("cd\nef\n")
     paths = [str(tmp_path / name) for name in ("a.jsonl", "b.txt")]
@@ -62,7 +64,7 @@ def test_a_stream_of_texts(tmp_path: Path) -> None:
     assert by_line.read(0, len(by_line)).tolist() == [*b"cd", 256, *b"ef", 256]
 
 
-def test_bad_texts(tmp_path: Path) -> None:
+def test_bad_texts_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: no key 'text' .*fix the line"):
@@ -72,7 +74,7 @@ def test_bad_texts(tmp_path: Path) -> None:
         stream_of_texts([str(path)], key="text", limits=Limits(), tokenizer=BYTES)
 
 
-def test_a_stream_of_token_files(tmp_path: Path) -> None:
+def test_stream_of_token_files(tmp_path: Path) -> None:
     for name, documents in {"a": [[1, 2, 3], [4]], "b": [[5, 6]]}.items():
         write_by_layout(tmp_path / name, documents)
     stream = stream_of_files([str(tmp_path / "a"), str(tmp_path / "b")], 7)

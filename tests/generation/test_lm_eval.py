@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a model of megalite gets the numbers that the harness's own class gets from transformers."""
+"""lm-evaluation-harness: a megalite model gets the same numbers as the harness's own class gets from transformers."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As transformers writes it; its tokenizer has learned the task's own words."""
+    """A folder as transformers writes it; its tokenizer was trained on the task's words."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokenizers = pytest.importorskip("tokenizers")
@@ -56,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4.0)  # so that its likeliest tokens stand out
+            parameter.mul_(4.0)  # so that its most likely tokens are clear
     model.save_pretrained(folder)
     return folder
 
@@ -68,7 +68,7 @@ def scored(context: RankContext, folder: str, **axes: int) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}], ids=str)
-def test_likelihoods_on_any_layout(llama: Path, axes: dict[str, int]) -> None:
+def test_likelihoods_do_not_depend_on_the_layout(llama: Path, axes: dict[str, int]) -> None:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(llama).eval()
@@ -93,10 +93,12 @@ def test_likelihoods_on_any_layout(llama: Path, axes: dict[str, int]) -> None:
 TEXT = "The value of the argument is a sequence. Raises ValueError if the name is not a list. import sys"
 
 
-def test_the_harness_gets_the_same_numbers(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likelihoods, of long texts too, accuracy and greedy text, of the harness's class for transformers and of ours."""
+def test_harness_numbers_equal_those_of_transformers(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likelihoods, also of long texts, accuracy and greedy text, by the harness's class for transformers and by megalite's."""
     lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)  # its extra, lm_eval[hf]
+    pytest.importorskip("lm_eval.models.huggingface", exc_type=ImportError)  # needs the extra lm_eval[hf]
     from lm_eval.api.instance import Instance
     from lm_eval.tasks import TaskManager
 
@@ -140,8 +142,8 @@ def test_the_harness_gets_the_same_numbers(llama: Path, tmp_path: Path, monkeypa
     assert us.chat_template(chat_template=True) == CHAT_TEMPLATE
 
 
-def test_its_command_line_on_two_ranks(llama: Path, tmp_path: Path) -> None:
-    """As examples/lm_eval shows it: one table, one file of results."""
+def test_command_line_on_two_ranks(llama: Path, tmp_path: Path) -> None:
+    """As in examples/lm_eval: one table, one file of results."""
     pytest.importorskip("lm_eval")
     command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "megalite.cli.lm_eval", "--model", "megalite"]
     command += ["--model_args", f"load={llama},tp=2", "--tasks", "python_endings", "--include_path", str(TASK)]

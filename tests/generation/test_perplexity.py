@@ -1,4 +1,4 @@
-"""Perplexity: every token is predicted once, with the context that the windows promise, in any layout."""
+"""Perplexity: every token is predicted once, with the context of its window, in any layout."""
 
 import math
 from typing import Any
@@ -21,8 +21,8 @@ STREAM = TokenStream([TOKENS[:20].astype(np.uint16), TOKENS[20:23].astype(np.int
 
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 10, 61])
 @pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (1, 1), (100, 50)])
-def test_windows(tokens: int, length: int, stride: int) -> None:
-    """Each token but the first is counted once; one that is not among the first windows' has its context."""
+def test_windows_cover_each_token_once(tokens: int, length: int, stride: int) -> None:
+    """Each token except the first counts once, and tokens after the first window have the full context."""
     windows = Windows(tokens=tokens, length=length, stride=stride)
     counted = []
     for window in range(len(windows)):
@@ -42,12 +42,12 @@ def test_windows(tokens: int, length: int, stride: int) -> None:
         ((9, 8, 0), "stride is 0"),
     ],
 )
-def test_bad_windows(sizes: tuple[int, int, int], message: str) -> None:
+def test_bad_windows_are_errors(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Windows(tokens=sizes[0], length=sizes[1], stride=sizes[2])
 
 
-def test_streams() -> None:
+def test_streams_of_tokens() -> None:
     assert len(STREAM) == 61
     for start, stop in ((0, 61), (0, 5), (18, 25), (20, 23), (22, 24), (40, 61)):
         found = STREAM.read(start, stop)
@@ -55,7 +55,7 @@ def test_streams() -> None:
 
 
 def one_by_one(stage: GPTStage, length: int, stride: int) -> float:
-    """Each token's loss from a forward over its window alone, which ends before it."""
+    """Each token's loss from a forward over its window only, up to this token."""
     total = 0.0
     for place in range(1, len(TOKENS)):
         window = max(0, -(-(place - length) // stride))
@@ -68,7 +68,7 @@ def one_by_one(stage: GPTStage, length: int, stride: int) -> float:
 
 @pytest.mark.parametrize("family", ["gpt", "mistral", "mixtral"])
 @pytest.mark.parametrize(("length", "stride"), [(16, 16), (12, 5)])
-def test_the_loss_is_that_of_each_token(family: str, length: int, stride: int) -> None:
+def test_loss_equals_that_of_single_tokens(family: str, length: int, stride: int) -> None:
     chain, topology = chain_of(FAMILIES[family]), RankContext(0, {}).topology()
     windows = Windows(tokens=61, length=length, stride=stride)
     found = measure(chain, STREAM, windows, topology, batch_size=3)
@@ -90,8 +90,8 @@ def some_families(context: RankContext, **axes: int) -> dict[str, Perplexity]:
     }
 
 
-def test_no_layout_changes_the_number() -> None:
-    """Of layouts without tp not even in the last digit."""
+def test_perplexity_does_not_depend_on_the_layout() -> None:
+    """Layouts without tp give bit-equal results."""
     alone = some_families(RankContext(0, {}))
     for axes in ({"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}):
         every = run_ranks(4, some_families, **axes)
@@ -102,14 +102,14 @@ def test_no_layout_changes_the_number() -> None:
             assert found.loss == pytest.approx(alone[family].loss, rel=1e-12), (axes, family)
 
 
-def test_no_batch_changes_the_number() -> None:
+def test_perplexity_does_not_depend_on_the_batch() -> None:
     chain, topology = chain_of(LLAMA), RankContext(0, {}).topology()
     windows = Windows(tokens=61, length=9, stride=9)
     one, several = (measure(chain, STREAM, windows, topology, batch_size=size) for size in (1, 5))
     assert one.loss == pytest.approx(several.loss, rel=1e-13)
 
 
-def test_a_text_shorter_than_a_window_costs_no_more_than_itself() -> None:
+def test_short_text_is_not_padded_to_a_window() -> None:
     stage, sizes = stage_of(LLAMA), []
     stage.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))
     topology = RankContext(0, {}).topology()
@@ -132,7 +132,7 @@ def refused(context: RankContext, settings: dict[str, Any], length: int, *, spoi
     return "nothing was raised"
 
 
-def test_errors_on_every_rank() -> None:
+def test_errors_on_all_ranks() -> None:
     for said in run_ranks(4, refused, {}, 17, spoil=False, tp=2, pp=2):
         assert said == "seq_length 17 is above 16 positions; --seq-length 16 works"
     for said in run_ranks(4, refused, LLAMA, 17, spoil=True, pp=2, dp=2):

@@ -1,4 +1,4 @@
-"""How a token is chosen: the filters keep what they say, and draws depend on seed, prompt and position alone."""
+"""Sampling: filters keep the right tokens, and draws depend only on seed, prompt and position."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
 
 
 def drawn(count: int = 4000, **how: Any) -> list[float]:
-    """How often each token is chosen."""
+    """Frequency of each token."""
     source = Draws(0, [1, 2], 0)
     draws = [source(number) for number in range(count)]
     chosen = choose(LOGITS.expand(count, -1), Sampling(**how), draws).tolist()
@@ -23,21 +23,21 @@ def drawn(count: int = 4000, **how: Any) -> list[float]:
     "how, expected",
     [
         ({"temperature": 1.0}, [0.5, 0.2, 0.15, 0.1, 0.05]),
-        # p^(1/T), made to sum to one: 0.25, 0.04, 0.0225, 0.01, 0.0025 of 0.325.
+        # p^(1/T), normalised: 0.25, 0.04, 0.0225, 0.01, 0.0025 of 0.325.
         ({"temperature": 0.5}, [0.7692, 0.1231, 0.0692, 0.0308, 0.0077]),
         ({"temperature": 1.0, "top_k": 2}, [5 / 7, 2 / 7, 0, 0, 0]),
         ({"temperature": 1.0, "top_k": 99}, [0.5, 0.2, 0.15, 0.1, 0.05]),
-        # The fewest whose probabilities reach p: 0.5 + 0.2 + 0.15 >= 0.8.
+        # The fewest tokens with a total of at least p: 0.5 + 0.2 + 0.15 >= 0.8.
         ({"temperature": 1.0, "top_p": 0.8}, [0.5 / 0.85, 0.2 / 0.85, 0.15 / 0.85, 0, 0]),
         ({"temperature": 1.0, "top_p": 0.4}, [1, 0, 0, 0, 0]),
         ({"temperature": 1.0, "top_p": 1.0}, [0.5, 0.2, 0.15, 0.1, 0.05]),
-        # top_p acts on what top_k has left: 0.5/0.7 of two already reaches 0.7.
+        # top_p applies to the tokens left by top_k: 0.5/0.7 of two already reaches 0.7.
         ({"temperature": 1.0, "top_k": 2, "top_p": 0.7}, [1, 0, 0, 0, 0]),
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"temperature": 0.0, "top_k": 3}, [1, 0, 0, 0, 0]),
     ],
 )
-def test_filters(how: dict[str, Any], expected: list[float]) -> None:
+def test_filters_keep_the_right_tokens(how: dict[str, Any], expected: list[float]) -> None:
     found = drawn(**how)
     for ours, wanted in zip(found, expected, strict=True):
         if wanted in (0, 1):
@@ -46,7 +46,7 @@ def test_filters(how: dict[str, Any], expected: list[float]) -> None:
             assert ours == pytest.approx(wanted, abs=4 * (0.25 / 4000) ** 0.5)
 
 
-def test_rows_do_not_know_each_other() -> None:
+def test_rows_are_independent() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     draws = [0.03, 0.2, 0.4, 0.6, 0.8, 0.97]
     for how in ({"top_k": 7}, {"top_p": 0.7}, {}):
@@ -56,8 +56,8 @@ def test_rows_do_not_know_each_other() -> None:
         assert torch.equal(together, torch.cat(alone))
 
 
-def test_the_ends_of_the_distribution() -> None:
-    """The largest draw there is stays inside what the filters have left."""
+def test_extreme_draws_stay_within_the_filter() -> None:
+    """The largest possible draw selects a token that the filters kept."""
     for how in ({}, {"top_k": 3}, {"top_p": 0.75}):
         sampling = Sampling(temperature=1.0, **how)
         last = choose(LOGITS[None], sampling, [1.0 - 2**-53])
@@ -65,7 +65,7 @@ def test_the_ends_of_the_distribution() -> None:
         assert int(choose(LOGITS[None], sampling, [2**-53])) == 0
 
 
-def test_draws_are_functions_of_seed_prompt_and_position() -> None:
+def test_draws_depend_only_on_seed_prompt_and_position() -> None:
     def several(seed: int, prompt: list[int], copy: int) -> list[float]:
         source = Draws(seed, prompt, copy)
         return [source(number) for number in (3, 0, 1, 2)]
@@ -81,7 +81,7 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
 
 
 def test_repetition_penalty() -> None:
-    """As transformers' processor has it."""
+    """As transformers' processor does."""
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -94,7 +94,7 @@ def test_repetition_penalty() -> None:
         assert torch.equal(ours, choose(theirs, Sampling(temperature=1.0), [draw, draw]))
 
 
-def test_a_nan_is_no_token() -> None:
+def test_nan_logits_are_an_error() -> None:
     logits = torch.stack((LOGITS, LOGITS))
     logits[1, 3] = float("nan")
     for temperature in (0.0, 1.0):
@@ -116,6 +116,6 @@ def test_a_nan_is_no_token() -> None:
         ({"top_p": 1.5}, r"top_p is 1\.5"),
     ],
 )
-def test_bad_settings(how: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_errors(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**how)

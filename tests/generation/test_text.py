@@ -1,4 +1,4 @@
-"""Text that grows: whole characters, stop strings, nothing taken back."""
+"""Growing text: whole characters, stop strings, and no retractions."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ TEXT = "naïve café — 日本語 🙂 end"
 
 
 def pieces(text: str, stops: Sequence[str] = ()) -> tuple[list[str], GrowingText]:
-    """What is given out after each byte and at the end."""
+    """Text returned after each byte, and at the end."""
     growing = GrowingText(BYTES.decode, BYTES.encode("a prompt"), stops)
     given = []
     for token in BYTES.encode(text):
@@ -25,14 +25,14 @@ def pieces(text: str, stops: Sequence[str] = ()) -> tuple[list[str], GrowingText
     return given, growing
 
 
-def test_characters_come_whole() -> None:
+def test_characters_are_returned_whole() -> None:
     given, growing = pieces(TEXT)
     assert "".join(given) == growing.text == TEXT
     assert not any("\ufffd" in piece for piece in given)
     assert len(given) == len(BYTES.encode(TEXT)) + 1
 
 
-def test_what_never_becomes_a_character_is_told_in_the_end() -> None:
+def test_incomplete_characters_are_returned_at_the_end() -> None:
     growing = GrowingText(BYTES.decode, [])
     for token in (ord("a"), 0xE6, 0x97):
         growing.push(token)
@@ -54,14 +54,14 @@ def test_what_never_becomes_a_character_is_told_in_the_end() -> None:
         (["end."], TEXT),
     ],
 )
-def test_stops(stops: list[str], expected: str) -> None:
+def test_stop_strings(stops: list[str], expected: str) -> None:
     given, growing = pieces(TEXT, stops)
     assert "".join(given) == growing.text == expected
     assert growing.stopped == (expected != TEXT)
 
 
-def test_only_the_last_tokens_are_decoded() -> None:
-    """However long the text is."""
+def test_only_recent_tokens_are_decoded() -> None:
+    """For text of any length."""
     lengths = []
 
     def decode(ids: Sequence[int]) -> str:
@@ -74,8 +74,8 @@ def test_only_the_last_tokens_are_decoded() -> None:
     assert max(lengths) < 12
 
 
-def test_spaces_that_a_decoder_drops_at_the_beginning() -> None:
-    """SentencePiece writes no space before the first word that it is given."""
+def test_leading_spaces_dropped_by_a_decoder() -> None:
+    """SentencePiece omits the space before the first word that it decodes."""
     words = ["", "The", "▁quick", "▁brown", "er", "▁fox"]
 
     def decode(ids: Sequence[int]) -> str:

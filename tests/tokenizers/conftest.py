@@ -1,4 +1,4 @@
-"""Trained tokenizers shared by all tests."""
+"""Trained tokenizers, shared by all tests."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def byte_bpe(files: Path) -> Path:
-    """Beside it the vocab.json, merges.txt and tokenizer.json of one byte-level BPE, and its ranks as tiktoken's file."""
+    """Add vocab.json, merges.txt and tokenizer.json of one byte-level BPE, and its ranks as a tiktoken file."""
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(TEXTS, vocab_size=1500, special_tokens=["<|endoftext|>"], show_progress=False)
@@ -63,7 +63,7 @@ def small_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train_normalising(folder: Path) -> None:
-    """A unigram model with the tables of Unicode normalisation, which are what older versions crashed on."""
+    """A unigram model with Unicode normalisation tables, which crashed older versions."""
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(

@@ -21,7 +21,7 @@ def name(**settings: Path | str) -> str:
     return tokenizer.name
 
 
-def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
+def test_kinds_are_inferred_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
     assert build() is None
     assert name(tokenizer_model=byte_bpe / "sp.model") == "SentencePieceTokenizer"
     assert name(tokenizer_model=byte_bpe / "tokenizer.json") == "HuggingFaceTokenizer"
@@ -39,15 +39,15 @@ def test_kinds_are_told_from_the_files(byte_bpe: Path, tmp_path: Path) -> None:
     assert name(tokenizer_model=byte_bpe / "list.json") == "TikTokenizer"
 
 
-def test_folders(byte_bpe: Path, tmp_path: Path) -> None:
+def test_tokenizers_in_folders(byte_bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "own.tiktoken").write_bytes((byte_bpe / "ranks.tiktoken").read_bytes())
     assert name(tokenizer_model=tmp_path, tiktoken_pattern="gpt2") == "TikTokenizer"
-    # Meta gives its tiktoken file the name that SentencePiece models have.
+    # Meta's tiktoken file has the name of SentencePiece models.
     (tmp_path / "own.tiktoken").rename(tmp_path / "tokenizer.model")
     assert name(tokenizer_model=tmp_path, tiktoken_pattern="gpt2") == "TikTokenizer"
     (tmp_path / "tokenizer.json").write_bytes((byte_bpe / "tokenizer.json").read_bytes())
     assert name(tokenizer_model=tmp_path) == "HuggingFaceTokenizer"
-    # A folder that holds several: the one of the type that is asked for.
+    # With several in a folder, the one of the requested type.
     wanted = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "gpt2"}
     assert name(tokenizer_model=tmp_path, **wanted) == "TikTokenizer"
     for file in ("vocab.json", "merges.txt"):
@@ -55,7 +55,7 @@ def test_folders(byte_bpe: Path, tmp_path: Path) -> None:
     assert name(tokenizer_model=tmp_path, tokenizer_type="GPT2BPETokenizer") == "GPT2BPETokenizer"
 
 
-def test_a_folder_with_openais_names(byte_bpe: Path, tmp_path: Path) -> None:
+def test_folder_with_openai_names(byte_bpe: Path, tmp_path: Path) -> None:
     for theirs, file in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
         (tmp_path / theirs).write_bytes((byte_bpe / file).read_bytes())
     found, same = build(tokenizer_model=tmp_path), build(tokenizer_model=byte_bpe, tokenizer_type="GPT2BPETokenizer")
@@ -65,7 +65,7 @@ def test_a_folder_with_openais_names(byte_bpe: Path, tmp_path: Path) -> None:
         build(tokenizer_model=tmp_path)
 
 
-def test_a_folder_without_a_tokenizer_or_with_several_files(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_or_with_several_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json, tokenizer\.model, \.tiktoken, or vocab"):
         build(tokenizer_model=tmp_path)
     for file in ("a.tiktoken", "b.tiktoken"):
@@ -88,14 +88,14 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("file", "settings", "message"), CONTRADICTIONS)
-def test_content_and_settings_that_contradict(
+def test_contradicting_content_and_settings_are_errors(
     byte_bpe: Path, file: str, settings: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build(tokenizer_model=byte_bpe / file, **settings)
 
 
-def test_a_pipe_or_a_corpus_in_place_of_a_tokenizer(tmp_path: Path) -> None:
+def test_pipe_or_corpus_in_place_of_a_tokenizer_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for device in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ConfigError, match="it is a pipe or device, not a file"):
@@ -123,12 +123,12 @@ def test_a_pipe_or_a_corpus_in_place_of_a_tokenizer(tmp_path: Path) -> None:
         ({"tokenizer_type": "Other"}, "tokenizer_type Other is unknown; use SentencePieceTokenizer"),
     ],
 )
-def test_settings_that_do_not_work(settings: dict[str, str], message: str) -> None:
+def test_invalid_settings_are_errors(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**settings)
 
 
-def test_fingerprints_follow_the_files(byte_bpe: Path, small_bpe: Path, tmp_path: Path) -> None:
+def test_fingerprints_depend_on_the_files(byte_bpe: Path, small_bpe: Path, tmp_path: Path) -> None:
     made = [
         build(tokenizer_model=byte_bpe / "sp.model"),
         build(tokenizer_model=byte_bpe / "tokenizer.json"),

@@ -30,7 +30,7 @@ SPELLED = "x<|endoftext|> </s>"
 
 
 def opened(folder: Path, kind: str) -> Tokenizer:
-    """The tokenizer of a kind whose files are in a folder."""
+    """The tokenizer of a kind from the files of a folder."""
     names = KINDS[kind].items()
     plain = ("tokenizer_type", "tiktoken_pattern")
     paths = {key: value if key in plain else str(folder / value) for key, value in names}
@@ -40,7 +40,7 @@ def opened(folder: Path, kind: str) -> Tokenizer:
 
 
 def bare(folder: Path, kind: str) -> Callable[[str], list[int]]:
-    """The library's ids, where nothing is a special token."""
+    """The library's ids, with no special tokens."""
     if kind == "sentencepiece":
         return sentencepiece.SentencePieceProcessor(model_file=str(folder / "sp.model")).encode
     if kind.startswith("tiktoken"):
@@ -63,7 +63,7 @@ def bare(folder: Path, kind: str) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_the_library_s_and_every_text_comes_back(byte_bpe: Path, kind: str) -> None:
+def test_ids_equal_the_library_and_decode_to_the_text(byte_bpe: Path, kind: str) -> None:
     tokenizer, theirs = opened(byte_bpe, kind), bare(byte_bpe, kind)
     texts = [SOURCE, *TEXTS[:40], *AWKWARD, "a" * 5000, " " * 3000 + "x", "\n \t" * 1000, "1" * 3000]
     batch = [list(ids) for ids in tokenizer.encode_batch(texts)]
@@ -78,11 +78,11 @@ def test_ids_are_the_library_s_and_every_text_comes_back(byte_bpe: Path, kind: s
 @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gpt2", "tiktoken o200k_base", "bytes"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ANY_TEXT)
-def test_any_text_comes_back(byte_bpe: Path, kind: str, text: str, cache: dict[str, Any]) -> None:
+def test_any_text_round_trips(byte_bpe: Path, kind: str, text: str, cache: dict[str, Any]) -> None:
     if kind not in cache:
         cache[kind] = opened(byte_bpe, kind), bare(byte_bpe, kind)
     tokenizer, theirs = cache[kind]
-    text = text.replace("\u2581", "")  # SentencePiece's sign for a space decodes to one
+    text = text.replace("\u2581", "")  # SentencePiece's symbol for a space decodes to a space
     assert tokenizer.encode(text) == theirs(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -93,35 +93,35 @@ def cache() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_text_and_no_ids(byte_bpe: Path, kind: str) -> None:
+def test_unknown_ids_surrogates_and_end_of_document(byte_bpe: Path, kind: str) -> None:
     tokenizer = opened(byte_bpe, kind)
     assert tokenizer.decode([*tokenizer.encode("x = 1"), tokenizer.vocab_size, 1 << 40, -1]) == "x = 1"
     with pytest.raises(ConfigError, match=r"half of a surrogate pair at character 1"):
         tokenizer.encode_batch(["fine", "x\ud83d"])
-    # Only the caller ends a document; a tokenizer.json recognises what is spelled out, as Hugging Face does.
+    # Only the caller ends a document, but a tokenizer.json recognises its spelling, as Hugging Face does.
     assert (tokenizer.eod in tokenizer.encode(SPELLED)) == (kind == "hugging face")
     assert len(tokenizer.fingerprint()) == 64 and opened(byte_bpe, kind).fingerprint() == tokenizer.fingerprint()
 
 
 @pytest.mark.parametrize("kind", ["hugging face", "gpt2", "tiktoken gpt2"])
-def test_the_missing_package_is_named(byte_bpe: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(byte_bpe: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ConfigError, match=r"pip install 'megalite\[tokenizers\]'"):
         opened(byte_bpe, kind)
 
 
-def test_bytes() -> None:
+def test_byte_tokenizer() -> None:
     tokenizer = ByteLevelTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     assert tokenizer.encode("aé\0") == [97, 0xC3, 0xA9, 0]
     assert all(ids.dtype == np.uint8 for ids in tokenizer.encode_batch([SOURCE, ""]))
-    # The end of document is no byte: a NUL is text.
+    # The end of document is not a byte: a NUL is text.
     assert tokenizer.decode([97, 256, 0, 0xC3, 0xA9, 256, 300, -1]) == "a\0é"
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
-def test_numbers() -> None:
+def test_number_tokenizer() -> None:
     tokenizer = NullTokenizer(100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
     assert tokenizer.encode_batch([" 5 0\n98 ", ""]) == [[5, 0, 98], []]
@@ -155,7 +155,7 @@ HOSTILE = {
     "kind",
     ["sentencepiece", "hugging face", "gpt2", "tiktoken gpt2", "tiktoken llama3", "tiktoken o200k_base", "bytes"],
 )
-def test_hostile_texts(small_files: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hostile_texts_take_linear_time(small_files: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Encoding takes time proportional to the length of a text, and decoding restores it."""
     tokenizer = opened(small_files, kind)
     for name, text in HOSTILE.items():

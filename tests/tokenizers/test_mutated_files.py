@@ -1,7 +1,7 @@
-"""Garbled tokenizer files are each refused by name or work: this file as a program, in its own process, and its test.
+"""Mutated tokenizer files are refused by name, or work: this file is both a program that runs in a separate process, and its test.
 
-A fault in a library of C++ or Rust would take the process along, and one that does not end is stopped by an alarm:
-the program that started this one sees both, and the number of the case.
+A fault in a C++ or Rust library would crash the process, and an alarm stops endless loops: the test detects both, with the
+number of the case.
 """
 
 import json
@@ -103,7 +103,7 @@ def judge(data: DataConfig, name: str) -> bool:
 
 
 def main(folder: Path, cases: int, first: int) -> int:
-    """Cases of each kind in turn; the files are in `folder`, as the fixture `small_files` writes them."""
+    """Run cases of each kind in turn; the files are in `folder`, as the fixture `small_files` writes them."""
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("sp.model", {"tokenizer_model": "sp.model"}),
         ("unigram.model", {"tokenizer_model": "unigram.model"}),
@@ -132,7 +132,7 @@ def main(folder: Path, cases: int, first: int) -> int:
     return 0
 
 
-def test_mutated_files_are_refused_by_name_or_work(small_files: Path) -> None:
+def test_mutated_files_are_refused_or_work(small_files: Path) -> None:
     """Bit flips, truncations, splices and edits of every kind of file, in a process that may crash or be stopped."""
     pytest.importorskip("tokenizers")
     pytest.importorskip("tiktoken")
@@ -142,7 +142,7 @@ def test_mutated_files_are_refused_by_name_or_work(small_files: Path) -> None:
     last = run.stderr[-1500:]
     assert run.returncode == 0, f"status {run.returncode} (a negative one is a signal; 14 the alarm) after: {last}"
     worked = json.loads(run.stdout)
-    # Some of each kind still work: a mutation that spoils them all would show nothing.
+    # Some of each kind still work: mutations that break all files would prove nothing.
     assert len(worked) == 8 and all(worked.values()), worked
     assert sum(worked.values()) < CASES * 2 / 3, worked
 

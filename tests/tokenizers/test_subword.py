@@ -16,7 +16,7 @@ from tests.tokenizers.texts import SOURCE, TEXTS
 tokenizers = pytest.importorskip("tokenizers")
 
 
-def test_sentencepiece(files: Path, tmp_path: Path) -> None:
+def test_sentencepiece_end_of_document(files: Path, tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(files / "sp.model")
     assert (tokenizer.vocab_size, tokenizer.eod) == (1000, 2)
     assert tokenizer.decode([*tokenizer.encode("x = 1\n"), tokenizer.eod]) == "x = 1\n"
@@ -39,7 +39,7 @@ def test_sentencepiece(files: Path, tmp_path: Path) -> None:
 
 
 def save_words(folder: Path, tokens: list[str], **settings: Any) -> HuggingFaceTokenizer:
-    """A tokenizer.json of whole words, with tokenizer_config.json if there are settings."""
+    """Write a tokenizer.json of whole words, with tokenizer_config.json if there are settings."""
     model = tokenizers.models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     if settings:
@@ -47,7 +47,7 @@ def save_words(folder: Path, tokens: list[str], **settings: Any) -> HuggingFaceT
     return HuggingFaceTokenizer(folder / "tokenizer.json")
 
 
-def test_the_end_of_document_of_a_tokenizer_json(tmp_path: Path) -> None:
+def test_end_of_document_of_a_tokenizer_json(tmp_path: Path) -> None:
     assert save_words(tmp_path, ["<unk>", "x", "</s>", "<eos>"]).eod == 2
     guessed = save_words(tmp_path, ["<unk>", "<eos>", "<|end_of_text|>"])
     assert guessed.eod == 2
@@ -64,8 +64,8 @@ def test_the_end_of_document_of_a_tokenizer_json(tmp_path: Path) -> None:
         save_words(tmp_path, ["<unk>"], eos_token=None)
 
 
-def test_a_special_token_that_is_spelled_out_is_that_token(byte_bpe: Path) -> None:
-    """docs/conversion.md says so; the files it was made of have plain text there."""
+def test_spelled_out_special_token_is_recognized(byte_bpe: Path) -> None:
+    """As docs/conversion.md says; the original tokenizer files would treat it as plain text."""
     whole, text = HuggingFaceTokenizer(byte_bpe / "tokenizer.json"), "a<|endoftext|>b"
     assert whole.encode(text) == [*whole.encode("a"), whole.eod, *whole.encode("b")]
     assert whole.decode(whole.encode(text)) == "ab"
@@ -82,7 +82,7 @@ def test_stored_truncation_is_ignored(byte_bpe: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(SOURCE)) == SOURCE
 
 
-def test_garbled_tokenizer_json_and_one_that_fails_on_a_text(tmp_path: Path) -> None:
+def test_damaged_tokenizer_json_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     for content in (b"", b"{", b"{}", b"\xff\xfe", b'{"model": 3}'):
         path.write_bytes(content)
@@ -96,8 +96,8 @@ def test_garbled_tokenizer_json_and_one_that_fails_on_a_text(tmp_path: Path) -> 
         tokenizer.encode("y")
 
 
-def test_gpt2_words_of_every_character(byte_bpe: Path) -> None:
-    """Letters, digits, white space and the rest, as the bare library has them."""
+def test_gpt2_words_for_every_character(byte_bpe: Path) -> None:
+    """Letters, digits, white space and the rest, split as by the library itself."""
     ours = GPT2BPETokenizer(byte_bpe / "vocab.json", byte_bpe / "merges.txt")
     known = [c for c in map(chr, range(0x10000)) if unicodedata.category(c) not in ("Cn", "Cs", "Co")]
     text = "".join(f"a{c}1{c}! " for c in known if not "\u3400" <= c <= "\ud7ff")
@@ -130,7 +130,9 @@ def test_gpt2_merges(small_bpe: Path) -> None:
         ("merges.txt", b"a b\nx y\n", r"merges\.txt is not .*vocab\.json.*xy"),
     ],
 )
-def test_garbled_gpt2_files(small_bpe: Path, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_gpt2_files_are_errors(
+    small_bpe: Path, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     for file in ("vocab.json", "merges.txt"):
         (tmp_path / file).write_bytes((small_bpe / file).read_bytes())
     (tmp_path / name).write_bytes(content)

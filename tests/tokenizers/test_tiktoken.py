@@ -14,8 +14,8 @@ tiktoken = pytest.importorskip("tiktoken")
 BYTES = {bytes([i]): i for i in range(256)}
 
 
-def test_gpt2_pattern_gives_gpt2_s_ids(byte_bpe: Path) -> None:
-    """Ranks in the order of merges: the same BPE as the tokenizers library has, whose <|endoftext|> is 0."""
+def test_gpt2_pattern_gives_gpt2_ids(byte_bpe: Path) -> None:
+    """With ranks in the order of merges, the BPE of the tokenizers library, in which <|endoftext|> is 0."""
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer.from_file(str(byte_bpe / "tokenizer.json"))
     ours = TikTokenizer(byte_bpe / "ranks.tiktoken", "gpt2")
@@ -23,18 +23,18 @@ def test_gpt2_pattern_gives_gpt2_s_ids(byte_bpe: Path) -> None:
         assert [i + 1 for i in ours.encode(text)] == theirs.encode(text).ids
 
 
-def test_the_end_of_document(byte_bpe: Path) -> None:
+def test_end_of_document(byte_bpe: Path) -> None:
     tokenizer = TikTokenizer(byte_bpe / "ranks.tiktoken", "gpt2")
     assert (tokenizer.eod, tokenizer.vocab_size) == (1499, 1500)
     assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
 
 
-def test_an_own_pattern(byte_bpe: Path) -> None:
+def test_custom_pattern(byte_bpe: Path) -> None:
     path = byte_bpe / "ranks.tiktoken"
     letters = TikTokenizer(path, r"[\s\S]")
     assert letters.encode("the cat") == [ranks_of(byte_bpe / "vocab.json")[c.encode()] for c in "the cat"]
     prints = {TikTokenizer(path, pattern).fingerprint() for pattern in (r"[\s\S]", "gpt2", "cl100k_base")}
-    assert len(prints) == 3  # the pattern is part of what defines it
+    assert len(prints) == 3  # the pattern is part of the fingerprint
     assert TikTokenizer(path, "gpt2").fingerprint() == TikTokenizer(path, PATTERNS["gpt2"]).fingerprint()
 
 
@@ -48,13 +48,13 @@ def test_an_own_pattern(byte_bpe: Path) -> None:
         ("\ud800", "refuses"),
     ],
 )
-def test_patterns_that_do_not_work(byte_bpe: Path, pattern: str | None, message: str) -> None:
+def test_invalid_patterns_are_errors(byte_bpe: Path, pattern: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TikTokenizer(byte_bpe / "ranks.tiktoken", pattern)
 
 
-def test_a_pattern_that_runs_out_of_steps(tmp_path: Path) -> None:
-    """A panic of the library, which is no Exception in Python, becomes an error that names file and pattern."""
+def test_pattern_that_exceeds_the_step_limit_is_an_error(tmp_path: Path) -> None:
+    """The library panics, which is not an Exception in Python; the error names file and pattern."""
     tokenizer = TikTokenizer(write_tiktoken(tmp_path / "x.tiktoken", BYTES), r"(?:a(?=a)|a)+(?!\S)|\s|\S")
     assert tokenizer.encode("aa b") == list(b"aa b")
     with pytest.raises(ConfigError, match=r"x\.tiktoken: .* fails on a text"):
@@ -62,7 +62,7 @@ def test_a_pattern_that_runs_out_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
-def test_words_cut_by_the_other_engine(byte_bpe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_splitting_gives_the_same_ids(byte_bpe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path for long white space returns the same ids for any text."""
     tokenizer = TikTokenizer(byte_bpe / "ranks.tiktoken", name)
     texts = [
@@ -82,11 +82,11 @@ def test_words_cut_by_the_other_engine(byte_bpe: Path, name: str, monkeypatch: p
 
 
 class TestKnownEncodings:
-    """Their files are not in the repository; files with equally many ranks replace them."""
+    """Their files are not in the repository; files with as many ranks replace them."""
 
     @pytest.fixture
     def constructors(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], dict]]:
-        """The library's own settings of each encoding, without the download of its file."""
+        """The library's own settings of each encoding, without downloading its file."""
         public = pytest.importorskip("tiktoken_ext.openai_public")
 
         def note(url: str, expected_hash: str) -> dict:
@@ -95,7 +95,7 @@ class TestKnownEncodings:
         monkeypatch.setattr(public, "load_tiktoken_bpe", note)
         return {name: make for name, make in public.ENCODING_CONSTRUCTORS.items() if name in ENCODINGS}
 
-    def test_settings_are_those_of_the_library(self, constructors: dict[str, Callable[[], dict]]) -> None:
+    def test_settings_equal_the_library(self, constructors: dict[str, Callable[[], dict]]) -> None:
         assert len(constructors) == 4
         words = [SOURCE, *AWKWARD, "It's 'RE x\n \n", "HTTPServer's ABCdef été Ünï 12345 \n  \n"]
         for name, make in constructors.items():
@@ -118,10 +118,10 @@ class TestKnownEncodings:
             ("llama3", 128001, 128256),
         ],
     )
-    def test_ends_of_documents(
+    def test_ends_of_documents_of_known_encodings(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, eod: int, vocab_size: int
     ) -> None:
-        # The same encoding with fewer ranks: 256 bytes end where its own ranks do.
+        # The same encoding with fewer ranks: special tokens follow the 256 bytes.
         known = ENCODINGS[name]
         cut = known.ranks - 256
         special = tuple((token, i - cut) for token, i in known.special)
@@ -135,8 +135,8 @@ class TestKnownEncodings:
         assert tokenizer.fingerprint() == digest_of(path) == TikTokenizer(path, name).fingerprint()
         assert tokenizer.encode("a<|endoftext|>")[0] == ord("a")
 
-    def test_a_copy_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Other line ends, another sha256: the name of the pattern and the number of ranks tell."""
+    def test_copy_is_recognized_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Other line ends change the sha256: the pattern's name and the number of ranks identify it."""
         path = write_tiktoken(tmp_path / "copy.tiktoken", BYTES)
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
         special = (("<|endoftext|>", 257), ("<|other|>", 260))
@@ -149,7 +149,7 @@ class TestKnownEncodings:
 
 
 class TestMegatronList:
-    def test_ids_come_after_the_special_tokens(self, byte_bpe: Path) -> None:
+    def test_ids_follow_the_special_tokens(self, byte_bpe: Path) -> None:
         plain = TikTokenizer(byte_bpe / "ranks.tiktoken", "v2")
         tokenizer = TikTokenizer(byte_bpe / "list.json")
         assert (tokenizer.eod, tokenizer.vocab_size) == (2, 2499)
@@ -158,7 +158,7 @@ class TestMegatronList:
         assert tokenizer.fingerprint() == TikTokenizer(byte_bpe / "list.json", "v2").fingerprint()
         assert tokenizer.fingerprint() != TikTokenizer(byte_bpe / "list.json", "v1").fingerprint()
 
-    def test_entries_past_the_vocabulary_are_left_out(self, byte_bpe: Path) -> None:
+    def test_entries_beyond_the_vocabulary_are_omitted(self, byte_bpe: Path) -> None:
         tokenizer = TikTokenizer(byte_bpe / "list.json", vocab_size=1600)
         assert tokenizer.vocab_size == 1600 and tokenizer.decode([1599]) and not tokenizer.decode([1600])
         assert tokenizer.decode(tokenizer.encode(SOURCE)) == SOURCE
@@ -181,7 +181,7 @@ class TestMegatronList:
             ({"other": 1}, r"entry 3: expected rank, token_bytes and token_str"),
         ],
     )
-    def test_garbled_entries(self, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    def test_damaged_entries_are_errors(self, tmp_path: Path, change: dict[str, object], message: str) -> None:
         path = write_megatron_list(tmp_path / "bad.json", BYTES)
         entries = json.loads(path.read_text())
         entries[3] |= change
@@ -190,7 +190,7 @@ class TestMegatronList:
             TikTokenizer(path)
 
     @pytest.mark.parametrize("content", ["[", "[1]", "[{}]", "[]", "[" * 100_000])
-    def test_garbled_lists(self, tmp_path: Path, content: str) -> None:
+    def test_damaged_lists_are_errors(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ConfigError, match=r"bad\.json"):
             TikTokenizer(tmp_path / "bad.json")
@@ -210,7 +210,7 @@ class TestMegatronList:
         (b"AAA= 300", "rank 256 is missing of ranks up to 300"),
     ],
 )
-def test_garbled_lines(tmp_path: Path, line: bytes, message: str) -> None:
+def test_damaged_lines_are_errors(tmp_path: Path, line: bytes, message: str) -> None:
     path = write_tiktoken(tmp_path / "bad.tiktoken", BYTES)
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(ConfigError, match=r"bad\.tiktoken: ") as caught:
@@ -218,14 +218,14 @@ def test_garbled_lines(tmp_path: Path, line: bytes, message: str) -> None:
     caught.match(message)
 
 
-def test_a_file_that_lacks_bytes(tmp_path: Path) -> None:
+def test_file_without_all_bytes_is_an_error(tmp_path: Path) -> None:
     path = write_tiktoken(tmp_path / "few.tiktoken", {bytes([i]): i for i in range(255)})
     with pytest.raises(ConfigError, match=r"few\.tiktoken: 1 of the 256 single bytes are missing"):
         TikTokenizer(path, "gpt2")
 
 
 def merged_spaces() -> dict[bytes, int]:
-    """Ranks in which the ids show where words were cut in white space and letters."""
+    """Ranks of which the ids show how white space and letters were split."""
     pairs = [a + b for a in (b"\n", b" ", b"a", b"'", b"1", b"s") for b in (b" ", b"\n", b"a", b"1", b"s", b"S")]
     return {token: i for i, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
 

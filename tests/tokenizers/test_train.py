@@ -52,7 +52,7 @@ def test_sentencepiece_unigram(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 @pytest.mark.parametrize("size", [260, 2048, 100_000])
-def test_the_size_that_is_offered_works(tmp_path: Path, model_type: str, size: int) -> None:
+def test_suggested_size_works(tmp_path: Path, model_type: str, size: int) -> None:
     texts = ["one two three four five six " * 30]
     with pytest.raises(ConfigError, match="--vocab-size ") as raised:
         train_sentencepiece(texts, output_prefix=tmp_path / "x", vocab_size=size, model_type=model_type)
@@ -74,20 +74,20 @@ def test_byte_level(tmp_path: Path, words: str) -> None:
     assert len(tokenizer.encode(SOURCE)) < len(SOURCE) / 2
     again = train_byte_level(TEXTS, output_prefix=tmp_path / "b", vocab_size=1000, words=words)
     assert again.read_bytes() == path.read_bytes()
-    # gpt4's words have at most three digits, gpt2's as many as there are.
+    # gpt4's words have at most three digits, gpt2's any number.
     size, count = (263, 1) if words == "gpt2" else (261, 3)
     digits = train_byte_level(["1234567 " * 100], output_prefix=tmp_path / "d", vocab_size=size, words=words)
     assert len(opened(digits).encode("1234567")) == count
 
 
-def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused(train_byte_level, tmp_path, r"pip install 'megalite\[tokenizers\]'")
 
 
 @BOTH
-def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> None:
-    """No library may treat an exception of the texts as their end and train on the part before it."""
+def test_untrainable_texts_are_errors(tmp_path: Path, train: Callable[..., Path]) -> None:
+    """Libraries must not treat an exception of the texts as their end and train on the part before it."""
 
     def texts() -> Iterator[str]:
         yield from TEXTS
@@ -104,8 +104,8 @@ def test_what_cannot_be_trained(tmp_path: Path, train: Callable[..., Path]) -> N
 
 
 @BOTH
-def test_a_file_that_exists_is_kept(tmp_path: Path, train: Callable[..., Path]) -> None:
-    """An existing file is an error before any text is read, and again if it appears during training."""
+def test_existing_file_is_kept(tmp_path: Path, train: Callable[..., Path]) -> None:
+    """An existing file is an error before any text is read, and also if it appears during training."""
     paths = [tmp_path / "x.model", tmp_path / "x.json"]
 
     def texts(*, write: bool) -> Iterator[str]:
@@ -121,7 +121,7 @@ def test_a_file_that_exists_is_kept(tmp_path: Path, train: Callable[..., Path]) 
 
 
 @BOTH
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, train: Callable[..., Path]) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path, train: Callable[..., Path]) -> None:
     (tmp_path / "file").write_text("")
 
     def texts() -> Iterator[str]:
@@ -141,7 +141,7 @@ def write(path: Path, documents: list[str]) -> Path:
 
 
 def numbered(count: int, size: int) -> list[str]:
-    """Documents that begin with their number, and that compress no better than text does."""
+    """Documents that start with their number, and compress about as well as text."""
     rng = random.Random(0)
     return [f"{i:06d}" + rng.randbytes(size).hex()[: size - 6] for i in range(count)]
 
@@ -150,7 +150,7 @@ def text_of(*paths: Path, most: int = 10_000_000, keys: tuple[str, ...] = ("text
     return TrainingText(find_inputs(list(map(str, paths))), keys, most)
 
 
-def test_all_of_a_small_corpus(tmp_path: Path) -> None:
+def test_small_corpus_is_read_completely(tmp_path: Path) -> None:
     documents = numbered(60, 100)
     path = write(tmp_path / "a.jsonl", documents)
     with path.open("a") as file:
@@ -164,8 +164,8 @@ def test_all_of_a_small_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_share_is_spread_evenly(tmp_path: Path, suffix: str) -> None:
-    """Two files of 1.5 MB, 1 MB asked for: a third of each part of them."""
+def test_sample_is_spread_evenly(tmp_path: Path, suffix: str) -> None:
+    """Two files of 1.5 MB, 1 MB requested: a third of each part."""
     half = numbered(1500, 1000)
     text = text_of(*(write(tmp_path / f"{name}{suffix}", half) for name in "ab"), most=1_000_000)
     taken = list(text)
@@ -178,7 +178,7 @@ def test_a_share_is_spread_evenly(tmp_path: Path, suffix: str) -> None:
         assert min(thirds) > 80, thirds  # of 500, a third is 167; an archive is unpacked a little ahead
 
 
-def test_long_documents_several_keys_and_damage(tmp_path: Path) -> None:
+def test_sample_with_long_documents_several_keys_and_damage(tmp_path: Path) -> None:
     text = text_of(write(tmp_path / "a.jsonl", ["é" * 100]), most=101)
     assert list(text) == ["é" * 50] and text.is_share and text.num_bytes == 101
     (tmp_path / "b.jsonl").write_text('{"title": "t", "text": "x"}\n{"title": "u", "text": "y"}\n')
@@ -189,7 +189,7 @@ def test_long_documents_several_keys_and_damage(tmp_path: Path) -> None:
         list(text_of(path))
 
 
-def test_no_text_because_every_line_is_bad(tmp_path: Path) -> None:
+def test_error_if_every_line_is_bad(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
     for path, content in zip(paths, ("\n\n", "\n" * 9000 + '{"body": "x"}\n' * 4000, "{\n"), strict=True):
         path.write_text(content)

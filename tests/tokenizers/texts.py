@@ -1,4 +1,4 @@
-"""Real text, awkward text, and tokenizer files written by hand."""
+"""Real text, unusual text, and tokenizer files written by hand."""
 
 import base64
 import json
@@ -35,7 +35,7 @@ def byte_symbols() -> list[str]:
 
 
 def write_gpt2(folder: Path) -> None:
-    """vocab.json and merges.txt of a BPE of three merges; <|endoftext|> is 259."""
+    """Write vocab.json and merges.txt of a BPE with three merges; <|endoftext|> is 259."""
     tokens = [*byte_symbols(), "ab", "abc", "Ġab", "<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
@@ -43,14 +43,14 @@ def write_gpt2(folder: Path) -> None:
 
 
 def write_tiktoken(path: Path, ranks: Mapping[bytes, int]) -> Path:
-    """A file of tiktoken's kind."""
+    """Write a tiktoken file."""
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
     path.write_bytes(b"".join(lines))
     return path
 
 
 def write_megatron_list(path: Path, ranks: Mapping[bytes, int]) -> Path:
-    """The same as the JSON list that Megatron-LM reads."""
+    """Write the same as the JSON list that Megatron-LM reads."""
     entries = [
         {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
         for token, i in ranks.items()
@@ -60,7 +60,7 @@ def write_megatron_list(path: Path, ranks: Mapping[bytes, int]) -> Path:
 
 
 def ranks_of(vocab_file: Path) -> dict[bytes, int]:
-    """Ranks, from 0 on, of the tokens in a vocab.json that are made of byte symbols."""
+    """Ranks, from 0, of the tokens of a vocab.json that are made of byte symbols."""
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
     tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
