@@ -1,4 +1,4 @@
-"""Builds one stage of a small GPT, for the tests of models and generation."""
+"""Build a stage of a small GPT, for the tests of models and generation."""
 
 import dataclasses
 from typing import Any
@@ -57,7 +57,7 @@ def build(
     seq_length: int = S,
     seed: int = 5,
 ) -> GPTStage:
-    """Layers [first, last) of `cut`, by default all, on one rank of a topology, or of a tp group alone."""
+    """Layers [first, last) of `cut`, by default all, on one rank of a topology, or of a tp group only."""
     first, last = cut or (0, model.num_layers)
     topology = topology or Topology.solo()
     groups = {name: getattr(topology, name) for name in ("tp", "tp_cp", "ep", "expert_tp")}

@@ -1,8 +1,8 @@
-"""What layers keep for the backward, measured, against the published formulas and the planner's.
+"""Measured bytes that layers keep for the backward, compared with published formulas and the planner.
 
 Korthikanti et al. 2022, bytes of a layer in 16 bits with dropout, for sequence s, microbatch b, width h, a heads and
-tensor-parallel size t: none sbh(34 + 5as/h); t alone sbh(10 + 24/t + 5as/ht); with sequence parallelism all of it / t;
-selective recompute leaves out 5as/h; full keeps 2sbh.
+tensor-parallel size t: none sbh(34 + 5as/h); t only sbh(10 + 24/t + 5as/ht); with sequence parallelism everything / t;
+selective recompute omits 5as/h; full keeps 2sbh.
 """
 
 import gc
@@ -77,7 +77,7 @@ def full(method: str = "uniform", count: int = 1) -> dict[str, Any]:
 
 
 def layers_alone(context: RankContext, config: RunConfig) -> tuple[GPTStage, StagePlan]:
-    """All layers in one stage without embedding and head, built as training builds them."""
+    """All layers in one stage without embedding and head, built as in training."""
     plan = StagePlan(
         stage=0, rank=0, first_layer=0, last_layer=config.model.num_layers, has_embedding=False, has_head=False
     )
@@ -87,7 +87,7 @@ def layers_alone(context: RankContext, config: RunConfig) -> tuple[GPTStage, Sta
 
 
 def settled(bytes_now: Callable[[], int], *, alone: bool) -> int:
-    """The number once gloo's threads have let go of the tensors of finished collectives, which one rank has not."""
+    """Return the number after gloo's threads have released the tensors of finished collectives; one rank has none."""
     least = bytes_now()
     for _ in range(0 if alone else 20):
         time.sleep(0.005)
@@ -96,7 +96,7 @@ def settled(bytes_now: Callable[[], int], *, alone: bool) -> int:
 
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Bytes that a forward leaves behind by what is alive and by what autograd holds, and the planner's number."""
+    """Return bytes kept by a forward, as live storages and as tensors saved by autograd, and the planned bytes."""
     config, alone = tiny_config(world_size, **{**GPT, **settings}), world_size == 1
     stage, plan = layers_alone(context, config)
     samples = config.training.micro_batch_size
@@ -110,7 +110,7 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
     held = saved.now
     del x, y
     assert settled(lambda: saved.now, alone=alone) == 0
-    gc.disable()  # what is made from here on is young: to look at that alone is cheap
+    gc.disable()  # later objects are in the young generation: collecting only that is cheap
     with LiveBytes() as live:
         x = torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
         y = stage(x, forward_context)
@@ -152,13 +152,13 @@ def measured(world_size: int, settings: dict[str, Any]) -> dict[str, float]:
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
-def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: Callable[[int], float]) -> None:
+def test_bytes_of_a_layer_equal_the_formula(settings: dict[str, Any], formula: Callable[[int], float]) -> None:
     t = settings.get("tp", 1)
     found = measured(t, {**DROPOUT, **settings})
     assert found["alive"] == pytest.approx(SBH * formula(t), rel=WITHIN)
     assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
     if "layernorm" not in settings.get("recompute_modules", []):
-        # What is left out of the saved tensors has hooks of its own, under which these see nothing.
+        # Code that omits tensors has its own hooks, which hide them from these.
         assert found["held"] == found["alive"], "something is alive that autograd does not hold, or the reverse"
 
 
@@ -190,7 +190,7 @@ def test_a_layer_keeps_what_the_formula_says(settings: dict[str, Any], formula: 
     ],
     ids=str,
 )
-def test_families_experts_and_context_parallelism_keep_what_the_planner_says(settings: dict[str, Any]) -> None:
+def test_bytes_of_other_layers_equal_the_plan(settings: dict[str, Any]) -> None:
     found = measured(settings.get("tp", 1) * settings.get("cp", 1), settings)
     assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
 
@@ -200,15 +200,15 @@ def test_families_experts_and_context_parallelism_keep_what_the_planner_says(set
     [{"dp": 2, "ep": 2}, {**TP2, **SP, "etp": 2}, {**TP2, "etp": 1, "ep": 2, "activation": "swiglu"}],
     ids=str,
 )
-def test_experts_on_several_ranks_keep_what_the_planner_says_on_average(settings: dict[str, Any]) -> None:
-    # How many rows come to a rank depends on the routing; over all ranks they are as many as were sent.
+def test_bytes_of_experts_on_several_ranks_equal_the_plan(settings: dict[str, Any]) -> None:
+    # The rows of one rank depend on the routing; over all ranks their number is fixed.
     ranks = run_ranks(2, kept, 2, {**MOE, **settings})
     alive = sum(rank["alive"] for rank in ranks) / 2
     assert ranks[0]["planned"] == pytest.approx(alive, rel=WITHIN)
 
 
 def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dict[str, float]:
-    """The most that autograd holds in a training step, and the most that is alive at the end of a forward."""
+    """Return the maximum that autograd holds in a training step, and the maximum alive at the end of a forward."""
     config = tiny_config(world_size, **settings)
     runner = Runner(build(context, config))
     stages = runner.replica.stages.values()
@@ -265,12 +265,12 @@ PIPELINE: dict[str, Any] = {
     ],
     ids=str,
 )
-def test_the_peak_of_a_step_is_the_planned_one(settings: dict[str, Any], in_flight: list[int]) -> None:
+def test_peak_of_a_step_equals_the_plan(settings: dict[str, Any], in_flight: list[int]) -> None:
     ranks = run_ranks(2, peak, 2, {**PIPELINE, **settings})
     assert [rank["in_flight"] for rank in ranks] == in_flight
     for rank in ranks:
         if "layernorm" not in settings.get("recompute_modules", []):
             assert rank["held"] == pytest.approx(rank["planned"], rel=WITHIN)
-        # Alive are also messages that come or go, at most one for each microbatch and two more.
+        # Live storages include messages in flight: at most one per microbatch, plus two.
         assert rank["planned"] * (1 - WITHIN) <= rank["alive"]
         assert rank["alive"] <= rank["planned"] * (1 + WITHIN) + (rank["in_flight"] + 2) * rank["message"]

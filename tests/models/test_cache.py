@@ -12,7 +12,7 @@ def values(b: int, s: int, seed: int) -> torch.Tensor:
     return torch.randn(b, 2, s, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def test_rows_of_unequal_length() -> None:
+def test_cache_with_rows_of_unequal_length() -> None:
     """Each row sees its own keys, then its new tokens, which overwrite its padding, and nothing after them."""
     cache, k, v = KeyValueCache(limit=20), values(3, 4, 0), values(3, 4, 1)
     cache.fill("a", k, v)
@@ -33,7 +33,7 @@ def test_rows_of_unequal_length() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
-def test_windows(window: int) -> None:
+def test_cache_with_windows(window: int) -> None:
     """The new token at p attends to itself and the window - 1 tokens before it."""
     for lengths in ([6, 6], [7, 2], [0, 1]):
         new = NextTokens.after(lengths, window=window, device=CPU)

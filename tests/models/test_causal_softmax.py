@@ -20,7 +20,7 @@ from tests.models.stages import GPT, B, S, build, varied
     ],
     ids=["causal", "window", "documents"],
 )
-def test_where_the_kernel_is_used(
+def test_kernel_is_used_only_with_the_causal_mask(
     changes: dict[str, Any], documents: tuple[tuple[int, ...], ...] | None, calls: int
 ) -> None:
     stage = build(varied(GPT, **changes))
@@ -48,5 +48,5 @@ def test_where_the_kernel_is_used(
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_without_dropout_there_is_none() -> None:
+def test_kernel_is_not_used_without_dropout() -> None:
     assert all(block.attention._softmax is None for block in build(GPT).layers.values())

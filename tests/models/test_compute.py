@@ -72,7 +72,7 @@ def differ(ours: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "math"])
-def test_attention_is_the_one_asked_for(backend: str) -> None:
+def test_selected_attention_backend_is_used(backend: str) -> None:
     config = tiny_config(**LLAMA, num_layers=2, attention_backend=backend)
     stage, plain = stage_of(config), stage_of(config)
     said = "flash (torch's choice)" if backend == "auto" else f"{backend} (requested)"
@@ -92,7 +92,7 @@ def test_attention_is_the_one_asked_for(backend: str) -> None:
     assert len(called) == 2
 
 
-def test_the_log_says_where_attention_is_another() -> None:
+def test_log_names_layers_with_another_attention() -> None:
     config = tiny_config(attention_dropout=0.1)
     assert apply_compute(stage_of(config), config) == [
         "attention with its probabilities in memory, for attention_dropout"
@@ -106,14 +106,14 @@ def test_the_log_says_where_attention_is_another() -> None:
     ]
 
 
-def test_fp8_is_refused_where_there_is_none() -> None:
+def test_fp8_is_refused_without_support() -> None:
     config = tiny_config(precision="bf16", fp8=True)
     with pytest.raises(ConfigError, match=r"^fp8 cannot be used: cpu has no matrix products in fp8; remove it$"):
         apply_compute(stage_of(config), config)
 
 
 @pytest.mark.parametrize(("recipe", "hidden"), [("tensorwise", 64), ("blockwise", 128)])
-def test_fp8_serves_the_inner_layers(recipe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_used_in_the_inner_layers(recipe: str, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses torch's CPU product, which is as exact as it is slow."""
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
     settings: dict[str, Any] = {"precision": "bf16", "hidden_size": hidden, "init_method_std": 0.02, "seq_length": 128}
@@ -132,9 +132,9 @@ def test_fp8_serves_the_inner_layers(recipe: str, hidden: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dp_strategy", ["all-reduce", "fully-sharded"])
-def test_a_step_rounds_each_weight_once(dp_strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the forward and for the backward, however many microbatches; with sharded weights at each use. A step later it
-    is another weight."""
+def test_each_weight_is_rounded_once_per_step(dp_strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the forward and once for the backward, for any number of microbatches; sharded weights at each use. The
+    weight of the next step is rounded again."""
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
     settings: dict[str, Any] = {"precision": "bf16", "hidden_size": 64, "global_batch_size": 4, "micro_batch_size": 2}
     runner = Runner(build_replica(tiny_config(**settings, fp8=True, dp_strategy=dp_strategy), Topology.solo()))
@@ -159,7 +159,7 @@ def test_a_step_rounds_each_weight_once(dp_strategy: str, monkeypatch: pytest.Mo
         assert {seen[weight] for weight in weights} == {2 if dp_strategy == "all-reduce" else 2 * 2}
 
 
-def test_fp8_names_the_weight_that_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_error_names_the_unsupported_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "why_not_fp8", lambda device: None)
     config = tiny_config(precision="bf16", fp8=True, ffn_hidden_size=40)
     with pytest.raises(ConfigError) as error:
@@ -209,7 +209,7 @@ def test_compiled_layers_give_the_same_numbers(
     assert {"_add_dropped", *expected} <= set(calls)
 
 
-def test_no_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "why_not_compile", lambda device: "RuntimeError: no C++ compiler")
     config = tiny_config(compile=True)
     with pytest.raises(ConfigError, match=r"^compile cannot be used: RuntimeError: no C\+\+ compiler; remove it$"):
@@ -234,5 +234,5 @@ def overlapped(context: RankContext, tp: int) -> None:
     assert differ(ours, numbers(plain, config)) <= 1e-12
 
 
-def test_overlap_changes_no_numbers() -> None:
+def test_overlap_does_not_change_numbers() -> None:
     run_ranks(2, overlapped, 2)

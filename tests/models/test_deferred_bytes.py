@@ -20,7 +20,7 @@ EXPERTS: dict[str, Any] = {
     "add_bias_linear": False,
     "moe_ffn_hidden_size": 192,
     "moe_shared_expert_intermediate_size": 128,
-}  # all experts for each token: how many rows one gets is then known
+}  # all experts for each token, so that their numbers of rows are known
 
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tup
     ],
     ids=str,
 )
-def test_deferred_bytes_are_the_planned_ones(world_size: int, settings: dict[str, Any]) -> None:
+def test_deferred_bytes_equal_the_plan(world_size: int, settings: dict[str, Any]) -> None:
     ranks = (
         [kept(RankContext(0, {}), 1, settings)]
         if world_size == 1

@@ -50,7 +50,7 @@ class Family:
 
     @property
     def names(self) -> str:
-        """Our family with these names of tensors."""
+        """The megalite family with these names of tensors."""
         small = self.kind.lower()
         return {"gptoss": "gpt_oss", "gemma": "llama", "gemma3": "gemma3_text", "smollm3": "llama"}.get(small, small)
 
@@ -274,11 +274,11 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_equal_transformers(name: str) -> None:
     assert error(*both_logits(name, FAMILIES[name].model)) < 1e-9
 
 
-def test_the_proof_of_float64_sees_float32() -> None:
+def test_float64_check_detects_float32() -> None:
     family = FAMILIES["llama2"]
     them, tokens = their_model(family), torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(AssertionError, match=r"made a torch\.float32"), OnlyFloat64():
@@ -324,6 +324,6 @@ def test_the_proof_of_float64_sees_float32() -> None:
         ("smollm3", {"no_rope_freq": [1, 0, 1]}),
     ],
 )
-def test_each_setting_shows_in_the_logits(name: str, changes: dict[str, Any]) -> None:
+def test_each_setting_affects_the_logits(name: str, changes: dict[str, Any]) -> None:
     """With one wrong setting the logits differ by far more than the tolerance."""
     assert error(*both_logits(name, varied(FAMILIES[name].model, **changes))) > 1e-6

@@ -1,4 +1,4 @@
-"""The model against a plain functional one."""
+"""The model compared with a plain functional one."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ def gradients(stage: GPTStage) -> tuple[Tensor, dict[str, Tensor]]:
     return found.detach(), grads
 
 
-def test_rope_reads_the_projection_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_without_a_copy_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotating a group's queries without a copy gives the same bits as with a copy."""
     stage = build(LLAMA, dtype=torch.float32)
     shake(stage)
@@ -80,7 +80,7 @@ def test_rope_reads_the_projection_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_every_gradient_are_those_of_the_plain_model(family: str) -> None:
+def test_losses_and_gradients_equal_the_plain_model(family: str) -> None:
     model = FAMILIES[family]
     stage = build(model)
     shake(stage)
@@ -111,7 +111,7 @@ def test_losses_and_every_gradient_are_those_of_the_plain_model(family: str) -> 
         assert (grads[name] - parameter.grad).abs().max() <= 1e-10 * scale, name
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_is_used_only_in_training() -> None:
     model = varied(GPT, hidden_dropout=0.3)
     stage, same = build(model), build(GPT)
     tokens, labels, _ = batch()

@@ -126,7 +126,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
-def test_equals_a_loop_over_experts(changes: dict[str, Any]) -> None:
+def test_layer_equals_a_loop_over_experts(changes: dict[str, Any]) -> None:
     config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **changes)
     want = compare(build(config), config, draw(1, S, B, H))
     pairs = S * B * config.moe_router_topk
@@ -134,19 +134,19 @@ def test_equals_a_loop_over_experts(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("losses_of", [{"moe_aux_loss_coeff": AUX}, {"moe_z_loss_coeff": Z}])
-def test_each_loss_alone_and_scaled(losses_of: dict[str, float]) -> None:
+def test_each_auxiliary_loss_separately_and_scaled(losses_of: dict[str, float]) -> None:
     config = config_of(**losses_of)
     compare(build(config), config, draw(1, S, B, H), scale=8.0)
 
 
-def test_the_loss_of_sequences_together() -> None:
+def test_auxiliary_loss_over_sequences() -> None:
     """The loss of sequences together is lower: one sequence's surplus of an expert makes up for another's lack."""
     config = config_of(moe_aux_loss_coeff=AUX)
     each, both = (compare(build(config), config, draw(1, S, B, H), together=n).balance for n in (1, B))
     assert float(both.detach()) < 0.999 * float(each.detach())
 
 
-def test_the_two_policies_drop_different_tokens() -> None:
+def test_drop_policies_drop_different_tokens() -> None:
     kept = [
         expected(draw(1, S, B, H), leaves(build(config)), config).kept
         for config in (config_of(**TIGHT), config_of(**TIGHT, moe_token_drop_policy="position"))
@@ -154,7 +154,7 @@ def test_the_two_policies_drop_different_tokens() -> None:
     assert kept[0].sum() == kept[1].sum() and not torch.equal(*kept)
 
 
-def test_experts_that_no_token_chooses() -> None:
+def test_experts_without_tokens() -> None:
     """Two of four experts have no rows: no gradient, but every weight still reports once."""
     config = config_of(moe_aux_loss_coeff=AUX, **GPT_OSS)
     layer, x = build(config), draw(1, S, B, H).abs()
@@ -173,14 +173,14 @@ def test_experts_that_no_token_chooses() -> None:
     (y * draw(9, *x.shape)).sum().backward()
     for parameter in layer.parameters():
         name, found = parameter.info.spec.name, parameter.grad
-        if name.endswith("weight"):  # a bias leaves it to autograd
+        if name.endswith("weight"):  # a bias uses autograd instead
             assert found is None and parameter.main_grad is not None
             found = parameter.main_grad - 0.5
         close(found, parameter.expect, name)
     assert reports == {f"{NAME}.{matrix}.weight": 1 for matrix in ("router", "experts.up", "experts.down")}
 
 
-def test_equal_logits_go_to_the_lower_index() -> None:
+def test_equal_logits_select_the_lower_index() -> None:
     config = config_of()
     layer = build(config)
     layer.router.weight.data[:] = layer.router.weight.data[:1]
@@ -189,7 +189,7 @@ def test_equal_logits_go_to_the_lower_index() -> None:
     assert torch.equal(routing.weights, torch.full((S, B, 2), 0.5, dtype=torch.float64))
 
 
-def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
+def test_equal_weights_keep_the_lower_position() -> None:
     """The choice does not depend on the order of rows."""
     config = config_of(moe_router_topk=1, moe_expert_capacity_factor=1.0)
     layer = build(config)
@@ -200,7 +200,7 @@ def test_equal_weights_over_capacity_go_to_the_lower_position() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-15), (torch.float32, 1e-7)])
-def test_weights_that_only_rounding_tells_apart_are_equal(dtype: torch.dtype, rounding: float) -> None:
+def test_weights_equal_up_to_rounding_count_as_equal(dtype: torch.dtype, rounding: float) -> None:
     """Otherwise the rank that computed a token, not the token, would decide which tokens are dropped."""
     weights = torch.full((4, 1, 1), 0.3, dtype=dtype)
     weights[3] += rounding
@@ -209,7 +209,7 @@ def test_weights_that_only_rounding_tells_apart_are_equal(dtype: torch.dtype, ro
     assert kept.flatten().tolist() == [True, True, False, False]
 
 
-def test_in_evaluation_nothing_is_attached() -> None:
+def test_evaluation_has_no_auxiliary_losses() -> None:
     config = config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z)
     layer, x = build(config), draw(1, S, B, H)
     with torch.no_grad():

@@ -26,7 +26,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **PADDED, "moe_token_drop_policy": "position", **GATED},
     {**GPT_OSS, **PADDED, **SHARED},
-]  # several a call: the pool's workers make their groups once
+]  # several per call: the pool's workers create their groups once
 
 
 def config_at(index: int) -> Any:
@@ -115,7 +115,7 @@ def check(ranks: list[dict[str, Any]], index: int, lonely: bool) -> None:
         set_lonely(solo)
     weights = leaves(solo)
     if not lonely:
-        # The initial weights are those of one rank, whoever holds them.
+        # The initial weights are those of one rank, in any split.
         for name, values in assemble([rank["weights"] for rank in ranks]).items():
             np.testing.assert_array_equal(values, weights[name].detach().numpy(), err_msg=name)
     x = global_input(lonely).requires_grad_()
@@ -158,12 +158,12 @@ def test_every_split_equals_one_rank(world: int, axes: dict[str, int], sequence_
 
 
 @pytest.mark.parametrize("axes", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}], ids=str)
-def test_ranks_whose_experts_get_no_rows(axes: dict[str, int]) -> None:
+def test_ranks_without_rows_for_their_experts(axes: dict[str, int]) -> None:
     options = {"sequence_parallel": False, "lonely": True}
     check([rank[0] for rank in run_ranks(4, on_rank, axes, options, [0])], 0, True)
 
 
-def test_the_shared_expert_computes_while_rows_are_exchanged() -> None:
+def test_shared_expert_overlaps_the_exchange_of_rows() -> None:
     forward, backward = (
         ["start", "up", "wait", "start", "down", "wait"],
         ["start", "down", "wait", "start", "up", "wait"],
@@ -188,7 +188,7 @@ def events_of_a_layer(context: RankContext) -> list[str]:
 
     def noted(group: Group, output: Tensor, tensor: Tensor, *splits: list[int]) -> Work:
         work = start(group, output, tensor, *splits)
-        return Noted(work) if tensor.dim() == 2 else work  # else how many rows will come
+        return Noted(work) if tensor.dim() == 2 else work  # otherwise it would be the number of rows to come
 
     layer = make_layer(topology, 0, sequence_parallel=False)
     assert layer.shared is not None

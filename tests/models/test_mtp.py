@@ -41,24 +41,24 @@ def microbatch(*, find: bool = False) -> Microbatch:
     return loader.load(0, B)[0]
 
 
-def test_what_the_depths_read() -> None:
+def test_inputs_of_each_depth() -> None:
     batch = microbatch()
     assert batch.mtp_labels is not None and batch.mtp_mask is not None
     for k in (1, 2):
         assert torch.equal(batch.mtp_labels[k - 1, :, :-k], batch.labels[:, k:])
         assert torch.equal(batch.mtp_mask[k - 1, :, :-k], batch.loss_mask[:, k:])
         assert not batch.mtp_labels[k - 1, :, -k:].any() and not batch.mtp_mask[k - 1, :, -k:].any()
-    # Sample 0 has its document's end at position 7: position 7 - k would predict beyond it, and is out anyway.
+    # In sample 0 a document ends at position 7: position 7 - k would predict beyond it, and is masked.
     assert batch.mtp_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 1, 1, 0]
     apart = microbatch(find=True)
     assert apart.mtp_mask is not None
-    # Where documents are apart position 7, the end itself, predicts nothing of the next one either.
+    # If documents are separate, position 7, the end itself, does not predict the next document either.
     assert apart.mtp_mask[0, 0].tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 0]
     assert apart.mtp_mask[1, 0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_loss_and_gradients_are_those_of_the_formula(tied: bool) -> None:
+def test_loss_and_gradients_equal_the_formula(tied: bool) -> None:
     changes = {"mtp_num_layers": 2, "tie_embeddings": tied, "scale_embeddings": True}
     stage = build(varied(LLAMA, **changes)).train()
     batch = microbatch()
@@ -112,7 +112,7 @@ def written_out(stage: GPTStage, batch: Microbatch) -> tuple[torch.Tensor, torch
     return main, FACTOR * torch.stack(terms).mean()
 
 
-def test_flops_behind_the_last_layer() -> None:
+def test_flops_of_mtp_layers() -> None:
     model = varied(LLAMA, mtp_num_layers=2)
     h, head = model.hidden_size, head_forward_flops(model)
     each = layer_forward_flops(model, model.num_layers - 1, S) + 4 * h * h + head

@@ -20,7 +20,7 @@ def runner_of(width: int, **more: Any) -> Runner:
     return Runner(build(RankContext(0), config))
 
 
-def test_first_values_rates_and_factors() -> None:
+def test_initial_values_rates_and_factors() -> None:
     mup = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": 4}
     plain, ours = (runner_of(128, **more).replica for more in ({}, mup))
     values = [dict(next(iter(replica.stages.values())).named_parameters()) for replica in (plain, ours)]
@@ -33,7 +33,7 @@ def test_first_values_rates_and_factors() -> None:
     stage = next(iter(ours.stages.values()))
     assert stage.head is not None and stage.head.logit_scale == 0.25
     attention = stage.layers["0"].attention
-    # Beside 1 / sqrt(head size): sqrt(4) / 16 = 1 / 8.
+    # Besides 1 / sqrt(head size): sqrt(4) / 16 = 1 / 8.
     assert attention.query_scale == pytest.approx(math.sqrt(16) / 8)
 
 
@@ -49,7 +49,7 @@ def change_of_features(width: int, **more: Any) -> float:
     return float((seen[-4] - seen[0]).square().mean().sqrt())  # of the first of four microbatches
 
 
-def test_what_steps_change_does_not_grow_with_the_width() -> None:
+def test_effect_of_steps_does_not_grow_with_the_width() -> None:
     mup = {"use_mup": True, "mup_base_hidden_size": 32}
     ours, others = ([change_of_features(width, **more) for width in WIDTHS] for more in (mup, {}))
     assert max(ours) < 2 * min(ours), ours

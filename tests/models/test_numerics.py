@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Both settings apply to the process."""
+    """Restore both settings of the process."""
     with mock.patch.dict(os.environ):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         yield
@@ -31,12 +31,12 @@ def as_before() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def test_nothing_is_set_unasked() -> None:
+def test_nothing_is_set_by_default() -> None:
     assert use_numerics(ComputeConfig(), CUDA) == []
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_torchs_warnings_about_what_is_intended_are_hidden() -> None:
+def test_intended_torch_warnings_are_hidden() -> None:
     """Their texts in torch 2.11. In tests, a warning that is not hidden is an error."""
     use_numerics(ComputeConfig(), CUDA)
     warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set", stacklevel=1)
@@ -46,7 +46,7 @@ def test_torchs_warnings_about_what_is_intended_are_hidden() -> None:
         warnings.warn(unbatched, stacklevel=1)
 
 
-def test_tf32_sets_both_of_torchs_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_sets_both_torch_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert use_numerics(ComputeConfig(tf32=True), CUDA) == ["fp32 products in TF32"]
     assert torch.backends.cuda.matmul.allow_tf32
@@ -54,7 +54,7 @@ def test_tf32_sets_both_of_torchs_spellings(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_tf32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_without_support_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^tf32 cannot be used: cpu has no products in TF32; remove it$"):
         use_numerics(ComputeConfig(tf32=True), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
@@ -71,7 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_deterministic_run_has_the_bits_of_any_other(model: str) -> None:
+def test_deterministic_run_has_the_same_bits(model: str) -> None:
     """torch refuses no operation of a step; its list is nearly the same on CUDA."""
     norms = []
     for asked in (False, True):
@@ -85,13 +85,13 @@ def test_a_deterministic_run_has_the_bits_of_any_other(model: str) -> None:
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_an_operation_without_a_repeatable_form_is_refused() -> None:
+def test_nondeterministic_operation_is_refused() -> None:
     use_numerics(ComputeConfig(deterministic=True), CPU)
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2), accumulate=False)
 
 
-def test_a_workspace_that_the_user_has_set_stays() -> None:
+def test_workspace_set_by_the_user_is_kept() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     build_replica(tiny_config(deterministic=True), Topology.solo(CPU))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -81,13 +81,13 @@ def both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_is_another(case: str) -> None:
+def test_offload_does_not_change_bits(case: str) -> None:
     world, settings = CASES[case]
     assert run_ranks(world, both, world, settings) == [[]] * world
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the tracer looks at
-def test_what_compiled_kernels_save_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_compiled_kernels_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's operators run the graphs, without code generation."""
     form = saved_by(*ALL)
     gone: list[int] = []
@@ -134,7 +134,7 @@ BYTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_pinned_bytes_are_those_of_the_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_bytes_equal_the_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, form = BYTES[case]
     config = tiny_config(1, precision="bf16", num_layers=4, **settings, **form)
     now, most = 0, 0
@@ -171,7 +171,7 @@ FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("rank, settings, form", FORMS, ids=str)
-def test_bytes_on_both_sides_are_planned(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
+def test_host_and_device_bytes_equal_the_plan(rank: int, settings: dict[str, Any], form: dict[str, Any]) -> None:
     """Measures one of two ranks; each storage uses whole blocks of 512 bytes."""
     settings = {"pipeline_schedule": "1f1b", **SHAPE, **settings}
     config, plain = (tiny_config(2, pp=2, **{**settings, **more}) for more in (form, {}))

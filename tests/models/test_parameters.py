@@ -1,4 +1,4 @@
-"""Parameters of built stages against the table in models/shapes.py."""
+"""Parameters of built stages compared with the table in models/shapes.py."""
 
 import math
 
@@ -34,11 +34,11 @@ def tiny_preset(name: str) -> ModelConfig:
 
 
 PRESETS = list({repr(tiny_preset(name)): name for name in preset_names()}.values())
-"""Of presets that are equal when small, test one."""
+"""Presets without duplicates of the same small model."""
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_parameters_are_those_of_the_table(preset: str) -> None:
+def test_parameters_equal_the_table(preset: str) -> None:
     model, tp, group = tiny_preset(preset), 2, Group("tp", (0, 1), 1)
     for cut in ((0, 3), (0, 1), (1, 2), (2, 3)):
         table = stage_shapes(model, *cut, cut[0] == 0, cut[1] == 3) + buffer_shapes(model, *cut)
@@ -55,7 +55,7 @@ def test_parameters_are_those_of_the_table(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_initial_values_are_those_of_the_table(preset: str) -> None:
+def test_initial_values_equal_the_table(preset: str) -> None:
     model = varied(tiny_preset(preset), hidden_size=64, ffn_hidden_size=128)
     parameters = named(build(model))
     for row in stage_shapes(model, 0, 3, True, True):
@@ -71,7 +71,7 @@ def check_initial(row: ParameterShape, values: torch.Tensor, model: ModelConfig)
     assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), row.name
 
 
-def test_what_sequence_parallelism_leaves_in_parts() -> None:
+def test_partial_gradients_with_sequence_parallelism() -> None:
     """Norms and biases after the sum have partial gradients on each rank; the other parameters have full ones."""
     group = Group("tp", (0, 1), 0)
     for sequence_parallel in (False, True):

@@ -84,7 +84,7 @@ def step(model: ModelConfig, plan: Recompute, dtype: torch.dtype) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_gradients_are_equal_to_the_bit(family: str) -> None:
+def test_gradients_are_bitwise_equal(family: str) -> None:
     losses, gradients, products = step(MODELS[family], Recompute(), torch.float32)
     for plan in PLANS:
         again, same, more = step(MODELS[family], plan, torch.float32)
@@ -105,7 +105,7 @@ def test_gradients_are_equal_to_the_bit(family: str) -> None:
         (full("block", 1), {0: 2, 1: 1, 2: 1}),
     ],
 )
-def test_which_layers_run_twice(plan: Recompute, runs: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_run_twice(plan: Recompute, runs: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[int] = Counter()
     forward = Block.forward
 
@@ -124,7 +124,7 @@ def remade(x: Tensor, made: list[str]) -> Tensor:
 
 
 @pytest.mark.parametrize("holders", [1, 3])
-def test_a_tensor_is_made_once_a_backward_for_all_that_held_it(holders: int) -> None:
+def test_tensor_is_recomputed_once_for_all_its_uses(holders: int) -> None:
     x, made = torch.randn(6, 4, dtype=torch.float64).requires_grad_(), []
     weight = torch.randn(4, 4, dtype=torch.float64).requires_grad_()
     y = remade(x, made).detach().requires_grad_()
@@ -138,7 +138,7 @@ def test_a_tensor_is_made_once_a_backward_for_all_that_held_it(holders: int) -> 
         torch.testing.assert_close(weight.grad, holders * y.detach().sum(0)[:, None].expand(4, 4))
 
 
-def test_nothing_is_held_of_it_and_nothing_after_the_backward() -> None:
+def test_recomputed_tensor_is_freed_after_the_backward() -> None:
     x = torch.randn(100, 8).requires_grad_()
     weight = torch.randn(8, 8).requires_grad_()
     with LiveBytes() as live:
@@ -152,12 +152,12 @@ def test_nothing_is_held_of_it_and_nothing_after_the_backward() -> None:
     assert live.now == x.grad.untyped_storage().nbytes() + weight.grad.untyped_storage().nbytes()
 
 
-def test_other_tensors_pass_and_a_graph_that_is_dropped_lets_go_of_them() -> None:
+def test_other_tensors_are_saved_and_freed_with_the_graph() -> None:
     x, weight = torch.randn(100, 8).requires_grad_(), torch.randn(8, 8).requires_grad_()
     with LiveBytes() as live:
         y = x.tanh()
         with SavedTensors().recomputing(y, torch.tanh, x):
-            out = (y @ weight).softmax(-1)  # softmax keeps its own output
+            out = (y @ weight).softmax(-1)  # softmax saves its output
         expected = torch.autograd.grad((x.tanh() @ weight).softmax(-1).square().sum(), weight)
         (found,) = torch.autograd.grad(out.square().sum(), weight, retain_graph=True)
         assert torch.equal(found, expected[0])

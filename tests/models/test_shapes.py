@@ -29,7 +29,7 @@ def rows(shapes: list[ParameterShape]) -> list[Row]:
     return [(shape.name, shape.shape, shape.shard_dim, shape.decay, shape.init) for shape in shapes]
 
 
-def test_gpt_layer() -> None:
+def test_shapes_of_a_gpt_layer() -> None:
     assert rows(layer_shapes(GPT, 1)) == [
         ("layers.1.attention_norm.weight", (8,), None, False, "ones"),
         ("layers.1.attention_norm.bias", (8,), None, False, "zeros"),
@@ -46,7 +46,7 @@ def test_gpt_layer() -> None:
     ]
 
 
-def test_every_other_layer_with_a_window_costs_less() -> None:
+def test_layers_with_a_window_have_fewer_flops() -> None:
     s, model = 100, ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, sliding_window=10)
     mixed = dataclasses.replace(model, window_attn_skip_freq=[2])
     assert [mixed.has_window(index) for index in range(4)] == [True, False, True, False]
@@ -56,11 +56,11 @@ def test_every_other_layer_with_a_window_costs_less() -> None:
     turned = dataclasses.replace(model, position_embedding_type="rope", no_rope_freq=[3])
     assert [turned.has_rope(index) for index in range(4)] == [True, True, False, True]
     experts = dataclasses.replace(model, num_experts=2, moe_layer_freq=3)
-    for kind in (mixed.has_window, turned.has_rope, experts.is_moe_layer):  # what is asked once for layers of one kind
+    for kind in (mixed.has_window, turned.has_rope, experts.is_moe_layer):  # computed once per kind of layer
         assert map_layers(kind.__self__, range(4), kind) == list(map(kind, range(4)))
 
 
-def test_ends() -> None:
+def test_shapes_of_embedding_and_head() -> None:
     assert rows(embedding_shapes(GPT)) == [
         ("embedding.word.weight", (128, 8), 0, True, "normal"),
         ("embedding.position.weight", (16, 8), None, True, "normal"),
@@ -74,7 +74,7 @@ def test_ends() -> None:
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA])
-def test_stages_add_up_to_the_model(model: ModelConfig) -> None:
+def test_stages_sum_to_the_model(model: ModelConfig) -> None:
     whole = {shape.name: shape for shape in stage_shapes(model, 0, 3, True, True)}
     assert sum(shape.size for shape in whole.values()) == parameter_count(model)
     first, last = stage_shapes(model, 0, 1, True, False), stage_shapes(model, 1, 3, False, True)
@@ -85,12 +85,12 @@ def test_stages_add_up_to_the_model(model: ModelConfig) -> None:
     assert all(name.split(".")[1] in "12" for name in {s.name for s in last} if name.startswith("layers"))
 
 
-def test_count_of_a_gpt_by_its_formula() -> None:
+def test_parameter_count_equals_the_formula() -> None:
     h, layers, vocab, positions = 8, 3, 128, 16
     assert parameter_count(GPT) == layers * (12 * h * h + 13 * h) + (vocab + positions) * h + 2 * h
 
 
-def test_unresolved_sizes() -> None:
+def test_unresolved_sizes_are_an_error() -> None:
     with pytest.raises(ValueError, match="vocab_size is not set"):
         parameter_count(ModelConfig())
     with pytest.raises(ValueError, match="max_position_embeddings is not set"):
@@ -98,7 +98,7 @@ def test_unresolved_sizes() -> None:
 
 
 @pytest.mark.parametrize(("layers", "h", "s", "vocab"), [(96, 12288, 2048, 51200), (24, 2304, 2048, 51200)])
-def test_flops_of_the_published_formula(layers: int, h: int, s: int, vocab: int) -> None:
+def test_flops_equal_the_published_formula(layers: int, h: int, s: int, vocab: int) -> None:
     model = ModelConfig(
         num_layers=layers, hidden_size=h, num_attention_heads=h // 96, vocab_size=vocab, max_position_embeddings=s
     )
@@ -108,7 +108,7 @@ def test_flops_of_the_published_formula(layers: int, h: int, s: int, vocab: int)
     assert flops_per_token(model, s) - flops_per_token(model, s, "megatron") == 6 * layers * s * h
 
 
-def test_flops_of_parts() -> None:
+def test_flops_of_single_products() -> None:
     s = 10
     # qkv 48·8, out 8·24, up and gate 2·20·8, down 8·20 weights; two products of s keys with 4 heads of 6.
     assert layer_forward_flops(LLAMA, 0, s) == 2 * (48 * 8 + 8 * 24 + 2 * 20 * 8 + 8 * 20) + 4 * s * 24
@@ -116,12 +116,12 @@ def test_flops_of_parts() -> None:
     assert flops_per_token(LLAMA, s) == 3 * (3 * layer_forward_flops(LLAMA, 0, s) + head_forward_flops(LLAMA))
 
 
-def test_a_sliding_window_leaves_fewer_products() -> None:
+def test_flops_with_a_sliding_window() -> None:
     h, s, window = 8, 10, 4
     wide, narrow = (ModelConfig(hidden_size=h, num_attention_heads=2, sliding_window=w) for w in (None, window))
     assert layer_forward_flops(wide, 0, s) - layer_forward_flops(narrow, 0, s) == 4 * (s - window) * h
     seen = [min(position + 1, window) for position in range(s)]
-    # The convention leaves out the diagonal's half: s/2 keys on average rather than (s + 1)/2.
+    # The convention omits the diagonal's half: s/2 keys on average instead of (s + 1)/2.
     causal = 4 * h * (sum(seen) - window / 2) / s
     assert layer_forward_flops(narrow, 0, s, "megatron") == 2 * 12 * h * h + int(causal)
     assert layer_forward_flops(

@@ -66,7 +66,7 @@ def play(stage: GPTStage, order: tuple[str, ...]) -> tuple[dict[str, Tensor], di
     assert deferred.pending == 0
     grads = {}
     for name, parameter in named(stage).items():
-        # Norms and biases come from autograd; matrices and the word embedding go to main_grad where there is one.
+        # Norms and biases come from autograd; matrices and the word embedding go to main_grad if there is one.
         for kind, grad in (("grad", parameter.grad), ("main", parameter.main_grad)):
             if grad is not None:
                 grads[f"{name} {kind}"] = grad
@@ -89,7 +89,7 @@ def compare(model: ModelConfig, plan: Recompute, dtype: torch.dtype, *, main_gra
     [("gpt", PLANS[::2]), ("llama-fused", PLANS[1::2]), ("experts", PLANS)],
     ids=["gpt", "llama", "moe"],
 )
-def test_halves_give_the_bits_of_the_whole_with_each_product_once(family: str, plans: list[Recompute]) -> None:
+def test_halves_are_bitwise_equal_to_the_whole_backward(family: str, plans: list[Recompute]) -> None:
     for plan in [Recompute(), *plans]:
         compare(MODELS[family], plan, torch.float32)
     compare(MODELS[family], Recompute(), torch.float32, main_grad=False)
@@ -97,7 +97,7 @@ def test_halves_give_the_bits_of_the_whole_with_each_product_once(family: str, p
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("family", ["gpt", "experts"])
-def test_in_other_precisions_too(family: str, dtype: torch.dtype) -> None:
+def test_halves_in_other_precisions(family: str, dtype: torch.dtype) -> None:
     for plan in FEW_PLANS:
         compare(MODELS[family], plan, dtype)
 
@@ -105,7 +105,7 @@ def test_in_other_precisions_too(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("plan", "in_weights"), [(Recompute(), 13), (full("uniform", 1), 13), (selective("mlp"), 13)], ids=str
 )
-def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
+def test_second_half_has_one_product_per_matrix(
     plan: Recompute, in_weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three dense layers of four matrices, and the head."""
@@ -134,7 +134,7 @@ def test_the_second_half_has_one_product_a_matrix_and_no_recompute(
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
+def test_only_matrix_gradients_are_deferred(family: str) -> None:
     """The first half computes gradients of norms, biases, the position table, and an untied word table."""
     stage = stage_of(MODELS[family], Recompute(), torch.float32)
     deferred = DeferredWeightGradients()
@@ -151,7 +151,7 @@ def test_every_matrix_is_put_off_and_nothing_else(family: str) -> None:
     deferred.run(0)
 
 
-def test_terms_of_layers_count_once_where_the_forward_runs_ahead_of_its_recompute() -> None:
+def test_auxiliary_losses_count_once_with_recompute_ahead() -> None:
     """A forward without a graph, a forward with one, then the backward: the first changes nothing."""
     tokens, labels = torch.randint(0, 37, (2, B, S), generator=torch.Generator().manual_seed(1))
     found = []

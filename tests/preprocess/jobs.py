@@ -15,7 +15,7 @@ SUFFIXES = (".bin", ".idx", ".json")
 
 
 class Stop(BaseException):
-    """Ends a run like a signal."""
+    """Ends a run, as a signal does."""
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
@@ -24,14 +24,14 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
 
 
 def write_numbers(path: Path, count: int, first: int = 0) -> Path:
-    """`count` documents of one to five numbers below 1000."""
+    """Write `count` documents of one to five numbers below 1000."""
     return write_jsonl(
         path, [" ".join(str(i * k % 1000) for k in range(i % 5 + 1)) for i in range(first, first + count)]
     )
 
 
 def number_job(folder: Path, *inputs: Path | str, **settings: object) -> PreprocessJob:
-    """Texts of numbers to folder/out_text_document; its state is saved after every piece."""
+    """A job that writes texts of numbers to folder/out_text_document and saves its state after every piece."""
     given = {"vocab_size": 1000, "checkpoint_seconds": 0.0} | settings
     return PreprocessJob(
         inputs=tuple(map(str, inputs)),
@@ -46,7 +46,7 @@ def run_numbers(folder: Path, *inputs: Path | str, **settings: object) -> Progre
 
 
 def stop_after(documents: int) -> Callable[[Progress], None]:
-    """Stops the run after a number of documents."""
+    """Stop the run after a number of documents."""
 
     def check(progress: Progress) -> None:
         if progress.documents >= documents:
@@ -60,5 +60,5 @@ def documents(folder: Path, key: str = "text") -> list[list[int]]:
 
 
 def output_bytes(folder: Path, key: str = "text") -> list[bytes]:
-    """All three files."""
+    """Contents of the three output files."""
     return [(folder / f"out_{key}_document{suffix}").read_bytes() for suffix in SUFFIXES]

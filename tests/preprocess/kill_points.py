@@ -1,10 +1,10 @@
-"""Runs a job again and again, killed before the first, second, ... of its calls that change the disk, and once more.
+"""Run a job repeatedly and kill it before its first, second, ... call that changes the disk, then once more without a kill.
 
-A killed process has lost what it wrote and did not sync. Then the job must continue to the bytes of an undisturbed run
-(without --restart wherever something was kept), and at every instant between, an .idx or .json stands only beside the
-.bin that it describes. Prints what was found as JSON.
+A killed process loses what it wrote and did not sync. The job must then continue to the same bytes as an undisturbed run
+(without --restart if anything was kept), and at any time an .idx or .json must be beside the .bin that it describes.
+Prints its results as JSON.
 
-A program of its own: it forks, which is safe only where no threads run.
+A separate program, because it forks, which is only safe without threads.
 """
 
 import json
@@ -24,13 +24,13 @@ KILLED = 77
 
 
 def run_job(folder: Path) -> None:
-    """Restart like a user: --restart only if there is nothing to resume, and then earlier output is replaced."""
+    """Run the job as a user would: with --restart only if there is nothing to resume, which replaces earlier output."""
     restart = State.read(folder / "work" / "out.unfinished" / "state.json") is None
     preprocess(number_job(folder / "work", folder / "a.jsonl", piece_bytes=150, restart=restart))
 
 
 def fork(work: Callable[..., None], *arguments: Any) -> int:
-    """The exit status of a child that does this."""
+    """Run the function in a child. Returns its exit status."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -43,7 +43,7 @@ def fork(work: Callable[..., None], *arguments: Any) -> int:
 
 
 def run_until(folder: Path, point: int) -> None:
-    """Run the job and end the process before call number `point`; files in work lose what was not synced."""
+    """Run the job and end the process before call number `point`; files in work lose unsynced data."""
     synced: dict[int, int] = {}
     seen = [0]
 
@@ -66,14 +66,14 @@ def run_until(folder: Path, point: int) -> None:
 
     originals = {name: getattr(os, name) for name in CALLS}
     for path in (folder / "work").rglob("*"):
-        synced[path.stat().st_ino] = path.stat().st_size  # what an earlier run left has been on the disk for long
+        synced[path.stat().st_ino] = path.stat().st_size  # leftovers of an earlier run are already on the disk
     for name, original in originals.items():
         setattr(os, name, patched(name, original))
     run_job(folder)
 
 
 def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
-    """Find an .idx or a side file beside a .bin of another output; `whole`: the valid outputs (.bin, .idx, .json)."""
+    """Find an .idx or side file beside a .bin of another output; `whole`: the valid outputs (.bin, .idx, .json)."""
     found = [path.read_bytes() if path.exists() else None for path in (Path(prefix + suffix) for suffix in SUFFIXES)]
     for place in (1, 2):
         known = [(output[0], output[place]) for output in whole]
@@ -85,7 +85,7 @@ def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
 def main(folder: Path) -> None:
     work = folder / "work"
     prefix = str(work / "out_text_document")
-    # Earlier output is there, of other input: it must be whole or gone at every instant, never mixed with ours.
+    # Earlier output of other input exists: at any time it must be complete or removed, never mixed with new output.
     write_numbers(folder / "a.jsonl", 5, 900)
     work.mkdir()
     assert fork(run_job, folder) == 0
@@ -104,7 +104,7 @@ def main(folder: Path) -> None:
         if status != KILLED:
             break
         kept += (work / "out.unfinished" / "state.json").exists()
-        # Killed twice more, earlier, then left alone.
+        # Two more kills at earlier points, then a run without one.
         again = [0]
         for earlier_point in (point % 8, point // 2):
             if mismatch(prefix, (replaced, expected)):

@@ -1,4 +1,4 @@
-"""An independent writer of documents with several sequences, from the description of the layout alone."""
+"""An independent writer of documents with several sequences, based only on the description of the layout."""
 
 import hashlib
 import json
@@ -6,15 +6,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
-LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}  # Struct letters of the token types, by code
+LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}  # struct format of the token dtypes, by code
 NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 MIXED = [[[1, 2, 3]], [[4], [], [5, 6]], [], [[]], [[7, 8], [9]], [[10, 11, 12, 13]]]
-"""Documents of one sequence and of several, one of no sequence, and sequences of no token."""
+"""Documents of one and several sequences, one without sequences, and sequences without tokens."""
 
 
 def pack(documents: list[list[list[int]]], *, code: int = 8) -> tuple[bytes, bytes]:
-    """The bytes of .bin and .idx of documents [document][sequence][token]."""
+    """Bytes of .bin and .idx for tokens [document][sequence][token]."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = b"".join(struct.pack(f"<{len(s)}{LETTERS[code]}", *s) for s in sequences)
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(documents) + 1)
@@ -32,7 +32,7 @@ def pack(documents: list[list[list[int]]], *, code: int = 8) -> tuple[bytes, byt
 
 
 def write(prefix: Path, documents: list[list[list[int]]], *, code: int = 8) -> str:
-    """Both files; returns the prefix."""
+    """Write both files. Returns the prefix."""
     tokens, idx = pack(documents, code=code)
     Path(f"{prefix}.bin").write_bytes(tokens)
     Path(f"{prefix}.idx").write_bytes(idx)
@@ -40,7 +40,7 @@ def write(prefix: Path, documents: list[list[list[int]]], *, code: int = 8) -> s
 
 
 def write_with_side_file(prefix: Path, documents: list[list[list[int]]], /, *, code: int = 8, **facts: Any) -> str:
-    """Both files, and a side file with their hashes and `facts`."""
+    """Write both files, and a side file with their hashes and `facts`."""
     write(prefix, documents, code=code)
     files = {}
     for suffix in (".bin", ".idx"):
@@ -53,5 +53,5 @@ def write_with_side_file(prefix: Path, documents: list[list[list[int]]], /, *, c
 
 
 def both(prefix: str | Path) -> tuple[bytes, bytes]:
-    """The bytes of .bin and .idx that are there."""
+    """Bytes of the existing .bin and .idx."""
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()

@@ -11,11 +11,11 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.pieces import Limits, Piece, Place, cut
 
-Found = tuple[list[str], list[tuple[str, int, str]]]  # Texts, and (file name, line from 1, kind) of what is bad
+Found = tuple[list[str], list[tuple[str, int, str]]]  # texts, and (file name, line from 1, fault) of bad lines
 
 
 def write(path: Path, content: bytes) -> Path:
-    """A file, compressed as its name says."""
+    """Write a file, compressed according to its name."""
     if path.suffix == ".gz":
         content = gzip.compress(content, 1)
     elif path.suffix == ".zst":
@@ -48,7 +48,7 @@ def read_all(*paths: Path | str, limits: Limits | None = None, after: Place | No
 
 
 def places(pieces: Sequence[Piece], limits: Limits) -> list[Place]:
-    """Return the end of each piece."""
+    """End of each piece."""
     found: list[Place] = []
     for piece in pieces:
         lines = read_piece(piece, ["text"], limits).lines
@@ -57,13 +57,13 @@ def places(pieces: Sequence[Piece], limits: Limits) -> list[Place]:
 
 
 def only(path: Path, keys: Sequence[str] = ("text",), limits: Limits | None = None) -> PieceTexts:
-    """The one piece of a small file."""
+    """The single piece of a small file."""
     limits = limits or Limits()
     (piece,) = cut(find_inputs([str(path)]), keys=keys, limits=limits)
     return read_piece(piece, keys, limits)
 
 
 def words(generator: random.Random, most: int) -> str:
-    """A text of no, one or several words, some of other alphabets."""
+    """A text of no, one or several words, some in other alphabets."""
     choice = ["a", "word", "naïve", "日本語", "🙂", "\u2028", "x" * 40]
     return " ".join(generator.choice(choice) for _ in range(generator.randrange(1, most)))

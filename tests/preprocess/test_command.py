@@ -25,7 +25,7 @@ def run(folder: Path, *words: str) -> int:
     return main(["--output-prefix", str(folder / "out"), *NUMBER_FLAGS, *words])
 
 
-def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
+def test_summary_at_the_end(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.jsonl").write_text('x\n{"text": "1 2 3"}\ny\n{"text": ""}\nw\nv\n')
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--append-eod", "--workers", "1") == 0
     out, err = capsys.readouterr()
@@ -38,7 +38,7 @@ def test_what_it_says_in_the_end(tmp_path: Path, capsys: Capture) -> None:
     assert documents(tmp_path) == [[1, 2, 3, 999]]
 
 
-def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> None:
+def test_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\nx\n')
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--strict") == 2
     assert run(tmp_path, "--input", str(tmp_path / "b.jsonl")) == 2
@@ -52,7 +52,7 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: Capture) -> N
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_does_not_stop_the_saving(
+def test_second_signal_does_not_interrupt_saving(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
 ) -> None:
     write_numbers(tmp_path / "a.jsonl", 20)
@@ -72,7 +72,7 @@ def test_a_second_signal_does_not_stop_the_saving(
     assert capsys.readouterr().err.startswith("interrupted; 20 documents are kept in")
 
 
-def test_the_third_signal_ends_the_process() -> None:
+def test_third_signal_ends_the_process() -> None:
     code = (
         "import signal\nfrom megalite.cli.failures import Stopped, first_signal_raises\n"
         "with first_signal_raises():\n"
@@ -84,7 +84,7 @@ def test_the_third_signal_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize(("number", "how"), [(2, "closed")])
-def test_nobody_reads_what_it_says(tmp_path: Path, number: int, how: str) -> None:
+def test_closed_output_is_not_an_error(tmp_path: Path, number: int, how: str) -> None:
     write_numbers(tmp_path / "a.jsonl", 20)
     command_line = f'exec "$@" {number}>' + ("&-" if how == "closed" else " >(true)")
     words = [sys.executable, "-m", "megalite.cli.main", "preprocess", "--input", str(tmp_path / "a.jsonl")]
@@ -96,7 +96,7 @@ def test_nobody_reads_what_it_says(tmp_path: Path, number: int, how: str) -> Non
     assert len(documents(tmp_path)) == 20
 
 
-def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     write_jsonl(tmp_path / "b.jsonl", ["7"])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'x\n\n{"text": "1 2"}\n'))
     before = sorted(tmp_path.iterdir())
@@ -142,14 +142,14 @@ def test_flags_become_the_job() -> None:
 
 
 @pytest.mark.parametrize("flag", main.foreign)
-def test_flags_of_other_scripts_are_refused_in_one_line(flag: str, capsys: Capture) -> None:
+def test_flag_of_another_script_is_one_error(flag: str, capsys: Capture) -> None:
     assert main(["--input", "a", "--output-prefix", "p", flag, "x", "y"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {flag}: {main.foreign[flag][0]}; ")
     assert main([flag]) == 2
     assert f"- {flag}: {main.foreign[flag][0]}\n" in capsys.readouterr().err
 
 
-def test_all_flags_of_other_scripts_are_named_at_once(capsys: Capture) -> None:
+def test_error_names_all_flags_of_other_scripts(capsys: Capture) -> None:
     words = ["--partitions", "2", "--lang", "en", "--log-interval", "9", "--input", "a", "--keep-newlines"]
     assert main([*words, "--output-prefix", "p", "--lang", "de"]) == 2
     said = capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_all_flags_of_other_scripts_are_named_at_once(capsys: Capture) -> None:
     assert all(f"- {flag}: " in said for flag in ("--keep-newlines", "--lang", "--partitions"))
 
 
-def test_flags_that_ask_for_what_happens_anyway(tmp_path: Path, capsys: Capture) -> None:
+def test_redundant_flags_are_accepted_with_a_note(tmp_path: Path, capsys: Capture) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["7"])
     words = ["--dataset-impl", "mmap", "--log-interval", "1000", "--partitions", "1", "--dry-run"]
     assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), *words) == 0
@@ -168,7 +168,7 @@ def test_flags_that_ask_for_what_happens_anyway(tmp_path: Path, capsys: Capture)
         assert capsys.readouterr().err.startswith(f"error: {bad[0]}: {main.foreign[bad[0]][0]}; ")
 
 
-def test_names_of_tokenizers_as_scripts_have_them() -> None:
+def test_tokenizer_names_of_other_scripts() -> None:
     assert {tokenizer_kind(kind.lower()) for kind in KINDS} == set(KINDS)
     assert tokenizer_kind("GPTSentencePieceTokenizer") == "SentencePieceTokenizer"
     with pytest.raises(ConfigError, match="would put <s> before each document; use SentencePieceTokenizer"):
@@ -179,7 +179,7 @@ def test_names_of_tokenizers_as_scripts_have_them() -> None:
 
 class TestProgress:
     def show(self, monkeypatch: pytest.MonkeyPatch, *, tty: bool, total: int | None) -> None:
-        """Half of 2 MB in 10 s, after a quarter by an earlier run."""
+        """Half of 2 MB done in 10 s, after a quarter in an earlier run."""
         clock = [100.0]
         monkeypatch.setattr("megalite.cli.display.time.monotonic", lambda: clock[0])
         monkeypatch.setattr(sys.stderr, "isatty", lambda: tty, raising=False)
@@ -201,7 +201,7 @@ class TestProgress:
         line.close()
 
     @pytest.mark.parametrize("columns", [150, 40])
-    def test_a_bar_is_rewritten_on_a_terminal(
+    def test_bar_is_rewritten_on_a_terminal(
         self, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
     ) -> None:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -215,7 +215,7 @@ class TestProgress:
             text = "2,000 documents (100/s), 250,000 tokens (12,500/s), 1.0 MB (50.0 KB/s), 2 bad lines, 0:20 left"
             assert f" 50% {text}" in last
 
-    def test_a_line_now_and_then_elsewhere(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def test_lines_at_intervals_without_a_terminal(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         monkeypatch.setattr("megalite.cli.display._LOG_SECONDS", 5.0)
         self.show(monkeypatch, tty=False, total=None)
         assert capsys.readouterr().err.splitlines() == [
@@ -224,7 +224,7 @@ class TestProgress:
             "2,000 documents (100/s), 250,000 tokens (12,500/s), 1.0 MB (50.0 KB/s), 2 bad lines",
         ]
 
-    def test_the_summary_counts_the_speed_of_this_run_alone(self) -> None:
+    def test_summary_has_the_speed_of_this_run_only(self) -> None:
         done = Progress(documents=300, tokens=9000, input_bytes=5_000_000, output_bytes=18_000)
         done.kept_documents, done.kept_tokens, done.kept_bytes = 100, 3000, 1_000_000
         assert summary(done, 2.0) == (
@@ -233,7 +233,7 @@ class TestProgress:
         )
 
 
-def test_the_tool_runs_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_runs_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["preprocess_data.py", "--help"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "tools" / "preprocess_data.py"), run_name="__main__")

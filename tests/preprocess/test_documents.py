@@ -1,4 +1,4 @@
-"""Documents from pieces, errors of bad ones, and hundreds of damaged .jsonl files compared with a slow reader."""
+"""Documents from pieces, errors of bad ones, and hundreds of damaged .jsonl files compared with a simple reader."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: f"{len(line)}-{line[:20]!r}")
-def test_a_bad_line_is_named_and_loses_nothing(tmp_path: Path, bad: bytes) -> None:
+def test_bad_line_is_named_and_loses_no_other(tmp_path: Path, bad: bytes) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text": "1"}\n\n' + bad + b'\n{"text": "2"}')
     limits = Limits(max_document_bytes=1_500_000, piece_bytes=4_000_000)
     found = only(path, limits=limits)
@@ -62,7 +62,7 @@ def test_a_bad_line_is_named_and_loses_nothing(tmp_path: Path, bad: bytes) -> No
     assert (line, found_kind) == (2, kind) and reason in found_reason and len(found_reason) < 300
 
 
-def test_lines_that_are_unusual_but_good(tmp_path: Path) -> None:
+def test_unusual_valid_lines(tmp_path: Path) -> None:
     lines = {
         b'\xef\xbb\xbf{"text": "mark"}\r': "mark",
         b'  {"text": "blanks"} \t\r': "blanks",
@@ -78,7 +78,7 @@ def test_lines_that_are_unusual_but_good(tmp_path: Path) -> None:
     assert found.texts == [list(lines.values())] and not found.bad
 
 
-def test_several_keys_keep_in_step_and_dots_are_letters(tmp_path: Path) -> None:
+def test_several_keys_stay_aligned_and_may_have_dots(tmp_path: Path) -> None:
     lines = [
         {"q": "1", "a.b": "2"},
         {"q": "4"},
@@ -105,7 +105,7 @@ def test_text_files(tmp_path: Path) -> None:
             assert read_all(path, limits=limits) == (["one\ntwo", " three\n \nfour", "five"], [])
 
 
-def test_text_files_that_are_no_documents(tmp_path: Path) -> None:
+def test_text_files_that_are_not_documents(tmp_path: Path) -> None:
     assert [bad.kind for bad in only(write(tmp_path / "a.txt", b"a\xff")).bad] == ["invalid UTF-8"]
     assert [bad.kind for bad in only(write(tmp_path / "a.txt", b"\xef\xbb\xbf")).bad] == ["empty text"]
     assert [bad.kind for bad in only(write(tmp_path / "a.txt.gz", b"")).bad] == ["empty text"]
@@ -116,7 +116,7 @@ def test_text_files_that_are_no_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["line", "paragraph"])
-def test_lines_of_text_are_numbered_past_what_is_too_long_or_bad(tmp_path: Path, form: str) -> None:
+def test_line_numbers_include_bad_and_long_lines(tmp_path: Path, form: str) -> None:
     generator = random.Random(5)
     limits = Limits(max_document_bytes=60, piece_bytes=30, text_documents=form)  # type: ignore[arg-type]
     end = b"\n" if form == "line" else b"\n\n"
@@ -167,11 +167,11 @@ def damaged(draw: st.DrawFn) -> bytes:
         stop = min(start + draw(st.sampled_from([0, 0, 1, 2, 30])), len(content))
         new = draw(st.sampled_from(ODD) | st.binary(max_size=4) | st.just(2 * content[start:stop]))
         content = content[:start] + new + content[stop:]
-    return content or b"\n"  # an empty file is refused as one
+    return content or b"\n"  # an empty file is refused
 
 
 def slowly(line: bytes) -> tuple[str | None, str]:
-    """(text, "") or (None, what is wrong), by the words of docs/data.md; ("", "") of a blank line."""
+    """(text, "") or (None, fault) as documented in docs/data.md; ("", "") for a blank line."""
     if len(line) > LONGEST:
         return None, "too long"
     if not line.strip():
@@ -211,7 +211,7 @@ untimed = settings(deadline=None, suppress_health_check=[HealthCheck.function_sc
 
 @settings(untimed, max_examples=150)
 @given(content=damaged(), piece_bytes=st.sampled_from([1, 50, 1 << 18]), packed=st.booleans())
-def test_every_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes: int, packed: bool) -> None:
+def test_each_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes: int, packed: bool) -> None:
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     limits = Limits(max_document_bytes=LONGEST, piece_bytes=piece_bytes)
@@ -222,8 +222,8 @@ def test_every_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes
 
 @settings(untimed, max_examples=40)
 @given(content=damaged(), strict=st.booleans())
-def test_what_is_made_of_them(tmp_path: Path, content: bytes, strict: bool) -> None:
-    """By the whole of preprocessing: the tokens of the good lines, a count of the others; or one error with the file."""
+def test_output_of_damaged_files(tmp_path: Path, content: bytes, strict: bool) -> None:
+    """Of a complete run: the tokens of the good lines and the number of bad ones, or one error naming the file."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     job = PreprocessJob(

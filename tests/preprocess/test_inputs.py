@@ -1,4 +1,4 @@
-"""Files, folders and globs become inputs; a damaged one is one error that names the file."""
+"""Files, folders and globs as inputs; a damaged one is one error that names the file."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def names(folder: Path, *patterns: Path | str) -> list[str]:
     return [os.path.relpath(item.path, folder) for item in find_inputs([str(p) for p in patterns])]
 
 
-def test_folders_globs_and_files_each_once_and_in_order(tmp_path: Path) -> None:
+def test_folders_globs_and_files_are_listed_once_in_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a/c.jsonl.gz", "a/b/d.txt", "a/e.parquet", "f.jsonl.zst", "a.jsonl", "g.txt.gz"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,23 +39,23 @@ def test_folders_globs_and_files_each_once_and_in_order(tmp_path: Path) -> None:
         name for name in everything if name not in ("a.jsonl", "b.jsonl")
     ]
     assert names(tmp_path, tmp_path / "**" / "*.txt") == ["a/b/d.txt"]
-    # What a glob finds may be a folder, as when a shell expands it.
+    # A glob may match a folder, as when a shell expands it.
     assert names(tmp_path, tmp_path / "a*") == everything[:4]
     assert names(tmp_path, tmp_path / "b.jsonl", f"{tmp_path}/./b.jsonl", f"{tmp_path}/a/../b.jsonl") == ["b.jsonl"]
 
 
-def test_links_are_followed_once(tmp_path: Path) -> None:
+def test_each_link_is_followed_once(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     write(tmp_path / "real" / "a.jsonl", LINE)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "folder").symlink_to(tmp_path / "real")
     (tmp_path / "in" / "b.jsonl").symlink_to(tmp_path / "real" / "a.jsonl")
-    for name in ("loop", "again"):  # two of them: 2^40 ways before the system calls it a loop
+    for name in ("loop", "again"):  # two links: 2^40 paths before the system reports a loop
         (tmp_path / "real" / name).symlink_to(tmp_path / "in")
     assert names(tmp_path, tmp_path / "in") == ["in/b.jsonl"]
 
 
-def test_json_is_taken_where_it_holds_lines(tmp_path: Path) -> None:
+def test_json_with_lines_is_an_input(tmp_path: Path) -> None:
     lines = b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf\n" + lines)
     write(tmp_path / "c4.json.gz", lines)
@@ -73,7 +73,7 @@ def test_json_is_taken_where_it_holds_lines(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path) == ["a.json", "c4.json.gz", "long.json"]
 
 
-def test_a_search_leaves_out_what_is_no_input(tmp_path: Path) -> None:
+def test_search_ignores_other_files(tmp_path: Path) -> None:
     """Empty shards, the output of an earlier run and the folder of an unfinished one."""
     for name in ("a.jsonl", "B.JSONL", "c.ndjson", "d.Txt.GZ"):
         write(tmp_path / name, gzip.compress(LINE) if name.endswith("GZ") else LINE)
@@ -97,7 +97,7 @@ def test_a_search_leaves_out_what_is_no_input(tmp_path: Path) -> None:
         find_inputs([str(tmp_path / "folder")])
 
 
-def test_what_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_not_inputs_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "data.csv").write_bytes(b"1")
     (tmp_path / "folder.jsonl").mkdir()
@@ -131,7 +131,7 @@ LINES = b"".join(b'{"text": "%d"}\n' % n for n in range(200))
 TEXTS = [str(n) for n in range(200)]
 
 
-def test_several_members_are_one_content(tmp_path: Path) -> None:
+def test_archive_with_several_members(tmp_path: Path) -> None:
     parts = [LINES[:501], b"", LINES[501:502], LINES[502:]]
     pack = zstandard.ZstdCompressor(write_content_size=False).compress
     skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
@@ -147,21 +147,21 @@ def test_several_members_are_one_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_no_truncation_goes_unseen(tmp_path: Path, suffix: str) -> None:
+def test_every_truncation_is_an_error(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl.{suffix}"
     pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     first, second = pack(LINES[:1490]), pack(LINES[1490:])
     whole = first + second
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
-        if length == len(first):  # no one can tell that a second one was meant to follow
+        if length == len(first):  # a missing second member cannot be detected
             assert len(read_all(path)[0]) == 100, length
             continue
         with pytest.raises(ConfigError, match=rf"a\.jsonl\.{suffix} cannot be read: .*; fix the file or leave it out"):
             read_all(path)
 
 
-def test_damaged_content(tmp_path: Path) -> None:
+def test_damaged_content_is_an_error(tmp_path: Path) -> None:
     packed = gzip.compress(LINES)
     checked = zstandard.ZstdCompressor(write_checksum=True).compress(LINES)
     contents = {
@@ -180,7 +180,7 @@ def test_damaged_content(tmp_path: Path) -> None:
             read_all(tmp_path / name)
 
 
-def test_a_changed_byte_in_a_page_of_parquet_with_checksums(tmp_path: Path) -> None:
+def test_changed_byte_in_a_parquet_page_with_checksums(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(
         pyarrow.table({"text": TEXTS}), path, compression="none", use_dictionary=False, write_page_checksum=True
@@ -193,7 +193,7 @@ def test_a_changed_byte_in_a_page_of_parquet_with_checksums(tmp_path: Path) -> N
         read_all(path)
 
 
-def test_a_zstd_window_that_takes_too_much_memory(tmp_path: Path) -> None:
+def test_zstd_window_with_too_much_memory_is_an_error(tmp_path: Path) -> None:
     def packed(window_log: int) -> bytes:
         parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=6, chain_log=6, strategy=1)
         packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
@@ -208,7 +208,7 @@ def test_a_zstd_window_that_takes_too_much_memory(tmp_path: Path) -> None:
         read_all(tmp_path / "a.jsonl.zst")
 
 
-def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.jsonl.zst", LINES)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -221,7 +221,7 @@ def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def mutated(generator: random.Random, content: bytes) -> bytes:
-    """One to three faults: bytes changed, cut out, put in, doubled, or the rest lost."""
+    """One to three faults: bytes changed, removed, inserted or repeated, or the rest lost."""
     data = bytearray(content)
     for _ in range(generator.randrange(1, 4)):
         at = generator.randrange(len(data) + 1)
@@ -265,8 +265,8 @@ def is_repeated(texts: list[str], once: list[str]) -> bool:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("seed", range(2))
-def test_no_damage_is_more_than_one_clear_error(tmp_path: Path, seed: int) -> None:
-    """300 mutated files for each seed: bad lines or a ConfigError with the name of the file, and nothing else."""
+def test_damage_is_at_most_one_clear_error(tmp_path: Path, seed: int) -> None:
+    """300 mutated files per seed: only bad lines, or a ConfigError with the file's name."""
     generator = random.Random(seed)
     outcomes = set()
     for name, content in originals(tmp_path).items():
@@ -286,10 +286,10 @@ def test_no_damage_is_more_than_one_clear_error(tmp_path: Path, seed: int) -> No
                 continue
             outcomes.add("bad" if bad else "good")
             if name in ("a.jsonl.gz", "a.jsonl.zst"):
-                # Both have checksums: what was read is one member or more, each of them whole.
+                # Both formats have checksums: the content read is one or more complete members.
                 assert not bad and is_repeated(texts, good[: len(good) // 2]), (case, name, seed)
             if name == "a.jsonl":
-                # What was left alone is still there: lines that are whole in the damaged file.
+                # Lines that are complete in the damaged file must be read.
                 whole = set(changed.split(b"\n")) & set(content.split(b"\n")) - {b""}
                 assert {json.loads(line)["text"] for line in whole} <= set(texts)
     assert outcomes == {"error", "bad", "good"}

@@ -1,4 +1,4 @@
-"""Datasets merged and split."""
+"""Merging and splitting datasets."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENIZER = {"kind": "NullTokenizer", "sha256": "1" * 64, "vocab_size": 100, "eo
 
 
 def preprocess(output: Path, *inputs: Path) -> str:
-    """Texts of numbers to tokens; returns the prefix."""
+    """Preprocess texts of numbers. Returns the prefix."""
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod", "--workers", "1"]
     command = ["--input", *map(str, inputs), "--output-prefix", str(output), *flags]
     assert preprocess_main(command) == 0
@@ -30,8 +30,8 @@ def preprocess(output: Path, *inputs: Path) -> str:
 
 
 @pytest.mark.parametrize("code", LETTERS)
-def test_sequences_and_documents_stay_as_they_are(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where blocks end within a dataset."""
+def test_sequences_and_documents_are_unchanged(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if blocks end within a dataset."""
     monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", 16)
     monkeypatch.setattr(indexed_dataset, "BLOCK", 2)
     monkeypatch.setattr(module, "BLOCK", 2)
@@ -46,7 +46,7 @@ def test_sequences_and_documents_stay_as_they_are(tmp_path: Path, code: int, mon
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["all.bin", "all.idx"]
 
 
-def test_it_is_what_preprocessing_all_inputs_gives(tmp_path: Path) -> None:
+def test_merge_equals_preprocessing_all_inputs(tmp_path: Path) -> None:
     texts = [["1 2 3", "4", "oops", "7 8"], ["5 6", "", "98 97 1 1 1"], ["2 2 2"]]
     paths = []
     for name, lines in zip("abc", texts, strict=True):
@@ -60,7 +60,7 @@ def test_it_is_what_preprocessing_all_inputs_gives(tmp_path: Path) -> None:
     assert verify(merged).hashed
 
 
-def test_wider_tokens(tmp_path: Path) -> None:
+def test_merge_uses_the_widest_dtype(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", [[[70000]]], code=4)
     output = str(tmp_path / "all")
     with pytest.raises(ConfigError, match=r"a has uint16 tokens, .*b int32; add --dtype int32"):
@@ -74,7 +74,7 @@ def test_wider_tokens(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("no*"))
 
 
-def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
+def test_merge_of_different_tokenizers_is_an_error(tmp_path: Path) -> None:
     a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
     b = write_with_side_file(tmp_path / "b", MIXED, tokenizer=TOKENIZER | {"sha256": "2" * 64})
     with pytest.raises(ConfigError, match=r"a was made with NullTokenizer 1{12}, .*b with NullTokenizer 2{12}"):
@@ -82,7 +82,7 @@ def test_side_files_of_different_tokenizers(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("all*"))
 
 
-def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
+def test_side_file_has_only_facts_common_to_all(tmp_path: Path) -> None:
     facts = {"tokenizer": TOKENIZER, "key": "text"}
     a = write_with_side_file(tmp_path / "a", [[[1, 99]]], append_eod=True, bad_lines={"x": 1}, **facts)
     b = write_with_side_file(tmp_path / "b", [[[2, 1]]], append_eod=False, **facts)
@@ -91,14 +91,14 @@ def test_what_is_not_known_of_all_is_left_out(tmp_path: Path) -> None:
     assert (side["documents"], side["tokens"], side["key"], side["tokenizer"]) == (2, 4, "text", TOKENIZER)
     assert not {"append_eod", "bad_lines"} & set(side)
     assert verify(str(tmp_path / "ab")).fault is None
-    # A part without a side file: no one knows whose ids these are.
+    # A part without a side file: its tokenizer is unknown.
     written = merge([a, write(tmp_path / "c", MIXED)], str(tmp_path / "ac"))
     assert not written.files and not (tmp_path / "ac.json").exists()
 
 
 @pytest.mark.parametrize("at", [".idx", ".json", "folder"])
-def test_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it fails on the way from the last byte to the last name."""
+def test_merge_writes_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever step it fails, from the last byte to the last rename."""
     a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
     before = sorted(tmp_path.iterdir())
     replace = Path.replace
@@ -118,8 +118,8 @@ def test_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("suffix", "offset"), [(".bin", 2), (".idx", 34 + 12 * 8 + 8)])
-def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> None:
-    """Another id, or another border of a document, would get a sha256 of its own in the new side file."""
+def test_changed_inputs_are_an_error(tmp_path: Path, suffix: str, offset: int) -> None:
+    """A changed id or document border must not get a valid sha256 in the new side file."""
     a = write_with_side_file(tmp_path / "a", MIXED)
     merge([a], str(tmp_path / "wide"), dtype="int32")
     data = bytearray(Path(a + suffix).read_bytes())
@@ -131,7 +131,7 @@ def test_inputs_that_have_changed(tmp_path: Path, suffix: str, offset: int) -> N
     assert not list(tmp_path.glob("all*"))
 
 
-def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_keeps_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has written datasets with the output's name in the meantime."""
     a = write(tmp_path / "a", MIXED)
 
@@ -158,7 +158,7 @@ def test_a_failure_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.glob("new*")] == ["new.json"]
 
 
-def test_damaged_inputs(tmp_path: Path) -> None:
+def test_damaged_inputs_are_an_error(tmp_path: Path) -> None:
     a = write_with_side_file(tmp_path / "a", [[[100]]], tokenizer=TOKENIZER)
     with pytest.raises(ConfigError, match=r"a\.bin: token id 100, expected 0 to 99"):
         merge([a], str(tmp_path / "all"))
@@ -169,7 +169,7 @@ def test_damaged_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [OTHER, [*MIXED[:-1], [[10]]]])
-def test_a_dataset_that_changes_meanwhile(
+def test_dataset_changed_during_the_merge_is_an_error(
     tmp_path: Path, changed: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = write(tmp_path / "a", MIXED), write(tmp_path / "b", MIXED)
@@ -179,11 +179,11 @@ def test_a_dataset_that_changes_meanwhile(
     assert not list(tmp_path.glob("all*"))
 
 
-def test_more_datasets_than_open_files(tmp_path: Path) -> None:
+def test_merge_of_more_datasets_than_open_files(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     prefixes = [write(tmp_path / f"d{i:03d}", [[[i]]]) for i in range(60)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Files that earlier tests have left open count as well.
+    # Files left open by earlier tests count too.
     table = Path("/proc/self/fd")
     taken = max(int(entry.name) for entry in table.iterdir()) if table.is_dir() else 30
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
@@ -199,7 +199,7 @@ def outputs(folder: Path, parts: list[range]) -> list[tuple[str, range]]:
 
 
 @pytest.mark.parametrize("parts", [1, 6])
-def test_parts_merge_to_what_was_split(tmp_path: Path, parts: int) -> None:
+def test_merged_parts_equal_the_split_dataset(tmp_path: Path, parts: int) -> None:
     prefix = write(tmp_path / "d", MIXED)
     ranges = parts_of_equal_tokens(IndexedDataset(prefix), parts)
     assert len(ranges) == parts and all(ranges)
@@ -209,7 +209,7 @@ def test_parts_merge_to_what_was_split(tmp_path: Path, parts: int) -> None:
     assert both(merge([part.prefix for part in written], str(tmp_path / "all")).prefix) == both(prefix)
 
 
-def test_parts_have_about_as_many_tokens(tmp_path: Path) -> None:
+def test_parts_have_similar_numbers_of_tokens(tmp_path: Path) -> None:
     lengths = [5, 1, 1, 1, 40, 2, 9, 30, 1, 10]
     dataset = IndexedDataset(write(tmp_path / "d", [[[0] * length] for length in lengths]))
     for parts in range(1, 11):
@@ -225,7 +225,7 @@ def test_parts_have_about_as_many_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", ["969,30,1", "0,1,0", "2,1,1", "0.9,0.05,0.05"])
 @pytest.mark.parametrize("documents", [1, 101])
-def test_cut_where_a_run_cuts(tmp_path: Path, split: str, documents: int) -> None:
+def test_split_equals_the_split_of_a_run(tmp_path: Path, split: str, documents: int) -> None:
     prefix = write(tmp_path / "d", [[[i, i]] for i in range(documents)])
     parts = parts_of_split(IndexedDataset(prefix), split)
     assert [[*part] for part in parts] == [[*part] for part in split_documents(split, documents)]
@@ -233,8 +233,8 @@ def test_cut_where_a_run_cuts(tmp_path: Path, split: str, documents: int) -> Non
     assert both(merge([part.prefix for part in written], str(tmp_path / "all")).prefix) == both(prefix)
 
 
-def test_a_run_cuts_sequences(tmp_path: Path) -> None:
-    """Documents without a sequence go with the part before them; a document is not torn apart."""
+def test_split_by_sequences(tmp_path: Path) -> None:
+    """Documents without a sequence belong to the part before them; no document is divided."""
     dataset = IndexedDataset(write(tmp_path / "d", [[], [[1], [2]], [], [[3], [4]], []]))
     assert parts_of_split(dataset, "1,1") == [range(2), range(2, 5), range(5, 5)]
     assert parts_of_split(dataset, "0,1,0") == [range(0), range(5), range(5, 5)]
@@ -244,7 +244,7 @@ def test_a_run_cuts_sequences(tmp_path: Path) -> None:
     assert parts_of_split(empty, "1,1") == [range(2), range(2, 2), range(2, 2)]
 
 
-def test_side_files_of_parts(tmp_path: Path) -> None:
+def test_parts_have_side_files(tmp_path: Path) -> None:
     prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER, append_eod=False, bad_lines={"x": 1})
     [_, part] = split_dataset(prefix, outputs(tmp_path, [range(1), range(1, 6)]))
     side = read_side_file(part.prefix)
@@ -261,8 +261,8 @@ def test_side_files_of_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["part2.bin", "part2.json", "the third"])
-def test_all_parts_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a signal comes when some have their names."""
+def test_split_writes_all_parts_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a signal arrives after some were renamed."""
     prefix = write_with_side_file(tmp_path / "d", MIXED, tokenizer=TOKENIZER)
     before = sorted(tmp_path.iterdir())
     replace, write_parts = Path.replace, module._write_parts

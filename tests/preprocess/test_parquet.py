@@ -33,7 +33,7 @@ def write(path: Path, columns: dict[str, object], **settings: object) -> Path:
     ids=str,
 )
 @pytest.mark.parametrize("piece_bytes", [1, 500, 1 << 18])
-def test_all_rows_once_and_in_order(tmp_path: Path, kind: pyarrow.DataType, piece_bytes: int) -> None:
+def test_all_rows_are_read_once_in_order(tmp_path: Path, kind: pyarrow.DataType, piece_bytes: int) -> None:
     table = {"n": range(300), "text": pyarrow.array(TEXTS).cast(kind)}
     path = write(tmp_path / "a.parquet", table, row_group_size=70, compression="zstd")
     limits = Limits(piece_bytes=piece_bytes)
@@ -46,7 +46,7 @@ def test_all_rows_once_and_in_order(tmp_path: Path, kind: pyarrow.DataType, piec
         assert read_all(path, limits=limits, after=Place(0, start, start)) == (TEXTS[start:], [])
 
 
-def test_bad_rows(tmp_path: Path) -> None:
+def test_bad_rows_are_named(tmp_path: Path) -> None:
     raw = pyarrow.array([b"good", None, b"", b"a\xffb", b"0123456789a", b"also good"], pyarrow.binary())
     # Not every writer of parquet checks that its strings are UTF-8.
     texts = pyarrow.StringArray.from_buffers(len(raw), raw.buffers()[1], raw.buffers()[2], raw.buffers()[0])
@@ -67,7 +67,7 @@ def test_several_columns_and_names_with_dots(tmp_path: Path) -> None:
     assert found.texts == [["4", "5"], ["1", "2"]] and [bad.line for bad in found.bad] == [2]
 
 
-def test_columns_that_do_not_do(tmp_path: Path) -> None:
+def test_invalid_columns_are_errors(tmp_path: Path) -> None:
     columns = {"body": ["a"], "n": [1], "blob": [b"a"], "list": [["a"]]}
     path = write(tmp_path / "a.parquet", columns)
     for key, message in (
@@ -84,7 +84,7 @@ def test_columns_that_do_not_do(tmp_path: Path) -> None:
         only(tmp_path / "b.parquet")
 
 
-def test_a_place_behind_the_end(tmp_path: Path) -> None:
+def test_resume_beyond_the_end_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": ["a"]})
     assert pieces_of(path, after=Place(0, 1)) == []
     with pytest.raises(ConfigError, match=r"a\.parquet has changed .*it has 1 rows, but the work resumes at row 2"):
@@ -92,7 +92,7 @@ def test_a_place_behind_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str)
-def test_memory_does_not_grow_with_how_well_it_is_compressed(tmp_path: Path, kind: pyarrow.DataType) -> None:
+def test_memory_does_not_depend_on_the_compression_ratio(tmp_path: Path, kind: pyarrow.DataType) -> None:
     """Two texts of 300 KB, 400 times."""
     texts = pyarrow.DictionaryArray.from_arrays(
         pyarrow.array([0, 1] * 200, pyarrow.int32()), pyarrow.array(["a" * 300_000, "b" * 300_000])
@@ -112,13 +112,13 @@ def test_memory_does_not_grow_with_how_well_it_is_compressed(tmp_path: Path, kin
         places.append(piece[0])
     assert total == 400 * 300_000 and places[-1] == 400
     assert held <= 4 * Limits().piece_bytes and most < 12 << 20  # all 200 rows are 60 MB
-    # Gone on behind the end of a piece, the others are the same.
+    # When resumed after a piece, the other pieces are the same.
     for number in (0, len(places) // 3, len(places) - 2):
         again = cut_parquet(str(path), path.stat().st_size, ["text"], 1 << 18, places[number], Event())
         assert [piece[0] for piece in again] == places[number + 1 :]
 
 
-def test_rows_that_grow_and_shrink(tmp_path: Path) -> None:
+def test_pieces_of_growing_and_shrinking_rows(tmp_path: Path) -> None:
     sizes = [10] * 700 + [20_001] * 30 + [3] * 300 + [0, 9000] * 20
     texts = [
         f"{number:06}".ljust(size, "x") if 0 < size < 20_000 else "y" * size or None

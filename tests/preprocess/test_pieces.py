@@ -1,4 +1,4 @@
-"""Inputs cut into pieces: complete, without duplicates, bounded, and resumable at any piece."""
+"""Inputs divided into pieces: complete, without duplicates, bounded, and resumable at any piece."""
 
 import gzip
 import hashlib
@@ -27,7 +27,7 @@ LONGEST = 120
 
 
 def corpus(generator: random.Random) -> bytes:
-    """Lines of all kinds: good, blank, bad, too long, with and without CR, mark and last line end."""
+    """Lines of all kinds: good, blank, bad, too long, with and without CR, BOM and final newline."""
     lines = []
     for _ in range(generator.randrange(1, 40)):
         good = json.dumps({"text": words(generator, 6)}, ensure_ascii=generator.random() < 0.5).encode()
@@ -54,7 +54,7 @@ def expected(name: str, content: bytes) -> Found:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 13, 100, 1 << 18])
-def test_pieces_hold_every_document_once_wherever_they_are_cut(tmp_path: Path, piece_bytes: int) -> None:
+def test_pieces_have_every_document_once(tmp_path: Path, piece_bytes: int) -> None:
     generator = random.Random(piece_bytes)
     limits = Limits(piece_bytes=piece_bytes, max_document_bytes=LONGEST)
     for trial in range(25):
@@ -71,8 +71,8 @@ def test_pieces_hold_every_document_once_wherever_they_are_cut(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("form", ["line", "paragraph"])
-def test_blocks_may_end_anywhere(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Line ends of all kinds mean the same in pieces of all sizes, however the file is read."""
+def test_blocks_may_end_at_any_byte(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of line ends give the same in pieces of all sizes, however the file is read."""
     generator = random.Random(7)
     for trial in range(40):
         content = bytes(generator.choices(b"\n\ra ", [3, 2, 4, 1], k=generator.randrange(1, 120)))
@@ -95,7 +95,7 @@ def test_blocks_may_end_anywhere(tmp_path: Path, form: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.parquet"])
-def test_a_file_that_is_still_being_written(tmp_path: Path, name: str) -> None:
+def test_file_that_is_still_being_written(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name == "a.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), path)
@@ -109,7 +109,7 @@ def test_a_file_that_is_still_being_written(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["file", "line", "paragraph"])
-def test_work_goes_on_at_every_place(tmp_path: Path, form: str) -> None:
+def test_work_can_resume_after_every_piece(tmp_path: Path, form: str) -> None:
     generator = random.Random(3)
     limits = Limits(piece_bytes=1, max_document_bytes=LONGEST, text_documents=form)  # type: ignore[arg-type]
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.txt", "e.txt.zst"):
@@ -127,7 +127,7 @@ def test_work_goes_on_at_every_place(tmp_path: Path, form: str) -> None:
         assert (texts_before + rest[0], bad_before + rest[1]) == (all_texts, all_bad), place
 
 
-def test_a_place_that_is_none_any_more(tmp_path: Path) -> None:
+def test_resume_in_a_changed_file_is_an_error(tmp_path: Path) -> None:
     content = b'{"text": "a"}\n{"text": "b"}\n'
     for name in ("a.jsonl", "a.jsonl.gz"):
         path = write(tmp_path / name, content)
@@ -141,12 +141,12 @@ def test_a_place_that_is_none_any_more(tmp_path: Path) -> None:
         assert pieces_of(path, after=Place(0, len(content))) == []
 
 
-def test_a_giant_line_costs_little_memory(tmp_path: Path) -> None:
+def test_huge_line_needs_little_memory(tmp_path: Path) -> None:
     giant = 150 << 20
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "a"}\n{"text": "')
-        file.seek(giant, os.SEEK_CUR)  # a hole: it takes no room on the disk
+        file.seek(giant, os.SEEK_CUR)  # a sparse file: it occupies no disk space
         file.write(b'"}\n{"text": "b"}\n')
     packer = zstandard.ZstdCompressor(1).compressobj()
     packed = [packer.compress(b'{"text": "a"}\n{"text": "')]
@@ -173,13 +173,13 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("input reader")]
 
 
-def test_the_thread_stays_a_little_ahead_and_ends_with_its_reader() -> None:
+def test_thread_reads_ahead_and_ends_with_its_reader() -> None:
     made, ended = list[int](), list[bool]()
 
     def numbers(stop: threading.Event) -> Iterator[int]:
         for number in range(1, 1000):
             made.append(number)
-            if number == 1 + AHEAD_ITEMS:  # as where no more input comes
+            if number == 1 + AHEAD_ITEMS:  # as if no more input arrived
                 ended.append(stop.wait(30))
             yield number
 
@@ -190,12 +190,12 @@ def test_the_thread_stays_a_little_ahead_and_ends_with_its_reader() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.05)
-    assert len(made) == 1 + AHEAD_ITEMS  # one is taken
+    assert len(made) == 1 + AHEAD_ITEMS  # one piece is consumed
     ahead.close()
     assert not readers() and ended == [True]
 
 
-def test_an_error_comes_after_the_pieces_before_it(tmp_path: Path) -> None:
+def test_error_is_raised_after_the_pieces_before_it(tmp_path: Path) -> None:
     good = write(tmp_path / "a.jsonl.gz", b'{"text": "a"}\n' * 10)
     damaged = tmp_path / "b.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"text": "b"}\n' * 1000)[:-12])
@@ -214,9 +214,9 @@ class TestStandardInput:
 
     @contextmanager
     def piped(self, monkeypatch: pytest.MonkeyPatch, content: bytes, *, end: bool = True) -> Iterator[None]:
-        """Standard input is a pipe with this content; without `end` more might still come."""
+        """Make standard input a pipe with this content; without `end` it stays open."""
         out, into = os.pipe()
-        # No one may wait on the writer's side for ever, should the reader be gone.
+        # The writer's side must not block forever if the reader is gone.
         writer = threading.Thread(target=self.feed, args=(into, content, end), daemon=True)
         writer.start()
         with os.fdopen(out) as file:
@@ -236,13 +236,13 @@ class TestStandardInput:
     def pieces(self, after: Place | None = None) -> list[Piece]:
         return list(cut(find_inputs(["-"]), keys=["text"], limits=self.LIMITS, after=after))
 
-    def test_it_is_read_to_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_standard_input_is_read_to_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with self.piped(monkeypatch, self.CONTENT):
             pieces = self.pieces()
         assert len(pieces) > 20 and all(piece.path == "-" for piece in pieces)
         assert read(pieces, self.LIMITS) == ([str(n) for n in range(3000)], [])
 
-    def test_it_is_known_again_by_its_content(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_standard_input_is_recognized_by_its_content(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with self.piped(monkeypatch, self.CONTENT):
             pieces = self.pieces()
         found = places(pieces, self.LIMITS)
@@ -260,7 +260,7 @@ class TestStandardInput:
         ):
             self.pieces(after=place)
 
-    def test_the_digest_is_that_of_all_content_also_of_what_is_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_digest_includes_lines_that_are_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("megalite.preprocess.inputs._READ_BYTES", 50)
         content = b'{"text": "a"}\n' + b"x" * 5000 + b'\n{"text": "b"}\n' * 9
         limits = Limits(piece_bytes=20, max_document_bytes=100)
@@ -270,14 +270,14 @@ class TestStandardInput:
         for piece in pieces:
             assert piece.digest == hashlib.sha256(content[: piece.stop]).hexdigest()
 
-    def test_who_leaves_early_does_not_wait_for_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_early_close_does_not_wait_for_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with self.piped(monkeypatch, self.CONTENT, end=False):
             pieces = cut(find_inputs(["-"]), keys=["text"], limits=self.LIMITS)
             next(pieces)
             pieces.close()
             assert not readers()
 
-    def test_it_is_no_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_terminal_as_standard_input_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         main, other = os.openpty()
         with os.fdopen(other) as file:
             monkeypatch.setattr("sys.stdin", file)

@@ -1,4 +1,4 @@
-"""The command as a process: killed, interrupted, short of disk, fed by a pipe, with workers that die."""
+"""The command as a process: killed, interrupted, with a full disk, reading a pipe, and with workers that die."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 class Command:
-    """The driver's process, its output in files."""
+    """The driver's process, with its output in files."""
 
     def __init__(self, folder: Path, *words: str, source: str | None = None, stdin: int = subprocess.DEVNULL) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Command:
             command, words = [*command, *words[:2]], words[2:]
         command += ["--input", source or str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
         self.errors = folder / "stderr.txt"
-        self.errors.unlink(missing_ok=True)  # a killed command's resource tracker may still write into its own
+        self.errors.unlink(missing_ok=True)  # a killed command's resource tracker may still write into its own files
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, *NUMBER_FLAGS, *words],
@@ -48,7 +48,7 @@ class Command:
             )
 
     def wait_until_kept(self, more: int) -> bool:
-        """Until so many documents more are saved; False if the command ends before."""
+        """Wait until that many more documents are saved; False if the command ends before."""
         start = self.kept()
         wait_for(lambda: self.kept() >= start + more or self.process.poll() is not None, "saved documents")
         return self.process.poll() is None
@@ -58,7 +58,7 @@ class Command:
         return 0 if state is None else state.outputs[0].documents
 
     def workers(self) -> list[int]:
-        """Processes that this one has started."""
+        """Processes started by this one."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         children = [int(word) for word in path.read_text().split()]
         return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expected: list[bytes]) -> None:
+def test_killed_command_resumes_and_leaves_no_process(folder: Path, expected: list[bytes]) -> None:
     draw = random.Random(2)
     killed = 0
     while True:
@@ -107,12 +107,12 @@ def test_killed_at_random_it_goes_on_and_leaves_no_process(folder: Path, expecte
     assert not (folder / "out.unfinished").exists()
 
 
-def test_a_signal_ends_it_with_one_line(folder: Path, expected: list[bytes]) -> None:
+def test_signal_ends_the_command_with_one_line(folder: Path, expected: list[bytes]) -> None:
     command = Command(folder, "--workers", "2")
     assert command.wait_until_kept(100)
     workers = command.workers()
     assert len(workers) == 2
-    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does, and a batch system
+    os.killpg(command.process.pid, signal.SIGINT)  # as terminals and batch systems do
     code, said = command.end()
     assert code == 130
     line, end, rest = said.partition("\n")
@@ -125,11 +125,11 @@ def test_a_signal_ends_it_with_one_line(folder: Path, expected: list[bytes]) -> 
     assert output_bytes(folder) == expected
 
 
-def test_a_worker_that_is_killed_is_one_error(folder: Path, expected: list[bytes]) -> None:
+def test_killed_worker_is_one_error(folder: Path, expected: list[bytes]) -> None:
     command = Command(folder, "--workers", "2")
     assert command.wait_until_kept(100)
     first, second = command.workers()
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the parent to act on
+    for number in (signal.SIGINT, signal.SIGTERM):  # only the parent handles these
         os.kill(first, number)
     assert command.wait_until_kept(500)
     os.kill(first, signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_a_worker_that_is_killed_is_one_error(folder: Path, expected: list[bytes
     assert output_bytes(folder) == expected
 
 
-def test_a_full_disk_is_one_error_and_nothing_is_lost(folder: Path, expected: list[bytes]) -> None:
+def test_full_disk_is_one_error_and_loses_nothing(folder: Path, expected: list[bytes]) -> None:
     code, said = Command(folder, "--file-limit", str(len(expected[0]) // 2)).end()
     assert code == 2 and said.count("\n") == 1
     assert said.startswith("error: ") and "File too large; make room on the disk" in said

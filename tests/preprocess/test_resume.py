@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> list[bytes]:
-    """The output of 200 documents in one go."""
+    """Output of 200 documents in one run."""
     folder = tmp_path / "undisturbed"
     folder.mkdir()
     run_numbers(folder, write_numbers(tmp_path / "a.jsonl", 200), append_eod=True)
@@ -33,7 +33,7 @@ def undisturbed(tmp_path: Path) -> list[bytes]:
 
 
 def leave_unfinished(folder: Path, *, after: int = 100, **settings: object) -> Path:
-    """A run of a.jsonl that is stopped after so many documents."""
+    """Run on a.jsonl and stop after so many documents."""
     job = number_job(folder, folder / "a.jsonl", **({"append_eod": True, "piece_bytes": 100} | settings))
     with pytest.raises(Stop) as stopped:
         preprocess(job, stop_after(after))
@@ -46,7 +46,7 @@ def leave_unfinished(folder: Path, *, after: int = 100, **settings: object) -> P
 
 
 @pytest.mark.parametrize("stops", [[199], [3, 4, 120, 121]])
-def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, undisturbed: list[bytes], stops: list[int]) -> None:
+def test_stopped_run_resumes(tmp_path: Path, undisturbed: list[bytes], stops: list[int]) -> None:
     for after in stops:
         leave_unfinished(tmp_path, after=after)
     seen: list[int] = []
@@ -59,7 +59,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, undisturbed: list[by
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_bad_lines_of_the_part_that_is_kept_are_not_forgotten(tmp_path: Path) -> None:
+def test_bad_lines_of_the_kept_part_are_counted(tmp_path: Path) -> None:
     lines = ["x", '{"text": "1"}', "", "y", '{"text": "2"}', '{"text": ""}', '{"text": "3"}', "z"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     whole = run_numbers(tmp_path, tmp_path / "a.jsonl")
@@ -76,7 +76,7 @@ def test_bad_lines_of_the_part_that_is_kept_are_not_forgotten(tmp_path: Path) ->
     assert output_bytes(tmp_path) == expected
 
 
-def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
+def test_several_keys_and_compressed_inputs_resume(tmp_path: Path) -> None:
     rows = [json.dumps({"q": str(i), "a": f"{i} {i + 1}"}) for i in range(200)]
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress("\n".join(rows[:150]).encode()))
     (tmp_path / "2.jsonl").write_text("\n".join(rows[150:]))
@@ -91,7 +91,7 @@ def test_several_keys_and_compressed_inputs_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["0.bin", "0.lengths", "1.bin", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "one byte"])
-def test_what_is_damaged_is_done_again(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_work_is_repeated(tmp_path: Path, name: str, damage: str) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": str(i), "a": f"{i} 7"}) for i in range(100)))
     job = number_job(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"), piece_bytes=64)
     with pytest.raises(Stop):
@@ -116,7 +116,7 @@ OTHER_JOBS = {
 
 
 @pytest.mark.parametrize("message", OTHER_JOBS)
-def test_work_of_another_job_is_refused(tmp_path: Path, undisturbed: list[bytes], message: str) -> None:
+def test_unfinished_work_of_another_job_is_refused(tmp_path: Path, undisturbed: list[bytes], message: str) -> None:
     folder = leave_unfinished(tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     settings = {"append_eod": True} | OTHER_JOBS[message]
@@ -129,7 +129,7 @@ def test_work_of_another_job_is_refused(tmp_path: Path, undisturbed: list[bytes]
     assert output_bytes(tmp_path) == undisturbed
 
 
-def test_an_input_that_was_read_may_not_change_and_others_may(tmp_path: Path) -> None:
+def test_only_unread_inputs_may_change(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 100), ("c", 200)):
         write_numbers(tmp_path / f"{name}.jsonl", 100, first)
     job = number_job(tmp_path, tmp_path / "[a-z].jsonl", piece_bytes=100)
@@ -154,8 +154,8 @@ def test_an_input_that_was_read_may_not_change_and_others_may(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_an_input_that_changes_while_it_is_read(tmp_path: Path, name: str) -> None:
-    """The first of two is looked at again when the second begins, the second at the end."""
+def test_input_changed_while_read_is_an_error(tmp_path: Path, name: str) -> None:
+    """The first of two is checked when the second begins, the second at the end."""
     for first, other in enumerate("ab"):
         write_numbers(tmp_path / f"{other}.jsonl", 100, 100 * first)
     seen = []
@@ -171,7 +171,7 @@ def test_an_input_that_changes_while_it_is_read(tmp_path: Path, name: str) -> No
     assert not (tmp_path / "out_text_document.bin").exists()
 
 
-def test_a_failed_run_leaves_earlier_output_alone(tmp_path: Path) -> None:
+def test_failed_run_keeps_earlier_output(tmp_path: Path) -> None:
     run_numbers(tmp_path, write_numbers(tmp_path / "a.jsonl", 3))
     before = output_bytes(tmp_path)
     (tmp_path / "b.jsonl").write_text('{"text": "4"}\n{"text"\n')
@@ -180,7 +180,7 @@ def test_a_failed_run_leaves_earlier_output_alone(tmp_path: Path) -> None:
         run_numbers(tmp_path, *inputs, strict=True, restart=True)
     assert error.value.__notes__[0].startswith("3 documents are kept in")
     assert output_bytes(tmp_path) == before
-    (tmp_path / "b.jsonl").write_text('{"text": "4"}\n')  # mended: it had not been taken
+    (tmp_path / "b.jsonl").write_text('{"text": "4"}\n')  # fixed: that line had not been accepted
     assert run_numbers(tmp_path, *inputs, strict=True).kept_documents == 3
     assert documents(tmp_path)[3:] == [[4]]
     (tmp_path / "b.jsonl").write_text("x\n")
@@ -189,7 +189,7 @@ def test_a_failed_run_leaves_earlier_output_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "out.unfinished").exists() and len(documents(tmp_path)) == 4
 
 
-def test_one_process_at_a_time(tmp_path: Path, undisturbed: list[bytes]) -> None:
+def test_output_has_one_process_at_a_time(tmp_path: Path, undisturbed: list[bytes]) -> None:
     folder = leave_unfinished(tmp_path)
     lock = lock_folder(folder)
     assert lock is not None
@@ -200,7 +200,7 @@ def test_one_process_at_a_time(tmp_path: Path, undisturbed: list[bytes]) -> None
     assert output_bytes(tmp_path) == undisturbed
 
 
-def test_a_folder_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
+def test_other_folder_with_that_name_is_refused(tmp_path: Path) -> None:
     path = write_numbers(tmp_path / "a.jsonl", 3)
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "thesis.tex").write_text("x")
@@ -214,8 +214,8 @@ def test_a_folder_of_that_name_that_is_not_ours(tmp_path: Path) -> None:
         run_numbers(tmp_path, path)
 
 
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    """A child is killed before each of its calls that change the disk; what it had not synced is lost too."""
+def test_output_after_a_kill_at_every_call_is_the_same(tmp_path: Path) -> None:
+    """A child is killed before each call that changes the disk; unsynced data is lost too."""
     command = [sys.executable, "-m", "tests.preprocess.kill_points", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -226,14 +226,14 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def feed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """Puts a file in the place of standard input."""
+    """Replace standard input by a file."""
     with ExitStack() as files:
         yield lambda path: monkeypatch.setattr(sys, "stdin", files.enter_context(path.open()))
         monkeypatch.undo()
 
 
 def stop_before(patch: pytest.MonkeyPatch, file: str) -> None:
-    """End the run when it is about to give this file its name."""
+    """End the run when it is about to rename this file."""
     replace = Path.replace
 
     def check(self: Path, target: str) -> Path:
@@ -245,7 +245,7 @@ def stop_before(patch: pytest.MonkeyPatch, file: str) -> None:
 
 
 def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool = False) -> None:
-    """A run that was killed before it renamed this file and the later ones."""
+    """A run killed before it renamed this file and the later ones."""
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, file)
         with pytest.raises(Stop) as stopped:
@@ -254,7 +254,7 @@ def leave_finished(folder: Path, file: str, *inputs: Path | str, restart: bool =
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
+def test_foreign_files_are_replaced_only_with_restart(tmp_path: Path, renamed: bool) -> None:
     """Existing files with the output's name are replaced only with --restart."""
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx" if renamed else "0.bin", path)
@@ -271,7 +271,7 @@ def test_files_that_changed_meanwhile(tmp_path: Path, renamed: bool) -> None:
 
 
 @pytest.mark.parametrize("file", ["0.bin", "0.idx"])
-def test_one_input_more_is_read_and_one_fewer_is_refused(tmp_path: Path, file: str) -> None:
+def test_added_input_is_read_and_removed_input_is_refused(tmp_path: Path, file: str) -> None:
     paths = [write_numbers(tmp_path / f"{name}.jsonl", 20, 20 * i) for i, name in enumerate("ab")]
     leave_finished(tmp_path, file, paths[0])
     result = run_numbers(tmp_path, *paths)
@@ -282,7 +282,7 @@ def test_one_input_more_is_read_and_one_fewer_is_refused(tmp_path: Path, file: s
     assert run_numbers(tmp_path, paths[0], restart=True).documents == 20
 
 
-def test_standard_input_is_read_again(tmp_path: Path, feed: Callable[[Path], None]) -> None:
+def test_resume_reads_standard_input_again(tmp_path: Path, feed: Callable[[Path], None]) -> None:
     first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
     feed(first)
     leave_finished(tmp_path, "0.idx", "-")
@@ -294,7 +294,7 @@ def test_standard_input_is_read_again(tmp_path: Path, feed: Callable[[Path], Non
     assert documents(tmp_path)[7] == [0, 7, 14]
 
 
-def test_standard_input_before_another_cannot_be_compared(tmp_path: Path, feed: Callable[[Path], None]) -> None:
+def test_standard_input_before_other_inputs_is_refused(tmp_path: Path, feed: Callable[[Path], None]) -> None:
     first, other = (write_numbers(tmp_path / f"{i}.jsonl", 20, i) for i in (0, 500))
     feed(first)
     leave_finished(tmp_path, "0.bin", "-", other)
@@ -303,15 +303,15 @@ def test_standard_input_before_another_cannot_be_compared(tmp_path: Path, feed: 
         run_numbers(tmp_path, "-", other)
 
 
-def test_paths_may_be_spelled_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_be_written_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_numbers(tmp_path / "a.jsonl", 30)
     leave_finished(tmp_path, "0.idx", path)
     monkeypatch.chdir(tmp_path)
     assert "resuming" in preprocess(number_job(tmp_path, f".{os.sep}a.jsonl")).notice
 
 
-def test_a_disk_that_is_slow_is_asked_seldom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A piece takes a second here and a save one too: a save comes after 19 pieces, whatever checkpoint_seconds says."""
+def test_slow_saves_are_rare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A piece takes a second and so does a save: a save follows 19 pieces, whatever checkpoint_seconds is."""
     clock, saved = [0.0], []
     write = State.write
 

@@ -1,4 +1,4 @@
-"""Complete runs, and outputs that cannot be written to their place."""
+"""Complete runs, and outputs that cannot be written."""
 
 import gzip
 import hashlib
@@ -37,7 +37,7 @@ TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python's documentation topics as jsonl, and a tokenizer trained on a few of them."""
+    """Python's documentation topics as jsonl, and a tokenizer trained on some of them."""
     folder = tmp_path_factory.mktemp("real")
     write_jsonl(folder / "topics.jsonl", TOPICS)
     with (folder / "tok.model").open("wb") as model:
@@ -53,7 +53,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_real_text_is_what_the_bare_library_gives(real: Path) -> None:
+def test_ids_of_real_text_equal_the_library(real: Path) -> None:
     results = [
         preprocess(
             PreprocessJob(
@@ -85,7 +85,7 @@ def test_real_text_is_what_the_bare_library_gives(real: Path) -> None:
     ]
 
 
-def test_the_side_file_says_what_is_in_the_dataset(real: Path, tmp_path: Path) -> None:
+def test_side_file_describes_the_dataset(real: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "b.jsonl", TOPICS)
     path.write_bytes(path.read_bytes() + b"no JSON\n[]\n")
     (tmp_path / "in").mkdir()
@@ -135,7 +135,7 @@ def test_large_ids_are_int32(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "out_text_document").dtype == np.dtype("<i4")
 
 
-def test_several_keys_keep_in_step(tmp_path: Path) -> None:
+def test_outputs_of_several_keys_stay_aligned(tmp_path: Path) -> None:
     lines = [{"q": "1", "a": "2 3"}, {"q": "4"}, {"a": "5", "q": "6", "other": 7}, {"a": "x", "q": "1"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"a": " ", "q": "8"}, 9])))
     result = run_numbers(tmp_path, tmp_path / "a.jsonl", json_keys=("q", "a"))
@@ -149,7 +149,7 @@ def test_several_keys_keep_in_step(tmp_path: Path) -> None:
     assert result.bad == {"missing key": 1, "not tokenized": 1, "no tokens": 1, "no object": 1}
 
 
-def test_of_many_bad_lines_all_are_counted_and_the_first_kept(tmp_path: Path) -> None:
+def test_all_bad_lines_are_counted_and_the_first_recorded(tmp_path: Path) -> None:
     lines = ["x", *['{"text": "1"}', "y"] * 500]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     for piece_bytes in (200, 1 << 18):
@@ -159,7 +159,7 @@ def test_of_many_bad_lines_all_are_counted_and_the_first_kept(tmp_path: Path) ->
         assert places == [1, *range(3, 21, 2)]
 
 
-def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
+def test_invalid_inputs_and_settings_are_errors(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "a.jsonl", ["1"])
     (tmp_path / "plain.txt").write_text("1")
     (tmp_path / "bad.jsonl").write_text("x\n")
@@ -191,7 +191,7 @@ def test_inputs_and_settings_that_do_not_work(tmp_path: Path) -> None:
         preprocess(PreprocessJob(inputs=(str(good),), output_prefix=str(tmp_path / "out"), tokenizer=DataConfig()))
 
 
-def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_beyond_the_vocabulary_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "megalite.tokenizers.base.NullTokenizer.encode_batch", lambda self, texts: [[5, 1000]] * len(texts)
     )
@@ -215,7 +215,7 @@ def test_parquet_with_two_workers(tmp_path: Path) -> None:
 
 
 def assert_refused(job: PreprocessJob, message: str) -> None:
-    """By the job and by its plan, and nothing is made."""
+    """Both the job and its plan are refused, and nothing is written."""
     top = Path(job.inputs[0]).parent
     before = sorted(top.rglob("*"))
     for work in (preprocess, plan):
@@ -229,7 +229,7 @@ def job(tmp_path: Path) -> PreprocessJob:
     return number_job(tmp_path, write_numbers(tmp_path / "a.jsonl", 30), piece_bytes=100)
 
 
-def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> None:
+def test_output_must_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> None:
     path = write_numbers(tmp_path / "out_text_document.json", 3)
     (tmp_path / "link.jsonl").symlink_to(path)
     for source in (path, tmp_path / "link.jsonl"):
@@ -243,7 +243,7 @@ def test_the_output_may_not_be_an_input(tmp_path: Path, job: PreprocessJob) -> N
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
-def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: PreprocessJob, suffix: str) -> None:
+def test_existing_output_is_replaced_only_with_restart(tmp_path: Path, job: PreprocessJob, suffix: str) -> None:
     preprocess(job)
     expected = output_bytes(tmp_path)
     assert_refused(job, r"out_text_document\.bin exists; use .* or --restart to replace")
@@ -258,7 +258,7 @@ def test_output_that_is_there_is_replaced_only_when_told(tmp_path: Path, job: Pr
     assert output_bytes(tmp_path) == expected
 
 
-def test_places_that_cannot_be_written(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_outputs_are_errors(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "data/"):
         assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
     under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))

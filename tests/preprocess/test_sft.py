@@ -44,7 +44,7 @@ CHATS: list[list[dict[str, Any]]] = [
 
 
 def tokenizer_folder(folder: Path, template: str | None, *, file: bool = False) -> Path:
-    """A byte-level BPE trained on the chats, as Hugging Face lays it out."""
+    """A byte-level BPE trained on the chats, in Hugging Face's format."""
     folder.mkdir()
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,7 +87,7 @@ def said(folder: Path, tokenizer: Any) -> list[str]:
     return [tokenizer.decode([token for token, is_said in example if is_said]) for example in pairs(folder)]
 
 
-def test_a_prompt_and_its_response(tmp_path: Path) -> None:
+def test_prompt_and_response(tmp_path: Path) -> None:
     examples = write_examples(
         tmp_path / "e.jsonl", {"prompt": "ab", "response": "cd"}, {"prompt": "", "completion": "e", "id": 7}
     )
@@ -98,7 +98,7 @@ def test_a_prompt_and_its_response(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [False, True])
-def test_marked_chats_are_transformers(tmp_path: Path, file: bool) -> None:
+def test_chats_with_generation_marks_equal_transformers(tmp_path: Path, file: bool) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tokenizer_folder(tmp_path / "tok", MARKED, file=file)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -109,7 +109,7 @@ def test_marked_chats_are_transformers(tmp_path: Path, file: bool) -> None:
         assert ours == list(zip(wanted["input_ids"], wanted["assistant_masks"], strict=True))
 
 
-def test_unmarked_chats_say_what_follows_the_prompt(tmp_path: Path) -> None:
+def test_chats_without_generation_marks_train_on_the_rest(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tokenizer_folder(tmp_path / "tok", CHATML)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -122,7 +122,7 @@ def test_unmarked_chats_say_what_follows_the_prompt(tmp_path: Path) -> None:
         assert text == "".join(f"{answer}<|im_end|>\n" for answer in answers)
 
 
-def test_what_is_wrong_with_an_example(tmp_path: Path) -> None:
+def test_bad_examples_are_named(tmp_path: Path) -> None:
     good = {"prompt": "a", "response": "b"}
     examples = write_examples(
         tmp_path / "e.jsonl",
@@ -150,7 +150,7 @@ def test_what_is_wrong_with_an_example(tmp_path: Path) -> None:
         assert fault.startswith(f"{examples}:{number}: ") and reason in fault
 
 
-def test_messages_without_a_template_stop_the_job(tmp_path: Path) -> None:
+def test_messages_without_a_template_are_an_error(tmp_path: Path) -> None:
     examples = write_examples(tmp_path / "e.jsonl", {"messages": CHATS[0]})
     bare = DataConfig(tokenizer_model=str(tokenizer_folder(tmp_path / "tok", None)))
     for tokenizer, name in ((BYTES, "ByteLevelTokenizer"), (bare, "HuggingFaceTokenizer")):
@@ -161,7 +161,7 @@ def test_messages_without_a_template_stop_the_job(tmp_path: Path) -> None:
                 run(job(tmp_path, examples, tokenizer=tokenizer))
 
 
-def test_templates_that_do_not_say_where_the_answers_are(tmp_path: Path) -> None:
+def test_templates_without_locatable_answers_are_errors(tmp_path: Path) -> None:
     examples = write_examples(
         tmp_path / "e.jsonl", {"messages": CHATS[0]}, {"messages": CHATS[1][1:]}, {"messages": CHATS[1]}
     )
@@ -181,7 +181,7 @@ def test_templates_that_do_not_say_where_the_answers_are(tmp_path: Path) -> None
         preprocess(job(tmp_path, examples, tokenizer=garbled))
 
 
-def test_a_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+def test_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     examples = write_examples(
         tmp_path / "e.jsonl", *({"prompt": f"{i}", "response": "b" * (i % 9)} for i in range(1, 99))
     )
@@ -197,7 +197,7 @@ def test_a_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
             assert ours.read_bytes() == whole.read_bytes()
 
 
-def test_the_template_is_part_of_the_job(tmp_path: Path) -> None:
+def test_changed_template_is_another_job(tmp_path: Path) -> None:
     examples = write_examples(tmp_path / "e.jsonl", {"messages": CHATS[0]})
     facts = []
     for name, template in (("a", CHATML), ("b", MARKED), ("c", CHATML)):
@@ -208,7 +208,7 @@ def test_the_template_is_part_of_the_job(tmp_path: Path) -> None:
     assert facts[0] == facts[2] != facts[1]
 
 
-def test_parquet_and_text_are_no_examples(tmp_path: Path) -> None:
+def test_parquet_and_text_cannot_be_examples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match=r"a\.txt: fine-tuning examples must be lines of JSON; use \.jsonl"):
         preprocess(job(tmp_path, tmp_path / "a.txt"))

@@ -39,7 +39,7 @@ def output(folder: Path, prefix: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_merged_parts_are_the_bytes_of_one_machine(corpus: Path, tmp_path: Path, count: int) -> None:
+def test_merged_parts_equal_one_run(corpus: Path, tmp_path: Path, count: int) -> None:
     whole = number_job(tmp_path, corpus)
     preprocess(whole)
     done = []
@@ -51,7 +51,7 @@ def test_merged_parts_are_the_bytes_of_one_machine(corpus: Path, tmp_path: Path,
     assert output(tmp_path, "merged") == output(tmp_path, "out")
 
 
-def test_parts_have_about_as_many_bytes(tmp_path: Path) -> None:
+def test_parts_have_similar_numbers_of_bytes(tmp_path: Path) -> None:
     write_numbers(tmp_path / "a.jsonl", 500)
     size = (tmp_path / "a.jsonl").stat().st_size
     job = number_job(tmp_path, tmp_path / "a.jsonl")
@@ -63,14 +63,14 @@ def test_parts_have_about_as_many_bytes(tmp_path: Path) -> None:
     assert sum(amounts) == size and max(amounts) - min(amounts) < 100
 
 
-def test_an_empty_part_writes_nothing(tmp_path: Path) -> None:
+def test_empty_part_writes_nothing(tmp_path: Path) -> None:
     write_numbers(tmp_path / "a.jsonl", 2)
     job = replace(number_job(tmp_path, tmp_path / "a.jsonl"), shard=(3, 9))
     assert preprocess(job).notice == "shard 3/9 is empty: the input is cut into 2 parts"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_a_stopped_part_resumes_and_says_where_bad_lines_are(tmp_path: Path) -> None:
+def test_stopped_part_resumes_and_names_bad_lines(tmp_path: Path) -> None:
     lines = write_numbers(tmp_path / "a.jsonl", 300).read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join([*lines[:250], "bad\n", *lines[250:]]))
     job = replace(number_job(tmp_path, tmp_path / "a.jsonl", piece_bytes=300), shard=(1, 2))
@@ -85,7 +85,7 @@ def test_a_stopped_part_resumes_and_says_where_bad_lines_are(tmp_path: Path) -> 
     assert output(tmp_path, "out") == output(tmp_path, "straight")
 
 
-def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
+def test_missing_part_is_an_error(tmp_path: Path) -> None:
     write_numbers(tmp_path / "a.jsonl", 90)
     job = number_job(tmp_path, tmp_path / "a.jsonl")
     parts = [
@@ -106,13 +106,13 @@ def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
         merge([parts[0], str(tmp_path / "whole_text_document")], str(tmp_path / "merged"))
 
 
-def test_what_a_part_may_be_called() -> None:
+def test_names_of_parts() -> None:
     assert parse_shard("0/1") == (0, 1) and parse_shard("7/8") == (7, 8)
     for text in ("8/8", "1", "a/b", "-1/4", "1/0"):
         with pytest.raises(ConfigError, match=r"is not I/N with I from 0 to N - 1; the first of eight is 0/8"):
             parse_shard(text)
 
 
-def test_standard_input_cannot_be_cut(tmp_path: Path) -> None:
+def test_standard_input_cannot_be_split(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--shard cannot cut standard input; give files"):
         job_inputs(replace(number_job(tmp_path, "-"), shard=(0, 2)))

@@ -1,4 +1,4 @@
-"""Text in a data path: tokenized once, like with the preprocess command, despite kills and concurrent runs."""
+"""Text in a data path: tokenized once, as by the preprocess command, despite kills and concurrent runs."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_names_of_text() -> None:
     assert not any(map(names_text, ("corpus", "a_text_document", "0.3", "a.parquet.gz", "a.bin")))
 
 
-def test_it_is_what_the_command_makes_and_made_once(tmp_path: Path) -> None:
+def test_text_is_tokenized_once_as_by_the_command(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     write_jsonl(tmp_path / "b.jsonl", ["three"])
     pattern = f"{tmp_path}/*.jsonl"
@@ -74,7 +74,7 @@ def test_it_is_what_the_command_makes_and_made_once(tmp_path: Path) -> None:
     assert tokenized(run) == (made, [f"{pattern}: tokenized before, in {text.prefix}"])
 
 
-def test_another_text_tokenizer_or_key_is_another_file(tmp_path: Path) -> None:
+def test_other_text_tokenizer_or_key_gives_another_file(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text(json.dumps({"text": "1 2", "title": "3"}) + "\n")
     numbers = {"tokenizer_type": "NullTokenizer"}
@@ -86,13 +86,13 @@ def test_another_text_tokenizer_or_key_is_another_file(tmp_path: Path) -> None:
     assert tokenized(runs[0])[0][str(text)] not in before
 
 
-def test_a_prefix_that_ends_like_text_stays_one(tmp_path: Path) -> None:
+def test_prefix_that_ends_like_text_is_a_prefix(tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         (tmp_path / f"corpus.txt{suffix}").touch()
     assert find_texts(config(tmp_path / "corpus.txt")) == []
 
 
-def test_settings_name_their_texts() -> None:
+def test_settings_list_their_texts() -> None:
     data = DataConfig(data_path=["0.3", "a.jsonl", "0.7", "b"], valid_data_path=["a.jsonl", "c/"])
     assert data.texts == ["a.jsonl", "c/"]
     moved = data.with_paths({"a.jsonl": "x"})
@@ -103,7 +103,7 @@ def test_settings_name_their_texts() -> None:
     )
 
 
-def test_bad_lines_are_said_and_bad_input_is_an_error(tmp_path: Path) -> None:
+def test_bad_lines_are_logged_and_bad_input_is_an_error(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "a"}\nnonsense\n')
     _, (said,) = tokenized(config(text))
@@ -119,7 +119,7 @@ def test_bad_lines_are_said_and_bad_input_is_an_error(tmp_path: Path) -> None:
         tokenized(config(text, data_cache_path=str(tmp_path / "file")))
 
 
-def test_a_stop_keeps_what_is_done(tmp_path: Path) -> None:
+def test_stop_keeps_finished_work(tmp_path: Path) -> None:
     text = large(tmp_path / "a.jsonl")
     done: list[int] = []
     with pytest.raises(Abandoned):
@@ -129,7 +129,7 @@ def test_a_stop_keeps_what_is_done(tmp_path: Path) -> None:
     assert content(made[str(text)]) == by_command(tmp_path, text)
 
 
-def test_a_second_run_waits_for_the_first(tmp_path: Path) -> None:
+def test_second_run_waits_for_the_first(tmp_path: Path) -> None:
     text = large(tmp_path / "a.jsonl")
     is_working, may_go_on = threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ def test_a_second_run_waits_for_the_first(tmp_path: Path) -> None:
     assert content(made[str(text)]) == by_command(tmp_path, text)
 
 
-def test_another_node_makes_the_same_under_the_first_ones_name(tmp_path: Path) -> None:
+def test_another_node_writes_the_same_file(tmp_path: Path) -> None:
     texts = []
     for node in ("first", "second"):
         (tmp_path / node).mkdir()

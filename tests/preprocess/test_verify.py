@@ -34,14 +34,14 @@ def test_prefixes_files_and_folders(folder: Path) -> None:
     assert find_prefixes([c]) == [c]
     assert find_prefixes([f"{b}.bin", a, f"{folder}/./b.idx"]) == [f"{b}", a]
     Path(f"{b}.bin").unlink()
-    # Whoever opens it says what is missing.
+    # The error is that of opening it.
     assert find_prefixes([str(folder)]) == [a, b, c] and find_prefixes([b]) == [b]
     (folder / "h.bin").write_bytes(b"")
     assert find_prefixes([f"{folder}/h.bin"]) == find_prefixes([f"{folder}/h"]) == [f"{folder}/h"]
 
 
-def test_a_dataset_is_given_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under any name: merged with itself, a dataset's documents would count twice."""
+def test_repeated_dataset_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under any name: in a merge its documents would count twice."""
     monkeypatch.chdir(folder)
     (folder / "link").symlink_to(".")
     (folder / "links").mkdir()
@@ -62,7 +62,7 @@ def test_a_dataset_is_given_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             find_prefixes(entries.split())
 
 
-def test_what_cannot_be_meant(folder: Path) -> None:
+def test_invalid_paths_are_errors(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither .*zzz\.idx nor a folder"):
         find_prefixes([str(folder / "zzz")])
     (folder / "empty").mkdir()
@@ -88,7 +88,7 @@ def dataset(tmp_path: Path) -> IndexedDataset:
     return IndexedDataset(write(tmp_path / "d", MIXED))
 
 
-def test_where_documents_are(dataset: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_of_documents(dataset: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = np.cumsum(LENGTHS).tolist()
     assert token_ends(dataset, range(6)).tolist() == ends
     assert token_ends(dataset, range(2, 5)).tolist() == ends[2:5]
@@ -101,7 +101,7 @@ def test_where_documents_are(dataset: IndexedDataset, tmp_path: Path, monkeypatc
     assert token_ends(behind, range(3)).tolist() == [2, 2, 2]
 
 
-def test_ranges(dataset: IndexedDataset, tmp_path: Path) -> None:
+def test_ranges_of_documents(dataset: IndexedDataset, tmp_path: Path) -> None:
     expected = {"0:3": range(3), "2:": range(2, 6), ":2": range(2), "4": range(4, 5), ":": range(6)}
     assert {text: parse_documents(text, dataset) for text in expected} == expected
     for bad in ("x", "1:2:3", "", "1.5"):
@@ -120,7 +120,7 @@ def test_ranges(dataset: IndexedDataset, tmp_path: Path) -> None:
             parse_documents(text, empty)
 
 
-def test_facts(tmp_path: Path) -> None:
+def test_summary_of_a_dataset(tmp_path: Path) -> None:
     facts = inspect(IndexedDataset(write(tmp_path / "d", MIXED)))
     assert facts == {
         "prefix": str(tmp_path / "d"),
@@ -139,7 +139,7 @@ def test_facts(tmp_path: Path) -> None:
     assert empty["document_lengths"] == {"min": 0, "mean": 0.0, "max": 0, "buckets": {}}
 
 
-def test_documents(tmp_path: Path) -> None:
+def test_contents_of_documents(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "d", MIXED))
     assert list(read_documents(dataset, range(1, 4), max_tokens=2)) == [
         {"number": 1, "sequences": 3, "length": 3, "tokens": [4, 5]},
@@ -162,7 +162,7 @@ def put(path: Path | str, offset: int, fmt: str, value: int) -> None:
     Path(path).write_bytes(data)
 
 
-def test_sound(tmp_path: Path) -> None:
+def test_valid_datasets_pass(tmp_path: Path) -> None:
     read: list[int] = []
     result = verify(write(tmp_path / "d", MIXED), vocab_size=14, on_bytes=read.append)
     assert (result.fault, result.documents, result.sequences, result.tokens) == (None, 6, 8, 13)
@@ -174,7 +174,7 @@ def test_sound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", LETTERS)
-def test_ids_outside_the_vocabulary(tmp_path: Path, code: int) -> None:
+def test_ids_outside_the_vocabulary_are_found(tmp_path: Path, code: int) -> None:
     prefix = write(tmp_path / "d", MIXED, code=code)
     assert verify(prefix, vocab_size=14).fault is None
     fault = verify(prefix, vocab_size=9).fault
@@ -192,31 +192,31 @@ def test_ids_outside_the_vocabulary(tmp_path: Path, code: int) -> None:
             assert "token id -3 (document 1, sequence 3, token 0), expected " in fault.text
 
 
-def test_the_vocabulary_of_the_side_file(tmp_path: Path) -> None:
+def test_vocabulary_of_the_side_file_is_used(tmp_path: Path) -> None:
     prefix = write_with_side_file(tmp_path / "d", [[[5, 100]]], tokenizer=TOKENIZER)
     fault = verify(prefix).fault
     assert fault is not None and fault.text.endswith("token id 100 (document 0, token 1), expected an id from 0 to 99")
-    # A larger one takes nothing back, a smaller one holds as well.
+    # A larger size does not override it, a smaller one does.
     result = verify(prefix, vocab_size=101)
     assert (result.fault, result.vocab_size) == (fault, 100)
     assert verify(prefix, vocab_size=5).vocab_size == 5
 
 
-def test_ends_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ends_of_documents_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, Any] = {"tokenizer": TOKENIZER, "append_eod": True}
     prefix = write_with_side_file(tmp_path / "d", ENDED, **facts)
     result = verify(prefix)
     assert (result.fault, result.eod, result.hashed) == (None, EOD, True)
     unended = [*ENDED, [], [[7, EOD], [8]], [[9]]]
     prefix = write_with_side_file(tmp_path / "u", unended, **facts)
-    # Whatever is read or looked at together, it is the first.
+    # The first fault is named, for any block size.
     for block_bytes in (2, 4, 6, 1 << 20):
         monkeypatch.setattr(indexed_dataset, "_BLOCK_BYTES", block_bytes)
         fault = verify(prefix).fault
         assert fault is not None and fault.offset == 18
         assert "ends with token id 8 (document 5, sequence 6, token 0), expected its end 99" in fault.text
         # A bad id is named if it comes first.
-        fault = verify(prefix, vocab_size=7).fault  # below the side file's
+        fault = verify(prefix, vocab_size=7).fault  # below the side file's size
         assert fault is not None and "token id 99" in fault.text and fault.offset == 4
     prefix = write_with_side_file(tmp_path / "n", unended, tokenizer=TOKENIZER, append_eod=False)
     assert verify(prefix).fault is None
@@ -232,7 +232,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_first_fault_is_named(tmp_path: Path, name: str) -> None:
+def test_first_fault_is_named(tmp_path: Path, name: str) -> None:
     damage, suffix, offset, text = FAULTS[name]
     prefix = write_with_side_file(tmp_path / "d", MIXED)
     assert verify(prefix).fault is None
@@ -245,13 +245,13 @@ def test_the_first_fault_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("documents", 7), ("tokens", 12), ("dtype", "int32")])
-def test_another_datasets_side_file(tmp_path: Path, name: str, value: object) -> None:
+def test_side_file_of_another_dataset_is_an_error(tmp_path: Path, name: str, value: object) -> None:
     prefix = write_with_side_file(tmp_path / "d", MIXED, **{name: value})
     fault = verify(prefix, hashes=False).fault
     assert fault is not None and f"d.json: {name} is {value!r}, expected " in fault.text
 
 
-def test_bad_input_is_no_damage(tmp_path: Path) -> None:
+def test_bad_input_is_not_called_damaged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"zzz\.idx does not exist"):
         verify(str(tmp_path / "zzz"))
     prefix = write(tmp_path / "d", MIXED)
@@ -264,7 +264,7 @@ def test_bad_input_is_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [{"format": 99}, {"format": 1}])
-def test_the_pair_is_checked_without_a_bad_side_file(tmp_path: Path, side: dict[str, int]) -> None:
+def test_files_are_checked_despite_a_bad_side_file(tmp_path: Path, side: dict[str, int]) -> None:
     prefix = write(tmp_path / "d", MIXED)
     Path(f"{prefix}.json").write_text(json.dumps(side))
     result = verify(prefix, vocab_size=14)
@@ -277,8 +277,8 @@ def test_the_pair_is_checked_without_a_bad_side_file(tmp_path: Path, side: dict[
     assert result.fault is not None and result.fault.path == f"{prefix}.idx" and result.bad_side_file
 
 
-def test_a_dataset_with_a_side_file_was_supported(tmp_path: Path) -> None:
-    """Then a type code of floats is a bit that has changed."""
+def test_unsupported_dtype_with_a_side_file_is_damage(tmp_path: Path) -> None:
+    """A dtype code of floats is then a flipped bit."""
     prefix = write_with_side_file(tmp_path / "d", MIXED)
     put(f"{prefix}.idx", 17, "<B", 7)
     fault = verify(prefix).fault

@@ -11,7 +11,7 @@ from megalite.preprocess.workers import WorkerPool
 
 
 class Doubler:
-    """Doubles numbers; some are special. If the kind is a path, 0 takes until that file is there."""
+    """Doubles numbers, with some special cases. If the kind is a path, 0 waits until that file exists."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -20,7 +20,7 @@ class Doubler:
         if self._kind.startswith("/") and number == 0:
             end = time.monotonic() + 60
             while not Path(self._kind).exists() and time.monotonic() < end:
-                time.sleep(0.01)  # the other worker continues meanwhile, as far as it may
+                time.sleep(0.01)  # the other worker continues meanwhile, up to its limit
         if self._kind == "refuses" and number in (20, 21):
             raise ConfigError(f"{number} is refused")
         if self._kind == "memory" and number == 20:
@@ -43,9 +43,7 @@ def run(kind: str, numbers: Iterator[int], on_result: Callable[[int], None] = la
     return found
 
 
-def test_results_come_in_order_and_pieces_are_not_drawn_far_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_in_order_with_bounded_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_IN_FLIGHT_PER_WORKER", 5)
     drawn = []
 
@@ -58,7 +56,7 @@ def test_results_come_in_order_and_pieces_are_not_drawn_far_ahead(
 
     def check(number: int) -> None:
         assert len(drawn) <= number + 2 * 5
-        if number == 0:  # it took long: the other worker has had all that it could be given
+        if number == 0:  # it was slow: the other worker has processed all available pieces
             assert len(drawn) == 2 * 5
 
     assert run(str(tmp_path / "go"), numbers(), check) == list(range(300))
@@ -73,13 +71,13 @@ def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             drawn.append(number)
             yield number
 
-    # A large one is alone, small ones go together.
+    # A large piece is alone, small ones are in flight together.
     with WorkerPool[str, int, tuple[int, int]](2, Doubler, "doubles", remedy="") as pool:
         for number, _ in pool.map(numbers(), lambda number: 1000 if number < 10 else 40):
             assert len(drawn) <= number + (1 if number < 9 else 3)
 
 
-def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
+def test_input_error_is_raised_after_earlier_results() -> None:
     done: list[int] = []
 
     def numbers() -> Iterator[int]:
@@ -99,7 +97,7 @@ def test_an_input_that_fails_is_raised_after_what_came_before_it() -> None:
         ("dies", ConfigError, "^a worker process died .*; take two$"),
     ],
 )
-def test_what_goes_wrong_is_raised_in_its_turn(kind: str, error: type[Exception], message: str) -> None:
+def test_worker_errors_are_raised_in_order(kind: str, error: type[Exception], message: str) -> None:
     done: list[int] = []
     with pytest.raises(error, match=message):
         run(kind, iter(range(100)), done.append)
