@@ -40,7 +40,7 @@ FULL = "--recompute-granularity full --recompute-method"
         ("--cp 2 --cp-comm-type a2a", lambda a, s, h, t: (34 + 5 * a * s / h) / 2),
     ],
 )
-def test_layer_activations_are_the_papers(flags: str, formula: Callable[[int, int, int, int], float]) -> None:
+def test_layer_activations_equal_the_paper(flags: str, formula: Callable[[int, int, int, int], float]) -> None:
     config = config_of(f"{GPT} {DROPOUT} --bf16 {flags}", 2)
     a, s, h, b = 4, 32, 64, 3
     assert layer_activation_bytes(config) == s * b * h * formula(a, s, h, config.parallel.tp)
@@ -57,7 +57,7 @@ FIGURE_1 = [
 
 
 @pytest.mark.parametrize(("name", "layers", "h", "heads", "pp", "vpp", "b", "none", "selective"), FIGURE_1)
-def test_activations_of_figure_1(
+def test_activations_equal_figure_1(
     name: str, layers: int, h: int, heads: int, pp: int, vpp: int, b: int, none: float, selective: float
 ) -> None:
     flags = (
@@ -71,14 +71,14 @@ def test_activations_of_figure_1(
 
 
 @pytest.mark.parametrize(("flags", "copies"), [("--bf16", 0), ("--bf16 --device cpu", 2), ("--fp32", 2)])
-def test_grouped_keys_are_repeated_where_no_kernel_takes_them(flags: str, copies: int) -> None:
+def test_grouped_keys_are_repeated_without_a_kernel(flags: str, copies: int) -> None:
     """Two groups of two heads each: keys and values as wide as the queries instead of half as wide."""
     config = config_of(f"{GPT} {flags} --num-query-groups 2", 1)
     kept = {groups: layer_activation_bytes(replace(config, num_query_groups=groups)) for groups in (2, 4)}
     assert kept[4] - kept[2] == (2 - copies) * TOKENS * (H // 2) * (2 if "bf16" in flags else 4)
 
 
-def test_experts_keep_rows_within_the_capacity_in_their_layers() -> None:
+def test_expert_layers_keep_rows_within_the_capacity() -> None:
     flags = f"{GPT} --bf16 --num-experts 4 --disable-bias-linear"
     whole, half = (
         layer_activation_bytes(config_of(f"{flags} {more}", 1)) for more in ("", "--moe-expert-capacity-factor 0.5")
@@ -136,7 +136,7 @@ def test_state_of_one_rank(precision: str, total: int, sharded: bool) -> None:
     assert memory.workspace_bytes == 0
 
 
-def test_parameters_of_ranks_add_up() -> None:
+def test_parameters_of_ranks_sum_to_the_model() -> None:
     config = config_of(f"{GPT} --pp 2 --tp 2 --activation swiglu --normalization RMSNorm --disable-bias-linear", 4)
     stages = plan_stages(config)
     on_ranks = sum(2 * rank_memory(config, [plan], 0).parameters for plan in stages)
@@ -145,7 +145,7 @@ def test_parameters_of_ranks_add_up() -> None:
     assert on_ranks == parameter_count(config.model) + norms + 32 * 64 + 512 * 64
 
 
-def test_experts_are_split_over_ep_and_their_own_data_parallel_size() -> None:
+def test_experts_are_split_over_ep_and_expert_data_parallel_ranks() -> None:
     flags = f"{GPT} --num-experts 4 --use-distributed-optimizer --bf16 --disable-bias-linear"
     one, four = config_of(flags, 4), config_of(f"{flags} --ep 4", 4)
     before, after = (rank_memory(config, plan_stages(config), 0) for config in (one, four))
@@ -155,7 +155,7 @@ def test_experts_are_split_over_ep_and_their_own_data_parallel_size() -> None:
     assert before.optimizer_bytes == after.optimizer_bytes
 
 
-def test_peak_of_a_schedule_is_by_weight_and_knows_its_halves() -> None:
+def test_peak_of_a_schedule_with_split_backwards() -> None:
     config = config_of(f"{GPT} --pp 2 --global-batch-size 18", 2)
     stages = plan_stages(config)
     first, last = (stage_activation_bytes(config, plan) for plan in stages)

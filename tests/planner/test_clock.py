@@ -58,7 +58,7 @@ def both(schedule: str, pp: int, vpp: int, count: int, costs: Costs, patch: pyte
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_extended_step_is_the_simulated_one(schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolated_step_equals_the_simulated_one(schedule: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for vpp, count in product(CHUNKS[schedule], (5 * pp, 11 * pp + 1)):
         for costs in unlike(pp, vpp, seed=count):
             whole, extended = both(schedule, pp, vpp, count, costs, monkeypatch)
@@ -69,7 +69,7 @@ def test_an_extended_step_is_the_simulated_one(schedule: str, pp: int, monkeypat
 
 
 @pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"looped-bfs"}))
-def test_equal_stages_are_soon_steady(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_stages_are_steady_early(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vpp = CHUNKS[schedule][0]
     _, extended = both(schedule, 4, vpp, 400, Costs.uniform(4 * vpp), monkeypatch)
     assert extended.timeline.schedule.num_microbatches <= 64
@@ -77,9 +77,7 @@ def test_equal_stages_are_soon_steady(schedule: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_not_steady_is_never_faster_than_its_busiest_rank(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsteady_step_is_not_faster_than_its_busiest_rank(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "MOST_ACTIONS", 1)
     for vpp in CHUNKS[schedule]:
         for costs in unlike(4, vpp, seed=3):
@@ -88,7 +86,7 @@ def test_what_is_not_steady_is_never_faster_than_its_busiest_rank(
             assert extended.bubble >= 0.0
 
 
-def test_another_clock_is_extended_over_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_clock_is_extrapolated_over_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs.uniform(4)
     monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
     mine = clock_of("1f1b", 4, 1, 100)

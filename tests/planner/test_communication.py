@@ -75,7 +75,7 @@ def _world(settings: dict[str, Any]) -> int:
 
 
 def _config(settings: dict[str, Any]) -> RunConfig:
-    """The fewest layers and microbatches that show that the formulas count them."""
+    """Few layers and microbatches, but enough to show that the formulas count them."""
     pp, dp = settings.get("pp", 1), settings.get("dp", 1)
     count = dp * settings.get("micro_batch_size", 1) * (2 if pp == 1 else 4)
     few = {"num_layers": max(2, pp * settings.get("vpp", 1)), "global_batch_size": count}
@@ -115,8 +115,8 @@ def test_bytes_of_a_step_equal_the_formulas(name: str) -> None:
                 assert rank["volumes"][key] == size, key
         total.update(rank["volumes"])
         total_expected.update(formula)
-    # Experts' rows depend on the tokens' choices; one of the ranks that share a key sends it, and each rank updates other
-    # matrices. Only the sum over all ranks is known.
+    # Rows of experts depend on the routing; each message has one sender among ranks with the same key, and each rank updates
+    # other matrices. Only the sum over all ranks is predictable.
     assert total == total_expected
 
 
@@ -158,7 +158,7 @@ def bytes_sent(context: RankContext, settings: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_bytes_of_what_changes_with_time_or_loses(name: str) -> None:
+def test_bytes_of_varying_and_lossy_strategies(name: str) -> None:
     """Within 10 %, as scales of compressed gradients are not planned. Each gather of sharded parameters is."""
     settings = LOSSY[name]
     config = four_ranks(settings)
@@ -188,7 +188,7 @@ def test_dropped_tokens_are_not_sent() -> None:
             assert sum(rank["volumes"][key] for rank in ranks) <= 4 * formula[key]
 
 
-def test_groups_of_one_rank_move_nothing() -> None:
+def test_groups_of_one_rank_send_nothing() -> None:
     assert step_volumes(tiny_config(1), 0, 8) == {}
     assert set(group_sizes(tiny_config(1)).values()) == {1}
     factors = [wire_factor(operation, 4) for operation in ("all-reduce", "all-gather", "all-to-all", "send")]

@@ -57,7 +57,7 @@ def taken(context: RankContext, world: int, folder: str, files: dict[str, Any], 
     return {name: value_of(found, name) for name in LAYOUT}, lines
 
 
-def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
+def test_all_ranks_use_the_layout_of_rank_0(of_four: Path) -> None:
     (first, said), (second, silence) = run_ranks(2, taken, 2, str(of_four), {"tp": 2, "pp": 2}, {})
     assert first == second
     assert first["tp"] * first["pp"] * first["dp"] == 2
@@ -69,7 +69,7 @@ def test_all_ranks_take_rank_zeros_answer(of_four: Path) -> None:
     )
 
 
-def test_on_the_same_ranks_nothing_changes(of_four: Path) -> None:
+def test_layout_is_kept_on_the_same_ranks(of_four: Path) -> None:
     found = run_ranks(4, taken, 4, str(of_four), {}, {})
     assert all((layout["tp"], layout["pp"], layout["dp"]) == (2, 2, 1) for layout, _ in found)
     (line,) = found[0][1]
@@ -77,7 +77,7 @@ def test_on_the_same_ranks_nothing_changes(of_four: Path) -> None:
     assert line.endswith("(the layout of the checkpoint of step 2)")
 
 
-def test_an_error_is_the_same_on_every_rank(of_four: Path) -> None:
+def test_error_is_the_same_on_all_ranks(of_four: Path) -> None:
     for world, flags, words in (
         (3, {"tp": 2}, ("elastic: no layout of 3 ranks is legal with tp 2", "Start 2 or 4 ranks")),
         (2, {"elastic_cluster": "dgx-h10"}, ("dgx-h100",)),
@@ -87,7 +87,7 @@ def test_an_error_is_the_same_on_every_rank(of_four: Path) -> None:
         assert all(word in message for word in words)
 
 
-def test_the_newest_layout_that_can_be_read(of_four: Path, tmp_path: Path) -> None:
+def test_newest_readable_layout_is_used(of_four: Path, tmp_path: Path) -> None:
     assert newest_layout(tmp_path) is newest_layout(tmp_path / "none") is None
     folder = tmp_path / "checkpoints"
     shutil.copytree(of_four, folder)
@@ -98,7 +98,7 @@ def test_the_newest_layout_that_can_be_read(of_four: Path, tmp_path: Path) -> No
     assert found is not None and (found.step, found.world_size) == (2, 4)
 
 
-def test_settings_of_a_checkpoint_are_not_trusted(of_four: Path) -> None:
+def test_settings_of_a_checkpoint_are_validated(of_four: Path) -> None:
     manifest = Manifest.from_json((of_four / "step-0000002" / MANIFEST_NAME).read_text())
     parallel = manifest.config["parallel"]
     assert _saved(manifest.config, "tp") == 2

@@ -1,7 +1,7 @@
-"""What `--dry-run --rank` says of single ranks of big layouts, against the real modules, buckets and optimizers.
+"""Memory of single ranks of large layouts by `--dry-run --rank`, compared with real modules, buckets and optimizers.
 
-They are built on the meta device, with groups that know nothing but their ranks: nothing is allocated or sent, and every
-shape and size is the one that training on that many ranks would have.
+They are built on the meta device with groups without communication: nothing is allocated or sent, and every shape and size
+is that of training on that many ranks.
 """
 
 from collections.abc import Iterable
@@ -105,10 +105,10 @@ def parsed(name: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_of_a_big_layout_holds_what_the_dry_run_says(name: str) -> None:
+def test_memory_of_a_rank_equals_the_dry_run(name: str) -> None:
     config = parsed(name)
     world_size, programs = CASES[name][0], Programs(config)
-    # Ranks of the first and the last stage, and one between them that is first in none of its groups.
+    # Ranks of the first and the last stage, and one in between that is not the first of any group.
     for rank in (0, 2 * world_size // 5 - 1, world_size - 1):
         said = rank_report(config, rank)
         replica = build_replica(config, topology_of(layout_of(config), rank), programs)

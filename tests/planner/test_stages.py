@@ -21,7 +21,7 @@ from tests.planner.cost.machines import from_flags as config_of
 GPT = "--hidden-size 64 --seq-length 32 --vocab-size 128"
 
 
-def test_a_heavy_head_gets_fewer_layers() -> None:
+def test_stage_with_a_heavy_head_has_fewer_layers() -> None:
     light = config_of(f"{GPT} --num-layers 8 --pp 2", 2)
     heavy = config_of("--hidden-size 64 --seq-length 32 --vocab-size 4096 --num-layers 8 --pp 2", 2)
     assert [plan.num_layers for plan in plan_stages(light)] == [4, 4]
@@ -60,7 +60,7 @@ def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
     ("pp", "vpp", "schedule"),
     [(4, 1, "1f1b"), (4, 1, "gpipe"), (4, 2, "interleaved"), (4, 2, "looped-bfs"), (1, 1, "1f1b")],
 )
-def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
+def test_bubble_equals_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
     config = even(pp, vpp, schedule)
     idle = (pp - 1) / vpp
     assert clock.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(idle / (8 + idle), abs=1e-3)
@@ -74,7 +74,7 @@ def test_bubble_of_the_published_formula(pp: int, vpp: int, schedule: str) -> No
         ("--pp 2 --vpp 2 --num-layers 7 --pipeline-schedule looped-bfs --recompute-granularity full", 33),
     ],
 )
-def test_long_steps_are_extended_exactly(flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_are_extrapolated_exactly(flags: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(
         f"--hidden-size 64 --seq-length 32 --vocab-size 512 {flags} --global-batch-size {microbatches}",
         4 if "--pp 4" in flags else 2,
@@ -102,7 +102,7 @@ LAYER, CORE, MLP = 2 * 12 * 64**2 + 4 * 32 * 64, 4 * 32 * 64, 2 * 8 * 64**2
         ("--recompute-granularity selective --recompute-modules mlp core_attn", (3 * (MLP + CORE), 2 * (MLP + CORE))),
     ],
 )
-def test_a_backward_costs_two_forwards_and_what_it_recomputes(
+def test_backward_costs_two_forwards_plus_recompute(
     flags: str, again: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(f"{GPT} --num-layers 5 --pp 2 --pipeline-layers 3,2 --global-batch-size 4 {flags}", 2)
@@ -139,7 +139,7 @@ def again(line: str) -> int:
 
 @pytest.mark.parametrize("window", ["", " --sliding-window 32"])
 @pytest.mark.parametrize(("model", "feed_forward"), [(LLAMA, "mlp"), (EXPERTS, "moe")])
-def test_the_parts_of_a_layer_add_up(model: str, feed_forward: str, window: str) -> None:
+def test_parts_of_a_layer_sum_to_the_layer(model: str, feed_forward: str, window: str) -> None:
     line = model + window
     config = config_of(line, 1)
     layers = sum(layer_forward_flops(config.model, index, 512) for index in range(2))
@@ -150,13 +150,13 @@ def test_the_parts_of_a_layer_add_up(model: str, feed_forward: str, window: str)
     assert again(line) == again(f"{line} {SELECTIVE} layernorm mlp_act") == 0
 
 
-def test_microbatches_that_the_schedule_refuses() -> None:
+def test_invalid_number_of_microbatches_is_an_error() -> None:
     with pytest.raises(ConfigError, match="dualpipe-v"):
         schedule_of(even(4, 2, "dualpipe-v"), 5)
 
 
 @pytest.mark.parametrize("more", ["--fp8 --fp8-param-gather", "--lr-multipliers layers.6.*=2.0"])
-def test_stages_of_one_kind_are_alike(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_one_kind_have_equal_costs(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the inner stages of two layers has the model's last layer, which these settings treat differently."""
     layout = "--num-layers 7 --pp 5 --dp 2 --pipeline-layout Et|tt|tt|tt|L --dp-strategy distributed-optimizer"
     config = config_of(f"{GPT} {layout} --no-overlap-param-gather --precision bf16 {more}", 10)
@@ -184,7 +184,7 @@ def held(config: RunConfig, count: int) -> list[float]:
 @pytest.mark.parametrize(
     "more", ["", "--precision bf16", "--pipeline-layers 1,2,2,7", "--recompute-granularity full --recompute-ahead"]
 )
-def test_the_default_is_faster_than_1f1b_in_its_memory(more: str) -> None:
+def test_default_is_faster_than_1f1b_in_the_same_memory(more: str) -> None:
     given = f"{GPT} --num-layers 12 --pp 4 --global-batch-size 16 {more}"
     names = ("", "--pipeline-schedule 1f1b", "--pipeline-schedule auto")
     default, plain, free = (config_of(f"{given} {name}", 4) for name in names)
@@ -197,7 +197,7 @@ def test_the_default_is_faster_than_1f1b_in_its_memory(more: str) -> None:
         assert max(held(free, 16)) > most
 
 
-def test_a_memory_limit_takes_the_place_of_that_of_1f1b() -> None:
+def test_memory_limit_replaces_that_of_1f1b() -> None:
     given = f"{GPT} --num-layers 12 --pp 4 --global-batch-size 16 --pipeline-layers 1,2,2,7"
     roomy = config_of(f"{given} --pipeline-memory-limit 1GiB", 4)
     assert held(roomy, 16) == held(config_of(f"{given} --pipeline-schedule auto", 4), 16)

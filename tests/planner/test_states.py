@@ -72,7 +72,7 @@ def held(context: RankContext, settings: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_what_is_planned(name: str) -> None:
+def test_state_bytes_equal_the_plan(name: str) -> None:
     """Within 3 %: buckets are padded to 64 elements per rank."""
     config = tiny_config(2, dp=2, hidden_size=64, **CASES[name])
     memory = rank_memory(config, plan_stages(config), 0)
@@ -80,7 +80,7 @@ def test_a_rank_holds_what_is_planned(name: str) -> None:
     assert max(run_ranks(2, held, CASES[name])) == pytest.approx(planned, rel=0.03)
 
 
-def test_every_optimizer_is_among_them() -> None:
+def test_cases_cover_every_optimizer() -> None:
     asked = {settings.get("optimizer", "adam") for settings in CASES.values()}
     assert asked == {*OPTIMIZERS.builtin, "lion"}
 
@@ -126,7 +126,7 @@ def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_what_is_whole_for_a_while(name: str) -> None:
+def test_temporarily_unsharded_bytes_equal_the_plan(name: str) -> None:
     """Within 2 %, as the plan ignores the order of a bias and its matrix; in a pipeline up to 3 % too much, as it
     assumes that any backward may follow another."""
     settings = ZERO[name]

@@ -37,14 +37,14 @@ def simulated_goodput(apart: float, save: float, mtbf: float, restart: float, co
 
 
 @pytest.mark.parametrize(("apart", "save", "restart"), [(900.0, 30.0, 300.0), (6000.0, 600.0, 60.0)])
-def test_failures_take_what_a_simulation_of_them_takes(apart: float, save: float, restart: float) -> None:
+def test_time_of_failures_equals_a_simulation(apart: float, save: float, restart: float) -> None:
     mtbf = 7200.0
     assert goodput(apart, save, mtbf, restart) == pytest.approx(
         simulated_goodput(apart, save, mtbf, restart, 40_000), rel=0.01
     )
 
 
-def test_saves_are_near_the_best_distance() -> None:
+def test_save_interval_is_near_the_optimum() -> None:
     run = WholeRun(tokens=1e12, mtbf_hours=50_000.0, save_seconds=30.0)
     found = run.of(config_of(), 16_384, 10.0, CLUSTER, STACK)["failures"]
     assert found["mean_seconds_between"] == pytest.approx(50_000 * 3600 / 16_384)
@@ -54,7 +54,7 @@ def test_saves_are_near_the_best_distance() -> None:
     assert goodput(1e6, 30.0, 60.0, 600.0) == 0.0
 
 
-def test_a_ramp_up_takes_the_steps_that_it_has() -> None:
+def test_ramp_up_takes_the_time_of_its_steps() -> None:
     config = config_of("--rampup-batch-size 8 4 3000")
     seconds = {
         size: predict(
@@ -72,7 +72,7 @@ def test_a_ramp_up_takes_the_steps_that_it_has() -> None:
     assert found > 1.002 * samples / 64 * seconds[64]
 
 
-def test_money_and_energy() -> None:
+def test_cost_and_energy() -> None:
     run, config = WholeRun(tokens=1e9), config_of()
     found = run.of(config, 8, 2.0, CLUSTER, STACK)
     seconds = 1e9 / (64 * config.training.seq_length) * 2.0
@@ -87,7 +87,7 @@ def test_money_and_energy() -> None:
     assert given["cost"]["million_tokens"] == pytest.approx(3 * found["gpu_hours"] / 1000)
 
 
-def test_failures_take_both_figures() -> None:
+def test_failures_need_both_settings() -> None:
     with pytest.raises(ConfigError, match=r"--mtbf-hours is set alone; goodput requires both: add --save-seconds 30"):
         WholeRun(tokens=1.0, mtbf_hours=5.0)
     with pytest.raises(ConfigError, match=r"--save-seconds is set alone; .* add --mtbf-hours 50000"):

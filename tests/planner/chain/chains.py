@@ -64,7 +64,7 @@ def random_chain(seed: int, count: int) -> ChainProfile:
 
 
 def all_stages(layers: int, machines: int, gpus: int) -> Iterator[Stages]:
-    """Every cut with every number of devices per machine and stage; devices may be left out."""
+    """Every cut with every number of devices per machine and stage; devices may stay unused."""
     for count in range(1, min(layers, machines * gpus) + 1):
         shares = [share for share in product(range(gpus + 1), repeat=count) if sum(share) <= gpus]
         for cuts in combinations(range(1, layers), count - 1):

@@ -35,13 +35,13 @@ BAD_PROFILES = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_PROFILES, ids=lambda value: str(value)[:40])
-def test_bad_profiles(change: dict[str, Any], message: str) -> None:
+def test_bad_profiles_are_errors(change: dict[str, Any], message: str) -> None:
     tree = {key: value for key, value in (PROFILE | change).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         parse_profile(tree)
 
 
-def test_a_profile() -> None:
+def test_read_profile() -> None:
     profile = parse_profile(PROFILE | {"layers": [LAYER | {"repeat": 2}, LAYER | {"name": "head"}]})
     assert [layer.name for layer in profile.layers] == ["conv.0", "conv.1", "head"]
     assert profile.smallest_batch == 4, "nothing is known of fewer samples"
@@ -54,7 +54,7 @@ def test_a_profile() -> None:
     assert [profile.slice_samples(20, replicas) for replicas in (1, 3, 8)] == [20, 7, 4]
 
 
-def test_clusters(tmp_path: Path) -> None:
+def test_rates_of_clusters(tmp_path: Path) -> None:
     a = read_cluster("A")
     assert a == read_cluster("2x8") == read_cluster("2x8@25")
     assert (a.machines, a.gpus_per_machine, a.num_gpus, a.empty) == (2, 8, 16, (8, 8))
@@ -74,7 +74,7 @@ def test_clusters(tmp_path: Path) -> None:
         read_cluster(str(path))
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     for name, message in (
         ("D", "no cluster D"),
         ("0x8", "cluster 0x8 has a 0 in it"),
@@ -116,7 +116,7 @@ def test_twins_have_the_published_totals(name: str) -> None:
     assert profile.provenance.startswith("synthetic")
 
 
-def test_twins_have_their_models_shapes() -> None:
+def test_twins_have_the_shapes_of_their_models() -> None:
     vgg = find_profile("vgg-19").layers
     assert len(vgg) == 19
     # 3 x 3 x 64 x 64 weights; the first dense layer has most weights and little time.
@@ -135,5 +135,5 @@ def test_twins_have_their_models_shapes() -> None:
     assert sum(amoeba[24:]) / sum(amoeba) == pytest.approx(0.75, abs=0.02)
 
 
-def test_the_example_is_the_find_profile() -> None:
+def test_example_profile_equals_find_profile() -> None:
     assert read_profile(REPOSITORY / "examples" / "chain" / "bert-48.yaml") == find_profile("bert-48")

@@ -31,7 +31,7 @@ def of(stages: Stages) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_minimises_its_objective(seed: int) -> None:
+def test_planner_minimizes_its_objective(seed: int) -> None:
     profile, machines = random_chain(seed, 6), cluster(4, 1, network=1.0)
     every = [
         ((0, *cuts, 6), replicas)
@@ -45,7 +45,7 @@ def test_minimises_its_objective(seed: int) -> None:
     assert slowest(*of(stages), profile, machines) == pytest.approx(least)
 
 
-def test_levels() -> None:
+def test_plans_by_level() -> None:
     def devices(weights: float, outputs: float, layers: int, machines: ChainCluster) -> list[tuple[int, ...]]:
         return [stage.devices for stage in pipedream_plan(chain([(10.0, outputs, weights)] * layers), machines)]
 

@@ -21,7 +21,7 @@ SMALL = [
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("layers", "machines"), SMALL, ids=lambda value: getattr(value, "name", str(value)))
-def test_within_a_hundredth_of_brute_force(layers: int, machines: ChainCluster, seed: int) -> None:
+def test_plans_are_within_one_percent_of_brute_force(layers: int, machines: ChainCluster, seed: int) -> None:
     profile = random_chain(seed, layers)
     planned = plan_chain(profile, machines, 8, memory=NO_LIMIT)
     best = brute_force(Judge(Problem(profile, machines, 8, NO_LIMIT)))
@@ -29,7 +29,7 @@ def test_within_a_hundredth_of_brute_force(layers: int, machines: ChainCluster, 
 
 
 @pytest.mark.parametrize(("model", "where", "batch"), [("vgg-19", "4x8", 1024), ("bert-48", "C", 64)])
-def test_never_slower_than_the_others(model: str, where: str, batch: int) -> None:
+def test_plans_are_never_slower_than_the_baselines(model: str, where: str, batch: int) -> None:
     planned = plan_chain(find_profile(model), read_cluster(where), batch, memory=NO_LIMIT)
     assert tuple(planned.baselines) == (PIPEDREAM, DATA_PARALLEL, STRAIGHT)
     for name, other in planned.baselines.items():
@@ -49,14 +49,14 @@ def test_plans_of_the_paper() -> None:
     assert abs(xlnet[0].last - 19) <= 1
 
 
-def test_one_device() -> None:
+def test_plan_of_one_device() -> None:
     planned = plan_chain(chain([(1.0, 1.0, 1.0)] * 3), cluster(1, 1), 4)
     assert planned.best.seconds == pytest.approx(4 * 9e-3)
     assert planned.complete
     assert {len(other.plan.stages) for other in planned.baselines.values()} == {1}
 
 
-def test_devices_are_left_out_where_they_do_not_help() -> None:
+def test_devices_that_do_not_help_stay_unused() -> None:
     # A second machine would only add a slow reduction of 1 GB, or a slow message.
     profile = chain([(1.0, 1000.0, 500.0), (1.0, 1000.0, 500.0)])
     stages = plan_chain(profile, cluster(2, 1, network=0.1, message=0.1), 4).best.plan.stages
@@ -77,7 +77,7 @@ def test_memory_forces_a_pipeline() -> None:
         plan_chain(profile, machines, 16, memory=1e8)
 
 
-def test_batches_that_cannot_be_used() -> None:
+def test_invalid_batches_are_errors() -> None:
     profile = chain([(1.0, 1.0, 1.0)])
     with pytest.raises(ConfigError, match=r"global_batch_size is 0; it must be 1 or more"):
         plan_chain(profile, cluster(1, 1), 0)

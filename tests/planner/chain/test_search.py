@@ -53,7 +53,7 @@ def pivots(problem: Problem, stages: Stages, count: int) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("machines", [cluster(2, 2), cluster(3, 1, message=0.3), cluster(1, 3)], ids=str)
-def test_the_search_is_exact_in_its_family(machines: ChainCluster, seed: int) -> None:
+def test_search_is_exact_in_its_family(machines: ChainCluster, seed: int) -> None:
     problem = Problem(random_chain(seed, 5), machines, 8, float("inf"))
     count = random.Random(seed).choice([2, 4, 8])
     every = {stages: pivots(problem, stages, count) for stages in family(problem, 0, machines.empty)}
@@ -64,7 +64,7 @@ def test_the_search_is_exact_in_its_family(machines: ChainCluster, seed: int) ->
     assert every[stages] == pytest.approx(seconds)
 
 
-def test_the_search_stops_at_its_limit_and_below_what_is_known() -> None:
+def test_search_stops_at_its_limit_or_a_known_bound() -> None:
     problem = Problem(random_chain(1, 8), cluster(2, 4), 16, float("inf"))
     short = Search(problem, 8, limit=3, keep=5).run(float("inf"))
     assert not short.complete and short.nodes == 3 and short.plans
@@ -75,7 +75,7 @@ def test_the_search_stops_at_its_limit_and_below_what_is_known() -> None:
     assert coarse and all(stage.replicas % 4 == 0 for _, stages in coarse for stage in stages)
 
 
-def test_small_changes_lead_to_the_best_cut_and_count() -> None:
+def test_local_search_finds_the_best_cut_and_devices() -> None:
     judge = Judge(Problem(chain([(1.0, 0.0, 0.0)] * 8), cluster(1, 2), 16, float("inf")))
     start = judge.problem.plan((Stage(0, 1, (1,)), Stage(1, 8, (1,))), 2)
     found = refine(judge, Judged(start, judge.seconds(start), judge.memory(start)), work=10_000)
@@ -84,7 +84,7 @@ def test_small_changes_lead_to_the_best_cut_and_count() -> None:
     assert refine(judge, Judged(start, judge.seconds(start), (0.0,)), work=0).plan == start
 
 
-def test_three_ways_of_placing() -> None:
+def test_three_placement_policies() -> None:
     free = (2, 4, 4)
     assert fresh_first(free, 5, whole=4) == (0, 4, 1)
     assert append_first(free, 3, whole=4) == (2, 1, 0)
@@ -94,7 +94,7 @@ def test_three_ways_of_placing() -> None:
     assert taken_from(free, (1, 0, 4)) == (1, 4, 0)
 
 
-def test_cuts_are_the_best_there_are() -> None:
+def test_cuts_are_optimal() -> None:
     draw = random.Random(0)
     for seed in range(10):
         profile = random_chain(seed, 7)
@@ -114,7 +114,7 @@ def test_cuts_are_the_best_there_are() -> None:
         assert slowest(cut(profile, devices, hops)) == pytest.approx(min(map(slowest, every)))
 
 
-def test_plans_without_a_search() -> None:
+def test_straight_plans_without_a_search() -> None:
     profile, machines = chain([(1.0, 0.0, 1.0)] * 6), cluster(2, 2)
     assert data_parallel(profile, machines) == (Stage(0, 6, (2, 2)),)
     # Neighbours stay on a machine.

@@ -38,7 +38,7 @@ def by_the_schedule_simulator(plan: ChainPlan, costs: PlanCosts) -> float:
 
 @pytest.mark.parametrize("warm_up", ["pa", "pb"])
 @pytest.mark.parametrize("seed", range(3))
-def test_equals_the_schedule_simulator(seed: int, warm_up: str) -> None:
+def test_simulation_equals_the_schedule_simulator(seed: int, warm_up: str) -> None:
     machines = cluster(1, 4, latency_us=500.0)
     profile = random_chain(seed, 6)
     stages = tuple(Stage(*ends, (1,)) for ends in ((0, 1), (1, 3), (3, 5), (5, 6)))
@@ -49,7 +49,7 @@ def test_equals_the_schedule_simulator(seed: int, warm_up: str) -> None:
     assert found.seconds == max(found.reduced) == max(found.backwards_done)
 
 
-def test_hops_share_the_network_of_a_machine() -> None:
+def test_messages_share_the_network_of_a_machine() -> None:
     # Three machines in a row: the middle one sends activations forward and gradients back through one network.
     profile = chain([(1.0, 3.0, 0.0)] * 3)
     machines = cluster(3, 1)
@@ -63,7 +63,7 @@ def test_hops_share_the_network_of_a_machine() -> None:
     assert shared >= 24 * 3e-3
 
 
-def test_hops_share_the_way_out_of_a_machine() -> None:
+def test_messages_share_the_outgoing_network() -> None:
     # Forwards of the first stage (machine 0 to 0 and 1) and of the second (0 and 1 to 2) meet only where they leave
     # machine 0: half of 6 MB and half of 2 MB per microbatch.
     profile = chain([(0.01, 6.0, 0.0), (0.01, 2.0, 0.0), (0.01, 0.0, 0.0)])
@@ -76,7 +76,7 @@ def test_hops_share_the_way_out_of_a_machine() -> None:
     assert run(plan, costs, machines).starts[2][0] == pytest.approx(11e-3, rel=0.01)
 
 
-def test_the_formula_is_never_above_the_clock() -> None:
+def test_formula_is_a_lower_bound_of_the_simulation() -> None:
     draw = random.Random(1)
     every = list(all_stages(4, 2, 2))
     tight = 0
@@ -102,7 +102,7 @@ def test_reductions_on_one_network_queue() -> None:
     assert inside.reduced == pytest.approx([6e-3 + 0.8e-3, 4e-3 + 0.8e-3])
 
 
-def test_messages_keep_to_their_machine_and_rings_cross_the_network() -> None:
+def test_messages_within_machines_and_rings_across_the_network() -> None:
     machines = cluster(2, 4)
     # Half of each stage on each machine: nothing crosses the network; two links carry half each.
     parts = shares((2, 2), (2, 2))
@@ -117,7 +117,7 @@ def test_messages_keep_to_their_machine_and_rings_cross_the_network() -> None:
         assert all_reduce_seconds(devices, 1e9, machines) == pytest.approx(seconds)
 
 
-def test_memory_counts_what_is_in_flight() -> None:
+def test_memory_includes_microbatches_in_flight() -> None:
     profile = chain([(1.0, 1.0, 10.0)] * 2, kept=5e6)
     stages = (Stage(0, 1, (2,)), Stage(1, 2, (1,)))
     # Two microbatches of 4 samples, half on each replica; then three with the deeper warm-up, and all with GPipe.
@@ -130,7 +130,7 @@ def test_memory_counts_what_is_in_flight() -> None:
     assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual)), "where messages are free"
 
 
-def test_timeline_is_in_milliseconds_and_devices_have_numbers() -> None:
+def test_timeline_has_milliseconds_and_device_numbers() -> None:
     profile = chain([(1.0, 0.0, 0.0)] * 2)
     machines = cluster(1, 2)
     plan = ChainPlan((Stage(0, 1, (1,)), Stage(1, 2, (1,))), 3, 1)
@@ -144,7 +144,7 @@ def test_timeline_is_in_milliseconds_and_devices_have_numbers() -> None:
     assert device_ids(stages, 4) == [(0, 1), (2, 4), (3, 5, 6, 7)]
 
 
-def test_the_headline_of_the_paper() -> None:
+def test_headline_of_the_paper() -> None:
     """BERT-48 in two stages: 1.6 times GPipe's throughput in 12 % less memory, with more microbatches under one limit.
     Its rows imply t = 0.226 s per microbatch, 0.07 s per step, 3.0 GB of activations per stage and 6.1 GB more."""
     third = 226.0 / 3

@@ -31,7 +31,7 @@ def rows() -> list[Measured]:
     return [Measured(config, predict(config, TRUE, HOST).step_seconds) for config in _configs()]
 
 
-def test_constants_are_found_again(rows: list[Measured]) -> None:
+def test_constants_are_recovered(rows: list[Measured]) -> None:
     found = fit(rows, BASE, UNFUSED, source="simulated steps")
     assert max(map(abs, found.errors)) < 0.02
     assert found.cluster.efficiency.gemm == pytest.approx(0.62, rel=0.05)
@@ -45,7 +45,7 @@ def test_constants_are_found_again(rows: list[Measured]) -> None:
     assert found.cluster.provenance["node"] == BASE.provenance["node"]
 
 
-def test_kernels_are_found_again() -> None:
+def test_kernel_constants_are_recovered() -> None:
     """Rows without parallelism within the model: time of attention, single operations, the optimizer, and gathers that
     overlap with products."""
     true = dict(attention_efficiency=0.45, elementwise_slowdown=1.6, optimizer_slowdown=3.0, overlap_cost=0.4)
@@ -69,7 +69,7 @@ def test_kernels_are_found_again() -> None:
         assert getattr(found.stack, name) == pytest.approx(value, rel=0.15), name
 
 
-def test_stragglers_are_found_again() -> None:
+def test_straggler_constants_are_recovered() -> None:
     """Stragglers differ from slow products by their dependence on the number of devices."""
     true = cluster_with(gemm=0.62, device_deviation=0.06)
     rows = []
@@ -84,7 +84,7 @@ def test_stragglers_are_found_again() -> None:
     assert fit(rows, BASE, UNFUSED, only=names).cluster.efficiency.device_deviation == 0.0
 
 
-def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
+def test_outliers_do_not_change_the_fit(rows: list[Measured]) -> None:
     spoilt = [Measured(row.config, row.seconds * (3.0 if at in (3, 11) else 1.0)) for at, row in enumerate(rows)]
     start = replace(TRUE, efficiency=replace(TRUE.efficiency, gemm=BASE.efficiency.gemm))
     found = fit(spoilt, start, HOST, only=["gemm"])
@@ -93,14 +93,14 @@ def test_outliers_do_not_move_it(rows: list[Measured]) -> None:
     assert found.cluster.efficiency.gemm == pytest.approx(0.62, rel=0.08)
 
 
-def test_only_what_is_asked_for_moves(rows: list[Measured]) -> None:
+def test_only_selected_constants_change(rows: list[Measured]) -> None:
     found = fit(rows[:4], BASE, UNFUSED, only=["gemm"])
     assert found.stack == UNFUSED
     assert replace(found.cluster.efficiency, gemm=BASE.efficiency.gemm) == BASE.efficiency
     assert found.cluster.efficiency.gemm != BASE.efficiency.gemm
 
 
-def test_what_cannot_be_fitted(rows: list[Measured]) -> None:
+def test_unfittable_constants_are_errors(rows: list[Measured]) -> None:
     with pytest.raises(ConfigError, match="nothing to fit: at least one measured step is required"):
         fit([], BASE, UNFUSED)
     with pytest.raises(ConfigError, match="cannot fit gem: did you mean gemm"):

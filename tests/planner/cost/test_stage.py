@@ -24,7 +24,7 @@ UNFUSED = load_stack("unfused")
 SLOW_MEMORY = cluster_with(multiprocessors=1, memory_bandwidth=1.0, memory=1.0, kernel_seconds=0.0)  # bytes are seconds
 
 
-def test_fused_attention_leaves_no_scores_and_half_the_products() -> None:
+def test_fused_attention_has_no_scores_and_half_the_products() -> None:
     work = workload_of(config_of(1))
     compute = cluster_with(memory_bandwidth=ENDLESS, gemm=0.5)
     core = attention_core(Pricing.of(work, compute, replace(STACK, attention_efficiency=0.8)))
@@ -36,7 +36,7 @@ def test_fused_attention_leaves_no_scores_and_half_the_products() -> None:
     assert narrow.forward.gemm == pytest.approx(core.forward.gemm * (256 * (1 - 256 / 2048)) / 512)
 
 
-def test_products_of_an_mlp_are_its_flops_where_nothing_else_counts() -> None:
+def test_time_of_an_mlp_is_that_of_its_flops() -> None:
     work = workload_of(config_of(2, tp=2, activation="swiglu", ffn_hidden_size=6144))
     machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS, gemm=1.0)
     products, _ = dense_mlp(Pricing.of(work, machine, STACK), work.ffn)
@@ -45,7 +45,7 @@ def test_products_of_an_mlp_are_its_flops_where_nothing_else_counts() -> None:
         assert part.gemm == pytest.approx(flops / 312e12)
 
 
-def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
+def test_sequence_parallelism_sends_as_much_and_computes_less() -> None:
     stack = replace(STACK, overlap_tensor_gradients=False, overlap_gathers=False)
     plain = layer_seconds(workload_of(config_of(4, tp=4)), cluster_with(link_latency=0.0), stack)
     split = layer_seconds(
@@ -57,7 +57,7 @@ def test_sequence_parallelism_moves_the_same_and_computes_less() -> None:
     assert split.parts.memory < plain.parts.memory
 
 
-def test_communication_hides_behind_products_only_if_the_stack_says_so() -> None:
+def test_communication_overlaps_only_if_the_stack_does() -> None:
     parts = Parts(gemm=3.0, tensor=2.0, memory=1.0)
     assert parts.device_seconds(BASE, without_host()) == 6.0
     assert parts.device_seconds(BASE, replace(without_host(), overlap_tensor_parallel=1.0)) == 4.0
@@ -65,7 +65,7 @@ def test_communication_hides_behind_products_only_if_the_stack_says_so() -> None
     assert Parts(gemm=1.0, tensor=2.0).exposed_tensor(replace(STACK, overlap_tensor_parallel=1.0)) == 1.0
 
 
-def test_gathers_in_8_bits_move_half_the_bytes() -> None:
+def test_fp8_gathers_send_half_the_bytes() -> None:
     work = workload_of(config_of(8, tp=8, sequence_parallel=True))
     cluster = cluster_with(link_latency=0.0)
     wide, narrow = (Pricing.of(work, cluster, replace(STACK, float8_gathers=eight)) for eight in (False, True))
@@ -73,7 +73,7 @@ def test_gathers_in_8_bits_move_half_the_bytes() -> None:
     assert narrow.leave().tensor == wide.leave().tensor
 
 
-def test_the_backward_hides_collectives_behind_its_products_as_far_as_they_last() -> None:
+def test_backward_overlaps_collectives_with_its_products() -> None:
     apart = replace(without_host(), overlap_tensor_gradients=False, overlap_gathers=False)
     beside = replace(apart, overlap_tensor_gradients=True, overlap_gathers=True)
 
@@ -101,7 +101,7 @@ def test_the_backward_hides_collectives_behind_its_products_as_far_as_they_last(
     assert tensor(beside, cpu) == tensor(apart, cpu)
 
 
-def test_the_fused_softmax_takes_multiples_of_batches_times_heads() -> None:
+def test_fused_softmax_needs_multiples_of_batch_times_heads() -> None:
     def operations(tp: int, b: int, stack: SoftwareStack = UNFUSED) -> float:
         work = workload_of(config_of(8, tp=tp, micro_batch_size=b, attention_dropout=0.1))
         return float(attention_core(Pricing.of(work, BASE, stack)).forward.operations)
@@ -114,7 +114,7 @@ def test_the_fused_softmax_takes_multiples_of_batches_times_heads() -> None:
     assert operations(4, 1, replace(UNFUSED, fused_softmax=False)) == fused + 4
 
 
-def test_passes_over_memory_by_their_bytes() -> None:
+def test_memory_passes_cost_their_bytes() -> None:
     """Bytes per element of scores in memory, and of an unfused norm and loss."""
     config = config_of(2, tp=2, micro_batch_size=3, attention_dropout=0.1, position_embedding_type="rope")
     price = Pricing.of(workload_of(config), SLOW_MEMORY, UNFUSED)
@@ -136,7 +136,7 @@ def test_passes_over_memory_by_their_bytes() -> None:
     assert turns.forward.memory == turns.input_gradient.memory == pytest.approx(1e6 * (6 + 8 + 6))
 
 
-def test_products_in_8_bits_are_faster_and_cast_their_operands() -> None:
+def test_fp8_products_are_faster_and_cast_operands() -> None:
     work = workload_of(config_of(1))
     compute = cluster_with(memory_bandwidth=ENDLESS, gemm=0.5)
     float8 = replace(without_host(), float8_rate=1.5)
@@ -158,7 +158,7 @@ def test_products_in_8_bits_are_faster_and_cast_their_operands() -> None:
     assert cast.forward.memory == pytest.approx((2 + 2 + 1) * (4096 + 8192 / 4) * 2048)
 
 
-def test_the_head_does_not_hide_how_late_the_host_is() -> None:
+def test_head_does_not_hide_host_time() -> None:
     """The layers wait for the host, the head for the device: the times add up."""
     stack = replace(without_host(UNFUSED), operation_seconds=1e-3)
     price = Pricing.of(workload_of(config_of(1, micro_batch_size=8)), BASE, stack)
@@ -169,7 +169,7 @@ def test_the_head_does_not_hide_how_late_the_host_is() -> None:
     assert whole.total > 1.03 * whole.parts.seconds(BASE, stack)
 
 
-def test_what_is_computed_again_covers_for_a_backward_that_waits_for_the_host() -> None:
+def test_recompute_hides_host_time_of_the_backward() -> None:
     work = workload_of(config_of(1, recompute_granularity="full", micro_batch_size=4))
     stack = replace(without_host(UNFUSED), operation_seconds=2e-4)
     cost = layer_seconds(work, BASE, stack)
@@ -179,7 +179,7 @@ def test_what_is_computed_again_covers_for_a_backward_that_waits_for_the_host() 
     assert cost.backward + cost.recompute < 0.999 * apart
 
 
-def test_a_collective_of_more_ranks_keeps_the_host_longer() -> None:
+def test_host_time_of_a_collective_grows_with_its_ranks() -> None:
     stack = replace(without_host(), collective_seconds=1.0)
     hosts = [
         layer_seconds(workload_of(config_of(8, tp=tp)), BASE, stack).forward_parts.host_seconds(stack)
@@ -188,7 +188,7 @@ def test_a_collective_of_more_ranks_keeps_the_host_longer() -> None:
     assert hosts == [0.0, 2.0, 4.0, 8.0]
 
 
-def test_the_slower_of_host_and_device_decides_and_on_a_cpu_both() -> None:
+def test_time_combines_host_and_device() -> None:
     stack = replace(without_host(), operation_seconds=1.0)
     gpu = cluster_with(kernel_seconds=0.0)
     assert Parts(gemm=100.0, operations=1.0).seconds(gpu, stack) == pytest.approx(100.0)
@@ -198,7 +198,7 @@ def test_the_slower_of_host_and_device_decides_and_on_a_cpu_both() -> None:
     assert Parts(gemm=10.0, operations=7.0).seconds(cpu, stack) == 17.0
 
 
-def test_recompute() -> None:
+def test_cost_of_recompute() -> None:
     def cost(**settings: object) -> StageCost:
         config = config_of(1, **settings)
         return stage_costs(config, plan_stages(config), BASE, without_host(UNFUSED))[0]
@@ -217,7 +217,7 @@ def test_recompute() -> None:
     assert core.recompute < mlp.recompute < full.recompute
 
 
-def test_experts_cost_what_their_tokens_do() -> None:
+def test_cost_of_experts_is_that_of_their_tokens() -> None:
     settings = {"num_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 4096}
     work = workload_of(config_of(1, **settings))
     machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS)
@@ -233,7 +233,7 @@ def test_experts_cost_what_their_tokens_do() -> None:
 
 
 @pytest.mark.parametrize("stack", [STACK, UNFUSED], ids=["fused", "unfused"])
-def test_arrays_over_layouts_are_their_elements(stack: object) -> None:
+def test_arrays_over_layouts_equal_their_elements(stack: object) -> None:
     configs = [
         config_of(8, tp=tp, pp=pp, micro_batch_size=b, num_layers=8, recompute_granularity=r, sequence_parallel=tp > 2)
         for tp, pp, b, r in ((1, 1, 1, "none"), (2, 2, 2, "full"), (4, 2, 1, "selective"), (8, 1, 4, "full"))

@@ -47,7 +47,7 @@ def _config(name: str) -> RunConfig:
     return config_of(world, **settings)
 
 
-def test_work_on_whole_matrices() -> None:
+def test_cost_of_whole_matrix_optimizers() -> None:
     """FLOPs as counted by torch, on the rank with most of them; exchanges take the time of their links."""
     config = config_of(16, tp=2, dp=8, optimizer="muon", global_batch_size=16)
     shapes = [shape for shape in layer_shapes(config.model, 0) if len(shape.shape) > 1]
@@ -67,7 +67,7 @@ def test_work_on_whole_matrices() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_parts_are_the_step(name: str) -> None:
+def test_parts_sum_to_the_step(name: str) -> None:
     found = predict(_config(name), BASE, STACK)
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds, rel=1e-9)
     assert all(value >= -1e-12 for value in found.parts.values())
@@ -77,7 +77,7 @@ def test_the_parts_are_the_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "1f1b", "interleaved", "zb-v"])
-def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name: str) -> None:
+def test_step_with_free_communication_is_simulator_plus_optimizer(name: str) -> None:
     config, cluster = _config(name), free_communication()
     found = predict(config, cluster, without_host())
     stages = plan_stages(config)
@@ -88,7 +88,7 @@ def test_with_free_communication_a_step_is_the_simulators_and_the_optimizer(name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_better_figures_are_never_slower(name: str) -> None:
+def test_faster_constants_are_never_slower(name: str) -> None:
     config, peaks = _config(name), BASE.accelerator.peak_flops
     base = predict(config, BASE, STACK).step_seconds
     better: dict[str, Any] = {"peak_flops": {precision: 1.2 * peak for precision, peak in peaks.items()}}
@@ -112,7 +112,7 @@ def test_slower_devices_and_a_narrower_spine_are_never_faster(name: str) -> None
         assert seconds == sorted(seconds), figure
 
 
-def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
+def test_step_waits_for_the_slowest_device_and_the_spine() -> None:
     many = {**LAYOUTS["1f1b"], "global_batch_size": 4_000}  # a step that is not simulated whole
     for name, config in {"zero-3": _config("zero-3"), "many": config_of(16, **many)}.items():
         cluster = cluster_with(device_deviation=0.05)
@@ -129,7 +129,7 @@ def test_a_step_waits_for_the_slowest_device_and_for_the_spine() -> None:
 
 @pytest.mark.parametrize("name", ["one", "tp", "1f1b", "experts", "cp"])
 @pytest.mark.parametrize(("product_rate", "float8_rate"), [(1.0, 0.0), (9.0, 0.0), (1.0, 1.5), (9.0, 9.0)])
-def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, float8_rate: float) -> None:
+def test_mfu_is_at_most_the_rate_of_products(name: str, product_rate: float, float8_rate: float) -> None:
     """With any stack constants and everything else free, MFU is above neither the rate of products nor the peak, which
     doubles in 8 bits."""
     config, cluster = _config(name), free_communication(cluster_with(memory_bandwidth=ENDLESS, kernel_seconds=0.0))
@@ -139,7 +139,7 @@ def test_no_mfu_is_above_what_products_reach(name: str, product_rate: float, flo
     assert 0.3 * most < found.mfu_causal <= most
 
 
-def test_throughput_and_mfu() -> None:
+def test_throughput_and_mfu_of_a_step() -> None:
     config = _config("1f1b")
     found = predict(config, BASE, STACK)
     tokens = 64 * 1024
@@ -149,7 +149,7 @@ def test_throughput_and_mfu() -> None:
         assert mfu == pytest.approx(flops / (found.step_seconds * 16 * 312e12))
 
 
-def test_gradients_hide_under_the_last_backward_as_far_as_it_goes() -> None:
+def test_reduction_overlaps_with_the_last_backward() -> None:
     config = config_of(16, dp=16, global_batch_size=32)
     hidden = predict(config, BASE, STACK)
     plain = predict(config, BASE, replace(STACK, overlap_gradients=False))
@@ -163,14 +163,14 @@ def test_gradients_hide_under_the_last_backward_as_far_as_it_goes() -> None:
     assert longest - backward <= found < longest
 
 
-def test_half_gradients_are_half_as_long() -> None:
+def test_bf16_gradients_halve_the_reduction() -> None:
     config = config_of(16, dp=16, overlap_grad_reduce=False)
     cluster = cluster_with(link_latency=0.0, latency=0.0)
     full = predict(config, cluster, STACK).exposed["gradients"]
     assert predict(config, cluster, replace(STACK, half_gradients=True)).exposed["gradients"] == pytest.approx(full / 2)
 
 
-def test_messages_take_the_share_of_what_is_sent() -> None:
+def test_messages_cost_what_they_send() -> None:
     """Messages divided over tensor-parallel ranks, or compressed."""
     settings = {"tp": 8, "pp": 4, "global_batch_size": 16}
     whole = links_of(config_of(32, **settings, scatter_gather_tensors_in_pipeline=False), BASE)[0, 1]
@@ -184,7 +184,7 @@ def test_messages_take_the_share_of_what_is_sent() -> None:
     assert compressed == pytest.approx(0.1 * 6 / 2 * plain, rel=1e-3)
 
 
-def test_which_neighbours_are_on_other_nodes() -> None:
+def test_pipeline_neighbours_on_other_nodes() -> None:
     assert not are_apart(2, 0, 3, 8)  # ranks 0, 2, 4, 6 of 8
     assert are_apart(2, 3, 4, 8)
     assert are_apart(8, 0, 1, 8)
@@ -195,7 +195,7 @@ def test_which_neighbours_are_on_other_nodes() -> None:
     assert across.seconds_per_message > 5 * inside.seconds_per_message
 
 
-def test_a_large_run_has_no_need_of_more_than_a_few_microbatches() -> None:
+def test_step_of_many_microbatches_is_extrapolated() -> None:
     config = config_of(
         1024, num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, tp=8, pp=8,
         global_batch_size=12288, recompute_granularity="full", sequence_parallel=True,
@@ -206,7 +206,7 @@ def test_a_large_run_has_no_need_of_more_than_a_few_microbatches() -> None:
     assert 0.25 < found.mfu < 0.7
 
 
-def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() -> None:
+def test_parameter_gathers_lengthen_the_step() -> None:
     settings = {"dp": 16, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
     cluster = cluster_with(link_latency=0.0, latency=0.0)
     hidden = predict(config_of(16, **settings), cluster, STACK)
@@ -222,7 +222,7 @@ def test_parameters_that_are_gathered_after_the_update_make_the_step_longer() ->
     assert plain.step_seconds == pytest.approx(hidden.step_seconds + gathered - left)
 
 
-def test_parameters_of_a_chunk_are_gathered_until_its_first_forward_ends() -> None:
+def test_gathers_of_a_chunk_overlap_until_its_first_forward() -> None:
     settings = {"pp": 2, "vpp": 2, "dp": 8, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
     cluster = cluster_with(link_latency=0.0, latency=0.0, link_bandwidth=3e10)
     plain = predict(config_of(16, **settings, overlap_param_gather=False), cluster, STACK)
@@ -240,7 +240,7 @@ def test_parameters_of_a_chunk_are_gathered_until_its_first_forward_ends() -> No
     assert 0.0 < ahead.exposed["parameters"] < whole - forwards
 
 
-def test_instances_inside_nodes_gather_over_their_links() -> None:
+def test_instances_inside_nodes_gather_over_node_links() -> None:
     settings = {"dp": 16, "dp_strategy": "distributed-optimizer", "global_batch_size": 32}
     settings["overlap_param_gather"] = False
     cluster = cluster_with(link_latency=0.0, latency=0.0)
@@ -255,7 +255,7 @@ def test_instances_inside_nodes_gather_over_their_links() -> None:
     )
 
 
-def test_the_ends_of_a_pipeline_inside_a_node_sum_a_tied_embedding_over_its_links() -> None:
+def test_tied_embedding_inside_a_node_uses_node_links() -> None:
     def gradients(world: int, nic_bandwidth: float, **settings: Any) -> float:
         cluster = cluster_with(nic_bandwidth=nic_bandwidth)
         found = predict(config_of(world, **settings), cluster, STACK)
@@ -271,7 +271,7 @@ CROWDED = replace(BASE, node=replace(BASE.node, ranks_per_core=2.0))
 
 
 @pytest.mark.parametrize("microbatches", [1, 16])
-def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
+def test_waiting_ranks_free_their_cores(microbatches: int) -> None:
     """A pipeline with two ranks per core: never faster than all work, or than the longest chain on whole cores."""
     config = config_of(4, pp=4, pipeline_schedule="1f1b", pipeline_layers=[3, 2, 2, 1], global_batch_size=microbatches)
     apart, crowded = (predict(config, cluster, STACK) for cluster in (BASE, CROWDED))
@@ -288,7 +288,7 @@ def test_ranks_that_wait_leave_their_cores_to_others(microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"dp": 4}, {"tp": 4}, {"pp": 16}])
-def test_ranks_that_all_compute_or_all_wait_leave_nothing(settings: dict[str, Any]) -> None:
+def test_ranks_in_lockstep_free_no_cores(settings: dict[str, Any]) -> None:
     """Without a pipeline no rank waits long; if a pipeline leaves its node, all ranks of a node may wait at once."""
     size = next(iter(settings.values()))
     config = config_of(size, num_layers=16, global_batch_size=64, **settings)

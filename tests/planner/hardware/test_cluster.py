@@ -17,7 +17,7 @@ from megalite.planner.hardware import Efficiency, cluster_names, load_cluster, l
 from tests.planner.cost.machines import config_of, from_flags
 
 
-def test_the_files_that_come_along_survive_writing(tmp_path: Path) -> None:
+def test_included_files_round_trip(tmp_path: Path) -> None:
     machines = {
         "dgx-a100",
         "dgx-a100-40gb",
@@ -43,7 +43,7 @@ def test_the_files_that_come_along_survive_writing(tmp_path: Path) -> None:
         assert load_stack(str(tmp_path / f"stack-{name}.yaml")) == stack
 
 
-def test_the_vendors_figures_of_an_a100() -> None:
+def test_figures_of_an_a100() -> None:
     cluster = load_cluster("dgx-a100")
     assert cluster.peak("fp16") == 312e12
     assert cluster.accelerator.memory_bandwidth == 2.039e12
@@ -51,7 +51,7 @@ def test_the_vendors_figures_of_an_a100() -> None:
     assert cluster.host_share == 12.5e9  # two share a switch
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown cluster dgx-a10: did you mean dgx-a100\?"):
         load_cluster("dgx-a10")
     with pytest.raises(ConfigError, match=r"unknown stack fussed: did you mean fused\?"):
@@ -92,7 +92,7 @@ FAULTS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("place", "value", "message"), FAULTS, ids=[str(at) for at in range(len(FAULTS))])
-def test_each_fault_is_named(place: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_each_bad_field_is_named(place: str, value: Any, message: str, tmp_path: Path) -> None:
     tree = part = plain(load_cluster("dgx-a100"))
     del tree["accelerator"]["watts"]
     *folders, key = place.split("/" if "/" in place else ".")
@@ -109,7 +109,7 @@ def test_each_fault_is_named(place: str, value: Any, message: str, tmp_path: Pat
     assert "mine.yaml" in str(caught.value)
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     for text, message in (("", "found nothing"), ("a: b: c", "is not YAML"), ("a: 1\na: 2", "a is given twice")):
         path.write_text(text, encoding="utf-8")
@@ -126,7 +126,7 @@ def test_other_files(tmp_path: Path) -> None:
         load_stack(str(path))
 
 
-def test_a_power_limit_slows_products_alone(tmp_path: Path) -> None:
+def test_power_limit_slows_only_products(tmp_path: Path) -> None:
     cluster = load_cluster("dgx-h100")
     held = replace(cluster, accelerator=replace(cluster.accelerator, power_limit=cluster.accelerator.watts / 8))
     assert cluster.accelerator.clock == 1.0
@@ -141,7 +141,7 @@ def test_a_power_limit_slows_products_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(8, 5762.0), (128, 5605.0)])
-def test_torchtitan_on_h100_held_to_500_watts(ranks: int, tokens: float) -> None:
+def test_torchtitan_on_h100_limited_to_500_watts(ranks: int, tokens: float) -> None:
     """Tokens per second and GPU of Llama 3 8B with FSDP, two sequences of 8,192 per rank, selective recompute, HBM of
     2.4 TB/s, without torch.compile, so that RMSNorm is Python (torchtitan, December 2024). Not used in fits."""
     line = f"--preset llama3-8b --seq-length 8192 --bf16 --dp-strategy fully-sharded --dp {ranks} --micro-batch-size 2 "

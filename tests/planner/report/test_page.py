@@ -12,11 +12,11 @@ def text() -> str:
     return page("A page", [Section(table=table), Section(figures=[(curves, "Curves"), (dots, "")])])
 
 
-def test_nothing_is_from_outside() -> None:
+def test_page_loads_nothing_external() -> None:
     assert "//" not in text() and "&lt;c&gt;" in text() and "one &amp; two" in text()
 
 
-def test_large_numbers_are_short_beside_an_axis() -> None:
+def test_large_axis_numbers_are_abbreviated() -> None:
     """On narrow screens the numbers are large, and the axis label is beside them."""
     drawn = scatter([Dot(30_000.0, 1_580_000.0, "a dot")], x_label="x", y_label="y")
     assert (

@@ -30,7 +30,7 @@ def plan() -> Plan:
     return find(request.request, request.cluster, request.stack, top=3)
 
 
-def test_data_adds_up(plan: Plan) -> None:
+def test_data_is_consistent(plan: Plan) -> None:
     data = plan_data(plan, WholeRun(tokens=1e12))
     for layout in data["layouts"]:
         assert sum(layout["parts"].values()) == pytest.approx(layout["step_seconds"])
@@ -45,7 +45,7 @@ def test_data_adds_up(plan: Plan) -> None:
     assert data["space"]["fitting"] <= data["space"]["layouts"]
 
 
-def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
+def test_text_has_a_line_per_layout(plan: Plan) -> None:
     whole = WholeRun(tokens=300e9, gpu_hour_price=2.0, mtbf_hours=5e4, save_seconds=30.0)
     text = format_plan(plan_data(plan, whole))
     table = text.split("\n\n")[1].splitlines()
@@ -61,7 +61,7 @@ def test_text_has_a_line_for_each_layout(plan: Plan) -> None:
     )
 
 
-def test_the_page_stands_alone(plan: Plan) -> None:
+def test_page_is_standalone(plan: Plan) -> None:
     timeline = drawn_timeline(plan.candidates[0], plan.cluster, plan.stack)
     whole = WholeRun(tokens=300e9, gpu_hour_price=2.0)
     page = html_page(plan_data(plan, whole), timeline)
@@ -73,7 +73,7 @@ def test_the_page_stands_alone(plan: Plan) -> None:
     assert all(word in page for word in ("Speed against memory", "matrix products", "vendor", "2 per GPU hour"))
 
 
-def test_training_reads_the_plan(plan: Plan, tmp_path: Path) -> None:
+def test_training_accepts_the_plan(plan: Plan, tmp_path: Path) -> None:
     path, others = write_files(plan, tmp_path / "plan.yaml", 300e9)
     invocation = parse_arguments(["--config", str(path), "--mock-data"])
     config = validate(invocation.config, 16, invocation.explicit)
@@ -95,7 +95,7 @@ def test_training_reads_the_plan(plan: Plan, tmp_path: Path) -> None:
         assert read_level(tmp_path / "one.yaml").given["dp"].value == each["dp"]
 
 
-def test_a_length_and_data_of_its_own_stay(tmp_path: Path) -> None:
+def test_train_iters_and_data_of_the_request_are_kept(tmp_path: Path) -> None:
     request = asked(f"{FLAGS} --train-iters 7 --mock-data")
     plan = find(request.request, request.cluster, request.stack, top=1)
     path, _ = write_files(plan, tmp_path / "plan.yaml", 300e9)

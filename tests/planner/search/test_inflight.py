@@ -33,7 +33,7 @@ def counted(pipeline: Pipeline, graph: float, waiting: float) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_peaks_are_those_of_the_replay(schedule: str) -> None:
+def test_peaks_equal_the_replay(schedule: str) -> None:
     for p, v, m in shapes(schedule):
         for weights in WEIGHTS:
             pipeline = Pipeline(schedule, p, v, m)
@@ -41,7 +41,7 @@ def test_peaks_are_those_of_the_replay(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
-def test_more_microbatches_change_nothing_once_it_is_steady(schedule: str) -> None:
+def test_peaks_are_constant_once_the_schedule_is_steady(schedule: str) -> None:
     chunks = 1 if schedule in ONE_CHUNK else 2
     for p in (2, 4):
         pipeline = Pipeline(schedule, p, chunks, 100 * p)
@@ -51,12 +51,12 @@ def test_more_microbatches_change_nothing_once_it_is_steady(schedule: str) -> No
             assert np.array_equal(one, other)
 
 
-def test_pb_warms_up_twice_as_deep() -> None:
+def test_pb_warm_up_is_twice_as_deep() -> None:
     held = in_flight(Pipeline("1f1b", 4, 1, 20), np.arange(4), warm_up="pb")
     assert held.graphs[0, :, 0].tolist() == [7, 5, 3, 1]
 
 
-def test_a_group_of_its_own() -> None:
+def test_peaks_with_a_microbatch_group_size() -> None:
     pipeline = Pipeline("interleaved", 2, 2, 8)
     found = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=8, group=4)
     peaks = [peak.size for peak in memory_peaks(Program(found, found.actions), Sizes.uniform(4))]

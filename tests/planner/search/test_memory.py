@@ -51,7 +51,7 @@ def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
         "--preset mixtral-8x7b --cluster dgx-h100 --gpus 32 --global-batch-size 32",
     ],
 )
-def test_bytes_are_those_of_one_config(flags: str) -> None:
+def test_bytes_equal_those_of_single_configs(flags: str) -> None:
     # Strategies without temporarily unsharded buckets.
     exact = asked(f"{flags} --fix strategy=all-reduce,distributed-optimizer")
     for layout, mine, theirs in sampled(exact, 15):
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_one_config(flags: str) -> None:
         "--preset deepseek-moe-16b --cluster dgx-h100 --gpus 16 --global-batch-size 16 --fix vpp=1",
     ],
 )
-def test_sharded_gradients_and_parameters(flags: str) -> None:
+def test_bytes_of_sharded_gradients_and_parameters(flags: str) -> None:
     for layout, mine, theirs in sampled(asked(f"{flags} --fix strategy=zero-2,fully-sharded"), 8):
         assert mine == pytest.approx(theirs, rel=0.02), layout
 
@@ -78,7 +78,7 @@ def test_sharded_gradients_and_parameters(flags: str) -> None:
         "--preset deepseek-moe-16b --cluster dgx-h100 --gpus 16 --global-batch-size 16",
     ],
 )
-def test_host_memory_takes_its_share(flags: str) -> None:
+def test_bytes_with_host_memory(flags: str) -> None:
     """Including offloaded data: visiting pieces, and inputs of recomputed layers."""
     host = "--fix optimizer_cpu_offload=yes,no --fix cpu_offloading_num_layers=0,2,5 --fix recompute=none,full"
     drawn = sampled(asked(f"{flags} {host} --fix strategy=all-reduce,distributed-optimizer"), 25)
@@ -89,13 +89,13 @@ def test_host_memory_takes_its_share(flags: str) -> None:
     }
 
 
-def test_most_are_exact_to_the_byte() -> None:
+def test_most_layouts_are_exact_to_the_byte() -> None:
     request = asked("--preset gpt3-1.3b --cluster dgx-a100 --gpus 16 --global-batch-size 32 --fix strategy=all-reduce")
     drawn = sampled(request, 20)
     assert sum(abs(mine - theirs) < 1 for _, mine, theirs in drawn) >= 18
 
 
-def test_ranks_that_hold_the_same_are_counted_once() -> None:
+def test_equal_ranks_are_computed_once() -> None:
     request = asked(
         "--preset gpt3-175b --cluster dgx-a100 --gpus 64 --global-batch-size 64 --pp 32 --fix schedule=1f1b"
     )

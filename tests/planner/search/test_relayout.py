@@ -62,7 +62,7 @@ def legal(found: Relayout, world: int) -> None:
     validate(config_with(**found.layout), world)
 
 
-def test_the_users_layout_where_it_fits_the_ranks() -> None:
+def test_user_layout_is_kept_if_it_fits() -> None:
     found = asked(8, files={"tp": 2, "pp": 2})
     assert shape(found) == (2, 2, 2)
     assert found.why == "the layout of the settings"
@@ -70,7 +70,7 @@ def test_the_users_layout_where_it_fits_the_ranks() -> None:
     assert shape(back) == (2, 2, 1), "where the ranks come back"
 
 
-def test_a_restart_on_the_same_ranks_keeps_the_checkpoints_layout() -> None:
+def test_same_ranks_keep_the_layout_of_the_checkpoint() -> None:
     before = former(2, tp=1, pp=2, micro_batch_size=2, pipeline_schedule="gpipe")
     found = asked(2, files={"tp": 2, "pp": 2}, former=before)
     assert found.layout == before.layout
@@ -78,7 +78,7 @@ def test_a_restart_on_the_same_ranks_keeps_the_checkpoints_layout() -> None:
     assert shape(asked(2, former=before)) == (1, 2, 1), "also where the settings give none"
 
 
-def test_flags_stay() -> None:
+def test_flags_are_kept() -> None:
     for world in (2, 6):
         found = asked(world, flags={"tp": 2}, files={"pp": 4, "dp": 1})
         assert found.layout["tp"] == 2
@@ -87,7 +87,7 @@ def test_flags_stay() -> None:
     assert shape(changed) == (2, 1, 1), "also what has changed since the checkpoint"
 
 
-def test_every_count_of_ranks_gets_a_layout_close_to_the_planners() -> None:
+def test_layout_of_any_number_of_ranks_is_close_to_the_planner() -> None:
     for world in (1, 3, 8):
         found = asked(world, files={"dp": 16})
         legal(found, world)
@@ -98,7 +98,7 @@ def test_every_count_of_ranks_gets_a_layout_close_to_the_planners() -> None:
         assert predict(ours, CLUSTER, STACK).step_seconds <= ALMOST * best * (1 + 1e-9)
 
 
-def test_instances_stay_where_they_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_are_kept_if_they_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "ALMOST", 1e9)
     before = former(8, dp=8, dp_strategy="distributed-optimizer", dp_instances=2)
     assert asked(4, former=before).layout["dp_instances"] == 2
@@ -110,7 +110,7 @@ def test_instances_stay_where_they_divide_the_ranks(monkeypatch: pytest.MonkeyPa
     assert (fixed.layout["dp_instances"], fixed.layout["dp_strategy"]) == (2, "fully-sharded")
 
 
-def test_what_was_stays_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_settings_are_kept_if_they_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
     manner = {"pipeline_schedule": "gpipe", "dp_strategy": "distributed-optimizer"}
     before = former(8, tp=2, pp=2, **manner)
     monkeypatch.setattr(under_test, "ALMOST", 1e9)
@@ -128,7 +128,7 @@ def test_what_was_stays_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -
     assert fastest.layout != found.layout
 
 
-def test_no_layout_names_the_counts_that_work() -> None:
+def test_error_names_numbers_of_ranks_with_a_layout() -> None:
     with pytest.raises(ConfigError) as error:
         asked(5, flags={"tp": 2, "micro_batch_size": 1})
     for words in (
@@ -140,7 +140,7 @@ def test_no_layout_names_the_counts_that_work() -> None:
         asked(1, flags={"tp": 8})
 
 
-def test_what_does_not_fit_names_the_count_that_does() -> None:
+def test_error_names_the_number_of_ranks_that_fits() -> None:
     config = validate(config_with(), 1)
     request = request_for(config, world_size=1, fixed={}, memory_limit=1e12)
     most = find(request, CLUSTER, STACK, top=1).candidates[0].fullest[1].total_bytes
@@ -150,7 +150,7 @@ def test_what_does_not_fit_names_the_count_that_does() -> None:
     assert str(error.value).endswith("Start 2 ranks, or set fewer layout flags")
 
 
-def test_the_users_layout_is_left_where_it_does_not_fit() -> None:
+def test_user_layout_is_replaced_if_it_does_not_fit() -> None:
     own = asked(2, files={"dp": 2})
     assert shape(own) == (1, 1, 2)
     config = validate(config_with(dp=2), 2)
@@ -160,7 +160,7 @@ def test_the_users_layout_is_left_where_it_does_not_fit() -> None:
     assert found.layout != own.layout
 
 
-def test_the_machine_of_a_device() -> None:
+def test_cluster_of_a_device() -> None:
     for device, cluster in (
         ("NVIDIA H100 80GB HBM3", "dgx-h100"),
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),

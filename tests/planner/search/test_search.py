@@ -22,7 +22,7 @@ def planned(flags: str, top: int = 3) -> Plan:
     return find(request.request, request.cluster, request.stack, top=top)
 
 
-def test_candidates_are_what_the_cost_model_says_and_fit() -> None:
+def test_candidates_equal_the_cost_model_and_fit() -> None:
     plan = planned(f"{GPT} --max-memory 30GB")
     seconds = [each.prediction.step_seconds for each in plan.candidates]
     assert len(seconds) == 3 and seconds == sorted(seconds)
@@ -33,7 +33,7 @@ def test_candidates_are_what_the_cost_model_says_and_fit() -> None:
     assert len(kinds) == 3
 
 
-def test_what_is_refined_is_sized_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refined_layouts_have_exact_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def unlimited(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
         return survey(replace(request, memory_limit=float("inf")), cluster, stack)
 
@@ -46,7 +46,7 @@ def test_what_is_refined_is_sized_exactly(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan.survey.fitting == len(plan.survey.space)
 
 
-def test_the_best_of_a_small_space() -> None:
+def test_best_layout_of_a_small_space() -> None:
     flags = f"{TINY} --gpus 4 --fix recompute=none --fix strategy=all-reduce --fix mbs=1,2 --fix cp=1 --fix sp=false --fix tp=1,2"
     request = asked(flags)
     every = survey(request.request, request.cluster, request.stack)
@@ -58,7 +58,7 @@ def test_the_best_of_a_small_space() -> None:
     assert best <= 1.02 * min(seconds)
 
 
-def test_a_cut_by_predicted_seconds_is_never_slower() -> None:
+def test_cut_by_predicted_time_is_never_slower() -> None:
     # With such a vocabulary the head weighs as much as several layers.
     flags = (
         "--num-layers 11 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 200000 "
@@ -108,7 +108,7 @@ def test_more_memory_is_never_slower() -> None:
     assert np.inf > seconds[-2] > 0 and seconds[0] > seconds[-1]
 
 
-def test_what_does_not_fit_gets_host_memory() -> None:
+def test_layouts_that_do_not_fit_use_host_memory() -> None:
     plan = planned(ONE, top=1)
     best, memory = plan.candidates[0], plan.candidates[0].fullest[1]
     assert best.settings["optimizer_cpu_offload"]
@@ -126,7 +126,7 @@ def test_what_does_not_fit_gets_host_memory() -> None:
         ("--fix optimizer_cpu_offload=yes", r"keep more than 18\.63 GiB in host memory: .*; use more --gpus, or"),
     ],
 )
-def test_host_memory_has_an_end(fixed: str, message: str) -> None:
+def test_host_memory_is_limited(fixed: str, message: str) -> None:
     request, cluster, stack = asked(f"{ONE} {fixed}")
     assert request.host_limit == pytest.approx(0.9 * 2e12 / 8)
     used = find(request, cluster, stack, top=1).candidates[0].fullest[1].host_bytes
@@ -137,7 +137,7 @@ def test_host_memory_has_an_end(fixed: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
+def test_activations_are_offloaded_if_faster_than_recompute(schedule: str) -> None:
     """As many offloaded layers as needed before the stages are cut by seconds, in closed form and in the simulator."""
     flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule={schedule} --fix recompute=none --fix sp=true "
     flags += "--fix strategy=all-reduce --fix vpp=1,2"
@@ -162,7 +162,7 @@ def test_activations_leave_where_that_beats_recompute(schedule: str) -> None:
     assert max(rank.total_bytes for rank in predict(fewer, plan.cluster, plan.stack).memory) > limit
 
 
-def test_no_more_layers_leave_than_the_stages_that_are_chosen_need() -> None:
+def test_offloaded_layers_follow_the_chosen_stages() -> None:
     """With the even cut the fullest stage needs 6 layers in host memory, with the cut by seconds 4."""
     flags = f"{GPT} --fix tp=2 --fix dp=2 --fix mbs=2 --fix schedule=1f1b --fix recompute=none --fix sp=true "
     flags += "--fix strategy=all-reduce --fix vpp=1"
@@ -188,7 +188,7 @@ def test_no_more_layers_leave_than_the_stages_that_are_chosen_need() -> None:
     assert asks.candidates[0].settings["cpu_offloading_num_layers"] == 6
 
 
-def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
+def test_host_memory_is_not_used_if_an_equal_layout_fits() -> None:
     flags = "--preset gpt3-6.7b --cluster dgx-a100 --gpus 4 --global-batch-size 256 --max-memory 40GB"
     request = asked(flags)
     found = survey(*request)
@@ -208,7 +208,7 @@ def test_host_memory_is_no_choice_where_as_fast_fits() -> None:
     assert not cpu.request.host
 
 
-def test_the_leanest_of_those_that_fit() -> None:
+def test_layout_with_the_least_memory() -> None:
     request = asked(f"{GPT} --fix schedule=1f1b")
     plan = find(*request, top=3, objective="memory")
     held = [each.fullest[1].total_bytes for each in plan.candidates]
@@ -218,7 +218,7 @@ def test_the_leanest_of_those_that_fit() -> None:
     assert plan.candidates[0].prediction.step_seconds > planned(GPT, top=1).candidates[0].prediction.step_seconds
 
 
-def test_the_cheapest_number_of_ranks() -> None:
+def test_cheapest_number_of_ranks() -> None:
     # On 16 ranks (two nodes) gradients cross the network, on 8 they do not; on one rank the model does not fit.
     request, cluster, stack = asked(
         "--preset gpt3-2.7b --cluster dgx-a100 --gpus 16 --global-batch-size 16 --max-memory 15GB"
@@ -232,7 +232,7 @@ def test_the_cheapest_number_of_ranks() -> None:
         find(replace(request, world_size=min(seconds) // 2, host=()), cluster, stack)
 
 
-def test_a_setting_that_goes_without_host_memory() -> None:
+def test_setting_that_excludes_host_memory() -> None:
     averaged = f"{GPT} --optimizer schedule-free-adamw --lr-decay-style constant"
     assert asked(averaged).request.host == ("cpu_offloading_num_layers",)
     assert asked(f"{GPT} --compile").request.host == ("optimizer_cpu_offload", "cpu_offloading_num_layers")
@@ -243,7 +243,7 @@ def test_a_setting_that_goes_without_host_memory() -> None:
     assert half.request.fixed["optimizer_cpu_offload"] == (True,)
 
 
-def test_what_cannot_be_had_says_what_can() -> None:
+def test_error_names_what_is_possible() -> None:
     with pytest.raises(
         ConfigError, match=r"fits into 27\.94 GiB per rank on 1 ranks; the least .* in host memory"
     ) as caught:

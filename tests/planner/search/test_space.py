@@ -50,7 +50,7 @@ def key_of(layout: Layout) -> tuple[Any, ...]:
 
 
 def brute_force(request: Request, eps: tuple[int, ...], schedules: tuple[str, ...]) -> set[tuple[Any, ...]]:
-    """All legal combinations that equal no other one."""
+    """All valid combinations without duplicates of equal layouts."""
     world, batch = request.world_size, request.config.training.global_batch_size
     assert batch is not None
     found = set()
@@ -125,14 +125,14 @@ def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
         ),
     ],
 )
-def test_nothing_legal_is_lost(flags: str, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
+def test_space_has_all_valid_layouts(flags: str, eps: tuple[int, ...], schedules: tuple[str, ...]) -> None:
     request = asked(f"{flags} --gpus 4 --fix mbs=1,8").request
     assert_all_legal(request, eps, schedules)
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 @pytest.mark.parametrize("node", [2, 4])
-def test_an_instance_lies_in_a_node(node: int, order: str) -> None:
+def test_instances_are_inside_a_node(node: int, order: str) -> None:
     flags = f"{TINY} --gpus 8 --fix recompute=none --fix schedule=1f1b --fix mbs=1 --fix sp=no --rank-order {order}"
     request = dataclasses.replace(asked(flags).request, node=node)
     assert_all_legal(request, (1,), ("1f1b",))
@@ -160,7 +160,7 @@ def assert_all_legal(request: Request, eps: tuple[int, ...], schedules: tuple[st
         (f"{EXPERTS} --gpus 32 --fix optimizer_cpu_offload=true --fix cpu_offloading_num_layers=2,4", 80),
     ],
 )
-def test_all_that_is_proposed_is_accepted(flags: str, count: int) -> None:
+def test_space_has_only_valid_layouts(flags: str, count: int) -> None:
     request = asked(flags).request
     space = enumerate_space(request)
     draw = random.Random(1)
@@ -186,7 +186,7 @@ def test_constraints_are_kept() -> None:
     assert sharded.fixed["dp_strategy"] == ("zero-2",)
 
 
-def test_one_rank_and_one_microbatch_have_no_twins() -> None:
+def test_no_duplicates_with_one_rank_or_microbatch() -> None:
     def schedules(flags: str) -> set[str]:
         return {each.pipeline.schedule for each in layouts_of(asked(f"{TINY} --gpus 2 {flags}").request)}
 
@@ -204,7 +204,7 @@ def test_one_rank_and_one_microbatch_have_no_twins() -> None:
         assert same[0] == same[1]
 
 
-def test_words_of_constraints() -> None:
+def test_text_of_constraints() -> None:
     assert parse_constraint("schedule=zb-v") == ("pipeline_schedule", ("zb-v",))
     assert parse_constraint("tp=4,8") == ("tp", (4, 8))
     assert parse_constraint("sp=no") == ("sequence_parallel", (False,))

@@ -41,24 +41,24 @@ def assert_near(flags: str, rel: float) -> None:
 
 @pytest.mark.parametrize("stack", ["fused", "unfused"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_near_the_simulator(schedule: str, stack: str) -> None:
+def test_times_are_near_the_simulator(schedule: str, stack: str) -> None:
     assert_near(f"{GPT} {PLAIN} --stack {stack} --fix schedule={schedule} --fix pp=2,4,8 --fix vpp=1,2,4", 0.1)
 
 
-def test_near_the_simulator_with_products_in_8_bits() -> None:
+def test_times_with_fp8_products() -> None:
     """Weights are cast once per step: once per microbatch would take 4 % more."""
     flags = f"{GPT} {PLAIN} --stack float8-2025 --fix schedule=1f1b --fix pp=4,8"
     assert_near(flags.replace("mbs=1,2", "mbs=1"), 0.02)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])
-def test_near_the_simulator_with_whole_matrices(optimizer: str) -> None:
+def test_times_with_whole_matrix_optimizers(optimizer: str) -> None:
     """Exchange and updates of matrices are more than half of these steps."""
     assert_near(f"{GPT} {PLAIN} --fix schedule=1f1b --fix pp=1,4 --optimizer {optimizer}", 0.01)
 
 
 @pytest.mark.parametrize("pp", ["1", "4"])
-def test_near_the_simulator_with_an_output_layer_of_its_own(pp: str) -> None:
+def test_times_with_an_untied_output_layer(pp: str) -> None:
     """Of 563 million parameters the embedding has 131 and the output layer 131: on one rank, or at both ends."""
     model = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 128256"
     flags = f"{model} --untie-embeddings-and-output-weights --cluster dgx-a100 --gpus 32 --global-batch-size 64"
@@ -68,7 +68,7 @@ def test_near_the_simulator_with_an_output_layer_of_its_own(pp: str) -> None:
 
 @pytest.mark.parametrize("latency", [2e-6, 1e-2])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
-def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: float, tmp_path: Path) -> None:
+def test_times_with_shared_cores(schedule: str, latency: float, tmp_path: Path) -> None:
     """With negligible messages, and with messages that take a part of the step, which the cores also process."""
     crowded = load_cluster("dgx-a100")
     node = replace(crowded.node, accelerators=32, ranks_per_core=2.0, link_latency=2e-6, message_steps=latency / 2e-6)
@@ -78,7 +78,7 @@ def test_near_the_simulator_where_ranks_share_cores(schedule: str, latency: floa
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_near_the_simulator_with_stragglers_and_a_narrow_spine(schedule: str, tmp_path: Path) -> None:
+def test_times_with_stragglers_and_a_narrow_spine(schedule: str, tmp_path: Path) -> None:
     found = load_cluster("dgx-a100")
     network = replace(found.network, pod_nodes=2, oversubscription=8.0)
     efficiency = replace(found.efficiency, device_deviation=0.1)
@@ -88,7 +88,7 @@ def test_near_the_simulator_with_stragglers_and_a_narrow_spine(schedule: str, tm
     assert_near(flags.replace("dgx-a100", str(tmp_path / "pods.yaml")), 0.1)
 
 
-def test_the_best_by_closed_form_is_near_the_best() -> None:
+def test_best_by_closed_form_is_near_the_optimum() -> None:
     request, found = surveyed(f"{GPT} {PLAIN} --fix schedule=1f1b,interleaved,zb-v --fix pp=1,4 --fix vpp=1,2")
     ranked = [both(request, layout, seconds) for layout, seconds in found.fastest()]
     simulated = [each for _, each in ranked]
@@ -96,21 +96,21 @@ def test_the_best_by_closed_form_is_near_the_best() -> None:
     assert min(simulated[:5]) <= 1.005 * min(simulated)
 
 
-def test_nothing_hidden_without_overlap() -> None:
+def test_times_without_overlap() -> None:
     _, hidden = surveyed(f"{GPT} {PLAIN} --fix pp=1")
     _, shown = surveyed(f"{GPT} {PLAIN} --fix pp=1 --no-overlap-grad-reduce --no-overlap-param-gather")
     assert all((a <= b).all() for a, b in zip(hidden.seconds, shown.seconds, strict=True))
     assert shown.seconds[0].min() > 1.001 * hidden.seconds[0].min()
 
 
-def test_what_does_not_fit_has_no_time() -> None:
+def test_layout_that_does_not_fit_has_no_time() -> None:
     _, found = surveyed(f"{GPT.replace('10TB', '20GB')} {PLAIN}")
     for held, seconds in zip(found.memory, found.seconds, strict=True):
         assert (np.isfinite(seconds) == (held <= 20e9)).all()
     assert 0 < found.fitting < len(found.space)
 
 
-def test_the_frontier_pays_for_speed_with_memory() -> None:
+def test_frontier_trades_memory_for_speed() -> None:
     _, found = surveyed(GPT)
     points = found.frontier()
     assert len(points) > 3
