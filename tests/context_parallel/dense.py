@@ -1,4 +1,4 @@
-"""Attention with a dense mask, by autograd, and inputs that every rank of a test can draw."""
+"""Attention with a dense mask by autograd, and inputs that every rank of a test can generate."""
 
 import math
 
@@ -19,8 +19,8 @@ def dense_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """[b, heads, s, d] over whole sequences; a pair of tokens at a time decides what is visible, and sinks [heads] always
-    are."""
+    """Return attention [b, heads, s, d] over whole sequences; visibility is decided per pair of tokens, sinks [heads] are always
+    visible."""
     b, heads, s, d = q.shape
     visible = torch.zeros(b, 1, s, s, dtype=torch.bool)
     for sample in range(b):

@@ -44,7 +44,7 @@ def imbalance(loads: list[int]) -> float:
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
-def test_pairs_are_those_of_the_rule(window: int | None) -> None:
+def test_counted_pairs_equal_the_rule(window: int | None) -> None:
     starts = (0, 1, 4, 11)
     for a, b in itertools.combinations(range(17), 2):
         pairs = 0
@@ -56,7 +56,9 @@ def test_pairs_are_those_of_the_rule(window: int | None) -> None:
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 @pytest.mark.parametrize("window", [None, 40])
-def test_every_position_once_and_as_many_a_rank(monkeypatch: pytest.MonkeyPatch, cp: int, window: int | None) -> None:
+def test_each_position_is_on_one_rank_with_equal_numbers(
+    monkeypatch: pytest.MonkeyPatch, cp: int, window: int | None
+) -> None:
     monkeypatch.setattr(layout, "SHORTEST_CHUNK", 4)
     s, drawn = 96 * cp, random.Random(cp)
     for _ in range(20):
@@ -69,7 +71,7 @@ def test_every_position_once_and_as_many_a_rank(monkeypatch: pytest.MonkeyPatch,
         assert sum(areas(held, starts, window)) == sum(visible_pairs((0, s), each, window) for each in starts)
 
 
-def test_layers_with_a_window_count_as_they_are() -> None:
+def test_layers_with_a_window_count_with_their_pairs() -> None:
     """One document of 6,144 tokens before short ones: most pairs belong to layers without a window."""
     starts = ((0, *range(6144, 8192, 64)),)
     held = balanced_spans(8192, 4, starts, (None, 64, 64))
@@ -92,7 +94,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 
 @pytest.mark.parametrize("cp", [4, 8])
-def test_real_documents_are_spread_evenly(pages: PackedDataset, cp: int) -> None:
+def test_real_documents_are_balanced(pages: PackedDataset, cp: int) -> None:
     before, after = [], []
     for k in range(min(pages.samples_per_epoch, 12)):
         packing = pages.packing(k)

@@ -88,7 +88,7 @@ def expected(case: Case) -> Tensors:
 
 
 @pytest.mark.parametrize("cp, gathers", [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)])
-def test_values_and_gradients_are_those_of_dense_attention(cp: int, gathers: bool) -> None:
+def test_values_and_gradients_equal_dense_attention(cp: int, gathers: bool) -> None:
     by_rank = run_ranks(cp, every_case, cp, gathers)
     for index, case in enumerate(CASES):
         for name, tensor, *parts in zip(
@@ -147,7 +147,7 @@ def kept(context: RankContext, cp: int, gathers: bool) -> tuple[list[tuple[int, 
 
 
 @pytest.mark.parametrize("cp, gathers", [(1, False), (2, False), (2, True)])
-def test_only_q_k_v_out_and_logsumexp_are_kept(cp: int, gathers: bool) -> None:
+def test_only_q_k_v_out_and_logsumexp_are_saved(cp: int, gathers: bool) -> None:
     queries, keys = (B, 4, S // cp, D), (B, 2, S // cp, D)
     for shapes, themselves, as_activation in run_ranks(cp, kept, cp, gathers):
         assert shapes == [queries, keys, keys, queries, queries[:3]]
@@ -204,7 +204,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_exchanges_start_before_the_tiles_that_hide_them_and_carry_what_the_docs_say(cp: int) -> None:
+def test_exchanges_overlap_with_tiles_and_have_the_documented_size(cp: int) -> None:
     block = 2 * B * 2 * (S // cp) * D  # k and v of one rank
     exchange = ["start keys", "tile", "wait keys"]
     steps_with_gradients = [

@@ -55,7 +55,9 @@ def spans_of(n: int) -> list[Span]:
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 7, 20])
 @pytest.mark.parametrize("block", [1, 2, 2048])
-def test_every_region_of_a_short_sequence(monkeypatch: pytest.MonkeyPatch, window: int | None, block: int) -> None:
+def test_tiles_of_every_region_of_a_short_sequence(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, block: int
+) -> None:
     monkeypatch.setattr(tiles_module, "WINDOW_BLOCK", block)
     for q, k in itertools.product(spans_of(8), repeat=2):
         np.testing.assert_array_equal(
@@ -66,7 +68,7 @@ def test_every_region_of_a_short_sequence(monkeypatch: pytest.MonkeyPatch, windo
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 5])
-def test_every_set_of_documents(window: int | None) -> None:
+def test_tiles_of_every_set_of_documents(window: int | None) -> None:
     for size in range(6):
         for inner in itertools.combinations(range(1, 6), size):
             starts = (0, *inner)
@@ -94,7 +96,7 @@ def test_local_tiles_of_every_pair_of_ranks(cp: int, window: int | None, starts:
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_plain_zigzag_needs_one_tile_a_step(cp: int) -> None:
+def test_plain_zigzag_needs_one_tile_per_step(cp: int) -> None:
     s, rows = 24 * cp, 24
     held = [sequence_spans(s, cp_rank=rank, cp_size=cp) for rank in range(cp)]
     for q, k in itertools.product(range(cp), repeat=2):
@@ -107,7 +109,7 @@ def test_plain_zigzag_needs_one_tile_a_step(cp: int) -> None:
         assert local_tiles(held[q], held[k], None, None) == (one,)
 
 
-def test_a_window_costs_two_triangles_a_block() -> None:
+def test_window_needs_two_triangles_per_block() -> None:
     found = tiles((0, 16), (0, 16), 5)
     assert found == [
         Tile((0, 5), (0, 5), CAUSAL),
@@ -122,12 +124,12 @@ def test_a_window_costs_two_triangles_a_block() -> None:
     ]
 
 
-def test_documents_cost_one_triangle_each() -> None:
+def test_documents_need_one_triangle_each() -> None:
     found = local_tiles(((0, 12),), ((0, 12),), None, (0, 5, 9))
     assert found == tuple(Tile(span, span, CAUSAL) for span in ((0, 5), (5, 9), (9, 12)))
 
 
-def test_a_window_that_nothing_reaches_changes_nothing() -> None:
+def test_window_longer_than_the_sequence_has_no_effect() -> None:
     spans = ((0, 12),)
     assert local_tiles(spans, spans, 12, (0,)) == (Tile((0, 12), (0, 12), CAUSAL),)
     assert local_tiles(spans, spans, 11, (0,)) != (Tile((0, 12), (0, 12), CAUSAL),)
@@ -143,7 +145,7 @@ def test_samples_with_equal_documents_share_tiles() -> None:
     assert batch_tiles(Visibility(), spans, spans) == [(slice(None), found[1][1])]
 
 
-def test_blocks_out_of_sight_have_no_tiles() -> None:
+def test_invisible_blocks_have_no_tiles() -> None:
     assert batch_tiles(Visibility(), ((0, 4),), ((4, 8),)) == []
     assert batch_tiles(Visibility(window=3), ((8, 12),), ((0, 4),)) == []
     seen_by_the_second = Visibility(document_starts=((0, 4), (0,)))
@@ -152,13 +154,13 @@ def test_blocks_out_of_sight_have_no_tiles() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"document_starts": ((1, 2),)}, {"document_starts": ((0, 2, 2),)}])
-def test_rules_that_mean_nothing_are_our_own_mistake(wrong: dict) -> None:
+def test_invalid_visibility_is_an_assertion(wrong: dict) -> None:
     with pytest.raises(AssertionError):
         Visibility(**wrong)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-def test_a_short_window_over_a_long_sequence_is_a_few_launches(rank: int, size: int) -> None:
+def test_short_window_over_a_long_sequence_needs_few_launches(rank: int, size: int) -> None:
     spans = sequence_spans(8192, cp_rank=rank, cp_size=size)
     found = local_tiles(spans, spans, 128, None)
     assert len(found) < 16 < sum(tile.count for tile in found)

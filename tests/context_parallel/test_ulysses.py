@@ -42,7 +42,7 @@ def both_ways(context: RankContext, cp: int) -> Found:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_every_element_goes_where_it_belongs_and_its_gradient_comes_back(cp: int) -> None:
+def test_elements_and_their_gradients_arrive(cp: int) -> None:
     for rank, found in enumerate(run_ranks(cp, both_ways, cp)):
         right = {
             "by_heads": heads_of(drawn(0, S, B, GROUPS, *REST), rank, cp),
@@ -71,7 +71,7 @@ def exchanged(context: RankContext, cp: int) -> list[int]:
     return calls
 
 
-def test_one_exchange_of_the_whole_activation_each_way() -> None:
+def test_one_exchange_of_the_whole_activation_per_direction() -> None:
     size = S // 2 * B * GROUPS * 15
     assert run_ranks(2, exchanged, 2) == [[size, size]] * 2
 
@@ -89,14 +89,14 @@ def gathered(context: RankContext, cp: int, dim: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 2])
-def test_the_whole_in_order_and_the_sum_of_gradients_at_home(cp: int, dim: int) -> None:
+def test_gather_is_in_order_and_its_gradients_are_summed(cp: int, dim: int) -> None:
     total = sum((drawn(10 + rank, *WHOLE) for rank in range(1, cp)), drawn(10, *WHOLE))
     for rank, (y, grad) in enumerate(run_ranks(cp, gathered, cp, dim)):
         assert torch.equal(y, drawn(0, *WHOLE))
         torch.testing.assert_close(grad, rows_of(total, rank, cp, dim), rtol=1e-13, atol=1e-13)
 
 
-def test_one_rank_copies_nothing() -> None:
+def test_one_rank_does_not_copy() -> None:
     x = drawn(0, 4, 3)
     assert gather_sequence(x, cp=Group.solo("cp"), dim=0, spans=zigzag(4, 1)) is x
 
@@ -114,7 +114,7 @@ def traded_within_groups(context: RankContext, inner: int) -> tuple[Tensor, int]
 
 
 @pytest.mark.parametrize("inner", [2, 4])
-def test_ranks_that_trade_heads_hold_a_zigzag_of_fewer_ranks_together(inner: int) -> None:
+def test_head_groups_hold_a_zigzag_of_fewer_ranks(inner: int) -> None:
     assert joined_spans(zigzag(S, 4), inner) == joined_spans(zigzag(S, 4 // inner), 1)
     for rank, (there, group) in enumerate(run_ranks(4, traded_within_groups, inner)):
         mine = rows_of(drawn(0, S, B, GROUPS, *REST), group, 4 // inner, 0)

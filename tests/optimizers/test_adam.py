@@ -36,7 +36,7 @@ def made(**settings: Any) -> Optimizer:
     ],
     ids=str,
 )
-def test_steps_are_those_of_torch_tensor_by_tensor(settings: dict[str, Any]) -> None:
+def test_steps_equal_torch_per_tensor(settings: dict[str, Any]) -> None:
     ours = made(**settings)
     small = {name: torch.nn.Parameter(value) for name, value in tensors(0).items()}
     theirs: torch.optim.Optimizer = torch.optim.AdamW(

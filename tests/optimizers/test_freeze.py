@@ -40,19 +40,19 @@ def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int
     return said
 
 
-def test_a_given_step_is_the_last_of_the_warm_up() -> None:
+def test_given_step_is_the_last_of_the_warm_up() -> None:
     point = made(freeze_step=7)
     assert not feed(point, [1.0] * 30), "there is nothing to find"
     assert [step for step in range(1, 10) if point.frozen(step, step - 1)] == [8, 9]
 
 
-def test_skipped_steps_are_no_part_of_a_given_warm_up() -> None:
+def test_skipped_steps_do_not_count_in_a_given_warm_up() -> None:
     """The first 5 of 12 steps are skipped, so the warm-up's 3 updates are in steps 6 to 8."""
     point = made(freeze_step=3)
     assert [step for step in range(1, 13) if point.frozen(step, max(step - 6, 0))] == [9, 10, 11, 12]
 
 
-def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> None:
+def test_warm_up_ends_once_the_norm_is_stable() -> None:
     """With beta2 0.9 the interval is 10 steps: the norm falls to half from step 10 to 20, and to 0.97 of it at 30."""
     point = made()
     norms = [1.0] * 10 + [0.5] * 10 + [0.485] * 20
@@ -62,20 +62,20 @@ def test_it_ends_when_the_norm_has_been_stable_for_as_long_as_it_remembers() -> 
     assert [step for step in (29, 30, 31) if point.frozen(step, step - 1)] == [31]
 
 
-def test_a_growing_moment_is_not_stable() -> None:
+def test_growing_moment_is_not_stable() -> None:
     point = made()
     assert not feed(point, [1.0] * 10 + [2.0] * 10 + [4.0] * 10)
     assert list(feed(point, [4.0] * 10, first=31)) == [40]
 
 
-def test_it_waits_for_the_learning_rate() -> None:
+def test_warm_up_waits_for_the_learning_rate() -> None:
     assert list(feed(made(lr_warmup_iters=25), [1.0] * 50)) == [30]
     assert list(feed(made(lr_warmup_iters=30), [1.0] * 50)) == [40]
     samples = replace(RunConfig(), train_samples=800, lr_warmup_samples=203, global_batch_size=8)
     assert warmup_steps(samples) == 26
 
 
-def test_a_step_that_is_left_out_is_looked_at_no_more() -> None:
+def test_skipped_step_is_not_compared() -> None:
     """fp16 skips step 20, so step 30 has no norm of 10 steps before."""
     point = made()
     feed(point, [1.0] * 19)
@@ -84,7 +84,7 @@ def test_a_step_that_is_left_out_is_looked_at_no_more() -> None:
     assert list(feed(point, [1.0] * 5, first=39)) == [40]
 
 
-def test_what_was_found_is_found_again() -> None:
+def test_found_freeze_step_is_restored() -> None:
     norms = [1.0] * 10 + [0.5] * 10 + [0.49] * 20
     for stop in range(1, 36):
         point, other = made(), made()
@@ -94,7 +94,7 @@ def test_what_was_found_is_found_again() -> None:
         assert other.step == 30, f"stopped after {stop}"
 
 
-def test_a_warm_up_that_is_over_cannot_be_moved() -> None:
+def test_freeze_step_in_the_past_cannot_be_changed() -> None:
     point = made(freeze_step=7)
     before = point.counters()
     point.updates = 6
@@ -109,7 +109,7 @@ def test_a_warm_up_that_is_over_cannot_be_moved() -> None:
     assert other.frozen(8, 7)
 
 
-def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None:
+def test_frozen_moment_has_bias_correction_and_no_zeros() -> None:
     """v had 2 updates, m 3."""
     direction = Direction.at(3, beta1=0.9, beta2=0.9, eps=1e-3, frozen=2)
     moment = torch.tensor([0.04, 0.0])
@@ -119,7 +119,7 @@ def test_the_frozen_moment_is_corrected_and_nothing_divides_by_nothing() -> None
     assert values.tolist() == [pytest.approx(1.0 + 0.1 * 5.0 / (1.0 - 0.9**3) / below), 1.0]
 
 
-def test_intervals_of_zero_one_adam() -> None:
+def test_exchange_intervals_of_zero_one_adam() -> None:
     assert [step for step in range(1, 40) if updates_variance(step, 3)] == [
         *(1, 2, 3),
         *(5, 7, 9),

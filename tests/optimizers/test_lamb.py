@@ -52,7 +52,7 @@ def paper(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("block", [None, 4])
-def test_updates_are_those_of_the_paper(block: int | None) -> None:
+def test_updates_equal_the_paper(block: int | None) -> None:
     with mock.patch.dict(lamb.BLOCKS, {"cpu": block or lamb.BLOCKS["cpu"]}):
         ours = lamb_of(initial())
     for step in range(1, 5):
@@ -70,7 +70,7 @@ def test_updates_are_those_of_the_paper(block: int | None) -> None:
     assert ours.updates == 4
 
 
-def test_a_norm_of_zero_makes_the_ratio_one() -> None:
+def test_ratio_is_one_if_a_norm_is_zero() -> None:
     tensors = {"matrix": torch.zeros(9, 5), "one": torch.ones(1), "norm": torch.ones(5)}
     ours = lamb_of({name: value.double() for name, value in tensors.items()})
     set_gradients(ours.parameters, {"matrix": drawn(1, 9, 5), "one": torch.zeros(1), "norm": torch.zeros(5)})
@@ -86,7 +86,7 @@ def test_a_norm_of_zero_makes_the_ratio_one() -> None:
     assert ours.trust_ratios["one"] == pytest.approx(5.0), "decay alone moves it: 1/0.1, and at most 5"
 
 
-def test_norms_of_large_tensors_keep_their_digits_in_fp32() -> None:
+def test_norms_of_large_tensors_are_accurate() -> None:
     """An fp32 sum of three million squares would be off in the fifth digit."""
     tensors = {"matrix": 0.02 * drawn(0, 1500, 2000, dtype=torch.float32), "norm": torch.ones(4)}
     ours = lamb_of(tensors)

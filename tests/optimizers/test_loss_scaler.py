@@ -53,11 +53,11 @@ def scales(one: LossScaler, events: str) -> list[float]:
         ({"window": 1}, "oo", [2048, 4096]),
     ],
 )
-def test_sequences(options: dict[str, float], events: str, expected: list[float]) -> None:
+def test_sequences_of_scales(options: dict[str, float], events: str, expected: list[float]) -> None:
     assert scales(scaler(**options), events) == expected  # type: ignore[arg-type]
 
 
-def test_a_step_skipped_for_another_reason_leaves_the_scale() -> None:
+def test_step_skipped_for_another_reason_keeps_the_scale() -> None:
     one = scaler(hysteresis=1)
     for _ in range(4):
         one.update(overflow=False, fault=True, samples=8)
@@ -74,7 +74,7 @@ def test_state_round_trip(before: str) -> None:
     assert scales(other, "oxoxxooo") == scales(one, "oxoxxooo")
 
 
-def test_a_given_scale_stays() -> None:
+def test_given_scale_is_constant() -> None:
     one = of(precision="fp16", loss_scale=128.0, loss_scale_window=1, hysteresis=1)
     assert not one.dynamic
     assert scales(one, "xxoo") == [128.0] * 4
@@ -88,7 +88,7 @@ def test_a_given_scale_stays() -> None:
         assert scales(other, "oo") == [1024, 1024], "its state changes nothing"
 
 
-def test_skipped_steps_are_counted_and_kept() -> None:
+def test_number_of_skipped_steps_is_saved() -> None:
     """Learning rates do not advance in them, also after a resume, and in a resumed run without a scale."""
     one = scaler()
     for event in "oxxo":
@@ -106,14 +106,14 @@ def test_skipped_steps_are_counted_and_kept() -> None:
     assert "skipped_steps" not in fresh.state()
 
 
-def test_an_older_state_has_no_count() -> None:
+def test_older_state_has_no_count() -> None:
     one = scaler()
     one.load_state({"scale": 8.0, "good_steps": 1, "overflows_left": 2})
     assert (one.scale, one.skipped_steps, one.skipped_samples) == (8.0, 0, 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
-def test_an_fp16_wire_has_a_scale_in_any_precision(precision: str) -> None:
+def test_fp16_wire_has_a_scale_in_any_precision(precision: str) -> None:
     one = of(precision=precision, wire_dtype="fp16", hysteresis=1)
     assert one.dynamic and scales(one, "x") == [32768.0]
     assert of(precision=precision, wire_dtype="fp16", loss_scale=8.0).scale == 8.0

@@ -34,7 +34,7 @@ def changes(settings: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_and_decay_are_multiplied(optimizer: str) -> None:
+def test_multipliers_scale_steps_and_decay(optimizer: str) -> None:
     plain, found = (changes({**OPTIMIZERS[optimizer], "lr_multipliers": each}) for each in ([], PATTERNS))
     factors = {}
     for name, step in plain.items():
@@ -45,7 +45,7 @@ def test_steps_and_decay_are_multiplied(optimizer: str) -> None:
     assert set(factors.values()) == {0.0, 0.5, 1.0, 3.0}
 
 
-def test_buckets_are_planned_as_they_are_made() -> None:
+def test_planned_buckets_equal_real_ones() -> None:
     config = tiny_config(1, num_layers=2, lr_multipliers=PATTERNS)
     strategy = build(RankContext(0), config).strategy
     made = [
@@ -56,6 +56,6 @@ def test_buckets_are_planned_as_they_are_made() -> None:
     assert made == [(each.elements, set(each.names)) for each in planned_buckets(config, stages[0], stages)]
 
 
-def test_a_pattern_of_nothing_is_refused() -> None:
+def test_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"lr_multipliers has layer\.0\.\*, which matches no parameter"):
         build(RankContext(0), tiny_config(1, lr_multipliers=["layer.0.*=0.5"]))

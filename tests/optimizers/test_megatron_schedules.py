@@ -173,7 +173,7 @@ def reference(config: RunConfig, *, ahead: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("offset", "ahead"), [("megatron", 0), ("step-end", 1)])
-def test_every_schedule_has_their_bits(offset: str, ahead: int) -> None:
+def test_schedules_are_bitwise_equal_to_megatron(offset: str, ahead: int) -> None:
     count = 0
     for config in configs(offset):
         assert trajectory(config) == reference(config, ahead=ahead), config.optimizer
@@ -181,7 +181,7 @@ def test_every_schedule_has_their_bits(offset: str, ahead: int) -> None:
     assert count == 8 * 4 * 4
 
 
-def test_the_first_step_of_a_run_has_the_rate_that_the_warm_up_starts_from() -> None:
+def test_first_step_can_have_the_initial_rate() -> None:
     """By default, the rates are those of one step later."""
     rates = {}
     for offset in ("megatron", "step-end"):

@@ -43,7 +43,7 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     return u @ torch.diag(s) @ v
 
 
-def test_updates_are_those_of_the_definition_matrix_by_matrix() -> None:
+def test_updates_equal_the_definition_per_matrix() -> None:
     muon = muon_of(tensors(0))
     advance(muon, range(1, 4))
     found = weights(muon)
@@ -60,7 +60,7 @@ def test_updates_are_those_of_the_definition_matrix_by_matrix() -> None:
         torch.testing.assert_close(found[name], batch.view(MATRICES[name]), rtol=1e-10, atol=1e-11)
 
 
-def test_everything_else_is_adams() -> None:
+def test_other_parameters_use_adam() -> None:
     muon = muon_of(tensors(0))
     advance(muon, range(1, 4))
     adam = AdamW([flat_of({name: tensors(0)[name] for name in OTHERS}, decay=False)], CONFIG)
@@ -72,7 +72,7 @@ def test_everything_else_is_adams() -> None:
     assert muon.updates == 3
 
 
-def test_it_is_torchs_muon_but_for_its_bf16() -> None:
+def test_muon_equals_torch_except_for_bf16() -> None:
     config = OptimizerConfig(optimizer="muon", muon_momentum=0.9, muon_scale=0.2, muon_steps=5)
     muon = muon_of(tensors(0, torch.float32), config)
     advance(muon, range(1, 3), torch.float32)
@@ -93,7 +93,7 @@ def test_it_is_torchs_muon_but_for_its_bf16() -> None:
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48), (40, 40), (1, 9)])
-def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+def test_singular_values_are_near_one(shape: tuple[int, int]) -> None:
     matrix = drawn(3, *shape) + 5.0 * drawn(4, shape[0], 1) @ drawn(5, 1, shape[1]) / shape[0]
     if shape[0] == shape[1]:
         matrix += 3.0 * torch.eye(shape[0], dtype=matrix.dtype)  # otherwise one singular value is close to 0
@@ -103,7 +103,7 @@ def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     assert 0.4 < float(mean_square) < 1.5
 
 
-def test_no_gradient_means_no_update() -> None:
+def test_zero_gradient_gives_no_update() -> None:
     muon = muon_of(tensors(0))
     set_gradients(muon.parameters, {name: torch.zeros_like(value) for name, value in tensors(0).items()})
     muon.step(update(1))
@@ -114,7 +114,7 @@ def test_no_gradient_means_no_update() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("mode", ["spectral", "shape_scaling", "unit_rms_norm"])
-def test_queries_keys_and_values_are_matrices_of_their_own(mode: str, nesterov: bool) -> None:
+def test_queries_keys_and_values_are_separate_matrices(mode: str, nesterov: bool) -> None:
     """There are two groups with two queries each and heads of three channels; each mode has a different scale."""
     name, first, others = "layers.0.attention.qkv.weight", drawn(0, 24, 8), {"norm": drawn(1, 5)}
     settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}

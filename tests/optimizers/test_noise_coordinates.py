@@ -65,14 +65,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_moves_out_of_proportion(kind: str) -> None:
+def test_elements_with_noise_gradients_do_not_move(kind: str) -> None:
     """Compare steps by signs, or by compressed gradients, with as many steps of Adam."""
     found, adam = run_ranks(2, moved, KINDS[kind])[0], moved_by_adam()
     for name, far in found.items():
         assert far <= 10.0 * adam[name], f"{name}: {far:.3g}, with Adam {adam[name]:.3g}"
 
 
-def test_what_a_bounded_moment_is() -> None:
+def test_bounded_moment() -> None:
     """v below a hundredth of its tensor's mean is raised to that, or set to 0 if Adam would hardly move the element."""
     eps, beta2, updates = 1e-8, 0.999, 3
     correction = 1.0 - beta2**updates

@@ -75,7 +75,7 @@ CASES += [("tp2-ep2-etp1-zero", name) for name in ("muon", "soap", "one-sided-so
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)
-def test_a_layout_does_not_change_the_numbers(layout: str, optimizer: str) -> None:
+def test_layout_does_not_change_numbers(layout: str, optimizer: str) -> None:
     """Compare losses, gradients and weights; replicated values are bit-equal."""
     world, settings = LAYOUTS[layout]
     found = run_ranks(world, run, world, settings_of(layout, optimizer))
@@ -94,7 +94,7 @@ def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, fl
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2-ep2-etp1-zero"])
-def test_trust_ratios_are_of_whole_tensors(layout: str) -> None:
+def test_trust_ratios_are_those_of_whole_tensors(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     settings = settings_of(layout, "lamb")
     found = run_ranks(world, ratios, world, settings)
@@ -153,7 +153,7 @@ def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]
     return (moves, owned, {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()})
 
 
-def test_replicas_with_weights_of_their_own_share_no_work() -> None:
+def test_replicas_with_different_weights_share_no_work() -> None:
     first, second = run_ranks(2, alone)
     assert first[:2] == second[:2]
     assert not first[0] and len(first[1]) == 2 * len(HIDDEN)
@@ -166,13 +166,13 @@ def small_waves(context: RankContext, world: int, settings: Settings) -> RankTra
         return run(context, world, settings)
 
 
-def test_the_size_of_waves_does_not_matter() -> None:
+def test_size_of_waves_does_not_change_numbers() -> None:
     world, _ = LAYOUTS["tp2-dp2-zero"]
     found = run_ranks(world, small_waves, world, settings_of("tp2-dp2-zero", "muon"))
     assert_same_numbers(whole(found), reference("muon", False, False))
 
 
-def saved_and_gone_on(context: RankContext, world: int, settings: Settings, folder: str, stop: bool) -> dict[str, Part]:
+def saved_or_resumed(context: RankContext, world: int, settings: Settings, folder: str, stop: bool) -> dict[str, Part]:
     """Return the weights after four steps of a run that saves after two, or that resumes from there."""
     if stop:
         runner = continued(context, tiny_config(world, **settings, load=folder), folder)
@@ -189,12 +189,12 @@ def saved_and_gone_on(context: RankContext, world: int, settings: Settings, fold
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "one-sided-soap", "schedule-free-adamw"])
-def test_one_rank_goes_on_from_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
-    """Numbers are the same. (On the same layout they are bit-equal: test_every_strategy_resumes_from_any_step.)"""
+def test_one_rank_resumes_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -> None:
+    """The numbers are equal. (On the same layout they are bit-equal: test_every_strategy_resumes_from_any_step.)"""
     settings = settings_of("tp2-dp2-zero", optimizer)
-    ranks = run_ranks(4, saved_and_gone_on, 4, settings, str(tmp_path), False)
+    ranks = run_ranks(4, saved_or_resumed, 4, settings, str(tmp_path), False)
     plain = {**SMALL, **optimizer_settings(optimizer)}
-    alone = saved_and_gone_on(RankContext(0), 1, plain, str(tmp_path), True)
+    alone = saved_or_resumed(RankContext(0), 1, plain, str(tmp_path), True)
     difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name
 
@@ -221,7 +221,7 @@ def joined(ranks: list[Squares]) -> Squares:
     return found
 
 
-def test_whole_states_come_to_other_ranks_to_the_bit(tmp_path: Path) -> None:
+def test_matrix_states_load_exactly_on_other_ranks(tmp_path: Path) -> None:
     wrote = joined(run_ranks(4, squares, 4, settings_of("tp2-ep2-etp1-zero", "soap"), str(tmp_path), False))
     basis = wrote["eigenbasis_right", "layers.1.moe.experts.up.weight", ((5, 6), (0, 32), (0, 32))][0]
     assert np.abs(basis - np.eye(32)).max() > 0.1 > 1e-12 > np.abs(basis @ basis.T - np.eye(32)).max()
@@ -232,7 +232,7 @@ def test_whole_states_come_to_other_ranks_to_the_bit(tmp_path: Path) -> None:
         assert all(np.array_equal(values, wrote[key]) for key, values in read.items())
 
 
-def test_another_number_of_replicas_takes_ones(tmp_path: Path) -> None:
+def test_other_number_of_replicas_loads_one_replicas_basis(tmp_path: Path) -> None:
     """The mean of two bases is not a basis."""
     own = settings_of("tp2-dp2-zero", "one-sided-soap", tp=1, dp_strategy="local-sgd", sync_interval=2)
     wrote = joined(run_ranks(2, squares, 2, own, str(tmp_path), False))

@@ -25,13 +25,13 @@ def made(case: str) -> ToyRun:
     return ToyRun(RankContext(0, {}).topology(dp=1), CASES[case])
 
 
-def test_an_unknown_one_is_refused() -> None:
+def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer is 'adamw'; it must be one of adam, sgd"):
         OPTIMIZERS.get("adamw")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_its_states_are_those_that_the_config_states_and_start_as_it_says(case: str) -> None:
+def test_states_equal_the_registration(case: str) -> None:
     run = made(case)
     for flat in run.optimizer.parameters:
         state = run.optimizer.state(flat.param)
@@ -43,7 +43,7 @@ def test_its_states_are_those_that_the_config_states_and_start_as_it_says(case: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_states_counters_and_updates_are_all_there_is(case: str) -> None:
+def test_states_and_counters_determine_the_steps(case: str) -> None:
     """Another optimizer with these values takes bit-equal steps."""
     one, other = made(case), made(case)
     for _ in range(4):
@@ -66,7 +66,7 @@ def test_states_counters_and_updates_are_all_there_is(case: str) -> None:
         assert torch.equal(values, other.weights()[name]), name
 
 
-def test_an_optimizer_is_imported_when_it_is_named() -> None:
+def test_optimizer_is_imported_only_if_named() -> None:
     code = (
         "import sys, megalite.training.replica as replica; replica.OPTIMIZERS.get('sgd'); "
         "print(*(name for name in sys.modules if name.startswith('megalite.optimizers.')))"

@@ -35,7 +35,7 @@ def config(**settings: Any) -> OptimizerConfig:
     return OptimizerConfig(adam_beta2=0.95, **settings)
 
 
-def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_equals_fp32_with_rounded_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare each step with AdamW from the same rounded moments, with rounding to nearest."""
     monkeypatch.setattr(adam, "CPU_PIECE", 64)
     ours, theirs = flat(200), flat(200)
@@ -52,7 +52,7 @@ def test_an_update_is_that_of_fp32_with_the_moments_it_had(monkeypatch: pytest.M
     assert rounded.updates == 5
 
 
-def test_with_fp32_moments_it_is_adamw() -> None:
+def test_fp32_moments_give_adamw() -> None:
     ours, theirs = flat(200), flat(200)
     advance(RoundedAdamW([ours], config(), seed=1), ours.param, range(1, 6))
     advance(AdamW([theirs], config()), theirs.param, range(1, 6))
@@ -60,7 +60,7 @@ def test_with_fp32_moments_it_is_adamw() -> None:
 
 
 @pytest.mark.parametrize("which", MOMENTS)
-def test_one_of_them_alone(which: str) -> None:
+def test_one_moment_in_bf16(which: str) -> None:
     one = flat(50)
     state = RoundedAdamW([one], config(**{f"{which}_dtype": "bf16"}), seed=1).state(one.param)
     expected = {name: torch.bfloat16 if name == which else torch.float32 for name in MOMENTS}
@@ -78,7 +78,7 @@ def second_moment(**settings: Any) -> float:
     return optimizer.state(one.param)["exp_avg_sq"].double().mean().item()
 
 
-def test_rounded_at_random_a_second_moment_moves_as_it_should() -> None:
+def test_stochastic_rounding_moves_a_second_moment() -> None:
     exact = 1 - 0.5 * 0.999**300
     assert second_moment(**RANDOM) == pytest.approx(exact, rel=2e-3)
     assert second_moment(**BOTH) == 0.5, "to the nearest it stands still"
@@ -101,7 +101,7 @@ def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dic
     return found
 
 
-def test_ranges_of_ranks_round_alike() -> None:
+def test_ranges_on_ranks_round_equally() -> None:
     """Four ranks with another bucket size have the bits of one rank."""
     settings = {**RANDOM, "precision": "bf16"}
     (whole, *_) = run_ranks(4, moments, 4, settings)

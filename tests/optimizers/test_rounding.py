@@ -41,7 +41,7 @@ CUTS = [((0, 6), (0, 10), (0, 8)), ((2, 4), (0, 10), (0, 8)), ((3, 6), (0, 10), 
 
 
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
-def test_indices_are_those_of_the_whole_tensor(bounds: tuple[tuple[int, int], ...]) -> None:
+def test_indices_equal_those_of_the_whole_tensor(bounds: tuple[tuple[int, int], ...]) -> None:
     whole = torch.arange(math.prod(SHAPE)).view(SHAPE)
     expected = whole[tuple(slice(low, high) for low, high in bounds)].flatten()
     one = segment(SHAPE, bounds, start=7)
@@ -51,7 +51,7 @@ def test_indices_are_those_of_the_whole_tensor(bounds: tuple[tuple[int, int], ..
 
 
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
-def test_bits_do_not_depend_on_the_place(bounds: tuple[tuple[int, int], ...]) -> None:
+def test_bits_do_not_depend_on_the_position(bounds: tuple[tuple[int, int], ...]) -> None:
     """A range of a slice, next to another tensor, gets the bits of the whole tensor."""
     whole = bits_of(flat(segment(SHAPE)), 0, math.prod(SHAPE)).view(SHAPE)
     expected = whole[tuple(slice(low, high) for low, high in bounds)].flatten()
@@ -75,7 +75,7 @@ def hashed(index: int, *, seed: int, step: int, name: str) -> int:
     return x ^ x >> 16
 
 
-def test_bits_are_what_they_were() -> None:
+def test_bits_are_unchanged() -> None:
     for seed, step, name in ((5, 3, "w"), (6, 3, "w"), (5, 4, "w"), (5, 3, "v")):
         found = bits_of(flat(segment((500,), name=name)), 0, 500, seed=seed, step=step).tolist()
         assert [bits % 2**32 for bits in found] == [hashed(i, seed=seed, step=step, name=name) for i in range(500)]
@@ -85,7 +85,7 @@ def test_bits_are_what_they_were() -> None:
     assert [bits % 2**32 for bits in far] == expected
 
 
-def test_each_bit_is_fair_and_none_follows_another() -> None:
+def test_bits_are_uniform_and_independent() -> None:
     size = 1 << 15
     bits = bits_of(flat(segment((size,))), 0, size)
     columns = torch.stack([(bits >> place & 1).double() for place in range(32)]) * 2 - 1
@@ -104,7 +104,7 @@ def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [1.001, -7.77e8, 1e-39])
-def test_the_mean_is_the_value(value: float) -> None:
+def test_rounding_is_unbiased(value: float) -> None:
     size = 1 << 16
     values = torch.full((size,), value)
     found = rounded(values, bits_of(flat(segment((size,))), 0, size)).double()
@@ -116,7 +116,7 @@ def test_the_mean_is_the_value(value: float) -> None:
     assert abs(found.mean().item() - exact) < 4 * deviation
 
 
-def test_what_needs_no_rounding_stays() -> None:
+def test_exact_values_are_unchanged() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
     for bits in (0, -1, 0xFFFF, 0x1234):
         found = rounded(every, torch.full((1 << 16,), bits, dtype=torch.int32))

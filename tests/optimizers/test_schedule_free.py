@@ -44,7 +44,7 @@ def by_the_paper(decayed: str, lrs: list[float]) -> tuple[dict[str, torch.Tensor
     return y, x
 
 
-def test_it_is_the_paper() -> None:
+def test_sequences_equal_the_paper() -> None:
     lrs = [0.01, 0.03, 0.05, 0.05, 0.02]
     config = OptimizerConfig(**FREE, adam_beta1=BETA1, adam_beta2=BETA2, adam_eps=EPS)
     ours = ScheduleFreeAdamW(flats_of(tensors(0), ["matrix"]), config)
@@ -60,7 +60,7 @@ def test_it_is_the_paper() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_readers_get_the_average_and_the_run_what_it_trains(precision: str, tmp_path: Path) -> None:
+def test_average_is_saved_for_readers_and_training_resumes(precision: str, tmp_path: Path) -> None:
     config = tiny_config(1, **FREE, num_layers=2, precision=precision)
     runner = Runner(build(RankContext(0), config))
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_readers_get_the_average_and_the_run_what_it_trains(precision: str, tmp_
         assert np.array_equal(values, evaluated[name][2]), "another optimizer starts from the average"
 
 
-def test_a_run_of_adam_continues_with_it(tmp_path: Path) -> None:
+def test_run_of_adam_continues_with_schedule_free(tmp_path: Path) -> None:
     runner = Runner(build(RankContext(0), tiny_config(1, num_layers=2)))
     runner.step()
     save_run(runner, tmp_path)

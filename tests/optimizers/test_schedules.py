@@ -31,7 +31,7 @@ def lr(at: int, **changes: Any) -> float:
     return schedules(**changes).lr(Progress(at, 4 * at))
 
 
-def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
+def test_separate_learning_rate_of_embedding_and_head() -> None:
     """The curve is the same between other limits; the lower limit is min_lr unless it is set."""
     made = schedules(lr_decay_style="linear", lr_warmup_iters=20, decoupled_lr=5.0)
     assert [made.decoupled_lr(Progress(step, 4 * step)) for step in (10, 20, 60, 100, 130)] == [2.5, 5.0, 2.6, 0.2, 0.2]
@@ -41,7 +41,7 @@ def test_embedding_and_head_may_have_their_own_learning_rate() -> None:
     assert schedules().decoupled_lr(Progress(60, 240)) is None
 
 
-def test_a_users_schedule_has_the_warm_up_and_the_ends_of_all() -> None:
+def test_custom_schedule_has_the_common_warm_up_and_limits() -> None:
     def steps_down(decay: Decay) -> float:
         return decay.between(1.0 if decay.ratio < 0.5 else 0.25)
 

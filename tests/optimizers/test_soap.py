@@ -73,7 +73,7 @@ class HostMemory(torch.Tensor):
 @pytest.mark.parametrize("kept_in", [torch.Tensor, HostMemory])
 @pytest.mark.parametrize("name", ["soap", "one-sided-soap"])
 @pytest.mark.parametrize("frequency", [1, 3])
-def test_updates_are_those_of_the_formulas_matrix_by_matrix(
+def test_updates_equal_the_formulas_per_matrix(
     frequency: int, name: str, kept_in: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     square = SOAP._square
@@ -91,7 +91,7 @@ def test_updates_are_those_of_the_formulas_matrix_by_matrix(
 
 
 @pytest.mark.parametrize("name", ["soap", "one-sided-soap"])
-def test_everything_else_and_all_until_the_first_basis_is_adams(name: str) -> None:
+def test_adam_until_the_first_basis_and_for_other_parameters(name: str) -> None:
     soap = soap_of(name, 100)
     flats = [
         flat_of({name: tensors(0)[name] for name in group}, decay=group is MATRICES) for group in (MATRICES, OTHERS)
@@ -106,7 +106,7 @@ def test_everything_else_and_all_until_the_first_basis_is_adams(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["soap", "one-sided-soap"])
-def test_the_basis_becomes_that_of_the_gradients_and_stays_orthogonal(name: str) -> None:
+def test_basis_converges_and_stays_orthogonal(name: str) -> None:
     """The gradients have a fixed covariance."""
     first = drawn(1, 6, 40, dtype=torch.float64)
     factor = torch.diag(torch.tensor([8.0, 5.0, 3.0, 2.0, 1.0, 0.5], dtype=torch.float64))

@@ -57,7 +57,7 @@ def alone(optimizer: str, experts: bool) -> Found:
     return averaged(RankContext(0), 1, {"optimizer": optimizer, **(MOE if experts else {})})
 
 
-def test_the_equation_and_what_is_evaluated() -> None:
+def test_average_equals_the_equation_and_is_evaluated() -> None:
     runner = Runner(build(RankContext(0), tiny_config(1, **SMALL)))
     wanted = {name: values for name, (_, _, values) in local_parts(runner.replica, "weight").items()}
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_the_equation_and_what_is_evaluated() -> None:
     assert loss != runner.evaluate()
 
 
-def test_a_step_that_is_skipped_changes_no_average() -> None:
+def test_skipped_step_does_not_change_the_average() -> None:
     fp16: Settings = {"precision": "fp16", "initial_loss_scale": 2.0**30, "hysteresis": 1}
     runner = Runner(build(RankContext(0), tiny_config(1, **SMALL, **fp16)))
     before = local_parts(runner.replica, "ema")
@@ -89,7 +89,7 @@ def test_a_step_that_is_skipped_changes_no_average() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_and_checkpoints_have_the_average_of_one_rank(layout: str, tmp_path: Path) -> None:
+def test_average_is_equal_in_all_layouts_and_checkpoints(layout: str, tmp_path: Path) -> None:
     world, settings = LAYOUTS[layout]
     optimizer = settings.get("optimizer", "adam")
     parts, loss = alone(optimizer, "ep" in settings)
@@ -104,7 +104,7 @@ def test_layouts_and_checkpoints_have_the_average_of_one_rank(layout: str, tmp_p
             np.testing.assert_allclose(whole[name], values, rtol=1e-8, atol=1e-10, err_msg=name)
 
 
-def test_readers_take_it(tmp_path: Path) -> None:
+def test_readers_load_the_average(tmp_path: Path) -> None:
     """A run that starts from weights only initializes its average with them."""
     runner = Runner(build(RankContext(0), tiny_config(1, **SMALL, precision="bf16")))
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_readers_take_it(tmp_path: Path) -> None:
         assert np.array_equal(values, main[name][2]), name
 
 
-def test_a_checkpoint_without_one_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_an_average_is_refused(tmp_path: Path) -> None:
     plain: Settings = {**SMALL, "ema_decay": None, "eval_ema": False}
     runner = Runner(build(RankContext(0), tiny_config(1, **plain)))
     save_run(runner, tmp_path)
@@ -138,7 +138,7 @@ def test_a_checkpoint_without_one_is_refused(tmp_path: Path) -> None:
         assert np.array_equal(values, main[name][2]), "it starts from the parameters"
 
 
-def test_exports_take_it(tmp_path: Path) -> None:
+def test_exports_can_use_the_average(tmp_path: Path) -> None:
     """`megalite convert --weights ema` writes what `--export-hf` writes with `eval_ema`, and not what it writes without."""
     runner = Runner(build(RankContext(0), tiny_config(1, **SMALL, precision="fp32")))
     runner.step()

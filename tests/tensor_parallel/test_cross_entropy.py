@@ -57,13 +57,13 @@ def check_on_ranks(context: RankContext, tp: int, padded: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [9, 12, 16])
-def test_one_rank(kind: str, padded: int) -> None:
+def test_loss_on_one_rank(kind: str, padded: int) -> None:
     check(Group.solo("tp"), kind, padded)
 
 
 # 12 columns over 4 ranks: the last holds only padding; 16 over 2: the second holds one true column.
 @pytest.mark.parametrize("tp, padded", [(2, 10), (2, 16), (4, 12), (4, 16)])
-def test_split(tp: int, padded: int) -> None:
+def test_split_loss_on_several_ranks(tp: int, padded: int) -> None:
     run_ranks(tp, check_on_ranks, tp, padded)
 
 
@@ -86,7 +86,7 @@ def fp16_on_padding(context: RankContext) -> list[float]:
     return losses.flatten().tolist()
 
 
-def test_a_rank_of_padding_alone_in_fp16() -> None:
+def test_rank_with_only_padding_in_fp16() -> None:
     """fp16 cannot represent a very negative number; its replacement must still vanish."""
     true = whole_logits("random", 12)[..., :VOCAB].half().double()
     expected = F.cross_entropy(true.flatten(0, 1), labels().flatten(), reduction="none").tolist()

@@ -87,7 +87,7 @@ def traffic(context: RankContext) -> dict[str, int]:
     return found
 
 
-def test_inputs_are_gathered_again_for_the_weights_alone() -> None:
+def test_inputs_are_gathered_again_for_weight_gradients() -> None:
     """Column-parallel layers (up, head) gather their input only in W; I keeps what it needs."""
     gathered = S * B * H * 4
     for found in run_ranks(2, traffic):
@@ -97,7 +97,7 @@ def test_inputs_are_gathered_again_for_the_weights_alone() -> None:
         assert "W reduce-scatter" not in found
 
 
-class Owed:
+class RecordedGradient:
     """A gradient that records its calls."""
 
     def __init__(self, name: str, events: list[str]) -> None:
@@ -112,9 +112,9 @@ class Owed:
         return None
 
 
-def test_one_gather_is_under_way_ahead_of_the_product() -> None:
+def test_next_gather_overlaps_with_the_product() -> None:
     deferred, events = DeferredWeightGradients(), list[str]()
-    gradient = [Owed(name, events) for name in "abc"]
+    gradient = [RecordedGradient(name, events) for name in "abc"]
     with deferred.deferring(4):
         for each in gradient:
             deferred.append(each)
@@ -123,7 +123,7 @@ def test_one_gather_is_under_way_ahead_of_the_product() -> None:
     assert events == ["start a", "start b", "compute a", "start c", "compute b", "compute c"]
 
 
-def test_the_tape_holds_inputs_and_output_gradients_until_it_has_run_and_nothing_after() -> None:
+def test_inputs_and_output_gradients_are_freed_after_the_run() -> None:
     rows, width = 50, 16
     factory = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, device=torch.device("cpu"))
     layers = [RowParallelLinear(f"{i}", (width, width), std=1.0, bias=False, factory=factory) for i in range(2)]
@@ -144,15 +144,15 @@ def test_the_tape_holds_inputs_and_output_gradients_until_it_has_run_and_nothing
     assert deferred.pending == 0
 
 
-def test_what_has_run_is_freed_before_the_next_product() -> None:
+def test_gradients_are_freed_before_the_next_product() -> None:
     deferred, freed = DeferredWeightGradients(), list[bool]()
 
-    class Last(Owed):
+    class Last(RecordedGradient):
         def compute(self) -> Tensor | None:
             freed.append(first() is None)
             return None
 
-    gradient = Owed("first", [])
+    gradient = RecordedGradient("first", [])
     first = weakref.ref(gradient)
     with deferred.deferring(0):
         deferred.append(gradient)
@@ -168,7 +168,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
     thread.join()
 
 
-def test_backwards_of_other_threads_are_recorded() -> None:
+def test_backwards_in_other_threads_are_recorded() -> None:
     """Autograd runs the backward of CUDA tensors in a separate thread."""
     stacks = [build(Group.solo("tp"), tied=True) for _ in range(2)]
     deferred = DeferredWeightGradients()
@@ -184,7 +184,7 @@ def test_backwards_of_other_threads_are_recorded() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_reports_come_with_the_second_half() -> None:
+def test_gradients_are_reported_in_the_second_half() -> None:
     stack = build(Group.solo("tp"), tied=True)
     calls: list[str] = []
     for name, parameter in sharded(stack).items():

@@ -14,7 +14,7 @@ from tests.support.ranks import RankContext, run_ranks
 from tests.tensor_parallel.spies import EVENTS, SpyGroup
 
 S, B, K, V, H = 8, 2, 12, 24, 6
-START = 0.5  # what main_grad holds before: gradients are added, not written
+START = 0.5  # initial main_grad: gradients are added, not written
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -152,16 +152,16 @@ def check_all_on_ranks(context: RankContext, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_split_layers_are_the_whole_ones(tp: int) -> None:
+def test_split_layers_equal_whole_ones(tp: int) -> None:
     run_ranks(tp, check_all_on_ranks, tp)
 
 
-def test_one_rank() -> None:
+def test_layers_on_one_rank() -> None:
     check_all(Group.solo("tp"))
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bool) -> None:
+def test_input_gradient_is_sent_during_the_weight_gradient(sp: bool) -> None:
     group = SpyGroup("tp", (0, 1), 0)
     layer = ColumnParallelLinear("layer", (H, K), std=1.0, bias=True, factory=factory(group, sp))
     layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -174,7 +174,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
     EVENTS.clear()
     y.sum().backward()
     if sp:
-        # The input is gathered again under the input gradient's GEMM, whose result travels under the other GEMM.
+        # The gather of the input overlaps with the input gradient's GEMM, whose result is sent during the other GEMM.
         assert [
             *("start all_gather", "start reduce_scatter", "wait all_gather"),
             *("weight gradient", "wait reduce_scatter"),
@@ -183,7 +183,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(sp: bo
         assert EVENTS == ["start all_reduce", "weight gradient", "wait all_reduce"]
 
 
-def test_infos_say_what_the_optimizer_needs() -> None:
+def test_infos_describe_parameters_for_the_optimizer() -> None:
     group = SpyGroup("tp", (0, 1), 1)
     column = ColumnParallelLinear("a", (2, K, H), std=1.0, bias=True, factory=factory(group, True), shard_dim=1)
     row = RowParallelLinear("b", (H, K), std=1.0, bias=True, factory=factory(group, True))

@@ -81,7 +81,7 @@ DEFINITIONS: dict[str, tuple[Callable[[Lists], Lists], Callable[[Lists], Lists]]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pairs(tp: int) -> None:
+def test_autograd_pairs(tp: int) -> None:
     found = run_ranks(tp, apply_all, tp)
     for name, (forward, backward) in DEFINITIONS.items():
         given = [tensors_of(name, rank, tp) for rank in range(tp)]

@@ -25,7 +25,7 @@ def whole(shape: tuple[int, ...], dim: int, *, name: str = "w", seed: int = 7, s
 
 @pytest.mark.parametrize("shape, dim", [((192, 6), 0), ((6, 192), 1), ((2, 192, 6), 1), ((48,), 0), ((96, 5), 0)])
 @pytest.mark.parametrize("parts", [2, 3, 4, 6])
-def test_the_parts_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int, parts: int) -> None:
+def test_parts_of_every_split_equal_the_whole(shape: tuple[int, ...], dim: int, parts: int) -> None:
     pieces = []
     for index in range(parts):
         spec = ShardSpec.split("w", shape, dim=dim, index=index, parts=parts)
@@ -35,7 +35,7 @@ def test_the_parts_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int
     assert torch.equal(torch.cat(pieces, dim), whole(shape, dim))
 
 
-def test_threads_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_change_values(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole((650, 7), 0)
     monkeypatch.setattr(random, "WORTH_THREADS", 0)
     monkeypatch.setattr(random, "THREADS", 2)
@@ -45,7 +45,7 @@ def test_threads_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == [2]
 
 
-def test_distribution() -> None:
+def test_distribution_of_values() -> None:
     values = whole((640, 500), 0, std=0.02)
     n = values.numel()
     assert abs(values.mean()) < 4 * 0.02 / n**0.5
@@ -62,7 +62,7 @@ def test_blocks_names_and_seeds_are_independent() -> None:
         assert abs(correlation) < 4 / (64 * 300) ** 0.5
 
 
-def test_the_definition_has_not_changed() -> None:
+def test_definition_is_unchanged() -> None:
     """Runs are repeated from their seed, so a seed's weights must never change."""
     values = whole((130, 2), 0, name="layers.0.mlp.up.weight", seed=1234).float()
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "4bd425adf7fad3e5"
@@ -88,25 +88,25 @@ def dropped(
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
-def test_rows_on_several_ranks_fall_as_on_one(parts: int) -> None:
+def test_masks_on_several_ranks_equal_one_rank(parts: int) -> None:
     step = 12 // parts
     pieces = [dropped(list(range(first, first + step))) for first in range(0, 12, step)]
     assert torch.equal(torch.cat(pieces), dropped())
 
 
-def test_rows_fall_by_their_position_in_whatever_order_they_are_held() -> None:
+def test_masks_depend_on_positions_not_order() -> None:
     zigzag = [0, 1, 2, 9, 10, 11]
     assert torch.equal(dropped(zigzag), dropped()[zigzag])
 
 
-def test_a_sample_falls_alike_in_every_microbatch() -> None:
+def test_mask_of_a_sample_does_not_depend_on_the_microbatch() -> None:
     whole_batch = dropped()
     for index, sample in enumerate((10, 11, 12, 13)):
         assert torch.equal(dropped(ids=(sample,))[:, 0], whole_batch[:, index])
     assert torch.equal(dropped(ids=(12, 10)), whole_batch[:, [2, 0]])
 
 
-def test_kept_elements_are_scaled_and_as_many_as_expected() -> None:
+def test_share_and_scale_of_kept_elements() -> None:
     values = dropped(p=0.3)
     kept = values != 0
     torch.testing.assert_close(values[kept], torch.full_like(values[kept], 1 / 0.7), rtol=1e-12, atol=0)
@@ -138,8 +138,8 @@ def test_keep_mask_of_attention_probabilities() -> None:
     assert not torch.equal(mask[:, 0], mask[:, 1])
 
 
-def test_masks_stay_as_they_are() -> None:
-    """A run that continues with another version drops the same elements."""
+def test_masks_are_unchanged() -> None:
+    """A run resumed with another version drops the same elements."""
     mask = torch.zeros(4, 2, 30, 40, dtype=torch.bool)
     STREAM.fill(mask, torch.arange(30), 0.1, site="layers.0.attention")
     assert hashlib.sha256(mask.numpy().tobytes()).hexdigest()[:16] == "8eab4778c327f889"
@@ -165,7 +165,7 @@ def made(
 
 @pytest.mark.parametrize(("shape", "dim"), [(GATED, 2), (DOWN, 2), ((4, 192, 6), 1)])
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2), (4, 6)])
-def test_the_rectangles_of_every_split_are_the_whole(shape: tuple[int, ...], dim: int, ep: int, etp: int) -> None:
+def test_rectangles_of_every_split_equal_the_whole(shape: tuple[int, ...], dim: int, ep: int, etp: int) -> None:
     rows = []
     for i in range(ep):
         parts = [made(shape, dim, (i, ep), (j, etp)) for j in range(etp)]
@@ -179,6 +179,6 @@ def test_the_rectangles_of_every_split_are_the_whole(shape: tuple[int, ...], dim
     assert torch.equal(torch.cat(rows), made(shape, dim).detach())
 
 
-def test_the_definition_of_experts_has_not_changed() -> None:
+def test_definition_for_experts_is_unchanged() -> None:
     values = made((2, 70, 3), 1).detach().float()
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "9d341039e00943b5"

@@ -84,12 +84,12 @@ def same_numbers(context: RankContext, size: int) -> None:
                     error = (pieces[name].double() - expected.double()).norm() / expected.double().norm()
                     assert error <= bound, (type(layer).__name__, dtype, name, float(error))
                 if isinstance(layer, ColumnParallelLinear) and dtype == torch.float32:
-                    # Rows do not know of each other.
+                    # Rows are independent.
                     assert torch.equal(pieces["output"], whole["output"])
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pieces_give_the_numbers_of_the_whole(tp: int) -> None:
+def test_ring_layers_equal_plain_layers(tp: int) -> None:
     run_ranks(tp, same_numbers, tp)
 
 
@@ -109,17 +109,17 @@ def parts_and_sums(context: RankContext, size: int) -> None:
         return torch.full((2,), 10.0 * rank + tp.rank)
 
     own, summing = sum_of_parts(make, tp)
-    assert asked == [(tp.rank - 1 - step) % size for step in range(size)]  # its own last: it need not travel
+    assert asked == [(tp.rank - 1 - step) % size for step in range(size)]  # its own part last: it need not be sent
     summing.wait()
     assert torch.equal(own, torch.full((2,), 10.0 * tp.rank * size + sum(range(size))))
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_ring_brings_every_part_and_sums_every_addend(size: int) -> None:
+def test_ring_gathers_and_sums_all_parts(size: int) -> None:
     run_ranks(size, parts_and_sums, size)
 
 
-def test_each_piece_travels_under_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_is_sent_during_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     def spied(*args: Tensor, out: Tensor) -> Tensor:
         EVENTS.append("product")
         return out.zero_()

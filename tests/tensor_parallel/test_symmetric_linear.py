@@ -44,7 +44,7 @@ def same_numbers(context: RankContext, size: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_symmetric_memory_gives_the_numbers_of_the_whole(tp: int) -> None:
+def test_symmetric_memory_layers_equal_plain_layers(tp: int) -> None:
     run_ranks(tp, same_numbers, tp)
 
 
@@ -78,7 +78,7 @@ OTHER = "another rank of tp has no symmetric memory"
         ("numbers", [OTHER, "a gathered product has a relative error of 5.0e-01 in its self-check"]),
     ],
 )
-def test_it_is_tried_before_it_is_used(wrong: str, reasons: list[str | None]) -> None:
+def test_symmetric_memory_is_checked_before_use(wrong: str, reasons: list[str | None]) -> None:
     assert run_ranks(2, trial, wrong) == reasons
 
 
@@ -109,7 +109,7 @@ def chosen(context: RankContext, backend: str, why: str | None) -> tuple[list[st
 UNDER = ", in pieces under the layers' matrix products"
 
 
-def test_the_ring_is_what_is_left() -> None:
+def test_ring_is_the_fallback() -> None:
     ring, symmetric = f"sequence-parallel gathers and scatters by a ring{UNDER}", SymmetricMemory
     for backend, why, line, by in (
         ("auto", "as it is", f"{ring} (cpu has no symmetric memory)", Ring),
@@ -127,6 +127,6 @@ def refused(context: RankContext) -> str:
     return str(error.value)
 
 
-def test_what_is_asked_for_is_had_or_an_error() -> None:
+def test_requested_overlap_is_used_or_an_error() -> None:
     said = "tp_comm_overlap_backend symmetric cannot be used: cpu has no symmetric memory; use ring or auto"
     assert run_ranks(2, refused) == [said] * 2

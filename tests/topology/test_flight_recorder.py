@@ -35,7 +35,9 @@ def launch(world_size: int = 2) -> Launch:
 
 
 @pytest.mark.parametrize(("backend", "device"), [("auto", CUDA), ("nccl", CUDA)])
-def test_it_is_on_with_nccl_and_writes_into_the_runs_folder(tmp_path: Path, backend: str, device: torch.device) -> None:
+def test_recorder_is_on_with_nccl_and_writes_to_the_run_folder(
+    tmp_path: Path, backend: str, device: torch.device
+) -> None:
     assert launch().recorded(backend, device, str(tmp_path)).flight_recorder
     assert found() == {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -44,14 +46,14 @@ def test_it_is_on_with_nccl_and_writes_into_the_runs_folder(tmp_path: Path, back
     }
 
 
-def test_a_run_without_a_folder_leaves_the_files_where_torch_puts_them() -> None:
+def test_files_of_a_run_without_a_folder() -> None:
     assert launch().recorded("auto", CUDA, None).flight_recorder
     assert set(found()) == {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
 
 
 @pytest.mark.parametrize("size", NAMES[:2])
 @pytest.mark.parametrize("file", NAMES[3:])
-def test_what_the_user_has_set_stays(size: str, file: str) -> None:
+def test_user_variables_are_kept(size: str, file: str) -> None:
     """This includes the older names of the variables."""
     mine = {size: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", file: "/x/mine"}
     os.environ.update(mine)
@@ -60,12 +62,12 @@ def test_what_the_user_has_set_stays(size: str, file: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "backend", "device"), [(1, "auto", CUDA), (2, "auto", CPU), (2, "gloo", CPU)])
-def test_elsewhere_nothing_is_set(world_size: int, backend: str, device: torch.device) -> None:
+def test_nothing_is_set_without_nccl(world_size: int, backend: str, device: torch.device) -> None:
     assert launch(world_size).recorded(backend, device, "run") == launch(world_size) and found() == {}
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_a_recorder_that_is_on_is_known(name: str) -> None:
+def test_active_recorder_is_detected(name: str) -> None:
     os.environ[name] = "100"
     assert Launch.from_environment().flight_recorder
     os.environ[name] = "0"

@@ -60,7 +60,7 @@ def exchange(context: RankContext) -> list[float]:
     return received.tolist()
 
 
-def test_messages_round_the_ring() -> None:
+def test_messages_around_a_ring() -> None:
     assert run_ranks(3, exchange) == [[2.0] * 5, [0.0] * 5, [1.0] * 5]
 
 
@@ -82,7 +82,7 @@ def kinds_of_faults(context: RankContext) -> list[tuple[str, str]]:
     return found
 
 
-def test_agree_keeps_what_the_user_can_mend_apart_from_the_rest() -> None:
+def test_agree_distinguishes_user_errors() -> None:
     first, second = run_ranks(2, kinds_of_faults)
     assert first == [
         ("ConfigError", "x.bin is truncated"),
@@ -105,7 +105,7 @@ def fail_on_rank_one(context: RankContext) -> None:
     topology.world.all_reduce(torch.ones(1))
 
 
-def test_pool_reports_the_failing_rank() -> None:
+def test_pool_names_the_failing_rank() -> None:
     # A separate pool: the shared one would have to restart all its ranks.
     with (
         forked_pools(),
@@ -123,7 +123,7 @@ def groups_and_threads(context: RankContext) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_pool_gives_up_its_process_groups_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_replaces_process_groups_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo has threads for each group, which wake up all the time."""
     monkeypatch.setattr("megalite.parity.pool._MOST_GROUPS", 1)
     with forked_pools(), RankPool(2, strict=True) as pool:
@@ -147,7 +147,7 @@ def unequal(context: RankContext, dtype: torch.dtype) -> list[list[float]]:
     return output[:, 0].tolist()
 
 
-def test_all_to_all_of_unequal_parts() -> None:
+def test_all_to_all_with_unequal_parts() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         assert run_ranks(3, unequal, dtype) == [[0.0, 20.0, 20.0, 20.0], [21.0], [2.0, 2.0]]
 
@@ -159,7 +159,7 @@ def nothing_at_all(context: RankContext) -> list[int]:
     return list(output.shape)
 
 
-def test_all_to_all_without_a_single_row() -> None:
+def test_all_to_all_without_rows() -> None:
     assert run_ranks(2, nothing_at_all) == [[0, 4], [0, 4]]
 
 
@@ -176,7 +176,7 @@ def rotated(context: RankContext, cp: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_each_rank_gets_what_the_one_before_it_sent(cp: int) -> None:
+def test_rotate_sends_to_the_next_rank(cp: int) -> None:
     for rank, found in enumerate(run_ranks(cp, rotated, cp)):
         one, two = (rank - 1) % cp, (rank - 2) % cp
         assert found == [[one], [one + 0.5, one + 0.25], [two]]
@@ -191,7 +191,7 @@ def exchanged(context: RankContext, cp: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_part_i_goes_to_rank_i(cp: int) -> None:
+def test_all_to_all_sends_part_i_to_rank_i(cp: int) -> None:
     for rank, found in enumerate(run_ranks(cp, exchanged, cp)):
         assert found == [[source * 10.0 + rank, 0.5] for source in range(cp)]
 

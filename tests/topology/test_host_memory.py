@@ -49,7 +49,7 @@ class LateStream:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("slots", [2, 3])
-def test_every_part_comes_and_goes(late: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_copied_in_and_out(late: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if late:
         monkeypatch.setattr(host_memory, "CopyStream", LateStream)
     memory = HostMemory(torch.device("cpu"), slots=slots)
@@ -68,7 +68,7 @@ def test_every_part_comes_and_goes(late: bool, slots: int, monkeypatch: pytest.M
     assert torch.equal(first, wanted[0]) and torch.equal(second, wanted[1])
 
 
-def test_what_is_only_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_parts_are_not_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "CopyStream", LateStream)
     memory = HostMemory(torch.device("cpu"), slots=3)
     memory.reserve(64 * 4)

@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.topology.layout import ParallelLayout, ShardSpec, sequence_spans
 
 
-def test_the_documented_sixteen_ranks() -> None:
+def test_documented_groups_of_sixteen_ranks() -> None:
     layout = ParallelLayout(tp=2, pp=4, dp=2)
     assert layout.groups("tp") == tuple((r, r + 1) for r in range(0, 16, 2))
     assert layout.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
@@ -18,13 +18,13 @@ def test_the_documented_sixteen_ranks() -> None:
     assert layout.groups("embedding") == ((0, 12), (1, 13), (2, 14), (3, 15))
 
 
-def test_the_other_order() -> None:
+def test_groups_in_the_other_order() -> None:
     layout = ParallelLayout(tp=2, pp=4, dp=2, order="tp-cp-ep-pp-dp")
     assert layout.groups("dp") == tuple((r, r + 8) for r in range(8))
     assert layout.groups("pp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
 
 
-def test_context_parallel() -> None:
+def test_context_parallel_groups() -> None:
     layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2)
     assert layout.groups("cp")[:2] == ((0, 2), (1, 3))
     assert layout.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
@@ -33,7 +33,7 @@ def test_context_parallel() -> None:
     assert layout.groups("pp") == tuple((r, r + 8) for r in range(8))
 
 
-def test_heads_are_exchanged_by_neighbours_and_keys_between_their_groups() -> None:
+def test_groups_of_head_exchange_and_key_ring() -> None:
     layout = ParallelLayout(tp=2, cp=4, cp_heads=2, dp=2)
     assert layout.groups("cp-heads") == ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
     assert layout.groups("cp-keys")[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -43,7 +43,7 @@ def test_heads_are_exchanged_by_neighbours_and_keys_between_their_groups() -> No
         assert plain.groups(alone) == tuple((rank,) for rank in range(8))
 
 
-def test_experts_have_a_grid_of_their_own() -> None:
+def test_experts_have_a_separate_grid() -> None:
     layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, ep=4, etp=1)
     assert layout.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
     assert layout.groups("expert-dp")[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -51,7 +51,7 @@ def test_experts_have_a_grid_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("order", ParallelLayout.ORDERS)
-def test_groups_are_what_their_axes_say(order: str) -> None:
+def test_groups_follow_their_axes(order: str) -> None:
     axes = {
         "tp": {"tp"},
         "cp": {"cp"},
@@ -88,7 +88,7 @@ def test_groups_are_what_their_axes_say(order: str) -> None:
         ParallelLayout(tp=2, cp=2, dp=4, pp=2, ep=4, etp=1, instances=2, order="tp-cp-ep-dp-pp"),
     ],
 )
-def test_a_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
+def test_groups_of_a_rank(layout: ParallelLayout) -> None:
     for kind in layout.kinds:
         groups = layout.groups(kind)
         assert layout.group_count(kind) == len(groups)
@@ -98,7 +98,7 @@ def test_a_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
             assert layout.group_of(kind, rank) == (own[0] if own else None)
 
 
-def test_instances_are_neighbours_and_their_shards_meet_across() -> None:
+def test_groups_of_instances() -> None:
     """The groups are those of Megatron-LM's initialize_model_parallel for 16 ranks in two instances."""
     layout = ParallelLayout(tp=2, dp=8, ep=2, etp=1, instances=2)
     assert layout.groups("intra-dp-cp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
@@ -112,7 +112,7 @@ def test_instances_are_neighbours_and_their_shards_meet_across() -> None:
     assert "intra-dp-cp" not in ParallelLayout(dp=2).kinds
 
 
-def test_a_thousand_million_ranks_are_not_listed() -> None:
+def test_huge_layouts_are_not_enumerated() -> None:
     layout = ParallelLayout(tp=8, cp=4, pp=64, dp=500_000, ep=64, etp=1)
     assert layout.world_size == 1_024_000_000
     assert layout.group_count("tp") == 128_000_000
@@ -123,18 +123,18 @@ def test_a_thousand_million_ranks_are_not_listed() -> None:
     assert layout.group_of("tp", 999_999_999) == tuple(range(999_999_992, 1_000_000_000))
 
 
-def test_pipeline_edges_are_the_ring_both_ways() -> None:
+def test_pipeline_edges_form_a_ring_in_both_directions() -> None:
     assert ParallelLayout(tp=2).pipeline_edges() == ()
     assert set(ParallelLayout(pp=2).pipeline_edges()) == {(0, 1), (1, 0)}
     assert set(ParallelLayout(pp=3).pipeline_edges()) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
 
 
-def test_what_is_refused() -> None:
+def test_invalid_layouts_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp is 0; a parallel size is at least 1"):
         ParallelLayout(tp=0)
 
 
-def test_a_placement_says_who_is_neighbour_and_who_has_the_ends() -> None:
+def test_neighbours_and_ends_of_a_placement() -> None:
     vee = ParallelLayout(tp=2, pp=4, placement=(0, 1, 2, 3, 3, 2, 1, 0))
     assert set(ParallelLayout(pp=3, placement=(0, 1, 2)).pipeline_edges()) == {(0, 1), (1, 0), (1, 2), (2, 1)}
     down = {(0, 2), (2, 4), (4, 6)}
@@ -171,7 +171,7 @@ def test_spans_of_four_ranks_and_of_one() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
-def test_every_position_is_on_one_rank_and_all_ranks_have_equal_work(cp: int) -> None:
+def test_positions_are_divided_with_equal_work(cp: int) -> None:
     s = 48
     held = [
         [p for first, stop in sequence_spans(s, cp_rank=rank, cp_size=cp) for p in range(first, stop)]

@@ -36,7 +36,7 @@ def start(store: dist.TCPStore, late: list[float]) -> list[dist.PrefixStore]:
 
 
 @pytest.mark.parametrize("late", [[0.3, 0.0, 0.0], [0.0, 0.0]])
-def test_ranks_of_one_start_meet_and_former_ones_are_left_out(store: dist.TCPStore, late: list[float]) -> None:
+def test_ranks_of_one_start_meet_without_earlier_ones(store: dist.TCPStore, late: list[float]) -> None:
     former = start(store, [0.0, 0.0, 0.0])
     former[0].set("address", "of a process that is gone")
     parts = start(store, late)
@@ -49,7 +49,7 @@ def test_ranks_of_one_start_meet_and_former_ones_are_left_out(store: dist.TCPSto
         ]
 
 
-def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str]:
+def errors_of_present_ranks(store: dist.TCPStore, ranks: list[int], world: int) -> set[str]:
     """Return the errors of these ranks about the missing ones."""
 
     def wait(rank: int) -> str:
@@ -66,22 +66,20 @@ def waits_in_vain(store: dist.TCPStore, ranks: list[int], world: int) -> set[str
     ("come", "says", "former"),
     [([0, 1, 3], "rank 2 of 4", True), ([0], "ranks 1, 2, 3 of 4", False), ([1, 2, 3], "rank 0 of 4", True)],
 )
-def test_those_that_do_not_come_are_named_whether_former_ones_have_been_there_or_not(
-    store: dist.TCPStore, come: list[int], says: str, former: bool
-) -> None:
+def test_missing_ranks_are_named(store: dist.TCPStore, come: list[int], says: str, former: bool) -> None:
     if former:
         start(store, [0.0] * 4)
-    (message,) = waits_in_vain(store, come, 4)
+    (message,) = errors_of_present_ranks(store, come, 4)
     assert message == f"{says} did not come within 1 s (distributed_timeout_minutes); see their last output"
 
 
-def test_not_all_of_many_are_named(store: dist.TCPStore) -> None:
-    (message,) = waits_in_vain(store, [0], 40)
+def test_long_list_of_missing_ranks_is_truncated(store: dist.TCPStore) -> None:
+    (message,) = errors_of_present_ranks(store, [0], 40)
     assert message.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ... of 40 did not come")
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_processes_that_do_not_know_of_one_another_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_processes_without_a_launcher_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun -n 8 python pretrain_gpt.py` would be eight runs, all in the same folder."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -94,7 +92,7 @@ def test_processes_that_do_not_know_of_one_another_are_refused(name: str, monkey
     assert Launch.from_environment().world_size == 1
 
 
-def test_ranks_started_by_hand_meet_or_each_says_why_not(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_started_manually_meet_or_report_why_not(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = {
         "WORLD_SIZE": "2",
         "RANK": "2",

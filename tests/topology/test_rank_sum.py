@@ -22,7 +22,7 @@ def one_after_the_other(parts: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 18, 33])
-def test_rows_are_added_one_after_the_other(ranks: int) -> None:
+def test_rows_are_added_in_order(ranks: int) -> None:
     parts = parts_of(ranks)
     wanted, found = one_after_the_other(parts), torch.full((LENGTH,), torch.nan)
     add_in_order(found, parts)
@@ -32,7 +32,7 @@ def test_rows_are_added_one_after_the_other(ranks: int) -> None:
     assert torch.equal(table.view(-1), wanted)
 
 
-def test_narrow_parts_are_added_in_the_wider_format() -> None:
+def test_narrow_parts_are_added_in_the_wider_dtype() -> None:
     parts = parts_of(18).bfloat16()
     wanted = one_after_the_other(parts.float())
     wide, narrow = torch.empty(LENGTH), torch.empty(LENGTH, dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ def reduce_scattered(context: RankContext, ranks: int) -> tuple[torch.Tensor, to
     return plain, by_rank
 
 
-def test_reduce_scatters_add_by_rank() -> None:
+def test_reduce_scatters_add_in_rank_order() -> None:
     ranks = 5
     wanted = one_after_the_other(parts_of(ranks, 64 * ranks)).view(ranks, 64)
     for rank, found in enumerate(run_ranks(ranks, reduce_scattered, ranks)):

@@ -90,7 +90,7 @@ def port() -> Any:
     yield store.port
 
 
-def test_ranks_that_give_no_answer_are_named_with_their_host(port: int) -> None:
+def test_ranks_without_an_answer_are_named_with_their_host(port: int) -> None:
     said = run_ranks(4, explained, 4, port, (2, 3))
     assert said[2:] == [None, None]
     for text in said[:2]:
@@ -99,7 +99,7 @@ def test_ranks_that_give_no_answer_are_named_with_their_host(port: int) -> None:
         assert "Timed out waiting 5000ms" in text
 
 
-def test_where_all_answer_none_is_gone(port: int) -> None:
+def test_no_rank_is_lost_if_all_answer(port: int) -> None:
     began = time.monotonic()
     for text in run_ranks(2, explained, 2, port, seconds=60.0):
         assert "but every rank still answers" in text
@@ -112,7 +112,7 @@ def test_answers_of_an_earlier_start_do_not_count(port: int) -> None:
     assert "does not answer within" in said[0]
 
 
-def test_no_store_means_that_this_host_may_be_cut_off() -> None:
+def test_error_without_a_store_says_this_host_may_be_cut_off() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store
@@ -122,7 +122,7 @@ def test_no_store_means_that_this_host_may_be_cut_off() -> None:
     assert f"the store at 127.0.0.1:{port} does not answer either: host 1 (b), with rank 1, is cut off" in text
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_are_unchanged() -> None:
     roll = RollCall(rank=0, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", 1))
     for error in (RuntimeError("shape mismatch"), ValueError("Timed out waiting"), KeyError("x")):
         assert not is_timeout(error)
@@ -131,40 +131,40 @@ def test_other_errors_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("text", NCCL_TIMED_OUT)
-def test_nccls_time_outs(text: str) -> None:
+def test_nccl_timeouts_are_recognized(text: str) -> None:
     assert is_timeout(dist.DistBackendError(text)) and is_timeout(RuntimeError(text))
     assert not is_timeout(ValueError(text))
 
 
 @pytest.mark.parametrize("text", NCCL_LOST)
-def test_nccls_lost_connections(text: str) -> None:
+def test_lost_nccl_connections_are_recognized(text: str) -> None:
     assert is_connection_error(dist.DistBackendError(text)) and not is_timeout(dist.DistBackendError(text))
 
 
 @pytest.mark.parametrize("text", [NCCL_SYSTEM, *NCCL_OURS])
-def test_what_nccl_says_of_this_rank_alone_is_neither(text: str) -> None:
+def test_nccl_errors_of_this_rank_are_neither(text: str) -> None:
     assert not is_connection_error(dist.DistBackendError(text)) and not is_timeout(dist.DistBackendError(text))
 
 
-def test_after_a_time_out_of_nccl_the_roll_is_called(port: int) -> None:
+def test_roll_call_after_an_nccl_timeout(port: int) -> None:
     said = run_ranks(2, explained, 2, port, (1,), text=NCCL_TIMED_OUT[0])[0]
     assert "rank 1 on host 0 (" in said and "does not answer within" in said
     assert "WorkNCCL(SeqNum=199, OpType=_REDUCE_SCATTER_BASE" in said and "frame #0" not in said
 
 
 @pytest.mark.parametrize("text", [NCCL_LOST[1], NCCL_SYSTEM])
-def test_who_does_not_answer_once_nccl_has_failed(port: int, text: str) -> None:
+def test_ranks_without_an_answer_after_an_nccl_failure(port: int, text: str) -> None:
     said = run_ranks(2, explained, 2, port, (1,), text=text)[0]
     assert said.startswith("NCCL has lost a connection, and rank 1 on host 0 (")
     assert "gone, cut off, or still waiting in NCCL" in said
 
 
-def test_where_all_answer_nccls_error_stays_what_it_is(port: int) -> None:
+def test_nccl_error_is_unchanged_if_all_answer(port: int) -> None:
     assert run_ranks(2, explained, 2, port, seconds=60.0, text=NCCL_LOST[0]) == 2 * ["nothing was raised"]
 
 
 @pytest.mark.parametrize("text", NCCL_OURS)
-def test_a_fault_of_this_ranks_own_calls_no_roll(text: str) -> None:
+def test_no_roll_call_after_an_error_of_this_rank(text: str) -> None:
     roll = RollCall(rank=0, hosts=("host 0 (a)", "host 1 (b)"), key="k", store=("127.0.0.1", 1))
     began = time.monotonic()
     roll.explain(dist.DistBackendError(text), seconds=60.0)

@@ -142,14 +142,14 @@ def job() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layout", ["overlapped", "bf16 wire", "gossip"])
-def test_the_clean_program_passes_with_the_same_numbers(layout: str) -> None:
+def test_clean_program_passes_with_the_same_numbers(layout: str) -> None:
     """(`tests/parity` checks all layouts.)"""
     assert run_ranks(2, losses, layout) == run_ranks(2, losses, layout, sanitized=False)
 
 
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_fault_is_found(name: str) -> None:
+def test_planted_fault_is_found(name: str) -> None:
     for found in run_ranks(2, outcome, PLANTS[name]):
         assert found.startswith(("CommunicationFault: ", "NonFiniteError: ")), found
 
@@ -217,7 +217,7 @@ def context_barrier(group: Group) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_each_operation() -> None:
+def test_each_operation_is_checked() -> None:
     for rank, said in enumerate(run_ranks(2, each_operation)):
         assert len(said) == 12
         for line in said:
@@ -235,23 +235,23 @@ def never_waited_for(context: RankContext) -> str:
 
 
 @pytest.mark.usefixtures("job")
-def test_what_nobody_can_wait_for_is_named() -> None:
+def test_dropped_operation_is_named() -> None:
     for rank, said in enumerate(run_ranks(2, never_waited_for)):
         assert said.startswith(f"rank {rank}: all_reduce over dp started at ") and "was never waited for" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool])
-def test_poison(dtype: torch.dtype) -> None:
+def test_poisoned_values(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor[::2].isnan().all() if dtype.is_floating_point else (tensor != 0).all()
 
 
-def test_lines_outside_the_package_are_none_of_its_own() -> None:
+def test_calling_line_is_outside_the_package() -> None:
     assert calling_line().partition(":")[0] == __file__
 
 
-def test_groups_of_one_rank_have_nothing_to_check() -> None:
+def test_groups_of_one_rank_are_not_checked() -> None:
     group = SanitizedGroup.solo("tp")
     tensor = torch.ones(2)
     group.all_reduce_async(tensor).wait()

@@ -31,7 +31,7 @@ def start(words: list[str]) -> int:
     return 0
 
 
-def test_ranks_are_batch_jobs_but_one_alone_and_those_that_somebody_chose_otherwise() -> None:
+def test_only_several_ranks_with_the_default_policy_are_batch_jobs() -> None:
     made = train_forked(1, command=f"{__name__}:start")
     assert made.out.split() == [str(policy) for policy in (os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE)]
 
@@ -42,6 +42,6 @@ def _policies(context: RankContext) -> set[int]:
     return {os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
 
 
-def test_gloo_s_threads_inherit_it() -> None:
+def test_gloo_threads_inherit_the_policy() -> None:
     for policies in run_ranks(2, _policies):
         assert policies == {os.SCHED_BATCH}

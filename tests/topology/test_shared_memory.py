@@ -58,7 +58,7 @@ def compare(context: RankContext, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_the_bits_are_gloos(ranks: int) -> None:
+def test_results_are_bitwise_equal_to_gloo(ranks: int) -> None:
     assert all(run_ranks(ranks, compare, ranks))
 
 
@@ -81,7 +81,7 @@ def many_at_once(context: RankContext) -> list[float]:
     return found
 
 
-def test_operations_under_way_finish_in_any_order() -> None:
+def test_pending_operations_finish_in_any_order() -> None:
     wanted = [float(turn + rank) for turn in range(30) for rank in range(3)]
     assert run_ranks(3, many_at_once) == [wanted] * 3
 
@@ -130,7 +130,7 @@ def pair(timeout: float) -> Iterator[tuple[SharedMemory, Any]]:
         process.join()
 
 
-def test_a_peer_that_is_killed_is_noticed_and_nothing_is_left() -> None:
+def test_killed_peer_is_detected_and_memory_is_freed() -> None:
     with pair(timeout=60) as (memory, process):
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megalite" in line]
         assert maps and all(line.endswith("(deleted)") for line in maps)
@@ -141,7 +141,7 @@ def test_a_peer_that_is_killed_is_noticed_and_nothing_is_left() -> None:
         assert is_connection_error(error.value)
 
 
-def test_a_peer_that_stands_still_is_waited_for_until_the_timeout() -> None:
+def test_wait_for_a_hanging_peer_ends_at_the_timeout() -> None:
     with pair(timeout=0.5) as (memory, process):
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match=r"0.5 s for rank 5 of tp \[4, 5\]") as error:
@@ -158,7 +158,7 @@ def unlike(context: RankContext) -> str:
     return "no error"
 
 
-def test_unlike_operations_are_an_error_on_both_ranks() -> None:
+def test_mismatched_operations_are_an_error_on_both_ranks() -> None:
     run_ranks(1, nothing)
     first, second = run_ranks(2, unlike)
     run_ranks(1, nothing)
@@ -180,5 +180,5 @@ class TwoHosts(Group):
         return [value, [f"another {here}", pid, descriptor]]
 
 
-def test_ranks_of_two_hosts_share_none() -> None:
+def test_ranks_of_two_hosts_share_no_memory() -> None:
     assert SharedMemory.open(TwoHosts("tp", (0, 1), 0), timeout=1) is None

@@ -41,7 +41,7 @@ def small_values(context: RankContext, fan_out: int) -> dict[str, Any]:
     }
 
 
-def test_a_tree_gathers_as_one_group_does() -> None:
+def test_tree_gathers_the_same_as_one_group() -> None:
     for rank, found in enumerate(run_ranks(7, small_values, 3)):
         assert found["same"]
         assert found["numbers"] == {"max": [6.0, -1.0], "sum": [127.0, 7.0]}
@@ -69,12 +69,12 @@ def one_leaves(context: RankContext) -> str:
     return said
 
 
-def test_no_rank_waits_for_one_that_is_gone() -> None:
+def test_no_rank_waits_for_a_lost_one() -> None:
     assert run_ranks(8, one_leaves, timeout=60.0) == ["RuntimeError" if rank != 5 else "gone" for rank in range(8)]
 
 
 @pytest.mark.parametrize("world", [8, 512, 4096])
-def test_connections_of_a_rank_are_few(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_connections_per_rank_is_small(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[int]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append(ranks))
     host_group(Group("world", tuple(range(world)), 0), "host", timeout=TIMEOUT)
@@ -100,7 +100,7 @@ class Ordered:
 
 
 @pytest.mark.parametrize(("pp", "v"), [(2, False), (5, False), (64, False), (64, True)])
-def test_edges_connect_beside_one_another(pp: int, v: bool) -> None:
+def test_edges_connect_in_parallel(pp: int, v: bool) -> None:
     """Both ends of each edge connect, and no rank waits for a chain of others."""
     layout = ParallelLayout(pp=pp, placement=(*range(pp), *reversed(range(pp))) if v else None)
     orders: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(pp)}

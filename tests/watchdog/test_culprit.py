@@ -123,14 +123,14 @@ CASES: dict[str, tuple[list[RankState], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_is_blamed(case: str) -> None:
+def test_culprits_of_hangs(case: str) -> None:
     states, culprits, reason = CASES[case]
     verdict = find_culprits(states)
     assert verdict.culprits == culprits
     assert not culprits or verdict.reasons[culprits[-1]] == reason
 
 
-def test_who_waits_says_for_whom() -> None:
+def test_report_of_a_waiting_rank() -> None:
     states, _, _ = CASES["one sleeps"]
     said = find_culprits(states).reasons[0]
     assert said == "waits in all_reduce 42 of tp [0, 1], which rank 1 has not begun"
@@ -139,7 +139,7 @@ def test_who_waits_says_for_whom() -> None:
     assert said == "waits in all_reduce 42 of tp [0, 1], which all that can be seen have begun"
 
 
-def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
+def test_report_of_a_rank_that_waits_for_its_device() -> None:
     states, _, _ = CASES["one sleeps, the other's device waits for it"]
     reasons = find_culprits(states).reasons
     assert reasons[0] == "waits for its device, where all_reduce 42 of tp [0, 1] is queued, which rank 1 has not begun"
@@ -147,7 +147,7 @@ def test_who_waits_for_its_device_says_what_is_queued_there() -> None:
 
 
 @pytest.mark.parametrize("now", [900.0, 900.001, 900.999])
-def test_torchrun_finds_the_culprit_to_be_the_first(now: float) -> None:
+def test_torchrun_reports_the_culprit_as_first_failure(now: float) -> None:
     """torchrun compares whole seconds; a culprit that is silent for less than one still comes first."""
     known: dict[str, Any] = {"states": [rank(0, WAITS, silent=0.4), rank(1, silent=0.4)], "silent": 0.4, "limit": 0.3}
     unknown: dict[str, Any] = {"stacks": {}, "flight": {}, "kernel": {}, "unheard": []}

@@ -39,7 +39,7 @@ def trace(*entries: dict[str, Any]) -> list[dict[str, Any]]:
     return condensed({"version": "2.10", "pg_config": ranks, "pg_status": {}, "entries": list(entries)})
 
 
-def test_newest_entries_and_the_oldest_unfinished_of_each_group() -> None:
+def test_newest_and_oldest_unfinished_entries_per_group() -> None:
     found = trace(
         entry(1, "scheduled", group="2"),
         *(entry(number) for number in range(1, 20)),
@@ -63,7 +63,7 @@ def test_newest_entries_and_the_oldest_unfinished_of_each_group() -> None:
     assert oldest([]) is None and condensed({}) == []
 
 
-def test_gloo_says_by_retired_that_it_has_finished() -> None:
+def test_retired_gloo_entries_are_finished() -> None:
     recorded = {**entry(4, "scheduled", retired=True), "process_group": ["7", "undefined"]}
     (found,) = condensed({"entries": [recorded], "pg_config": {"": {"name": "", "desc": "", "ranks": "[]"}}})
     assert (found["state"], found["group"], found["ranks"]) == ("completed", "7", [])
@@ -121,12 +121,12 @@ STUCK: dict[str, tuple[dict[int, list[dict[str, Any]]], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", STUCK)
-def test_which_operation_and_who_has_not_joined(case: str) -> None:
+def test_pending_operation_and_missing_ranks(case: str) -> None:
     flight, lines = STUCK[case]
     assert stuck_operations(flight) == lines
 
 
-def test_the_report_says_it() -> None:
+def test_report_contains_the_pending_operation() -> None:
     """If heartbeats cannot distinguish ranks, the headline and torchrun's summary contain it."""
     report = Report(
         silent=3.0,

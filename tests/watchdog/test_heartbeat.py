@@ -30,7 +30,7 @@ def look(path: Path) -> RankState:
     return read_rank(path, rank=3, host="a", pid=os.getpid(), process="running")
 
 
-def test_a_rank_says_where_it_is(tmp_path: Path) -> None:
+def test_state_of_a_rank(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=3)
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
     before = look(tmp_path / "b")
@@ -53,14 +53,14 @@ def test_a_rank_says_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"megabeat", bytes(SIZE), b"x" * SIZE])
-def test_a_file_that_is_none_is_a_rank_that_has_not_begun(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_file_is_a_rank_that_has_not_started(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "b").write_bytes(content)
     state = look(tmp_path / "b")
     assert (state.beats, state.step, state.phase, state.patient, state.lanes) == (0, -1, "starting", True, {})
 
 
-def test_waiting_is_seen_in_the_call_and_after_it(tmp_path: Path) -> None:
+def test_waiting_is_visible_in_the_call_and_after_it(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=0)
     seen = []
 
@@ -81,7 +81,7 @@ def test_waiting_is_seen_in_the_call_and_after_it(tmp_path: Path) -> None:
     assert look(tmp_path / "b").lanes["tp [0, 1]"].waiting == 0
 
 
-def test_what_is_not_as_in_the_step_before_is_odd(tmp_path: Path) -> None:
+def test_operation_unlike_the_previous_step_is_odd(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=0)
     lane = beats.lane("tp", (0, 1))
     odd = []
@@ -97,7 +97,7 @@ def test_what_is_not_as_in_the_step_before_is_odd(tmp_path: Path) -> None:
     assert lane_state.operation(2) is lane_state.operation(11) is None
 
 
-def test_an_operation_that_fails_is_not_waited_for_any_more(tmp_path: Path) -> None:
+def test_failed_operation_is_no_longer_waited_for(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=0)
 
     def fails() -> Any:
@@ -110,7 +110,7 @@ def test_an_operation_that_fails_is_not_waited_for_any_more(tmp_path: Path) -> N
     assert look(tmp_path / "b").lanes["tp [0, 1]"].waiting == 0
 
 
-def test_a_read_of_the_device_is_seen(tmp_path: Path) -> None:
+def test_device_read_is_visible(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=3)
     beats.begin_step(1)
     beats.lane("tp", (2, 3)).start(lambda: WORK, "all_reduce", 8).wait()
@@ -127,7 +127,7 @@ def test_a_read_of_the_device_is_seen(tmp_path: Path) -> None:
         pass
 
 
-def test_groups_beyond_the_last_lane_beat_all_the_same(tmp_path: Path) -> None:
+def test_groups_without_a_lane_beat_too(tmp_path: Path) -> None:
     beats = FileHeartbeat(tmp_path / "b", rank=0)
     lanes = [beats.lane("pp edge", (0, peer)) for peer in range(1, LANES + 3)]
     assert beats.lane("pp edge", (0, 1)) is lanes[0]
@@ -139,7 +139,7 @@ def test_groups_beyond_the_last_lane_beat_all_the_same(tmp_path: Path) -> None:
         assert not look(tmp_path / "b").reads_device
 
 
-def test_no_two_groups_have_one_name() -> None:
+def test_group_names_are_unique() -> None:
     groups = [(0, 1), (0, 2), tuple(range(9)), tuple(range(0, 18, 2)), (*range(9), 10), (*range(8), 9, 10)]
     names = [lane_name("dp", ranks) for ranks in groups]
     assert len(set(names)) == len(groups)
@@ -147,7 +147,7 @@ def test_no_two_groups_have_one_name() -> None:
     assert max(map(len, [lane_name("position-embedding", tuple(range(0, 10**6, 7)))])) < 112
 
 
-def test_a_beat_that_nobody_sees_does_nothing() -> None:
+def test_unwatched_heartbeat_does_nothing() -> None:
     UNWATCHED.begin_step(1)
     assert UNWATCHED.lane("tp", (0, 1)).start(lambda: WORK, "send") is WORK
 
@@ -163,7 +163,7 @@ OPERATIONS = {
 }
 
 
-def test_every_operation_of_a_group_is_counted(tmp_path: Path) -> None:
+def test_all_operations_of_a_group_are_counted(tmp_path: Path) -> None:
     first, second = run_ranks(2, count_operations, str(tmp_path))
     assert [(name.replace("send", "send or receive"), size) for name, size in first] == list(OPERATIONS.items())
     assert [(name.replace("receive", "send or receive"), size) for name, size in second] == list(OPERATIONS.items())
@@ -195,9 +195,7 @@ def count_operations(context: RankContext, folder: str) -> list[tuple[str, int]]
     return seen
 
 
-def test_a_disk_without_room_is_an_error_before_anything_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_an_error_before_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -137,7 +137,7 @@ WHY = {"sleep": "it waits for no other rank", "stop": "its process is stopped", 
 
 
 @pytest.mark.parametrize("fault", WHY)
-def test_the_rank_that_stands_still_is_named_and_all_are_ended(start: Any, fault: str) -> None:
+def test_hanging_rank_is_named_and_all_are_ended(start: Any, fault: str) -> None:
     run = start("wait", fault)
     began = time.monotonic()
     watcher = run.watch()
@@ -170,7 +170,7 @@ def read_error(path: Path) -> tuple[int, str]:
     return int(message["extraInfo"]["timestamp"]), message["message"]
 
 
-def test_one_that_beats_keeps_all_alive_until_the_end_is_said(start: Any) -> None:
+def test_beating_rank_keeps_all_alive_until_the_end(start: Any) -> None:
     run = start("wait", "beat", seconds=0.5)
     watcher = run.watch()
     time.sleep(1.5)
@@ -181,7 +181,7 @@ def test_one_that_beats_keeps_all_alive_until_the_end_is_said(start: Any) -> Non
     assert all(process.poll() is None for process in run.ranks)
 
 
-def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
+def test_watch_ends_with_killed_ranks(start: Any) -> None:
     run = start("sleep", "sleep", seconds=600)
     watcher = run.watch()
     for process in run.ranks:
@@ -193,12 +193,12 @@ def test_it_ends_with_the_ranks_however_they_end(start: Any) -> None:
     assert not run.folder.exists() and not run.reports.exists()
 
 
-def test_it_ends_where_no_plan_comes(start: Any) -> None:
+def test_watch_ends_without_a_plan(start: Any) -> None:
     watcher = subprocess.run([sys.executable, "-m", "megalite.watchdog.watch"], input="", timeout=60)
     assert watcher.returncode == 0
 
 
-def test_a_rank_that_has_left_is_left_alone(start: Any) -> None:
+def test_rank_that_has_left_is_not_ended(start: Any) -> None:
     run = start("sleep", "wait")
     watcher = run.watch()
     tell(watcher, "left 0\n")
@@ -207,7 +207,7 @@ def test_a_rank_that_has_left_is_left_alone(start: Any) -> None:
     assert run.ranks[0].poll() is None and not run.errors[0].exists()
 
 
-def test_a_run_that_is_suspended_as_a_whole_is_no_hang(start: Any) -> None:
+def test_suspended_run_is_not_a_hang(start: Any) -> None:
     run = start("stop", "stop")
     watcher = run.watch()
     time.sleep(1.5)
@@ -217,7 +217,7 @@ def test_a_run_that_is_suspended_as_a_whole_is_no_hang(start: Any) -> None:
     assert run.report()["culprits"] == [1]
 
 
-def test_what_may_take_long_is_given_longer(start: Any) -> None:
+def test_saves_have_a_longer_timeout(start: Any) -> None:
     run = start("wait", "save")
     began = time.monotonic()
     run.watch()
@@ -227,7 +227,7 @@ def test_what_may_take_long_is_given_longer(start: Any) -> None:
 
 
 @pytest.mark.parametrize("folder", [None, "/proc/no"])
-def test_without_a_folder_everything_is_said(start: Any, folder: str | None) -> None:
+def test_full_report_is_printed_without_a_folder(start: Any, folder: str | None) -> None:
     run = start("sleep")
     watcher = run.watch(run.plan(report_folder=folder))
     assert run.statuses() == [HUNG]
@@ -236,7 +236,7 @@ def test_without_a_folder_everything_is_said(start: Any, folder: str | None) -> 
     assert ("the report cannot be written" in said) == (folder is not None)
 
 
-def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
+def test_watchers_of_hosts_exchange_states(start: Any) -> None:
     """One process watches rank 0, the other rank 1."""
     run = start("wait", "sleep", seconds=1.0)
     both = run.plan(hosts=("a", "b"))
@@ -256,7 +256,7 @@ def test_hosts_tell_each_other_who_stands_still(start: Any) -> None:
     ]
 
 
-def test_between_hosts_the_network_has_its_time_out_first(start: Any) -> None:
+def test_network_timeout_comes_first_between_hosts(start: Any) -> None:
     """Both ranks wait in one collective: its timeout names the unreachable rank; after that the watch ends the run."""
     run = start("wait", "wait", seconds=0.4)
     began = time.monotonic()
@@ -265,7 +265,7 @@ def test_between_hosts_the_network_has_its_time_out_first(start: Any) -> None:
     assert time.monotonic() - began >= 1.5
 
 
-def test_a_host_that_hears_nothing_of_another_speaks_for_itself(start: Any) -> None:
+def test_watcher_reports_alone_if_the_other_host_is_silent(start: Any) -> None:
     run = start("wait", seconds=0.4)
     watcher = run.watch(run.plan(hosts=("a", "b")))
     assert run.statuses() == [HUNG]
@@ -281,7 +281,7 @@ def ignored(pid: int) -> set[int]:
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
-def test_signals_of_a_scheduler_are_not_for_it(start: Any) -> None:
+def test_watch_ignores_signals_of_a_scheduler(start: Any) -> None:
     run = start("beat", seconds=60)
     watcher = run.watch()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -294,7 +294,7 @@ def test_signals_of_a_scheduler_are_not_for_it(start: Any) -> None:
     assert watcher.wait(60) == 0
 
 
-def test_the_start_of_a_process_as_a_time_of_day() -> None:
+def test_start_time_of_a_process() -> None:
     before = time.time()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     after = time.time()
