@@ -25,7 +25,7 @@ def completed(path: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script("bash", tmp_path, capsys)
     assert completed(path, "megalite", "pla") == ["plan", "plan-fit", "plan-chain"]
     assert completed(path, "megalite", "data", "") and "merge" in completed(path, "megalite", "data", "me")
@@ -40,7 +40,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
-def test_zsh_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script("zsh", tmp_path, capsys)
     asks = f"autoload -U compinit && compinit -u; source {path}; emulate sh; COMP_WORDS=(megalite runs --h); COMP_CWORD=2; "
     done = subprocess.run(

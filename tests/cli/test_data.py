@@ -23,7 +23,7 @@ def prefix(tmp_path: Path) -> str:
     )
 
 
-def test_verify(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+def test_verify_output(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     plain = write(tmp_path / "plain", MIXED)
     assert main(["verify", f"{prefix}.idx", f"{prefix}.bin", plain]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -40,7 +40,7 @@ def test_verify(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert other.startswith(f"{plain}: damaged: {plain}.bin: byte 24: ")
 
 
-def test_verify_goes_on_after_bad_input(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+def test_verify_continues_after_bad_input(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     plain = write(tmp_path / "a", MIXED)
     Path(f"{plain}.json").write_text('{"format": 1}')
     assert main(["verify", plain, prefix, "--json"]) == 2
@@ -67,7 +67,7 @@ def test_verify_with_a_tokenizer(prefix: str, capsys: Captured) -> None:
     assert "error: vocab_size 0 must be at least 1" in capsys.readouterr().err
 
 
-def test_inspect(prefix: str, capsys: Captured) -> None:
+def test_inspect_output(prefix: str, capsys: Captured) -> None:
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "14"]
     assert main(["inspect", prefix, "--documents", "1:3", "--max-tokens", "2", *null]) == 0
     text = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_inspect(prefix: str, capsys: Captured) -> None:
     ]
 
 
-def test_inspect_refuses_what_has_no_effect(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+def test_inspect_refuses_flags_without_effect(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
     plain = write(tmp_path / "plain", MIXED)
     for flags, message in (
@@ -110,7 +110,7 @@ def test_inspect_refuses_what_has_no_effect(prefix: str, tmp_path: Path, capsys:
         assert message in capsys.readouterr().err
 
 
-def test_merge(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+def test_merge_output(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     plain = write(tmp_path / "e", MIXED)
     output = str(tmp_path / "new" / "all")
     assert main(["merge", "--input", str(tmp_path), "--output-prefix", output]) == 0
@@ -125,7 +125,7 @@ def test_merge(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert both(output + "4") == pack(MIXED, code=4)
 
 
-def test_split(prefix: str, tmp_path: Path, capsys: Captured) -> None:
+def test_split_output(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     def split(*flags: str) -> list[str]:
         assert main(["split", "--input", prefix, *flags]) == 0
         return capsys.readouterr().out.splitlines()
@@ -150,7 +150,7 @@ def test_split(prefix: str, tmp_path: Path, capsys: Captured) -> None:
     assert "empty has no documents to split" in capsys.readouterr().err
 
 
-def test_names_of_many_parts_sort(tmp_path: Path) -> None:
+def test_names_of_parts_are_sortable(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [[[i]] for i in range(11)])
     assert main(["split", "--input", prefix, "--output-prefix", str(tmp_path / "o" / "p"), "--parts", "11"]) == 0
     assert main(["merge", "--input", str(tmp_path / "o"), "--output-prefix", str(tmp_path / "all")]) == 0
@@ -161,7 +161,7 @@ def test_names_of_many_parts_sort(tmp_path: Path) -> None:
     ("command", "number", "status", "word"),
     [(["merge"], signal.SIGINT, 130, "interrupted"), (["split", "--parts", "2"], signal.SIGTERM, 143, "terminated")],
 )
-def test_a_signal_leaves_nothing_behind(
+def test_signal_leaves_no_files(
     prefix: str,
     command: list[str],
     number: signal.Signals,

@@ -26,7 +26,7 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_small_indices_are_not_kept(
+def test_small_indices_are_not_cached(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -38,13 +38,13 @@ def test_small_indices_are_not_kept(
 
 
 @pytest.mark.parametrize("order", ["megalite", "megatron"])
-def test_large_ones_are_kept_once(
+def test_large_indices_are_cached_once(
     order: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words += ["--data-order", order, "--data-cache-path", str(tmp_path / "kept")]
     first = answer(words, capsys)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*")}
-    # Of 50 samples each dataset gives: 3 epochs of 21 and 2 of 42, or one index for all and one of the blend.
+    # For 50 samples per dataset: 3 epochs of 21 and 2 of 42; or one index for all and one of the blend.
     assert [one["indices"] for one in first] == ([3, 2] if order == "megalite" else [1, 1, 1])
     assert [one["built"] for one in first] == [one["indices"] for one in first]
     assert all(one["folder"] == str(tmp_path / "kept") for one in first)
@@ -55,7 +55,7 @@ def test_large_ones_are_kept_once(
     assert "0 built, " in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_folder_is_an_error(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").write_text("in the way")
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written(words: list[str], tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("order", ["megalite", "megatron"])
-def test_an_index_that_is_used_twice(
+def test_index_used_twice_is_built_once(
     order: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = str(tmp_path / "a")
@@ -76,7 +76,7 @@ def test_an_index_that_is_used_twice(
     assert all(one["indices"] for one in reports)
 
 
-def test_notes_are_said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_printed(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer(words, capsys)
     for file in (tmp_path / "cache").rglob("ends.npy"):
         file.write_bytes(b"damaged")
@@ -84,7 +84,7 @@ def test_notes_are_said(words: list[str], tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.count("is damaged: the index of ") == 5
 
 
-def test_bad_input_help_and_mock_data(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_help_and_mock_data_of_data_index(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data-path", "nothing", "--train-iters", "5", "--vocab-size", "9"]) == 2
     assert "data path nothing" in capsys.readouterr().err
     assert main(["--help"]) == 0

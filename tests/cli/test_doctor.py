@@ -23,7 +23,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SYNCS", 3)
 
 
-def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:
+def test_complete_report(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     with forked_pools():
         status = main(["doctor", "--device", "cpu", "--seconds", "0.5", "--run-dir", str(tmp_path / "runs")])
@@ -47,7 +47,7 @@ def test_json_without_self_test(capsys: Captured) -> None:
     assert {"topic", "name", "level", "text", "remedy", "data"} == set(found["findings"][0])
 
 
-def test_errors_are_told_and_end_in_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_errors_are_reported_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def found(*_: object) -> Iterator[Finding]:
         yield Finding(topic="a", name="one", text="well")
         yield Finding(topic="a", name="two", level="warning", text="so so", remedy="mend it a little")

@@ -51,7 +51,7 @@ def keys(tree: Any, prefix: str = "") -> set[str]:
     return set()
 
 
-def test_flops_of_the_paper() -> None:
+def test_flops_equal_the_paper() -> None:
     """96·B·s·L·h²·(1 + s/6h + V/16Lh) is the numerator of Narayanan et al. 2021."""
     batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
     published = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
@@ -64,7 +64,7 @@ def test_flops_of_the_paper() -> None:
     assert selective - found["flops_per_step"] == batch * s * layers * 4 * s * h  # scores and values once more
 
 
-def test_stable_keys() -> None:
+def test_json_keys_are_stable() -> None:
     found = report_of(TINY)
     kinds = set(found["layout"].pop("groups"))
     found.pop("config")
@@ -100,7 +100,7 @@ def test_stable_keys() -> None:
     )
 
 
-def test_contents() -> None:
+def test_json_contents() -> None:
     found = report_of(TINY)
     assert found["layout"]["axes"] == {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "vpp": 2, "ep": 1, "etp": 2}
     assert found["layout"]["groups"]["pp"] == {
@@ -121,7 +121,7 @@ def test_contents() -> None:
     assert found["config"] == sectioned(validate(invocation.config, 8, invocation.explicit))
 
 
-def test_text() -> None:
+def test_text_output() -> None:
     text = format_report(report_of(TINY))
     lines = squeezed(text)
     for line in (
@@ -148,7 +148,7 @@ def test_text() -> None:
         ("--use-distributed-optimizer", ""),
     ],
 )
-def test_exchanges_that_are_not_alike_in_every_step_are_labelled(flags: str, basis: str) -> None:
+def test_varying_communication_is_labelled(flags: str, basis: str) -> None:
     found = report_of(f"{TINY} {flags}")
     rows = [row for row in found["communication"] if row["group"] == "dp-cp"]
     of_replicas = [row for row in rows if row["operation"] != "all-reduce"]
@@ -169,7 +169,7 @@ def test_ramp_up_checks_every_batch_size() -> None:
         )
 
 
-def test_default_world_size() -> None:
+def test_default_world_size_follows_the_layout() -> None:
     assert world_size_of(parse_arguments(["--tp", "2", "--pp", "3", "--cp", "2"])) == 12
     assert world_size_of(parse_arguments(["--tp", "2", "--dp", "5"])) == 10
 
@@ -180,7 +180,7 @@ def rank_of(flags: str) -> dict[str, Any]:
     return found
 
 
-def test_keys_are_the_documented_ones() -> None:
+def test_keys_of_a_rank_are_documented() -> None:
     found = rank_of(f"{TINY} --rank 0")
     docs = (Path(__file__).parents[2] / "docs" / "dry-run.md").read_text(encoding="utf-8")
     section = docs[docs.index("--rank") :]
@@ -193,7 +193,7 @@ def test_keys_are_the_documented_ones() -> None:
         assert any(f"`{key}{end}" in section for end in ("`", "[]`", ".KIND`")), key
 
 
-def test_text_of_a_rank() -> None:
+def test_text_output_of_a_rank() -> None:
     text = dry_run(parse_arguments(f"{MOE} --rank 51237".split()))
     for line in (
         "Rank 51237 of 102400: tp 1, cp 1, dp 4, pp 2; of the experts ep 5, etp 0, edp 4",
@@ -223,15 +223,13 @@ def test_text_of_a_rank() -> None:
         (f"{TINY} --rank 1 --rank 2", "--rank is given twice: 1 and 2; keep one of them"),
     ],
 )
-def test_errors_of_a_rank(flags: str, message: str) -> None:
+def test_invalid_ranks_are_errors(flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         dry_run(parse_arguments(flags.split()))
     assert str(error.value) == message
 
 
-def test_a_hundred_thousand_ranks_are_not_gone_through(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_does_not_enumerate_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Shared results, such as the split into stages, are computed once."""
     cuts: list[int] = []
     partition = stages.partition_layers

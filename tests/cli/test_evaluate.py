@@ -49,7 +49,7 @@ def evaluate(folder: Path, *words: str | Path) -> int:
     return main(["--load", str(folder / "model"), "--device", "cpu", *map(str, words)])
 
 
-def test_text_json_and_token_files_are_one(folder: Path, capsys: Captured) -> None:
+def test_text_json_and_token_files_give_the_same_loss(folder: Path, capsys: Captured) -> None:
     reports = []
     for words in (
         ("--input", folder / "a.txt"),
@@ -81,7 +81,7 @@ def test_text_json_and_token_files_are_one(folder: Path, capsys: Captured) -> No
     assert reports[2]["bits_per_byte"] is None and reports[2]["bytes"] is None
 
 
-def test_what_people_read(folder: Path, capsys: Captured) -> None:
+def test_text_output(folder: Path, capsys: Captured) -> None:
     words = ("--input", folder / "a.txt", "--seq-length", "12", "--stride", "5", "--batch-size", "4", "--dtype", "fp64")
     assert evaluate(folder, *words) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -70,13 +70,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("error, says", MISTAKES, ids=lambda value: type(value).__name__)
-def test_a_mistake_is_one_line(error: Exception, says: str, capsys: Captured) -> None:
+def test_mistake_is_one_line(error: Exception, says: str, capsys: Captured) -> None:
     assert guarded(raising(error), "x") == BAD_INPUT
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"error: {says}") and said.err.count("\n") == 1
 
 
-def test_notes_belong_to_it(capsys: Captured) -> None:
+def test_notes_of_an_error_are_printed(capsys: Captured) -> None:
     error = ConfigError("full")
     error.add_note("20 documents are kept")
     guarded(raising(error), "x")
@@ -87,7 +87,7 @@ def bug() -> int:
     return importlib.import_module("megalite.config.byte_size").parse_byte_size(None)
 
 
-def test_a_bug_is_one_line_that_says_where(capsys: Captured) -> None:
+def test_bug_is_one_line_with_its_location(capsys: Captured) -> None:
     assert guarded(bug, "megalite plan") == BUG
     said = capsys.readouterr().err
     assert said.startswith("error: megalite plan has a bug: TypeError: expected string")
@@ -96,7 +96,7 @@ def test_a_bug_is_one_line_that_says_where(capsys: Captured) -> None:
     assert guarded(raising(ModuleNotFoundError("megalite.x", name="megalite.x")), "x") == BUG
 
 
-def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
+def test_long_running_command_raises_bugs(capsys: Captured) -> None:
     with pytest.raises(TypeError):
         guarded(bug, "x", long_running=True)
     with pytest.raises(OSError, match="Input/output error"):
@@ -109,7 +109,7 @@ def test_a_lasting_run_keeps_the_traceback_of_a_bug(capsys: Captured) -> None:
     assert capsys.readouterr().err == "error: b: Is a directory; give a file, not a folder\n"
 
 
-def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_debug_prints_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     seen = []
 
     def run(argv: list[str]) -> int | None:
@@ -130,7 +130,7 @@ def test_debug(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert os.environ[DEBUG_VARIABLE] == "", "as it was"
 
 
-def test_other_ends(capsys: Captured) -> None:
+def test_other_exit_statuses(capsys: Captured) -> None:
     assert guarded(lambda: None, "x") == 0
     assert guarded(lambda: 3, "x") == 3
     assert guarded(raising(SystemExit(0)), "x") == guarded(raising(SystemExit()), "x") == 0
@@ -142,7 +142,7 @@ def test_other_ends(capsys: Captured) -> None:
     assert capsys.readouterr().err == "interrupted\nterminated\n"
 
 
-def test_ranks_say_once_what_all_found(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_common_error_of_ranks_is_printed_once(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
@@ -170,7 +170,7 @@ def closed_pipe() -> int:
 
 
 @pytest.mark.parametrize("write", [lambda text: print(text), show], ids=["print", "show"])
-def test_a_reader_that_has_gone_is_no_error(
+def test_closed_stdout_pipe_is_not_an_error(
     write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     for text in ("short", "long" * (1 << 16)):
@@ -180,14 +180,14 @@ def test_a_reader_that_has_gone_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_another_broken_pipe_is_one(capsys: Captured) -> None:
+def test_other_broken_pipe_is_an_error(capsys: Captured) -> None:
     assert guarded(raising(BrokenPipeError(errno.EPIPE, "Broken pipe")), "x") == BAD_INPUT
     assert capsys.readouterr().err == "error: Broken pipe\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("write", [lambda text: print(text), show], ids=["print", "show"])
-def test_an_answer_that_cannot_be_written(
+def test_unwritable_output_is_an_error(
     write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     with Path("/dev/full").open("w", buffering=1) as out, monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ def test_an_answer_that_cannot_be_written(
     assert "No space left on device; make room" in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_utf8_can_be_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_name_that_is_not_utf8_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for encoding in ("utf-8", "ascii"):
         path = tmp_path / encoding
         with path.open("w", encoding=encoding) as out, monkeypatch.context() as patch:
@@ -205,7 +205,7 @@ def test_a_name_that_is_no_utf8_can_be_shown(monkeypatch: pytest.MonkeyPatch, tm
         assert path.read_bytes().startswith(b"a\\udcffb ")
 
 
-def test_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     assert guarded(lambda: None, "x") == 0
@@ -219,9 +219,7 @@ def test_every_command_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, ca
     assert DEBUG_VARIABLE not in os.environ and "error: " in capsys.readouterr().err
 
 
-def test_torchrun_finds_the_error_where_it_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_torchrun_gets_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """torchrun's report then ends with the error instead of a hint about tracebacks."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -238,7 +236,7 @@ def test_torchrun_finds_the_error_where_it_looks(
     assert not file.exists(), "one rank has said it"
 
 
-def test_torchrun_finds_what_nobody_expects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_gets_unexpected_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tests/e2e/test_kill` runs torchrun itself."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -251,7 +249,7 @@ def test_torchrun_finds_what_nobody_expects_too(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_under_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_under_the_log_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither ends a run nor changes the exit status."""
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)

@@ -40,7 +40,7 @@ def generate(*words: str | Path) -> int:
     return main(["--device", "cpu", "--max-new-tokens", "8", *map(str, words)])
 
 
-def test_a_checkpoint_and_a_folder_give_the_same_text(models: Path, capsys: Captured) -> None:
+def test_checkpoint_and_hugging_face_folder_give_the_same_text(models: Path, capsys: Captured) -> None:
     said = []
     for name in ("ours", "theirs"):
         assert generate("--load", models / name, "--prompt", "def main", "--top-k", "9") == 0
@@ -51,7 +51,7 @@ def test_a_checkpoint_and_a_folder_give_the_same_text(models: Path, capsys: Capt
     assert sorted(path.name for path in models.iterdir()) == ["ours", "theirs", "vocabulary"]
 
 
-def test_files_in_and_out(models: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_prompts_and_output_files(models: Path, tmp_path: Path, capsys: Captured) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     texts = ["def main", "é", "import os\n", "def main"]
     prompts.write_text("".join(json.dumps({"q": text}) + "\n" for text in texts))
@@ -72,7 +72,7 @@ def test_files_in_and_out(models: Path, tmp_path: Path, capsys: Captured) -> Non
     assert "texts.jsonl exists; remove it" in capsys.readouterr().err
 
 
-def test_chats_go_through_the_template(models: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_chats_use_the_template(models: Path, tmp_path: Path, capsys: Captured) -> None:
     model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
     shutil.copytree(models / "theirs", model)
     words = ("--load", model, "--chat", "--temperature", "0")
@@ -97,7 +97,7 @@ def test_chats_go_through_the_template(models: Path, tmp_path: Path, capsys: Cap
     assert "chats.jsonl:1: expected a string under 'role'" in capsys.readouterr().err
 
 
-def test_stop_and_seed(models: Path, capsys: Captured) -> None:
+def test_stop_strings_and_seed(models: Path, capsys: Captured) -> None:
     words = ("--load", models / "ours", "--prompt", "x", "--temperature", "1.5")
     said = []
     for more in ((), ("--seed", "0"), ("--seed", "1")):
@@ -110,7 +110,7 @@ def test_stop_and_seed(models: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out == "x" + text[: text.index(stop)] + "\n"
 
 
-def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_start_tokens_of_a_tokenizer_json(models: Path, tmp_path: Path, capsys: Captured) -> None:
     """The start tokens equal those of transformers, by default for Hugging Face folders."""
     from transformers import AutoTokenizer
 
@@ -136,12 +136,12 @@ def test_the_beginning_that_a_tokenizer_json_says(models: Path, tmp_path: Path, 
         assert generate(*words, *more) == 0
         said.append(capsys.readouterr().out)
     assert said[0] != said[1] == said[2]
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # which would write a beginning itself
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # which would add start tokens itself
     assert generate(*words, "--load", folder, "--chat") == 0
     assert capsys.readouterr().out == said[1]
 
 
-def test_the_flags_have_the_defaults_of_the_library() -> None:
+def test_flags_have_the_defaults_of_the_library() -> None:
     """The flags repeat the defaults, because they are declared without torch."""
     flags = main.parse(["--load", "x", "--prompt", "a"])
     assert (Sampling().max_new_tokens, Sampling().temperature) == (flags.max_new_tokens, flags.temperature)

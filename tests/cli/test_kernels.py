@@ -18,7 +18,7 @@ def asked(capsys: Captured, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_table(capsys: Captured) -> None:
+def test_table_of_backends(capsys: Captured) -> None:
     assert main(["kernels", "--device", "cpu"]) == 0
     first, second = capsys.readouterr().out.split("\n\n")[1:]
     lines = first.splitlines()
@@ -32,7 +32,7 @@ def test_the_table(capsys: Captured) -> None:
     assert {row[0] for row in chosen} == set(OPERATIONS)
 
 
-def test_json(capsys: Captured) -> None:
+def test_json_output(capsys: Captured) -> None:
     found = asked(capsys)
     assert found["device"] == "cpu" and found["torch"] == torch.__version__
     rows = {(row["operation"], row["backend"]): row for row in found["kernels"]}
@@ -45,7 +45,7 @@ def test_json(capsys: Captured) -> None:
     ]
 
 
-def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_of_a_choice(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: None)
     rows = {(row["operation"], row["dtype"]): row for row in asked(capsys, "--kernels", "triton,adam=torch")["chosen"]}
     assert rows["swiglu", "torch.bfloat16"]["backend"] == "triton"
@@ -55,9 +55,7 @@ def test_what_a_choice_would_give(capsys: Captured, monkeypatch: pytest.MonkeyPa
     assert rows["softmax", "torch.float32"]["why"] == "no rule: torch; triton: it has none"
 
 
-def test_a_run_says_once_what_its_first_backend_does_not_serve(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_logs_unserved_operations_once(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN, which every CPU has, implements only matrix products."""
     monkeypatch.setattr("megalite.kernels.registry.why_not_onednn", lambda device: None)
     words = [*TINY.split(), "--train-iters", "2", "--device", "cpu", "--kernels", "onednn"]
@@ -77,7 +75,7 @@ TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attent
         ("bias_gelu=apex", "apex has no bias_gelu (bias and GELU); use triton, torch"),
     ],
 )
-def test_a_run_that_asks_for_what_is_not_there(
+def test_unavailable_kernel_is_an_error(
     capsys: Captured, kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: "not interpreted")

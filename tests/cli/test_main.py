@@ -30,7 +30,7 @@ def test_usage_lists_the_commands(capsys: Captured) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("megalite 0.")
 
 
-def test_a_command_is_read_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_parsed_before_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     module = types.SimpleNamespace(run=lambda flags: seen.append((flags.folder, flags.png)))
     monkeypatch.setitem(sys.modules, "megalite.cli.runs", module)
@@ -78,7 +78,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"megalite {command}" in done.stdout for command in COMMANDS)
 
 
-def test_show(capsys: Captured) -> None:
+def test_config_show(capsys: Captured) -> None:
     assert config_main(["--show", "--preset", "gpt2-124m", "--tp", "2", "--world-size", "4"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["parallel"]["tp"], shown["parallel"]["dp"], shown["model"]["num_layers"]) == (2, 2, 12)
@@ -86,7 +86,7 @@ def test_show(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out) == shown
 
 
-def test_explain(capsys: Captured) -> None:
+def test_config_explain(capsys: Captured) -> None:
     assert config_main(["--explain", "--preset", "gpt2-124m", "--lr", "0.5"]) == 0
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
     assert rows["num_layers"] == ["12", "preset gpt2-124m"]
@@ -97,7 +97,7 @@ def test_explain(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["lr"] == {"value": 0.5, "source": "flag --lr"}
 
 
-def test_tables(capsys: Captured) -> None:
+def test_config_tables(capsys: Captured) -> None:
     assert config_main(["--presets"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert config_main([]) == 0
@@ -116,7 +116,7 @@ def test_help_has_at_most_110_columns() -> None:
         assert wide == [], command.name
 
 
-def test_choices_that_help_states_again() -> None:
+def test_choices_repeated_in_help() -> None:
     """The flags repeat the choices, because help imports neither numpy nor the tokenizers."""
     assert DATA_MERGE.spellings["--dtype"].choices == tuple(known.name for known in TOKEN_DTYPES.values())
     assert TRAIN_TOKENIZER.spellings["--pattern"].choices == tuple(WORD_PATTERNS)

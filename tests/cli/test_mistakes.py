@@ -75,7 +75,7 @@ PATHS = {
     "sweep {path} --dry-run": "",
     "parity --config {path}": "",
 }
-"""Command line with the path in question as {path} -> kinds of path that are fine there, or not tried: runs are slow."""
+"""Command line with the tested path as {path} -> kinds of path that are valid there, or not tried, as runs are slow."""
 
 KINDS = ("missing", "folder", "empty", "bytes", "text", "under", "long")
 
@@ -116,7 +116,7 @@ def refused(words: list[str], capsys: Captured) -> str:
 
 
 @pytest.mark.parametrize("line", PATHS)
-def test_paths(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
+def test_unreadable_paths_are_one_error(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text")
     for kind in KINDS if "{path}" in line else KINDS[:1]:
@@ -131,7 +131,7 @@ def test_paths(line: str, places: dict[str, Path], tmp_path: Path, capsys: Captu
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_help(name: str, capsys: Captured) -> None:
+def test_help_has_an_example_that_parses(name: str, capsys: Captured) -> None:
     """Help states the purpose and an example that parses."""
     words = [word for word in name.split() if not word.startswith("--")]
     assert main([*words, "--help"]) == 0
@@ -156,7 +156,7 @@ def flags_of(name: str, capsys: Captured) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_a_flag_with_a_slip(name: str, capsys: Captured) -> None:
+def test_misspelled_flag_names_the_nearest(name: str, capsys: Captured) -> None:
     """The error names the nearest flag, even if other flags are missing."""
     takes_settings = name.startswith("config --") or name == "data index"
     flags = ["--num-layers", "--preset"] if takes_settings else flags_of(name, capsys)
@@ -178,12 +178,12 @@ WORDS = {
     "MODEL": "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1",
     "LEARN": "train-tokenizer --input body.jsonl --output-prefix own --json-keys body",
 }
-"""Words of `refused.txt` that stand for several."""
+"""Abbreviations in `refused.txt`."""
 
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the lines of `refused.txt` name: schedules, a profile, a sweep, text, and two models with tokenizers of bytes."""
+    """Files used in `refused.txt`: schedules, a profile, a sweep, text, and two models with byte tokenizers."""
     folder = tmp_path_factory.mktemp("things")
     write_sweep(folder)
     (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
@@ -199,7 +199,9 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("row", lines(Path(__file__).with_name("refused.txt")))
-def test_refused(row: str, things: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_bad_command_lines_are_one_error(
+    row: str, things: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     """One error names all problems, and nothing is written."""
     monkeypatch.chdir(things)
     before = sorted(things.iterdir())
@@ -211,13 +213,13 @@ def test_refused(row: str, things: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert sorted(things.iterdir()) == before
 
 
-def test_dashes_and_underscores_are_one(capsys: Captured) -> None:
+def test_dashes_and_underscores_are_equivalent(capsys: Captured) -> None:
     for flag in ("--max_shard_size", "--max-shard-size"):
         said = refused(["convert", "nowhere", "out", "--to", "native", f"{flag}=1XB"], capsys)
         assert said.startswith("error: --max-shard-size: takes a size with its unit such as 500MB or 4GiB, got 1XB")
 
 
-def test_every_command_is_tried_with_paths() -> None:
+def test_every_command_is_tested_with_paths() -> None:
     without = {"kernels", "doctor", "completion"}  # they read no file
     assert {line.split()[0] for line in PATHS} == set(COMMANDS) - without
 
@@ -231,7 +233,7 @@ VALUES = (
 
 
 def command_lines() -> st.SearchStrategy[list[str]]:
-    """Draw known flags with values of all kinds and junk, for commands that start no work with them."""
+    """Draw known flags with values of all kinds and junk, for commands that fail before they start any work."""
     ours = {
         "convert": ("--to", "--from", "--step", "--dtype", "--max-shard-size", "--family", "--tp", "--verify"),
         "inspect": ("--diff", "--step", "--tensors", "--config", "--json", "--no-verify"),
@@ -258,7 +260,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(words=command_lines())
-def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
+def test_random_words_do_not_crash_a_command(words: list[str], capsys: Captured) -> None:
     capsys.readouterr()
     status = main(words)
     said = capsys.readouterr()
@@ -271,7 +273,7 @@ def test_no_words_break_a_command(words: list[str], capsys: Captured) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("line", [line for line in PATHS if "{path}" in line and "convert" not in line])
 @pytest.mark.parametrize("device", ["pipe", "/dev/zero"])
-def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, capsys: Captured) -> None:
+def test_pipes_and_devices_are_refused_quickly(line: str, device: str, tmp_path: Path, capsys: Captured) -> None:
     """The commands neither wait for them nor read without end."""
     path = tmp_path / "pipe.yaml" if device == "pipe" else Path(device)
     if device == "pipe":
@@ -281,7 +283,7 @@ def test_pipes_and_devices_are_refused(line: str, device: str, tmp_path: Path, c
     assert path.stem in refused(line.format(path=path, **known).split(), capsys)
 
 
-def test_deeply_nested_records_are_damaged_ones(tmp_path: Path, capsys: Captured) -> None:
+def test_deeply_nested_records_count_as_damaged(tmp_path: Path, capsys: Captured) -> None:
     """A line of another program does not stop `runs`."""
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)

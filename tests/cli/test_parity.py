@@ -19,7 +19,7 @@ def run(line: str) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_a_layout_that_is_the_same(capsys: Captured) -> None:
+def test_equal_layout(capsys: Captured) -> None:
     assert run(f"{SMALL} --tp 2 --dp 1 --steps 2 --bf16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 ranks = tp 2 x cp 1 x dp 1 x pp 1 (vpp 1) against one rank; fp64, 2 steps")
@@ -31,7 +31,7 @@ def test_a_layout_that_is_the_same(capsys: Captured) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
+def test_difference_is_reported_as_json(capsys: Captured) -> None:
     with forked_pools():
         assert run(f"{SMALL} --pp 2 --dp 1 --tolerance 0 --json") == 1
     found = json.loads(capsys.readouterr().out)
@@ -47,7 +47,7 @@ def test_a_difference_is_reported_as_data(capsys: Captured) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
+def test_fuzzer_counts_and_repeats_failures(capsys: Captured) -> None:
     with forked_pools():
         assert run("parity --fuzz 0 --seed 6 --steps 1") == 0
         first = capsys.readouterr().out
@@ -62,13 +62,13 @@ def test_the_fuzzer_counts_and_repeats(capsys: Captured) -> None:
         assert f"  {capsys.readouterr().out.splitlines()[-1]}" == verdict
 
 
-def test_a_batch_that_the_schedule_refuses_is_refused_here_too(capsys: Captured) -> None:
+def test_batch_refused_by_the_schedule_is_an_error(capsys: Captured) -> None:
     vee = "--pp 2 --vpp 2 --dp 1 --pipeline-schedule dualpipe-v"
     assert run(f"{SMALL.replace(' 2 ', ' 4 ', 1)} {vee} --global-batch-size 3") == 2
     assert "needs 4 microbatches or more but has 3" in capsys.readouterr().err
 
 
-def test_own_flags_are_taken_out_of_the_settings() -> None:
+def test_flags_of_parity_are_not_settings() -> None:
     found = PARITY.parse(["--tp", "2", "--steps=5", "--pipeline-layers", "1", "3", "--tolerance", "1e-6"])
     assert (found.steps, found.tolerance, found.fuzz) == (5, 1e-6, None)
     assert found.invocation.config.parallel.tp == 2

@@ -14,7 +14,7 @@ from tests.planner.search.asking import TINY, asked
 SMALL = f"{TINY} --gpus 4 --fix mbs=1,2 --fix recompute=none --top 2"
 
 
-def test_prints_layouts_and_draws_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_layouts_and_draws_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL.split(), "--pp", "2", "--explain"]) == 0
     said = capsys.readouterr().out
     assert "layouts are legal" in said
@@ -22,7 +22,7 @@ def test_prints_layouts_and_draws_the_step(capsys: pytest.CaptureFixture[str]) -
     assert "rank 1" in said
 
 
-def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_files_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--output", str(tmp_path / "plan.yaml"), "--html", str(tmp_path / "plan.html")]
     assert main([*SMALL.split(), "--json", "--tokens", "1.5B", *files]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -33,7 +33,7 @@ def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py" in found["launch"][0]
 
 
-def test_resolve_writes_a_sweep_of_the_ties(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resolve_writes_a_sweep_of_close_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ties.yaml"
     flags = f"--preset llama3-8b --cluster dgx-h100 --gpus 64 --global-batch-size 512 --top 4 --resolve {path} --json"
     assert main(flags.split()) == 0
@@ -54,14 +54,14 @@ def test_resolve_writes_a_sweep_of_the_ties(tmp_path: Path, capsys: pytest.Captu
     assert not none.exists()
 
 
-def test_precision_is_the_fastest_that_there_is() -> None:
+def test_default_precision_is_the_fastest() -> None:
     model = "--preset gpt3-1.3b --gpus 8 --global-batch-size 8"
     assert asked(f"{model} --cluster dgx-a100").request.config.training.precision == "bf16"
     assert asked(f"{model} --cluster v100").request.config.training.precision == "fp16"
     assert asked(f"{model} --cluster dgx-a100 --fp32").request.config.training.precision == "fp32"
 
 
-def test_strategies_go_with_the_optimizer() -> None:
+def test_strategies_fit_the_optimizer() -> None:
     assert asked(f"{TINY} --gpus 4").request.fixed == {}
     fixed = asked(f"{TINY} --gpus 4 --optimizer onebit-adam").request.fixed
     assert fixed == {"dp_strategy": ("all-reduce",)}

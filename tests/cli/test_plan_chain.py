@@ -25,7 +25,7 @@ def tiny(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_text(tiny: str, capsys: Captured) -> None:
+def test_text_output(tiny: str, capsys: Captured) -> None:
     assert main([tiny, "--cluster", "2x1", "--global-batch-size", "8", "--compare"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("tiny on 2x1@25 (2 devices of 14.90 GiB), 8 samples per step\nprofile: not stated\n")
@@ -39,7 +39,7 @@ def test_text(tiny: str, capsys: Captured) -> None:
     assert "\n1 microbatches of 1024 samples, idle devices: 8\n" in capsys.readouterr().out
 
 
-def test_data_and_picture(tiny: str, capsys: Captured, tmp_path: Path) -> None:
+def test_json_and_drawing(tiny: str, capsys: Captured, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     assert main([tiny, "--cluster", "2x1", "--global-batch-size", "8", "--json", "--svg", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -57,7 +57,7 @@ def test_data_and_picture(tiny: str, capsys: Captured, tmp_path: Path) -> None:
     assert text.startswith("<svg") and "tiny on 2x1@25" in text
 
 
-def test_memory(tiny: str, capsys: Captured) -> None:
+def test_memory_limit(tiny: str, capsys: Captured) -> None:
     flags = [tiny, "--cluster", "2x1", "--global-batch-size", "8"]
     assert main([*flags, "--memory", "3.205GB"]) == 0
     said = capsys.readouterr().out

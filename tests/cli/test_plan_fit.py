@@ -43,7 +43,7 @@ def write(path: Path, names: list[str], rows: list[list[Any]]) -> None:
         csv.writer(file).writerows([names, *rows])
 
 
-def test_constants_are_found_and_written(steps: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_constants_are_recovered_and_written(steps: Path, tmp_path: Path, capsys: Captured) -> None:
     fit = ["plan-fit", str(steps), "--cluster", "dgx-h100"]
     two, left_out = ["--fit", "gemm", "--fit", "attention_efficiency"], ["--leave-out", "preset"]
     written = ["--output", str(tmp_path / "ours.yaml")]
@@ -84,7 +84,7 @@ def test_bad_cells_are_named(column: str, cell: str, message: str, steps: Path, 
     assert message in capsys.readouterr().err
 
 
-def test_the_table_of_the_page_is_read(tmp_path: Path) -> None:
+def test_table_of_the_page_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     (tmp_path / "steps.csv").write_text(page.split("```csv\n")[1].split("```")[0], "utf-8-sig")
     rows = [row.measured for row in read_rows(tmp_path / "steps.csv")]
@@ -92,7 +92,7 @@ def test_the_table_of_the_page_is_read(tmp_path: Path) -> None:
     assert [row.seconds for row in rows] == pytest.approx([64 * 8192 / 8 / 7100, 512 * 8192 / 64 / 6500])
 
 
-def test_bad_tables_and_columns(steps: Path, capsys: Captured) -> None:
+def test_bad_tables_and_columns_are_errors(steps: Path, capsys: Captured) -> None:
     fit = ["plan-fit", str(steps), "--cluster", "dgx-h100"]
     for more, message in (
         (["--leave-out", "presets"], "no column is named presets: did you mean preset?"),

@@ -1,4 +1,4 @@
-"""Test `megalite port` on scripts and YAML in the form of Megatron-LM's, without running anything."""
+"""Test `megalite port` on scripts and YAML in Megatron-LM's form, without running anything."""
 
 from pathlib import Path
 
@@ -73,12 +73,12 @@ def commands(script: str, **given: str) -> list[list[str]]:
             ["run", '$( cd "$( dirname "$0" )" && pwd )/x', "${T}", "${U}"]]),
     ],
 )  # fmt: skip
-def test_shell(script: str, expected: list[list[str]]) -> None:
+def test_shell_scripts(script: str, expected: list[list[str]]) -> None:
     assert commands(script) == expected
 
 
 @pytest.mark.parametrize("script", ["A=(a b", "run 'x", 'run "x', "if true; then run", "run ${x", "case x in"])
-def test_shell_errors_are_of_the_user(script: str) -> None:
+def test_shell_errors_are_user_errors(script: str) -> None:
     with pytest.raises(ConfigError):
         commands(script)
 
@@ -101,7 +101,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("kind", LAUNCHES)
-def test_launchers(kind: str, tmp_path: Path) -> None:
+def test_flags_of_launchers(kind: str, tmp_path: Path) -> None:
     text, ranks = LAUNCHES[kind]
     script = tmp_path / "run.sh"
     script.write_text(f"#!/bin/bash\n{text}\n")
@@ -110,8 +110,8 @@ def test_launchers(kind: str, tmp_path: Path) -> None:
     assert launch.ranks == ranks
 
 
-def test_a_script_that_writes_the_job(tmp_path: Path) -> None:
-    """In a here-document two backslashes are one, and variables of the job stay."""
+def test_script_that_writes_a_job_script(tmp_path: Path) -> None:
+    """In a here-document two backslashes are one, and variables of the job are kept."""
     (tmp_path / "run.sh").write_text(
         "cat > $OUT/job.sh <<EOF\nsrun torchrun \\\\\n --nnodes=2 --nproc_per_node=4 --rdzv_id=\\$JOB_ID \\\\\n"
         ' --rdzv_endpoint=\\$(first "\\$HOST_NAMES") pretrain_gpt.py --tp 2 \\\\\n --bf16\nEOF\nsbatch $OUT/job.sh\n'
@@ -122,7 +122,7 @@ def test_a_script_that_writes_the_job(tmp_path: Path) -> None:
     assert command_line(port(launch), "run.yaml") == f"{said} --config run.yaml"
 
 
-def test_scripts_that_read_other_scripts(tmp_path: Path) -> None:
+def test_scripts_that_source_other_scripts(tmp_path: Path) -> None:
     (tmp_path / "flags.sh").write_text('FLAGS=" --num-layers ${LAYERS} \\\n --bf16 "')
     (tmp_path / "start.sh").write_text("#!/bin/bash\nsrun python pretrain_gpt.py ${FLAGS}\n")
     (tmp_path / "run.sh").write_text(
@@ -132,7 +132,7 @@ def test_scripts_that_read_other_scripts(tmp_path: Path) -> None:
     assert (launch.words, launch.ranks) == (["--num-layers", "7", "--bf16"], 16)
 
 
-def test_the_example(capsys: Captured, tmp_path: Path) -> None:
+def test_example_script(capsys: Captured, tmp_path: Path) -> None:
     """Config and flags agree, and Megatron-LM's differing defaults are written out."""
     output = tmp_path / "run.yaml"
     assert main(["port", str(EXAMPLE), "--set", "1=ckpt", "--set", "DATA_PATH=d", "--output", str(output)]) == 0
@@ -151,7 +151,7 @@ def test_the_example(capsys: Captured, tmp_path: Path) -> None:
     assert (ported.checkpoint.save, ported.data.data_path, ported.model.hidden_dropout) == ("ckpt", ["d"], 0.1)
 
 
-def test_variables_without_a_value_stay(capsys: Captured) -> None:
+def test_variables_without_a_value_are_kept(capsys: Captured) -> None:
     assert main(["port", str(EXAMPLE)]) == 0
     said = capsys.readouterr().out
     assert '--save "${CHECKPOINTS}"' in said
@@ -201,7 +201,7 @@ CASE = {
 }
 
 
-def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> None:
+def test_megatron_test_case_dry_runs(capsys: Captured, tmp_path: Path) -> None:
     """The case passes unchanged, although its files are missing, and as ported."""
     case, ported = tmp_path / "model_config.yaml", tmp_path / "run.yaml"
     case.write_text(yaml.safe_dump(CASE))
@@ -219,13 +219,13 @@ def test_a_case_of_their_tests_runs_dry(capsys: Captured, tmp_path: Path) -> Non
     assert (config.parallel.vpp, config.model.sliding_window, config.optimizer.decoupled_lr) == (3, 128, 0.0002)
 
 
-def test_nodes_have_the_ranks_that_the_script_gives_them(tmp_path: Path) -> None:
+def test_ranks_per_node_are_those_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("#SBATCH --nodes=3 --ntasks-per-node=4\nsrun python pretrain_gpt.py --tp 2\n")
     (launch,) = read_launches(tmp_path / "run.sh", {})
     assert command_line(port(launch), "run.yaml").startswith("torchrun --nproc-per-node 4 --nnodes 3 ")
 
 
-def test_what_a_missing_value_depends_on_is_said(capsys: Captured, tmp_path: Path) -> None:
+def test_missing_value_names_its_cause(capsys: Captured, tmp_path: Path) -> None:
     script = "MODEL=$1\ncase $MODEL in 7b) L=32;; 70b) L=80; O=--bf16;; esac\npretrain_gpt.py --num-layers $L $O --mock-data\n"
     (tmp_path / "run.sh").write_text(script)
     assert main(["port", str(tmp_path / "run.sh")]) == 2
@@ -235,7 +235,7 @@ def test_what_a_missing_value_depends_on_is_said(capsys: Captured, tmp_path: Pat
     assert launch.words == ["--num-layers", "32", "--mock-data"]
 
 
-def test_flags_of_repositories_that_come_from_theirs() -> None:
+def test_flags_of_megatron_forks() -> None:
     """DeepSpeed's flags, and those that a launcher passes on."""
     words = (
         "--mock-data --vocab-size 64 --normalization rmsnorm --num-key-value-heads 2 --zero-stage 1 --deepspeed "
@@ -258,14 +258,14 @@ def test_flags_of_repositories_that_come_from_theirs() -> None:
     assert any("expert capacity applies to each sequence" in line for line in said["differs"])
 
 
-def test_lists_in_their_files(tmp_path: Path) -> None:
+def test_lists_in_megatron_yaml(tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
     case.write_text('MODEL_ARGS: {--a: "[2 2]", --b: 2 2, --c: "a b", --d: [3, 4]}')
     (launch,) = read_launches(case, {})
     assert launch.words == ["--a", "2", "2", "--b", "2", "2", "--c", "a b", "--d", "3", "4"]
 
 
-def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Path) -> None:
+def test_one_error_names_all_unsupported_settings(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
     refused = {
         "--attention-output-gate": True,
@@ -290,7 +290,7 @@ def test_all_that_cannot_be_had_is_named_at_once(capsys: Captured, tmp_path: Pat
     assert "SEED" not in capsys.readouterr().err
 
 
-def test_too_few_ranks_are_said(tmp_path: Path) -> None:
+def test_too_few_ranks_are_reported(tmp_path: Path) -> None:
     """The script's default of one node with 8 ranks is too small for its experts and stages."""
     words = [
         *("--num-layers", "8", "--pp", "4", "--num-experts", "8", "--ep", "8"),
@@ -301,7 +301,7 @@ def test_too_few_ranks_are_said(tmp_path: Path) -> None:
     assert port(Launch(words), world_size=8).problems != []
 
 
-def test_experts_without_their_biases_are_said() -> None:
+def test_experts_without_biases_are_reported() -> None:
     words = ["--num-layers", "2", "--num-experts", "8", "--vocab-size", "64", "--mock-data"]
     for more, said in (((), True), (("--disable-bias-linear",), False), (("--moe-add-bias-linear",), False)):
         differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
@@ -311,7 +311,7 @@ def test_experts_without_their_biases_are_said() -> None:
 @pytest.mark.parametrize(
     ("flags", "sequences"), [("", 4), ("aux_loss", 4), ("seq_aux_loss", 1), ("none", 1), ("aux_loss --tp 2", 4)]
 )
-def test_load_balancing_is_over_their_microbatch(flags: str, sequences: int) -> None:
+def test_load_balancing_is_per_microbatch(flags: str, sequences: int) -> None:
     words = (
         f"--num-experts 8 --moe-aux-loss-coeff {0.0 if flags == 'none' else 0.1} --micro-batch-size 4 --vocab-size 64"
     )
@@ -328,7 +328,9 @@ def test_load_balancing_is_over_their_microbatch(flags: str, sequences: int) -> 
         ("run.sh", "A=(1\n", "an array is not closed"),
     ],
 )
-def test_files_without_a_launch(name: str, text: str, message: str, capsys: Captured, tmp_path: Path) -> None:
+def test_files_without_a_launch_are_errors(
+    name: str, text: str, message: str, capsys: Captured, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     assert main(["port", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
@@ -341,13 +343,13 @@ def test_files_without_a_launch(name: str, text: str, message: str, capsys: Capt
     [
         ("--lr-decay-style constant", "step-end"),
         ("--lr-decay-style constant --lr-warmup-iters 5", "megatron"),
-        ("", "megatron"),  # linear, without a warm-up: the first step is at the peak there
+        ("", "megatron"),  # linear, without a warm-up: Megatron-LM's first step is at the peak
         (
             "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
             "megatron",
         ),
     ],
 )
-def test_schedules_are_read_where_theirs_are(flags: str, offset: str) -> None:
+def test_schedules_equal_megatron(flags: str, offset: str) -> None:
     words = f"--mock-data --vocab-size 64 --train-iters 30 {flags}".split()
     assert port(Launch(words)).config.optimizer.lr_schedule_offset == offset

@@ -63,7 +63,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert " ".join(head.split()) == "run status layout ranks step loss valid loss tokens/s goodput starts started"
@@ -75,7 +75,7 @@ def test_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cells["old"][1] == cells["starting"][1] == "unknown"
 
 
-def test_json_has_the_curves(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_curves(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs / "a"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["name"], found["step"], found["goodput"]) == ("a", 30, 0.75)
@@ -83,7 +83,7 @@ def test_json_has_the_curves(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["valid_losses"] == [[10, 2.9], [20, 2.7], [30, pytest.approx(2.6333, abs=1e-4)]]
 
 
-def test_the_page_needs_nothing_else(runs: Path, tmp_path: Path) -> None:
+def test_page_is_standalone(runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main([str(runs), "--html", str(page)]) == 0
     text = page.read_text()
@@ -102,7 +102,7 @@ def test_the_page_needs_nothing_else(runs: Path, tmp_path: Path) -> None:
         assert len({(path.get("stroke"), path.get("stroke-dasharray")) for path in curves}) == count
 
 
-def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_png_output(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs), "--png", str(tmp_path / "runs.png")]) == 0
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'runs.png'}\n")
@@ -119,7 +119,7 @@ def test_png(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("a --png a.bmpp", "cannot write a.bmpp: "),
     ],
 )
-def test_mistakes(
+def test_mistakes_are_errors(
     words: str, error: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(runs)
@@ -128,7 +128,7 @@ def test_mistakes(
     assert capsys.readouterr().err.startswith(f"error: {error}")
 
 
-def test_a_run_on_another_host_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_a_run_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.cli.runs.time.time", lambda: NOW)
     away = [session(ended=None, host="elsewhere", pid=1)]
     assert status_of(away, NOW - 60.0) == "running"
@@ -136,7 +136,7 @@ def test_a_run_on_another_host_is_judged_by_its_files(monkeypatch: pytest.Monkey
     assert status_of(away, NOW - 10_800.0) == "silent for 3 h"
 
 
-def test_a_run_under_way_gets_the_goodput_of_now(tmp_path: Path) -> None:
+def test_live_run_has_current_goodput(tmp_path: Path) -> None:
     write_run(tmp_path / "a", sessions=[session(ended=None, pid=os.getpid(), steps_seconds=1.0)])
     for name in ("metrics.jsonl", "sessions.json"):
         os.utime(tmp_path / "a" / name, (NOW + 10.0, NOW + 10.0))
@@ -144,7 +144,7 @@ def test_a_run_under_way_gets_the_goodput_of_now(tmp_path: Path) -> None:
     assert found.goodput == pytest.approx(0.1)
 
 
-def test_what_is_no_number_leaves_a_gap() -> None:
+def test_non_finite_values_are_gaps() -> None:
     points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, 3.0)]
     path = re.search(r'class="curve c0"[^>]* d="(.*?)"', draw_curves([Line("a", points, 0)], x_label="x", y_label="y"))
     assert path is not None
@@ -158,15 +158,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_picture_of_one_run(run: Path) -> None:
+def test_drawing_of_one_run(run: Path) -> None:
     """The argument is the folder of the run; the suffix gives the format."""
     assert main([str(run), "--png", str(run / "curve.svg")]) == 0
     assert "<svg" in (run / "curve.svg").read_text()
 
 
-def test_damaged_lines_are_left_out(run: Path) -> None:
+def test_damaged_lines_are_ignored(run: Path) -> None:
     path = run / METRICS
     lines = path.read_bytes().splitlines(keepends=True)
     lines[1] = lines[1][:20] + b"\xff\x00\n"
-    path.write_bytes(b"".join(lines) + b'[1]\n"text"\n{}\n' + lines[0].rstrip(b"\n"))  # the last one is cut off
+    path.write_bytes(b"".join(lines) + b'[1]\n"text"\n{}\n' + lines[0].rstrip(b"\n"))  # the last line is truncated
     assert list(read_run(run, "a").losses) == [(float(step), 2.0 + 4.0 / step) for step in (1, 3, 4, 5, 6)]

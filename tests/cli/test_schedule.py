@@ -41,7 +41,7 @@ def run(capsys: Captured) -> Any:
     return run
 
 
-def test_the_grid_and_its_totals(run: Any) -> None:
+def test_grid_and_totals(run: Any) -> None:
     lines = run("--schedule 1f1b --pp 3 --microbatches 4").splitlines()
     assert lines[0] == "schedule 1f1b: 3 ranks, one stage each, 4 microbatches; one slot = 1"
     assert lines[2] == "rank 0 F0 F1 F2  .  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --   33.3%     3"
@@ -52,7 +52,7 @@ def test_the_grid_and_its_totals(run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_by_name_with_the_chunks_that_it_needs(name: str, run: Any) -> None:
+def test_every_schedule_by_name_with_its_chunks(name: str, run: Any) -> None:
     data = json.loads(run(f"--schedule {name} --pp 3 --microbatches 6 --json --lowered"))
     chunks = data["num_stages"] // 3
     schedule = build_schedule(name, num_ranks=3, num_chunks=chunks, num_microbatches=6)
@@ -72,7 +72,7 @@ def test_every_schedule_by_name_with_the_chunks_that_it_needs(name: str, run: An
     assert data["peak_shares"] * chunks == max(rank["peak_activations"] for rank in data["ranks"])
 
 
-def test_auto_is_no_slower_than_the_named_ones(run: Any) -> None:
+def test_auto_is_not_slower_than_named_schedules(run: Any) -> None:
     found = json.loads(run("--compare --pp 3 --microbatches 6 --costs costs.json --json"))
     assert found["refused"] == {}
     times = {each["name"]: each["makespan"] for each in found["schedules"]}
@@ -80,7 +80,7 @@ def test_auto_is_no_slower_than_the_named_ones(run: Any) -> None:
     assert times["auto"] <= min(times.values()) * (1 + 1e-9)
 
 
-def test_default_schedule_and_knobs(run: Any) -> None:
+def test_default_schedule_and_options(run: Any) -> None:
     base = "--pp 2 --microbatches 6"
     assert run(base).startswith("schedule 1f1b")
     assert run(f"{base} --vpp 3").startswith("schedule interleaved: 2 ranks, 6 stages")
@@ -91,7 +91,7 @@ def test_default_schedule_and_knobs(run: Any) -> None:
     assert " R0 " in ahead and "R its forward again" in ahead
     early = run(f"{base} --lowered --recv-prefetch 3")
     assert early != run(f"{base} --lowered") and early.split("program:")[1].count("RECV") == 12
-    # Messages that take longer than what makes them: with a wider window ranks wait less for their sends.
+    # Messages take longer than the computations: with a wider window ranks wait less for their sends.
     Path("slow.json").write_text('{"forward": 1, "p2p": 5}')
     slow = "--schedule gpipe --pp 3 --microbatches 6 --costs slow.json --json --send-window"
     narrow, wide = (json.loads(run(f"{slow} {window}"))["makespan"] for window in (1, 4))
@@ -99,7 +99,7 @@ def test_default_schedule_and_knobs(run: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "placement"), [("1f1b", [0, 1, 2]), ("zb-v", [0, 1, 2, 2, 1, 0])])
-def test_forward_only(name: str, placement: list[int], run: Any) -> None:
+def test_forward_only_schedule(name: str, placement: list[int], run: Any) -> None:
     data = json.loads(run(f"--schedule {name} --pp 3 --microbatches 4 --forward-only --json"))
     assert data["placement"] == placement and data["forward_only"]
     assert {action[1] for rank in data["ranks"] for action in rank["actions"]} == {"F"}
@@ -117,7 +117,7 @@ def test_memory_in_bytes(run: Any) -> None:
     assert run(f"{line} --memory-limit 9GiB") == run(line)
 
 
-def test_csv_there_and_back(run: Any) -> None:
+def test_csv_round_trip(run: Any) -> None:
     said = run("--schedule zb-v --pp 2 --microbatches 4 --write-csv mine.csv")
     assert said.splitlines()[-1] == "wrote mine.csv"
     schedule = build_schedule("zb-v", num_ranks=2, num_chunks=2, num_microbatches=4)
@@ -127,7 +127,7 @@ def test_csv_there_and_back(run: Any) -> None:
     assert again.startswith("schedule mine.csv: 2 ranks, 4 stages, 4 microbatches")
 
 
-def test_compare(run: Any) -> None:
+def test_compare_schedules(run: Any) -> None:
     text = run("--compare gpipe 1f1b interleaved zb-v dualpipe-v --pp 4 --microbatches 6 --vpp 3")
     rows = [line.split() for line in text.splitlines()]
     assert " ".join(rows[0]) == "schedule vpp makespan of ideal bubble no barrier peak for W sends"
@@ -139,7 +139,7 @@ def test_compare(run: Any) -> None:
     assert text.splitlines()[-1].startswith(reason)
 
 
-def test_compare_with_ones_own(run: Any) -> None:
+def test_compare_with_a_custom_schedule(run: Any) -> None:
     run("--schedule interleaved --pp 2 --microbatches 4 --vpp 3 --write-csv 1f1b.csv")
     files = "--svg all.svg --html all.html --trace all.json"
     found = json.loads(run(f"--csv 1f1b.csv --compare 1f1b looped-bfs --json {files}"))
@@ -173,7 +173,7 @@ def test_traces_are_in_microseconds(costs: str, scale: float, run: Any) -> None:
     assert max(each["ts"] + each["dur"] for each in slices) == pytest.approx(makespan * scale)
 
 
-def test_a_narrow_terminal_wraps(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grid_wraps_on_a_narrow_terminal(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     lines = run("--schedule zb-v --pp 4 --microbatches 8").splitlines()
@@ -190,7 +190,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "text", "says"), FAULTS, ids=[name for name, _, _ in FAULTS])
-def test_a_bad_schedule_is_shown_with_its_cell(name: str, text: str, says: tuple[str, ...], capsys: Captured) -> None:
+def test_bad_schedule_is_shown_with_its_cell(name: str, text: str, says: tuple[str, ...], capsys: Captured) -> None:
     path = Path(f"{name}.csv")
     path.write_text(text)
     assert main(["--csv", str(path)]) == 2
@@ -207,7 +207,7 @@ def test_a_bad_schedule_is_shown_with_its_cell(name: str, text: str, says: tuple
     ("", "2", ("holds 3", "limit of 2")),
     ("--costs costs.json", "8GiB", ("holds 9.00 GiB", "limit of 8.00 GiB")),
 ])  # fmt: skip
-def test_more_memory_than_the_limit(costs: str, limit: str, says: tuple[str, ...], capsys: Captured) -> None:
+def test_memory_above_the_limit_is_an_error(costs: str, limit: str, says: tuple[str, ...], capsys: Captured) -> None:
     line = f"--schedule 1f1b --pp 3 --microbatches 5 {costs} --memory-limit {limit}"
     assert main(line.split()) == 2
     said = capsys.readouterr().err

@@ -15,7 +15,7 @@ BUILDER = Path(__file__).parents[2] / "examples" / "quickstart" / "build_corpus.
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's text, 0.6 MB of it."""
+    """0.6 MB of the quickstart's text."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", ["build_corpus", "--output", str(path), "--max-megabytes", "0.6"])
@@ -34,7 +34,9 @@ def opened(path: Path) -> Tokenizer:
     ("kind", "file"),
     [("sentencepiece-bpe", "own.model"), ("sentencepiece-unigram", "own.model"), ("byte-level-bpe", "own.json")],
 )
-def test_real_text(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str) -> None:
+def test_tokenizers_of_real_text(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
+) -> None:
     prefix = tmp_path / "new" / "own"
     command = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "900", "--type", kind]
     assert main([*command, "--max-megabytes", "0.2"]) == 0
@@ -50,7 +52,7 @@ def test_real_text(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
 
 
-def test_bad_lines_and_few_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_and_few_documents_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"body": "one two three " * 2000}) + "\nno JSON\n{}\n")
     command = ["--input", str(path), "--output-prefix", str(tmp_path / "own"), "--json-keys", "body"]

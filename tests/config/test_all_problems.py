@@ -19,7 +19,7 @@ def refused(flags: str, world_size: int | None = None) -> tuple[str, ...]:
     return error.value.problems
 
 
-def test_flags_and_files_together(tmp_path: Path) -> None:
+def test_one_error_for_flags_and_files(tmp_path: Path) -> None:
     """One problem of each kind: unknown flag, key or choice, wrong type, out of range, a contradiction."""
     file = tmp_path / "run.yaml"
     file.write_text("model: {num_layers: four, hiden_size: 64}\noptimizer: {lr: -1}\nseed: 3\nseed: 4\n")
@@ -51,11 +51,11 @@ def test_flags_and_files_together(tmp_path: Path) -> None:
         ("--num-layers 2 --pp 4", 2),
     ],
 )
-def test_how_many(flags: str, problems: int) -> None:
+def test_number_of_problems(flags: str, problems: int) -> None:
     assert len(refused(flags)) == problems, refused(flags)
 
 
-def test_what_a_run_needs_beside_what_is_wrong() -> None:
+def test_missing_settings_are_listed_with_wrong_ones() -> None:
     found = refused("--lr -1 --tp 2", world_size=1)
     assert [text.split(";")[0].split(" is ")[0] for text in found] == [
         "lr",
@@ -66,7 +66,7 @@ def test_what_a_run_needs_beside_what_is_wrong() -> None:
     assert "--train-iters" not in str(refused("--train-iter 5", world_size=1)[1:])
 
 
-def test_the_dry_run_says_as_much_as_the_run() -> None:
+def test_dry_run_lists_the_same_problems_as_the_run() -> None:
     assert refused("--dry-run --world-size 3 --tp 2 --lr fast") == (
         "--lr: lr takes a number such as 0.1, got 'fast'",
         "world size 3 is not a multiple of tp·pp·cp = 2·1·1 = 2; start 2 or 4 ranks, or choose tp, pp, cp with a product "
@@ -74,7 +74,7 @@ def test_the_dry_run_says_as_much_as_the_run() -> None:
     )
 
 
-def test_no_rule_breaks_on_a_wrong_setting() -> None:
+def test_rules_do_not_fail_on_wrong_settings() -> None:
     """With any wrong setting, rules neither fail nor report consequences of it."""
     for name, setting in settings().items():
         problems = Problems()
@@ -88,7 +88,7 @@ def test_no_rule_breaks_on_a_wrong_setting() -> None:
             assert error.value.problems[0].startswith(f"{name} is ") and len(error.value.problems) == 1, name
 
 
-def test_a_hidden_setting_cannot_be_read_and_the_others_can() -> None:
+def test_hidden_setting_cannot_be_read() -> None:
     seen = rule_settings(RunConfig(), wrong={"num_attention_heads", "tp"})
     assert seen.num_layers == seen.run.model.num_layers == 2
     for name in ("num_attention_heads", "head_size", "query_groups", "tp"):
@@ -98,7 +98,7 @@ def test_a_hidden_setting_cannot_be_read_and_the_others_can() -> None:
         _ = seen.run.parallel.tp
 
 
-def test_one_is_one_line_and_very_many_are_cut() -> None:
+def test_one_problem_is_one_line_and_many_are_truncated() -> None:
     assert str(ConfigError("a")) == "a"
     assert str(ConfigError("a", "b")) == "there are 2 problems:\n- a\n- b"
     assert str(ConfigError(*map(str, range(99)))).splitlines()[-2:] == ["- 29", "- and 69 more"]

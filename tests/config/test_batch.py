@@ -24,7 +24,7 @@ def config_of(flags: str) -> RunConfig:
     return validate(parse_arguments(flags.split()).config, 1)
 
 
-def test_sequences_grow_in_multiples_of_the_first_length_to_the_last() -> None:
+def test_sequence_lengths_of_a_ramp_up() -> None:
     config = config_of("--seq-length 100 --seq-length-warmup 16 10 --rampup-batch-size 4 4 30 --global-batch-size 16")
     lengths = [sequence_length(config, step) for step in range(12)]
     assert lengths == [16, 16, 32, 32, 48, 48, 64, 64, 80, 80, 100, 100]
@@ -55,7 +55,7 @@ def test_ramp_up_edges(ramp: str, final: int, sizes: tuple[int, ...]) -> None:
     assert batch_size(config, 10**9) == final
 
 
-def test_a_schedule_steps_where_its_tokens_have_been_seen() -> None:
+def test_length_schedule_steps_at_its_tokens() -> None:
     config = config_of("--step-batch-size-schedule 0:4,1K:8,0.004M:2 --seq-length 100")
     assert [batch_size(config, consumed) for consumed in (0, 9, 10, 39, 40, 10**9)] == [4, 4, 8, 8, 2, 2]
     assert batch_sizes(config) == (4, 8, 2)
@@ -92,7 +92,7 @@ def test_length_must_be_known() -> None:
         total_steps(config_of(""))
 
 
-def test_a_run_by_samples_uses_them_all_after_a_change_of_batch_size() -> None:
+def test_run_by_samples_uses_all_after_a_batch_size_change() -> None:
     config = config_of("--train-samples 40 --global-batch-size 8")
     assert steps_left(config, step=5, samples=20) == 2
     assert steps_left(config, step=5, samples=40) == 0
@@ -113,7 +113,7 @@ def stepwise(config: RunConfig, consumed: int, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("ramp_up", [None, (1, 1, 0), (1, 1, 7), (2, 3, 100), (4, 2, 1000), (3, 5, 11), (13, 1, 50)])
 @pytest.mark.parametrize("start", [0, 5, 60])
-def test_counting_is_that_of_steps(ramp_up: tuple[int, int, int] | None, start: int) -> None:
+def test_counts_equal_counting_by_step(ramp_up: tuple[int, int, int] | None, start: int) -> None:
     ramp = None if ramp_up is None else list(ramp_up)
     config = replace(RunConfig(), dp=1, global_batch_size=13, rampup_batch_size=ramp, train_samples=700)
     consumed = stepwise(config, start, 300)
@@ -126,7 +126,7 @@ def test_counting_is_that_of_steps(ramp_up: tuple[int, int, int] | None, start: 
         assert steps_until(config, samples) == next(n for n, done in enumerate(whole) if done >= samples)
 
 
-def test_a_ramp_up_of_very_many_steps_is_counted_at_once() -> None:
+def test_long_ramp_up_is_counted_quickly() -> None:
     flags = "--rampup-batch-size 1 1 999999999999 --global-batch-size 8 --train-samples 999999999999 --optimizer onebit-adam"
     config = validate(parse_arguments([*flags.split(), "--lr-warmup-samples", "99999999999"]).config, 1)
     assert 10**11 < total_steps(config) < 10**12

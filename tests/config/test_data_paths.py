@@ -16,7 +16,7 @@ from megalite.config.validate import validate
 BLEND = ["0.3", "a", "0.7", "b"]
 
 
-def test_paths_of_text_are_a_dataset_s_own_affair() -> None:
+def test_registered_dataset_may_read_text_paths() -> None:
     """Text is tokenized only if no registered dataset reads it."""
     assert DataConfig(data_path=["1", "a.txt", "2", "b"]).texts == ["a.txt"]
     assert DataConfig(data_path=["a.txt"], dataset="mine").texts == []
@@ -42,7 +42,7 @@ def parse(text: str) -> RunConfig:
         ("[]", []),
     ],
 )
-def test_forms_in_yaml(text: str, words: list[str]) -> None:
+def test_yaml_forms_of_data_paths(text: str, words: list[str]) -> None:
     config = parse("".join(f"{name}: {text}\n" for name in PATH_SETTINGS))
     assert [getattr(config.data, name) for name in PATH_SETTINGS] == [words] * len(PATH_SETTINGS)
     assert parse("data:\n" + "".join(f"  {name}: {text}\n" for name in PATH_SETTINGS)) == config == parse(dump(config))
@@ -68,13 +68,13 @@ def test_forms_in_yaml(text: str, words: list[str]) -> None:
         ("null", "cannot be null; its default is []"),
     ],
 )  # fmt: skip
-def test_what_is_none_of_them(text: str, message: str) -> None:
+def test_other_yaml_forms_are_errors(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(f"train_data_path: {text}\n")
     assert str(error.value) == f"file run.yaml: train_data_path {message}"
 
 
-def test_a_prefix_given_twice_in_a_mapping() -> None:
+def test_repeated_prefix_in_a_mapping_is_an_error() -> None:
     with pytest.raises(ConfigError, match="a is given twice, on lines 2 and 3"):
         parse("data_path:\n  a: 1\n  a: 2\n")
     for text in ("{a: 1, a: 2}", "{1.0: 2, 1: 3}"):
@@ -82,7 +82,7 @@ def test_a_prefix_given_twice_in_a_mapping() -> None:
             parse(f"data_path: {text}\n")
 
 
-def test_a_file_of_words(tmp_path: Path) -> None:
+def test_file_of_words(tmp_path: Path) -> None:
     path = tmp_path / "paths.txt"
     path.write_text("0.3 a\n0.7 b\n")
     assert parse_arguments(["--data-args-path", str(path)]).config.data.data_path == BLEND
@@ -94,7 +94,7 @@ def test_a_file_of_words(tmp_path: Path) -> None:
         parse_arguments(["--data-args-path", str(path), "--data-path", "c"])
 
 
-def test_a_file_of_splits(tmp_path: Path) -> None:
+def test_file_of_splits(tmp_path: Path) -> None:
     path = tmp_path / "paths.json"
     path.write_text(json.dumps({"train": BLEND, "valid": ["c"], "test": None}))
     for data in (
@@ -119,7 +119,7 @@ def test_a_file_of_splits(tmp_path: Path) -> None:
         ("--per-split-data-args-path", b'{"train": 3}', ": train takes prefixes of token files such as "),
     ],
 )
-def test_files_that_say_nothing(tmp_path: Path, flag: str, content: bytes | None, message: str) -> None:
+def test_empty_files_are_errors(tmp_path: Path, flag: str, content: bytes | None, message: str) -> None:
     path = tmp_path / "paths"
     if content is not None:
         path.write_bytes(content)
@@ -128,7 +128,7 @@ def test_files_that_say_nothing(tmp_path: Path, flag: str, content: bytes | None
     assert str(error.value).startswith(f"{flag} {path}{message}")
 
 
-def test_the_flag_needs_a_path() -> None:
+def test_flag_needs_a_path() -> None:
     with pytest.raises(ConfigError, match=r"--data-args-path takes one value, got none"):
         parse_arguments(["--data-args-path"])
     with pytest.raises(ConfigError, match=r"file run\.yaml: data_args_path takes the path of a file, got 3"):
@@ -163,12 +163,12 @@ def test_bad_weights_are_found_without_files(entries: list[str], message: str) -
             validate(RunConfig(data=data), 1)
 
 
-def test_a_bad_split_is_found_without_files() -> None:
+def test_bad_split_is_found_without_files() -> None:
     with pytest.raises(ConfigError, match="'9_0,10' is not a list of numbers"):
         validate(RunConfig(data=DataConfig(data_path=["a"], split="9_0,10")), 1)
 
 
 @pytest.mark.parametrize("key", ["data_args_path", "per_split_data_args_path"])
-def test_a_file_of_paths_belongs_to_no_section(key: str) -> None:
+def test_file_of_paths_is_outside_sections(key: str) -> None:
     with pytest.raises(ConfigError, match=f"file run.yaml, data: {key} is not part of a section; write it at the top"):
         parse(f"data: {{{key}: paths.txt}}\n")

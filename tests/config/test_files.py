@@ -53,18 +53,18 @@ def changed(text: str) -> dict[str, object]:
         ("tp: 2\nparallel: {tp: 2}\n", {"tp": 2}),
     ],
 )
-def test_keys(text: str, expected: dict[str, object]) -> None:
+def test_keys_of_files(text: str, expected: dict[str, object]) -> None:
     assert changed(text) == expected
 
 
 @pytest.mark.parametrize(("text", "parts"), parts_of(lines("file_errors")))
-def test_error(text: str, parts: list[str]) -> None:
+def test_errors_of_files(text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         parse(text.replace(r"\n", "\n"))
     assert says(str(error.value), parts)
 
 
-def test_not_yaml_and_no_python_objects() -> None:
+def test_invalid_yaml_and_python_objects_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"file run\.yaml is not YAML: .*line 1"):
         parse("a: [1\n")
     with pytest.raises(ConfigError, match=r"file run\.yaml is not YAML: could not determine a constructor"):
@@ -84,20 +84,20 @@ def test_not_yaml_and_no_python_objects() -> None:
         ("model: 3\n", "model is a section and takes settings below it, such as `model: {num_layers: 2}`, got 3"),
     ],
 )  # fmt: skip
-def test_odd_values(text: str, says: str) -> None:
+def test_unusual_values(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate(parse(text), 1)
     assert says in str(error.value) and len(str(error.value)) < 300
 
 
-def test_numbers_are_read_as_they_look() -> None:
+def test_numbers_in_yaml() -> None:
     expected = {"num_layers": 10, "seed": 255, "train_iters": 1000, "lr": 1.5e-5}
     assert changed("num_layers: 010\nseed: 0xff\ntrain_iters: 1_000\nlr: 1.5e-05\n") == expected
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["pipe", "zero", "folder"])
-def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_read(kind: str, tmp_path: Path) -> None:
     """Reading a pipe would wait for its writer, and /dev/zero has no end."""
     path = {"pipe": tmp_path / "pipe", "zero": Path("/dev/zero"), "folder": tmp_path}[kind]
     if kind == "pipe":
@@ -151,7 +151,7 @@ def values(setting: Setting) -> st.SearchStrategy[object]:
 
 @hypothesis_settings(deadline=None, max_examples=20)
 @given(st.fixed_dictionaries({}, optional={name: values(setting) for name, setting in settings().items()}))
-def test_dump_loads_equal(changes: dict[str, object]) -> None:
+def test_dump_and_load_round_trip(changes: dict[str, object]) -> None:
     config = replace(RunConfig(), **changes)
     assert parse(dump(config)) == config
 

@@ -25,7 +25,7 @@ def changed(flags: str) -> dict[str, object]:
     return {k: v for k, v in values_of(parse_arguments(flags.split()).config).items() if v != default[k]}
 
 
-def test_every_setting_by_every_spelling() -> None:
+def test_every_spelling_of_each_setting() -> None:
     with registered(DATASETS, EXAMPLES[str], lambda split, config, tokenizer: None):
         for name, setting in settings().items():
             every_spelling(setting, "json" if name == "imports" else EXAMPLES.get(setting.type, ""))
@@ -48,12 +48,12 @@ def every_spelling(setting: Setting, example: str) -> None:
 
 
 @pytest.mark.parametrize("row", lines("flag_values"))
-def test_values(row: str) -> None:
+def test_values_of_flags(row: str) -> None:
     flags, _, expected = row.partition("=>")
     assert changed(flags) == yaml.safe_load(f"{{{expected}}}")
 
 
-def test_shorthands() -> None:
+def test_shorthand_flags() -> None:
     for flag, sets in SHORTHANDS.items():
         values = values_of(parse_arguments([flag]).config)
         assert {name: values[name] for name in sets} == sets
@@ -65,7 +65,7 @@ def test_none_unsets() -> None:
     assert config.model.num_layers == 12
 
 
-def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
+def test_known_foreign_flags_are_accepted_or_refused() -> None:
     """Each known flag with the right number of words: accepted flags give notes, all refused ones are in one error."""
     accepted: list[str] = []
     refused: list[str] = []
@@ -83,7 +83,7 @@ def test_each_flag_of_the_table_is_accepted_or_refused() -> None:
     assert list(said) == [flag for flag, known in known_flags().items() if known.kind == REFUSED]
 
 
-def test_one_line_names_all_that_is_accepted() -> None:
+def test_one_line_names_all_accepted_flags() -> None:
     flags = "--use-mcore-models --no-rope-fusion --no-mmap-bin-files --transformer-impl local --moe-router-topk 4 --fp8-amax-history-len 16"
     assert parse_arguments(flags.split()).remarks == [
         "already so: --use-mcore-models --transformer-impl; no effect here: --no-rope-fusion --no-mmap-bin-files --moe-router-topk "
@@ -94,7 +94,7 @@ def test_one_line_names_all_that_is_accepted() -> None:
     assert parse_arguments(["--tp", "1"]).remarks == []
 
 
-def test_files_take_the_same_flags(tmp_path: Path) -> None:
+def test_files_accept_the_same_flags(tmp_path: Path) -> None:
     """A switch that a file turns off has no effect."""
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -113,7 +113,7 @@ def test_files_take_the_same_flags(tmp_path: Path) -> None:
     ]
 
 
-def test_the_shape_of_a_checkpoint_counts() -> None:
+def test_shape_from_a_checkpoint_is_used() -> None:
     shape = {"num_layers": 8, "hidden_size": 64, "hidden_dropout": 0.5, "of_a_later_version": 1}
     flags = ["--load", "ckpt", "--use-checkpoint-args", "--num-layers", "4", "--hidden-size", "64"]
     invocation = parse_arguments(flags, shape=lambda folder, step: shape if (folder, step) == ("ckpt", None) else None)
@@ -133,7 +133,7 @@ def test_tables_of_flags_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(("flags", "parts"), parts_of(lines("flag_errors")))
-def test_error(flags: str, parts: list[str]) -> None:
+def test_errors_of_flags(flags: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         parse_arguments(flags.split())
     assert says(str(error.value), parts)
@@ -191,11 +191,11 @@ def test_run_options() -> None:
         ("--pipeline-schedule zb-v", 1),
     ],
 )
-def test_vpp_where_nobody_gives_it(flags: str, vpp: int) -> None:
+def test_default_of_vpp(flags: str, vpp: int) -> None:
     assert parse_arguments(flags.split()).config.parallel.vpp == vpp
 
 
-def test_vpp_follows_the_schedule_that_wins(tmp_path: Path) -> None:
+def test_vpp_follows_the_final_schedule(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("parallel: {pp: 4, pipeline_schedule: zb-v}\n")
     assert parse_arguments(["--config", str(path)]).config.parallel.vpp == 2
@@ -204,7 +204,7 @@ def test_vpp_follows_the_schedule_that_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_a_strategy_by_the_name_it_has_elsewhere(alias: str, tmp_path: Path) -> None:
+def test_aliases_of_strategies(alias: str, tmp_path: Path) -> None:
     """Aliases work in flags and files, and a remark names their settings."""
     file = tmp_path / "run.yaml"
     file.write_text(f"parallel: {{dp_strategy: {alias}}}\n")
@@ -218,6 +218,6 @@ def test_a_strategy_by_the_name_it_has_elsewhere(alias: str, tmp_path: Path) -> 
     assert again.config.parallel.dp_strategy == "gossip"
 
 
-def test_an_alias_and_a_setting_that_it_gives() -> None:
+def test_alias_with_a_setting_that_it_sets() -> None:
     with pytest.raises(ConfigError, match="shard_gradients is given twice"):
         parse_arguments(["--dp-strategy", "zero2", "--no-shard-gradients"])

@@ -23,7 +23,7 @@ def test_basic_help_fits_a_screen() -> None:
     assert "\nparallel   --tp N " in text
 
 
-def test_full_help_has_everything() -> None:
+def test_full_help_has_every_setting() -> None:
     text = full_help("pretrain_gpt.py")
     assert max(map(len, text.splitlines())) <= 110
     for setting in settings().values():
@@ -34,7 +34,7 @@ def test_full_help_has_everything() -> None:
     assert "gpt3-175b" in text
 
 
-def test_the_page_about_data_parallelism_names_settings_and_leads_to_all() -> None:
+def test_data_parallelism_page_names_and_links_settings() -> None:
     text = (DOCS / "data_parallel.md").read_text(encoding="utf-8")
     flags = {flag[2:] for setting in settings().values() for flag in setting.flags}
     shown = set(re.findall(r"--(?:no-)?([a-z0-9][a-z0-9-]+)", text))

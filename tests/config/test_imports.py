@@ -45,13 +45,13 @@ def test_names_are_known_before_values_are_read(place: Path) -> None:
     assert configure(imports=["mine_a"], optimizer="mine-a").optimizer.optimizer == "mine-a"
 
 
-def test_a_flag_may_name_what_a_file_imports(place: Path) -> None:
+def test_flag_may_name_an_addition_imported_by_a_file(place: Path) -> None:
     (place / "mine_c.py").write_text(PLUGIN.format(name="mine-c"))
     (place / "run.yaml").write_text("training:\n  import: [mine_c]\n")
     assert parse_arguments(["--config", "run.yaml", "--optimizer", "mine-c"]).config.optimizer.optimizer == "mine-c"
 
 
-def test_validate_imports_for_those_who_make_configs_in_python(place: Path) -> None:
+def test_validate_imports_modules_of_python_configs(place: Path) -> None:
     (place / "mine_d.py").write_text(PLUGIN.format(name="mine-d"))
     config = replace(RunConfig(), imports=["mine_d"], optimizer="mine-d", vocab_size=64)
     assert validate(config, 1).optimizer.optimizer == "mine-d"
@@ -78,7 +78,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("by_file", [False, True])
-def test_what_cannot_be_imported_is_the_only_error(name: str, by_file: bool, place: Path) -> None:
+def test_failed_import_is_the_only_error(name: str, by_file: bool, place: Path) -> None:
     text, says = BAD[name]
     if text is not None:
         (place / f"{name}.py").write_text(text)
@@ -89,7 +89,7 @@ def test_what_cannot_be_imported_is_the_only_error(name: str, by_file: bool, pla
     assert len(error.value.problems) == 1, "what it would have registered is not known to be wrong"
 
 
-def test_an_unknown_name_lists_what_is_registered(place: Path) -> None:
+def test_unknown_name_lists_registered_names(place: Path) -> None:
     (place / "mine_f.py").write_text(PLUGIN.format(name="mine-f"))
     with pytest.raises(
         ConfigError, match=r"cannot be 'mine-g': did you mean mine-f\? \(one of adam, .*, mine-f; --import"
@@ -99,7 +99,7 @@ def test_an_unknown_name_lists_what_is_registered(place: Path) -> None:
         parse_arguments(["--dataset", "pile"])
 
 
-def test_another_process_gets_the_modules_with_the_config(place: Path) -> None:
+def test_config_brings_its_modules_to_another_process(place: Path) -> None:
     (place / "mine_h.py").write_text(PLUGIN.format(name="mine-h"))
     config = configure(imports=["mine_h"], optimizer="mine-h")
     (place / "config.pickle").write_bytes(pickle.dumps(config))
@@ -119,7 +119,7 @@ def installed(place: Path, target: str) -> None:
     (info / "entry_points.txt").write_text(f"[{registry.PLUGINS}]\ntheirs = {target}\n")
 
 
-def test_an_installed_package_needs_no_import(place: Path) -> None:
+def test_installed_package_needs_no_import(place: Path) -> None:
     installed(place, "their_module")
     (place / "their_module.py").write_text(f"{PLUGIN.format(name='theirs')}\nprint('loaded')\n")
     start = [sys.executable, "-m", "megalite.cli.main", "train", *SIZES.split(), "--dry-run", "--device", "cpu"]
@@ -129,7 +129,7 @@ def test_an_installed_package_needs_no_import(place: Path) -> None:
         assert ("loaded" in done.stdout) == loads, "it is imported when a name is not known otherwise"
 
 
-def test_an_entry_point_that_fails_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_entry_point_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(place, "their_broken")
     (place / "their_broken.py").write_text("raise KeyError('x')\n")
     monkeypatch.syspath_prepend(str(place))

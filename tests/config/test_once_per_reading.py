@@ -24,13 +24,13 @@ def forget() -> None:
     asked.clear()
 
 
-def test_it_is_asked_once_for_all_that_agree_in_what_it_read() -> None:
+def test_result_is_shared_by_configs_with_equal_reads() -> None:
     base = replace(RunConfig(), hidden_size=64, num_attention_heads=4, micro_batch_size=3)
     assert [width(each, 2) for each in (base, replace(base, dp=2), replace(base, seq_length=1))] == [32, 32, 32]
     assert asked == [(1, 2)]
     assert (
         width(replace(base, lr=2.0), 2) == 32
-    )  # which `replace` puts another in place of; it reads the others of the section
+    )  # replaced by `replace`; the function reads other settings of the section
     assert len(asked) == 1
     assert [width(replace(base, weight_decay=2.0), 2), width(base, 3), width(replace(base, hidden_size=128), 2)] == [
         32,
@@ -40,7 +40,7 @@ def test_it_is_asked_once_for_all_that_agree_in_what_it_read() -> None:
     assert len(asked) == 4
 
 
-def test_another_way_reads_other_settings() -> None:
+def test_branches_read_different_settings() -> None:
     """The function reads lists, but not the width."""
     one = replace(RunConfig(), recompute_granularity="selective", recompute_modules=["mlp", "core_attn"], seq_length=7)
     found = [width(each, 1) for each in (one, replace(one, hidden_size=8), replace(one, recompute_modules=["mlp"]))]
@@ -48,7 +48,7 @@ def test_another_way_reads_other_settings() -> None:
     assert len(asked) == 2
 
 
-def test_what_a_file_holds_or_a_notebook_may_define_again_is_asked_again() -> None:
+def test_results_from_files_or_redefinable_code_are_not_cached() -> None:
     @once_per_reading
     def path(config: RunConfig) -> str | None:
         asked.append((0, 0))
@@ -63,7 +63,7 @@ def test_what_a_file_holds_or_a_notebook_may_define_again_is_asked_again() -> No
     assert len(asked) == 5
 
 
-def test_what_is_read_for_another_function_counts_though_it_keeps_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_nested_functions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that keeps no result, or raises, still records its reads for its caller."""
     with monkeypatch.context() as patch:
         patch.setattr(run, "_MOST_ANSWERS", 0)
@@ -79,13 +79,13 @@ def test_what_is_read_for_another_function_counts_though_it_keeps_no_answer(monk
     assert list(map(once_per_reading(ask), given)) == [8, 16, 1]
 
 
-def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MOST_ANSWERS", 2)
 
     @once_per_reading
     def size(config: RunConfig) -> int:
         asked.append((0, 0))
-        hidden: int = vars(config.model)["hidden_size"]  # for which all of the section counts as read
+        hidden: int = vars(config.model)["hidden_size"]  # for which the whole section counts as read
         return hidden
 
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) > 5
 
 
-def test_whoever_looks_at_all_of_a_section_has_read_all_of_it() -> None:
+def test_iterating_a_section_reads_all_of_it() -> None:
     @once_per_reading
     def total(config: RunConfig) -> int:
         asked.append((0, 0))

@@ -27,7 +27,7 @@ VALUES = {"freeze_step": 3, "grad_compression": "topk", "shard_gradients": True,
 BESIDE = {
     "stochastic_rounding": {"exp_avg_dtype": "bf16"},
     "fp8_param_gather": {"fp8": True, "precision": "bf16", "num_layers": 3},
-}  # what a setting cannot do without, where it does something
+}  # settings that these need to have an effect
 
 
 def owners(help_text: str) -> dict[str, frozenset[str]]:
@@ -58,7 +58,7 @@ def verdict(name: str, chooser: str, value: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "chooser", "named"), OWNED, ids=[f"{row[0]}" for row in OWNED])
-def test_refused_where_it_is_nobodys(name: str, chooser: str, named: frozenset[str]) -> None:
+def test_setting_without_an_owner_is_refused(name: str, chooser: str, named: frozenset[str]) -> None:
     for value in (*CHOOSERS[chooser], *(("none",) if chooser == "grad_compression" else ())):
         says = verdict(name, chooser, value)
         if value in named:
@@ -67,7 +67,7 @@ def test_refused_where_it_is_nobodys(name: str, chooser: str, named: frozenset[s
             assert says.startswith(name) and f" has no effect with {chooser} {value}; use --" in says, value
 
 
-def test_most_settings_say_whose_they_are() -> None:
+def test_most_settings_name_their_owners() -> None:
     """With differently worded help, the test above would check nothing."""
     of = {chooser: {name for name, other, _ in OWNED if other == chooser} for chooser in CHOOSERS}
     assert {"overlap_param_gather", "sync_interval", "sync_warmup_steps", "gossip_graph"} <= of["dp_strategy"]
@@ -76,12 +76,12 @@ def test_most_settings_say_whose_they_are() -> None:
     assert [len(names) for names in of.values()] == [19, 21, 2]
 
 
-def test_texts_of_rules_name_settings() -> None:
+def test_rule_texts_name_existing_settings() -> None:
     """An unknown name in braces would appear literally in an error."""
     texts = [
         node.value
         for path in Path(rule.__file__).parent.glob("[!_]*.py")
-        if path.name != "rule.py"  # examples in its words
+        if path.name != "rule.py"  # examples in its text
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

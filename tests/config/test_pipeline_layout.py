@@ -19,7 +19,7 @@ from megalite.config.parallel import parse_pipeline_layout
         ("Et|tt|m*2L", [1, 2, 0]),
     ],
 )
-def test_what_it_says(text: str, layers: list[int]) -> None:
+def test_layouts_are_parsed(text: str, layers: list[int]) -> None:
     assert parse_pipeline_layout(text) == layers
 
 
@@ -43,7 +43,7 @@ def test_what_it_says(text: str, layers: list[int]) -> None:
         ("Ett)L", r"the \) at character 4 closes nothing"),
     ],
 )
-def test_what_it_cannot_say(text: str, reason: str) -> None:
+def test_invalid_layouts_are_errors(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         parse_pipeline_layout(text)
     assert "e.g." in str(caught.value)

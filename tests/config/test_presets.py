@@ -60,7 +60,7 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize("name", presets.preset_names())
-def test_parameter_count(name: str) -> None:
+def test_parameter_count_equals_the_published_model(name: str) -> None:
     flags = ["--preset", name, "--make-vocab-size-divisible-by", "1"]
     model = validate(parse_arguments(flags).config, 1).model
     if name in EXACT:
@@ -70,7 +70,7 @@ def test_parameter_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", presets.preset_names())
-def test_source_is_given(name: str) -> None:
+def test_presets_name_their_source(name: str) -> None:
     text = (Path(presets.__file__).parent / "presets" / f"{name}.yaml").read_text()
     assert text.startswith("# ") and "# Optimizer: " in text
     config = parse_arguments(["--preset", name]).config

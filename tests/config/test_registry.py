@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.registry import Registry
 
 
-def test_what_is_not_named_is_not_imported() -> None:
+def test_unnamed_entries_are_not_imported() -> None:
     code = (
         "import sys; from megalite.data_parallel.strategy import strategy_class; from megalite.config.describe import replace; from megalite.config.run import RunConfig; strategy_class(replace(RunConfig(), dp_strategy='gossip')); "
         "print([n for n in sys.modules if n.startswith('megalite.data_parallel.more.')])"
@@ -19,7 +19,7 @@ def test_what_is_not_named_is_not_imported() -> None:
     assert "more.codec" not in done.stdout and "more.server" not in done.stdout
 
 
-def test_a_user_adds_one() -> None:
+def test_user_registration() -> None:
     registry: Registry[type] = Registry("thing", {"a": "fractions:Fraction"})
 
     @registry.register("mine")
@@ -42,7 +42,7 @@ def test_a_user_adds_one() -> None:
         registry.get("other")
 
 
-def test_what_a_notebook_defines_again_takes_the_place_of_the_former() -> None:
+def test_redefinition_in_a_notebook_replaces_the_entry() -> None:
     registry: Registry[type] = Registry("thing")
 
     def cell() -> type:

@@ -13,18 +13,18 @@ from megalite.config.run import RunConfig
         *("hf-token", "clientSecret", "apiKey", "api_key", "GOOGLE_APPLICATION_CREDENTIALS", "key", "token"),
     ],
 )
-def test_secret_names(name: str) -> None:
+def test_secret_names_are_detected(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name", ["tokenizer_model", "tokens_per_second", "eod_token_id", "keys", "keep_latest", "monkey", "", "3"]
 )
-def test_names_that_only_sound_like_it(name: str) -> None:
+def test_similar_names_are_not_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_no_setting_is_taken_for_a_secret() -> None:
+def test_no_setting_counts_as_secret() -> None:
     """No setting is a secret: there is no flag for a key or a token."""
     assert [name for name in settings() if is_secret_name(name)] == []
 
@@ -45,11 +45,11 @@ def test_no_setting_is_taken_for_a_secret() -> None:
         ("runs/1", "runs/1"),
     ],
 )
-def test_texts(text: str, left: str) -> None:
+def test_texts_are_redacted(text: str, left: str) -> None:
     assert redact_text(text) == left
 
 
-def test_trees() -> None:
+def test_nested_values_are_redacted() -> None:
     tree = {"API_KEY": "x", "data": ["s3://a:b@c", 3], "inner": {"token": "y", "tokens": "z"}, "key": 5, "none": None}
     assert redacted(tree) == {
         "API_KEY": "***",
@@ -60,7 +60,7 @@ def test_trees() -> None:
     }
 
 
-def test_a_config_loses_nothing_else() -> None:
+def test_redaction_keeps_the_rest_of_a_config() -> None:
     plain = replace(RunConfig(), run_dir="runs/1", data_path=["0.5", "a", "0.5", "b"], tokenizer_model="t.model")
     assert without_credentials(plain) == plain
     secret = replace(plain, data_path=["https://me:hunter2@host/a"])

@@ -18,7 +18,7 @@ ILLEGAL = refused()
 
 
 @pytest.mark.parametrize(("world_size", "flags", "parts"), ILLEGAL, ids=[f"{row[0]}: {row[1]}" for row in ILLEGAL])
-def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
+def test_each_rule_has_one_error(world_size: int, flags: str, parts: list[str]) -> None:
     """One error names the settings and a value that works."""
     invocation = parse_arguments(flags.split())
     with pytest.raises(ConfigError) as error:
@@ -28,7 +28,7 @@ def test_rule(world_size: int, flags: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", lines("idle"))
-def test_what_has_no_effect_is_said_and_taken(row: str) -> None:
+def test_settings_without_effect_are_reported(row: str) -> None:
     world_size, flags = int(row.split()[0]), row.partition(" ")[2]
     invocation = parse_arguments(flags.split(), world_size=world_size)
     validate(invocation.config, world_size, invocation.explicit)
@@ -38,7 +38,7 @@ def test_what_has_no_effect_is_said_and_taken(row: str) -> None:
     assert invocation.remarks == [f"no effect here: {note.what} ({note.why})"]
 
 
-def test_what_has_no_effect_leaves_no_trace() -> None:
+def test_settings_without_effect_are_reset() -> None:
     invocation = parse_arguments(
         ["--sequence-parallel", "--tp-comm-overlap", "--etp", "1", "--tiktoken-pattern", "x+", "--eval-iters", "0"]
     )
@@ -47,7 +47,7 @@ def test_what_has_no_effect_leaves_no_trace() -> None:
     assert config.training.eval_iters == RunConfig().training.eval_iters
 
 
-def test_the_table_has_sixty_illegal_combinations() -> None:
+def test_table_has_sixty_invalid_combinations() -> None:
     """The error of a combination names at least two settings or flags."""
     words = [set(re.findall(r"[a-z][a-z0-9_-]*[a-z0-9]", " ".join(parts))) for _, _, parts in ILLEGAL]
     named = [{word.replace("-", "_") for word in row} & set(settings()) for row in words]
@@ -56,7 +56,7 @@ def test_the_table_has_sixty_illegal_combinations() -> None:
 
 
 @pytest.mark.parametrize("row", lines("legal"))
-def test_legal_neighbour(row: str) -> None:
+def test_valid_neighbour_of_each_rule(row: str) -> None:
     world_size, flags = int(row.split()[0]), row.partition(" ")[2]
     invocation = parse_arguments(flags.split())
     config = validate(invocation.config, world_size, invocation.explicit)
@@ -64,7 +64,7 @@ def test_legal_neighbour(row: str) -> None:
     assert validate(config, world_size, invocation.explicit) == config
 
 
-def test_fills_in_what_was_left_open() -> None:
+def test_missing_settings_are_filled_in() -> None:
     config = validate(replace(RunConfig(), tp=2, pp=2, micro_batch_size=3, activation="swiglu"), 16)
     assert config.parallel.dp == 4
     assert config.training.global_batch_size == 12
@@ -74,13 +74,13 @@ def test_fills_in_what_was_left_open() -> None:
     assert validate(replace(config, num_experts=4), 16).parallel.etp == 2
 
 
-def test_every_number_is_bounded() -> None:
+def test_every_number_has_bounds() -> None:
     unbounded = {name for name, s in settings().items() if s.type in (int, float) and s.bounds is None}
     assert unbounded == {"rampup_batch_size", "seq_length_warmup"}  # checked by rules
 
 
 @pytest.mark.timeout(60)
-def test_no_rule_counts_for_ever() -> None:
+def test_rules_are_fast_for_large_values() -> None:
     """The largest legal value of a setting is validated quickly, and a larger one is refused."""
     lengths = "--train-samples 1000000000000 --rampup-batch-size 1 1 100000000000 --global-batch-size 64"
     config = parse_arguments(lengths.split()).config
@@ -111,14 +111,14 @@ def test_no_rule_counts_for_ever() -> None:
         ),
     ],
 )  # fmt: skip
-def test_numbers_that_are_too_large(flags: str, says: str) -> None:
+def test_too_large_numbers_are_refused(flags: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         invocation = parse_arguments(flags.split())
         validate(invocation.config, 1, invocation.explicit)
     assert says in str(error.value) and len(str(error.value)) < 300
 
 
-def test_bad_choice_in_code() -> None:
+def test_bad_choice_in_code_is_an_error() -> None:
     with pytest.raises(ConfigError, match="precision cannot be 'fp31': did you mean fp32"):
         validate(replace(RunConfig(), precision="fp31"), 1)
 
@@ -133,8 +133,8 @@ TURNED_OFF = [
 
 
 @pytest.mark.parametrize("flags", [*(f"--preset {name} --train-iters 10" for name in preset_names()), *TURNED_OFF])
-def test_resolved_config_reloads_and_validates_to_itself(flags: str) -> None:
-    """Also without what a flag turned off in a preset."""
+def test_resolved_config_round_trips(flags: str) -> None:
+    """Also without settings that a flag turned off in a preset."""
     invocation = parse_arguments(flags.split())
     config = validate(invocation.config, 1, invocation.explicit)
     reloaded = merge([level_from_text(dump(config), "file resolved.yaml")])
@@ -142,7 +142,7 @@ def test_resolved_config_reloads_and_validates_to_itself(flags: str) -> None:
     assert validate(reloaded.config, 1, reloaded.explicit) == config
 
 
-def test_explicit_from_a_file_means_other_than_the_default() -> None:
+def test_explicit_settings_of_a_file() -> None:
     level = level_from_text("eval_iters: 10\nhysteresis: 3\n", "file a.yaml")
     merged = merge([level])
     assert merged.explicit == {"hysteresis"}
@@ -167,7 +167,7 @@ def test_microbatch_counts_with_ramp_up() -> None:
         ),
     ],
 )
-def test_what_training_needs(flags: str, message: str) -> None:
+def test_missing_training_settings_are_errors(flags: str, message: str) -> None:
     config = validate(parse_arguments(flags.split()).config, 1)
     with pytest.raises(ConfigError) as error:
         require_startable(config)
@@ -175,6 +175,6 @@ def test_what_training_needs(flags: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["--tokenizer-model t", "--tokenizer-type ByteLevelTokenizer"])
-def test_startable(tokenizer: str) -> None:
+def test_startable_configs(tokenizer: str) -> None:
     flags = f"--train-iters 1 --data-path a {tokenizer}"
     require_startable(validate(parse_arguments(flags.split()).config, 1))

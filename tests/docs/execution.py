@@ -1,4 +1,4 @@
-"""Runs commands of the documentation in the current folder, as a reader of the page would."""
+"""Run commands of the documentation in the current folder, as a reader of the page would."""
 
 import contextlib
 import io
@@ -17,18 +17,18 @@ from tests.e2e.programs import REPOSITORY
 from tests.support.ranks import forked_pools
 
 LINKED = ("examples", "tools", "pretrain_gpt.py")
-"""What commands name by its path in the clone."""
+"""Paths that commands name relative to the clone."""
 
 
 def link_clone(folder: Path) -> None:
-    """Make a folder look like the root of the clone to those who read it; what they write lands in the folder."""
+    """Link the clone's files into a folder; files that commands write stay in the folder."""
     for name in LINKED:
         (folder / name).symlink_to(REPOSITORY / name)
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a command printed, and its exit status."""
+    """Output and exit status of a command."""
 
     status: int
     out: str
@@ -36,12 +36,12 @@ class Said:
 
 
 def execute(command: Command) -> Said:
-    """Run a command here: `megalite` and scripts in this process, the ranks of torchrun as forks.
+    """Run a command here: `megalite` and scripts in this process, ranks of torchrun as forks.
 
-    (Starting programs is for the tests in tests/e2e: `test_kill`, `test_bad_input`, `test_examples`.)
+    (Programs are started by tests in tests/e2e: `test_kill`, `test_bad_input`, `test_examples`.)
 
     Raises:
-        AssertionError: no one has said how to run a program of this name.
+        AssertionError: the program is not known here.
     """
     program, *words = command.words
     if program == "export":
@@ -58,7 +58,7 @@ def execute(command: Command) -> Said:
 
 
 def in_process(run: object, words: list[str]) -> Said:
-    """The status of `run(words)` with what it printed."""
+    """Call `run(words)`. Returns its status and output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert callable(run)
@@ -67,8 +67,8 @@ def in_process(run: object, words: list[str]) -> Said:
 
 
 def rehearse(command: Command) -> Said:
-    """A command that trains, as a dry run on the ranks that it would start; made-up data on few ranks is trained on (but
-    for profiles: tests/e2e/test_visibility.py)."""
+    """Dry-run a training command on the ranks that it would start; train on mock data if there are few ranks (except
+    profiles: tests/e2e/test_visibility.py)."""
     ranks, flags = training_of(command)
     if "--mock-data" in flags and ranks <= 2 and not {"--dry-run", "--profile"} & set(flags):
         outcome = train_forked(ranks, *flags)
@@ -78,7 +78,7 @@ def rehearse(command: Command) -> Said:
 
 
 def training_of(command: Command) -> tuple[int, list[str]]:
-    """Ranks and flags of a command that trains; 0 ranks for every other command."""
+    """Ranks and flags of a training command; 0 ranks for other commands."""
     program, *words = command.words
     if program == "megalite" and words[0] == "train":
         return 1, words[1:]
@@ -92,7 +92,7 @@ def training_of(command: Command) -> tuple[int, list[str]]:
 
 
 def run_script(words: list[str]) -> int:
-    """Run a Python file as a program; its exit status."""
+    """Run a Python file as a program. Returns its exit status."""
     given, sys.argv = sys.argv, words
     try:
         runpy.run_path(words[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""docs/api.md and docs/extend.md: the blocks of a page run one after the other and print what it says."""
+"""docs/api.md and docs/extend.md: the code blocks of a page run in order and print the shown output."""
 
 import contextlib
 import io
@@ -19,9 +19,7 @@ def page(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "count"), [("api.md", 8), ("extend.md", 8)])
-def test_the_blocks_print_what_the_page_says(
-    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_print_the_shown_output(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for registry in (BLOCKS, DATASETS, KERNELS, LR_SCHEDULES, OPTIMIZERS, STRATEGIES):
         monkeypatch.setattr(registry, "entries", dict(registry.entries))
@@ -36,7 +34,7 @@ def test_the_blocks_print_what_the_page_says(
         assert printed.strip("\n") == shown.strip("\n"), block
 
 
-def test_the_page_about_extensions_is_short_and_has_all_kinds() -> None:
+def test_extension_page_is_short_and_complete() -> None:
     text = page("extend.md")
     assert len(text.split()) <= 1000
     assert len(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split()) <= 700

@@ -1,4 +1,4 @@
-"""Every command and every block that a page shows is run by a test: here, or by the test that is named here."""
+"""Every command and code block of a page is run by a test: by this file, or by the test named here."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ RUN_BY = {
     "examples/shakespeare/README.md": "tests/examples/test_shakespeare.py",
     "examples/six_strategies/README.md": "tests/examples/test_six_strategies.py",
 }
-"""Page -> the test that runs its commands. A page that is not here has them run by this file."""
+"""Page -> the test that runs its commands. Commands of other pages are run by this file."""
 
 READ_ONLY = {
     "make ": "minutes; what it runs is tested by itself",
@@ -47,7 +47,7 @@ READ_ONLY = {
     "megalite sweep": "fourteen runs: tests/sweep; the dry run of the same file is run",
     ".venv/bin/python -m pytest": "the tests themselves",
 }
-"""First words -> why it is not run. `tests/e2e/test_examples.py` has its flags read by the program's own parser."""
+"""First words -> reason why a command is not run. `tests/e2e/test_examples.py` parses its flags by the program's parser."""
 
 BLOCKS = {
     ("docs/api.md", "python"): "tests/docs/test_api.py",
@@ -64,17 +64,17 @@ BLOCKS = {
 """(page, language) -> the test that runs or reads those blocks."""
 
 SMALLER = {"32000": "1024", "2048": "1024"}
-"""Words of commands for a corpus that is smaller than the page's."""
+"""Words of commands for a smaller corpus than the page's."""
 QUICKER = {
     "rehearse": {"--num-layers": "6", "--workers": "1"},
     "parity": {"--steps": "1"},
     "doctor": {"--seconds": "1"},
 }
-"""Command of megalite -> flags with which it takes less time than the page's."""
+"""Command of megalite -> flags that make it faster than the page's."""
 
 
 def shown() -> list[Command]:
-    """Commands of the pages that this file is to run, each once, in order."""
+    """Commands that this file runs, without duplicates, in order."""
     elsewhere = {
         command.line
         for page in RUN_BY
@@ -96,12 +96,12 @@ def is_read_only(command: Command) -> bool:
 SHOWN = shown()
 TRAINING = [command for command in SHOWN if training_of(command)[0] and not (is_read_only(command) or command.is_cheap)]
 OTHERS = [command for command in SHOWN if not (training_of(command)[0] or is_read_only(command) or command.is_cheap)]
-"""What is cheap is run by tests/e2e/test_examples.py."""
+"""Cheap commands are run by tests/e2e/test_examples.py."""
 PREPARING = [command for command in OTHERS if command.source == "examples/quickstart/README.md"]
 
 
 def sized(command: Command) -> Command:
-    """The command for half a megabyte of text, few layers and few steps."""
+    """The command with half a megabyte of text, few layers and few steps."""
     words = [SMALLER.get(word, word) for word in re.split(r" (?=\S)", command.line)]
     if "build_corpus.py" in command.line:
         words += ["--max-megabytes", "0.5"]
@@ -114,16 +114,16 @@ def sized(command: Command) -> Command:
 
 
 def run(command: Command) -> Said:
-    """Run it, and have it end as the page says."""
+    """Run a command and check that it ends as the page says."""
     said = execute(sized(command))
-    differs = "--diff" in command.words  # status 1: the checkpoints are not equal
+    differs = "--diff" in command.words  # status 1: the checkpoints differ
     assert said.status in ((0, 1) if differs else (0,)), f"{command.line}\n{said.out}\n{said.err}"
     return said
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages have by the time their commands are given: a corpus, a run, its copies."""
+    """A folder with the files that the pages' commands expect: a corpus, a run, its copies."""
     folder = tmp_path_factory.mktemp("clone")
     link_clone(folder)
     runs = folder / "runs"
@@ -147,7 +147,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_three_hundred_steps(run_dir: Path, data: Path) -> None:
-    """A stand-in for the quickstart's run, of a model that takes seconds."""
+    """A fast replacement of the quickstart's run."""
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 128"
     length = "--train-iters 300 --save-interval 100 --micro-batch-size 1 --global-batch-size 1 --log-interval 100"
     files = ["--data-path", data / "corpus_text_document", "--tokenizer-model", data / "tokenizer.model"]
@@ -155,10 +155,10 @@ def train_three_hundred_steps(run_dir: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda command: f"{command.source}: {command.line}"[:80])
-def test_command_runs(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_of_a_page_runs(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(clone)
     if command in PREPARING and "--load" not in command.words:
-        return  # the clone has been made by it
+        return  # it has created the clone
     if command.line.startswith("megalite convert model-megatron"):
         source = "megalite convert runs/quickstart/checkpoints model-megatron --to megatron"
         run(Command("the page before", source))
@@ -169,7 +169,7 @@ def test_command_runs(command: Command, clone: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", TRAINING, ids=lambda command: f"{command.source}: {command.line}"[:80])
-def test_training_is_rehearsed(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_command_dry_runs(command: Command, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its dry run: layout, stages, schedule and memory of the ranks that it would start."""
     monkeypatch.chdir(clone)
     if "--pipeline-schedule-file" in command.words:
@@ -182,8 +182,8 @@ def test_training_is_rehearsed(command: Command, clone: Path, monkeypatch: pytes
     assert f"{training_of(command)[0]} ranks = tp" in said.out
 
 
-def test_nothing_is_left_out() -> None:
-    """Each command is in one of the lists, and each list has something in it."""
+def test_every_command_is_in_a_list() -> None:
+    """Every command is in one of the lists, and no list has an unused entry."""
     for command in SHOWN:
         kinds = [command in TRAINING, command in OTHERS, is_read_only(command) or command.is_cheap]
         assert any(kinds), command
@@ -192,13 +192,13 @@ def test_nothing_is_left_out() -> None:
     assert len(TRAINING) >= 10 and len(OTHERS) >= 15
 
 
-def test_pages_are_run_where_it_says() -> None:
+def test_named_tests_run_their_pages() -> None:
     for page, test in (RUN_BY | {page: test for (page, _), test in BLOCKS.items()}).items():
         text = (REPOSITORY / test).read_text(encoding="utf-8")
         assert Path(page).name in text or Path(page).parent.name in text, f"{test} does not read {page}"
 
 
-def test_every_block_is_read_by_a_test() -> None:
+def test_every_block_is_tested() -> None:
     found = set()
     for path in documents():
         source = str(path.relative_to(REPOSITORY))

@@ -1,4 +1,4 @@
-"""What pages list is what the code has: exit statuses, topics of the doctor, tags and phases, rooms of the package."""
+"""Lists in the pages equal the code: exit statuses, topics of the doctor, tags and phases, packages."""
 
 import json
 import re
@@ -29,13 +29,13 @@ def section(name: str, heading: str) -> str:
 # docs/failures.md
 
 
-def test_exit_statuses() -> None:
+def test_pages_list_the_exit_statuses() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", section("docs/failures.md", "Exit status"), re.MULTILINE))
     assert {int(status): meaning for status, meaning in rows.items()} == dict(exit_codes.MEANINGS)
     assert {value for value in vars(exit_codes).values() if isinstance(value, int)} == set(exit_codes.MEANINGS)
 
 
-def test_what_is_left_for_scripts() -> None:
+def test_documented_exit_json_is_valid() -> None:
     shown = json.loads(page("docs/failures.md").partition("```json\n")[2].partition("```")[0])
     assert asdict(Ending(**shown)) == shown
     assert shown["exit_code"] == exit_codes.REQUEUE
@@ -44,7 +44,7 @@ def test_what_is_left_for_scripts() -> None:
 # docs/doctor.md
 
 
-def test_the_doctors_topics_and_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topics_and_error_of_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     text = page("docs/doctor.md")
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == TOPICS
     (error,) = re.findall(r"^error: .*(?:\n- .*)*$", text, re.MULTILINE)
@@ -55,7 +55,7 @@ def test_the_doctors_topics_and_its_error(capsys: pytest.CaptureFixture[str]) ->
 # docs/visibility.md
 
 
-def test_tags_and_phases() -> None:
+def test_tags_and_phases_are_documented() -> None:
     text = page("docs/visibility.md")
     shown = set(re.findall(r"`([a-z-]+-(?:time|bytes|count|factor))`", text))
     assert shown - set(TENSORBOARD_TAGS.values()) == set()
@@ -69,7 +69,7 @@ def test_tags_and_phases() -> None:
 # docs/architecture.md and CONTRIBUTING.md
 
 
-def test_the_rows_of_imports() -> None:
+def test_import_rows_are_documented() -> None:
     shown = [
         {name.removeprefix("megalite.") for name in re.findall(r"`([^`]+)`", packages)}
         for packages in re.findall(r"^\| \d+ \| (.*?) \|", page("docs/architecture.md"), re.MULTILINE)
@@ -77,7 +77,7 @@ def test_the_rows_of_imports() -> None:
     assert shown == [{name.removeprefix("megalite.") for name in row} - {"megalite"} for row in ROWS]
 
 
-def test_packages_and_terms() -> None:
+def test_packages_and_terms_are_documented() -> None:
     packages = section("docs/architecture.md", "The packages")
     folders = {path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py")}
     assert {name for name in folders if f"`{name}`" not in packages} == set()

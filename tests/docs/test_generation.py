@@ -1,4 +1,4 @@
-"""docs/generation.md: the commands that need no torchrun, run one after the other."""
+"""docs/generation.md: the commands without torchrun, run in order."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,9 @@ PAGE = (REPOSITORY / "docs" / "generation.md").read_text(encoding="utf-8")
 COMMANDS = [command.words for command in commands_in(PAGE, "docs/generation.md")]
 
 
-def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

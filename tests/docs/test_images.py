@@ -1,4 +1,4 @@
-"""The pictures of docs/parallelism.md and docs/data.md: the files are what the script draws, legibly."""
+"""Drawings of docs/parallelism.md and docs/data.md: the files equal the script's output, and are legible."""
 
 import importlib
 import re
@@ -28,9 +28,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 def ink(svg: str) -> tuple[list[str], list[tuple[list[int], str]]]:
-    """The texts, and the shapes in half pixels with their style.
+    """Texts, and shapes in half pixels with their style.
 
-    Not the outlines of letters, nor ids: those are another version of matplotlib's or of the font's to change.
+    Without outlines of letters and ids, which depend on the versions of matplotlib and the font.
     """
     shapes = []
     outside = re.sub(r'<g id="text_\d+">.*?\n   </g>', "", svg, flags=re.DOTALL)
@@ -40,8 +40,8 @@ def ink(svg: str) -> tuple[list[str], list[tuple[list[int], str]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drawing(name: str, load: Load, tmp_path: Path) -> None:
-    """The file is what is drawn now, no text overlaps another or leaves the panel, and colours have others on a dark page."""
+def test_drawing_is_up_to_date_and_legible(name: str, load: Load, tmp_path: Path) -> None:
+    """No text overlaps another or leaves its panel, and colours differ on a dark page."""
     drawing, kept = load("draw").DRAWINGS[name](), (IMAGES / f"{name}.svg").read_text()
     renderer = FigureCanvasAgg(drawing.figure).get_renderer()
     scale = 96 / drawing.figure.dpi
@@ -73,7 +73,7 @@ def _overlap(one: Bbox, other: Bbox) -> bool:
 
 
 def owners_of_what_comes_by(context: RankContext) -> list[int]:
-    """The rank whose tensor this one has at each step of the ring."""
+    """Ranks of the tensors that this rank has at each step of the ring."""
     cp = context.topology(cp=4).cp
     present = torch.tensor([cp.rank])
     owners = []
@@ -85,7 +85,7 @@ def owners_of_what_comes_by(context: RankContext) -> list[int]:
     return owners
 
 
-def test_the_ring_and_the_buckets_are_those_of_training(load: Load) -> None:
+def test_drawn_ring_and_buckets_equal_training(load: Load) -> None:
     keys_at = load("drawings.context").keys_at
     assert run_ranks(4, owners_of_what_comes_by) == [[keys_at(rank, step) for step in range(4)] for rank in range(4)]
     assert load("drawings.data").bucket_layers() == [[5, 4], [3, 2], [1, 0]]

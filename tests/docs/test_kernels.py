@@ -1,4 +1,4 @@
-"""docs/kernels.md: its commands run, its table is that of the code, and its example of a rule is read."""
+"""docs/kernels.md: its commands run, its table equals the code, and its example of a rule is valid."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ COMMANDS = list(commands_in(PAGE, "docs/kernels.md"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.words[1:4]))
-def test_command_runs(
+def test_command_of_the_page_runs(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -26,11 +26,11 @@ def test_command_runs(
     assert capsys.readouterr().err == ""
 
 
-def test_all_commands_are_there() -> None:
+def test_page_has_all_commands() -> None:
     assert len(COMMANDS) == 4
 
 
-def test_the_table_is_what_there_is() -> None:
+def test_table_equals_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \|([^|\n]+)" + 4 * r"\|([^|\n]*)" + r"\|$", PAGE, re.MULTILINE)
     assert [row[0] for row in rows] == list(OPERATIONS)
     for operation, _, *cells in rows:
@@ -41,13 +41,13 @@ def test_the_table_is_what_there_is() -> None:
             assert f"`{found['apex'].extension}`" in has["apex"], operation
 
 
-def test_the_rule_is_one() -> None:
+def test_example_rule_is_valid() -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (rule,) = read_preferences(text, "docs/kernels.md").rules
     assert rule.order == ("triton", "torch", "apex") and rule.from_size == 2048
 
 
-def test_the_error_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_error_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: "not interpreted")
     (message,) = re.findall(r"^error: (.*)$", PAGE, re.MULTILINE)
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Words of an old private dialect do not come back, neither in the pages nor in the code."""
+"""Words of an old private dialect must not return to pages and code."""
 
 import re
 from pathlib import Path
@@ -32,31 +32,31 @@ PACKAGES = sorted(path.parent for path in (REPOSITORY / "megalite").glob("*/__in
 
 
 def found_in(text: str) -> list[str]:
-    """The words of the list in a text, as they stand there."""
+    """Words of the list in a text, as written."""
     return [" ".join(match.group().split()) for match in DIALECT.finditer(text)]
 
 
 def prose(page: Path) -> str:
-    """A page without code, and without the tables that are made from the code."""
+    """Text of a page without code and without tables generated from code."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages(page: Path) -> None:
+def test_pages_have_no_dialect(page: Path) -> None:
     assert found_in(prose(page)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_code(package: Path) -> None:
+def test_code_has_no_dialect(package: Path) -> None:
     assert {
         path: found for path in package.rglob("*.py") if (found := found_in(path.read_text(encoding="utf-8")))
     } == {}
 
 
 OPENING = re.compile(r'^ *"""((?:In place|Of(?! several)|That|Those|Who|Whom|It|So)\b.*)', re.MULTILINE)
-"""Docstrings that open with a reference to something they do not name, such as "Of all ranks" or "Those of the stage"."""
+"""Docstrings that begin with a reference to something unnamed, such as "Of all ranks" or "Those of the stage"."""
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

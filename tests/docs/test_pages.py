@@ -1,4 +1,4 @@
-"""The pages as a whole: each is in the site's navigation, and every link leads somewhere."""
+"""All pages: each is in the site's navigation, and every link has a target."""
 
 import re
 import subprocess
@@ -34,12 +34,12 @@ def navigation() -> list[str]:
     return found
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_navigation_has_every_page_once() -> None:
     there = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
     assert sorted(navigation()) == there, "give the page a line in mkdocs.yml and run make docs"
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
@@ -53,14 +53,14 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'media="(prefers-color-scheme: dark)" data-md-color-scheme="slate"' in home.replace(
         "data-md-color-media", "media"
     )
-    for page in site.rglob("*.html"):  # nothing is fetched from elsewhere
+    for page in site.rglob("*.html"):  # nothing is fetched from other hosts
         text = page.read_text(encoding="utf-8")
         assert re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*", text) == [], page
     assert "find_checkpoint" in reference and "fills in" in reference
     assert (site / "search" / "search_index.json").stat().st_size > 100_000
 
 
-def test_the_readme_leads_to_the_index_and_the_first_pages() -> None:
+def test_readme_links_to_the_first_pages() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     for page in ("index", "walkthrough", "from_megatron", "api", "architecture", "composition"):
         assert f"](docs/{page}.md)" in text
@@ -69,26 +69,26 @@ def test_the_readme_leads_to_the_index_and_the_first_pages() -> None:
 
 
 def without_code(text: str) -> str:
-    """The page without blocks and spans of code."""
+    """The page without code blocks and spans."""
     return re.sub(r"`[^`\n]*`", "``", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def links(text: str) -> Iterator[str]:
-    """Targets of links and pictures that are not on another host."""
+    """Targets of links and images on this site."""
     for target in re.findall(r"\]\(([^()\s]+)\)", without_code(text)):
         if not re.match(r"[a-z]+:", target):
             yield target
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub makes of a heading."""
+    """The anchor that GitHub generates for a heading."""
     plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Those of a page; headings that come again get a number."""
+    """Anchors of a page; repeated headings get a number."""
     found: dict[str, int] = {}
     names = set()
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -100,7 +100,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """Links of a page that lead nowhere."""
+    """Links of a page without a target."""
     wrong = []
     for target in links(text):
         path, _, anchor = target.partition("#")
@@ -112,12 +112,12 @@ def broken(page: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     assert broken(page, page.read_text(encoding="utf-8")) == []
 
 
-def test_every_page_opens_with_a_command() -> None:
-    """Before its first section; but for lists of pages and of other systems."""
+def test_every_page_starts_with_a_command() -> None:
+    """Before its first section, except on lists of pages and of other systems."""
     for page in (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS.glob("*.md")):
         opening = page.read_text(encoding="utf-8").partition("\n## ")[0]
         assert page.name in ("index.md", "origins.md") or re.search("^```(console|bash)$", opening, re.MULTILINE), page
@@ -129,8 +129,8 @@ def test_every_page_has_one_title() -> None:
         assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, page
 
 
-def test_files_that_are_named_exist() -> None:
-    """A path in a code span, of a page about this repository, is a file here: at the root, or in megalite/ for short."""
+def test_named_files_exist() -> None:
+    """A path in a code span of a page about this repository exists at the root, or in megalite/."""
     gone = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -142,8 +142,8 @@ def test_files_that_are_named_exist() -> None:
     assert gone == []
 
 
-def test_flags_that_are_named_exist() -> None:
-    """In a code span of a page: flags of ours, of Megatron-LM, of torchrun, or of the programs that are named here."""
+def test_named_flags_exist() -> None:
+    """Flags in a page's code spans are megalite's, Megatron-LM's, torchrun's, or those of the programs listed here."""
     others = {"--apply_chat_template", "--debug", "--model_args", "--write-preferences"}
     known = {*RUN_OPTIONS, *STANDS_FOR, *known_flags(), *get_args_parser()._option_string_actions, *others}
     known |= {flag for setting in settings().values() for flag in setting.flags}

@@ -25,10 +25,10 @@ CHAINS = [*commands("docs/planner_chain.md", "plan-chain"), *commands("examples/
 
 
 @pytest.mark.parametrize("command", PLANS, ids=lambda command: " ".join(command.words[2:8]))
-def test_plan(
+def test_plan_commands_run(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a quarter of the GPUs, which is a shorter search."""
+    """On a quarter of the GPUs, for a faster search."""
     monkeypatch.chdir(tmp_path)
     words = [*command.words[2:], *([] if "--top" in command.words else ["--top", "1"])]
     at = words.index("--gpus") + 1
@@ -40,7 +40,9 @@ def test_plan(
 
 
 @pytest.mark.parametrize("command", CHAINS, ids=lambda command: f"{command.source}: {command.line}"[:70])
-def test_plan_chain(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_chain_commands_run(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     status = PLAN_CHAIN(command.words[2:])
     said = capsys.readouterr()

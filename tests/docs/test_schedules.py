@@ -1,4 +1,4 @@
-"""docs/schedules.md: every command runs, prints what the page shows and draws the pictures that lie beside it."""
+"""docs/schedules.md: every command runs, prints the shown output and draws the images beside the page."""
 
 import json
 import re
@@ -19,19 +19,19 @@ COMMANDS = [
 ]
 
 DRAWN = {**{name: name for name in SCHEDULES}, "recompute-ahead": "1f1b --recompute-ahead"}
-"""Picture -> the schedule in it."""
+"""Image -> its schedule."""
 
 Run = Callable[[Command], str]
 
 
 def block(language: str) -> str:
-    """The one block of the page in that language."""
+    """The only block of the page in that language."""
     (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return found
 
 
 def answers() -> dict[str, str]:
-    """Command line -> what the page shows under it; nothing for most."""
+    """Command line -> output shown below it; empty for most."""
     found: dict[str, list[str]] = {}
     for text in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         line = ""
@@ -46,7 +46,7 @@ def answers() -> dict[str, str]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command where the files of the page are; returns all that it prints."""
+    """Return a function that runs a command in the page's folder and returns its output."""
     (tmp_path / IMAGES).mkdir(parents=True)
     (tmp_path / "costs.json").write_text(block("json"))
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.line[18:70])
-def test_command(command: Command, run: Run, tmp_path: Path) -> None:
+def test_command_prints_the_shown_output(command: Command, run: Run, tmp_path: Path) -> None:
     said = run(command)
     shown = answers()[command.line]
     if shown:
@@ -77,19 +77,19 @@ def test_command(command: Command, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_picture(name: str, run: Run, tmp_path: Path) -> None:
+def test_image_is_up_to_date(name: str, run: Run, tmp_path: Path) -> None:
     path = IMAGES / f"{name}.svg"
     line = f"megalite schedule --schedule {DRAWN[name]} --pp 4 --microbatches 8 --svg {path}"
     run(Command("docs/schedules.md", line))
     assert (tmp_path / path).read_text() == (REPOSITORY / path).read_text(), f"out of date: run {line}"
 
 
-def test_every_picture_is_shown() -> None:
+def test_every_image_is_shown() -> None:
     there = {str(IMAGES / path.name) for path in (REPOSITORY / IMAGES).glob("*")}
     assert {f"{IMAGES}/{name}.svg" for name in DRAWN} == there
     assert {f"docs/{name}" for name in re.findall(r"!\[.*?\]\((.*?)\)", PAGE)} == there
 
 
-def test_the_table_has_every_schedule() -> None:
+def test_table_has_every_schedule() -> None:
     rows = re.findall(r"^\| `([a-z0-9][a-z0-9-]+)`[ |,]", PAGE, re.MULTILINE)
     assert set(rows[: rows.index("dualpipe-v") + 1]) == set(SCHEDULES)

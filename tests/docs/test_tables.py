@@ -1,4 +1,4 @@
-"""Tables that are made from the code: the pages have them as they are now, and they are complete."""
+"""Tables generated from code: the pages are up to date, and the tables are complete."""
 
 import importlib
 import re
@@ -25,14 +25,14 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     return importlib.import_module
 
 
-def test_the_pages_are_up_to_date(load: Load) -> None:
+def test_tables_are_up_to_date(load: Load) -> None:
     write = load("write")
     for page in write.PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
         assert without_sizes(write.with_tables(text)) == without_sizes(text), f"{page} is out of date: run make docs"
 
 
-def test_the_page_of_settings(load: Load) -> None:
+def test_settings_page_is_up_to_date(load: Load) -> None:
     text = load("config_page").page()
     assert (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8") == text, "run make docs"
     assert [name for name in settings() if f"- `{name}`" not in text] == []
@@ -40,11 +40,11 @@ def test_the_page_of_settings(load: Load) -> None:
 
 
 def without_sizes(text: str) -> str:
-    """The page without its line counts, which every change moves a little."""
+    """The page without its line counts, which every change alters a little."""
     return re.sub(r"<!-- table: sizes -->.*?<!-- end -->", "", text, flags=re.DOTALL)
 
 
-def test_the_line_counts_of_the_readme(load: Load) -> None:
+def test_line_counts_of_the_readme(load: Load) -> None:
     """Every package is in one of the halves, and each count is within 5 percent (or 60 lines) of the code's."""
     sizes = load("sizes")
     folders = {path.parent.name for path in (REPOSITORY / "megalite").glob("*/__init__.py")}
@@ -70,10 +70,10 @@ def test_every_table_is_on_a_page(load: Load) -> None:
     assert sorted(named) == sorted(write.TABLES)
 
 
-# What composes with what.
+# Combinations of features.
 
 
-def test_features_are_settings_and_differ(load: Load) -> None:
+def test_features_are_distinct_settings(load: Load) -> None:
     features = load("composition").FEATURES
     assert len({feature.name for feature in features}) == len(features) >= 40
     assert len({str(sorted(feature.settings.items())) for feature in features}) == len(features)
@@ -81,8 +81,8 @@ def test_features_are_settings_and_differ(load: Load) -> None:
         assert set(feature.settings) <= set(settings()), feature.name
 
 
-def test_each_feature_is_asked_for_by_its_flags(load: Load) -> None:
-    """The flags beside the names are those of the settings that were put to the validator."""
+def test_flags_of_each_feature_equal_its_settings(load: Load) -> None:
+    """The flags beside the names are those of the validated settings."""
     composition = load("composition")
     for feature in composition.FEATURES:
         given = parse_arguments(feature.flags.split())
@@ -107,11 +107,11 @@ def test_each_feature_works_alone(load: Load) -> None:
 # Coming from Megatron-LM.
 
 
-def test_what_is_said_to_be_theirs_is_a_setting(load: Load) -> None:
+def test_megatron_flags_map_to_settings(load: Load) -> None:
     assert set(load("megatron_flags").THEIRS) <= set(settings())
 
 
-def test_every_spelling_of_theirs_with_a_value_is_on_the_page(load: Load) -> None:
+def test_page_has_every_megatron_spelling_with_a_value(load: Load) -> None:
     flags = load("megatron_flags")
     names = [*DERIVED, *FROM_VALUE]
     names += [f"{settings()[name].flags[0]} {word}" for name in VALUES for word in VALUES[name]]
@@ -119,7 +119,7 @@ def test_every_spelling_of_theirs_with_a_value_is_on_the_page(load: Load) -> Non
     assert [name for name in names if f"`{name}`" not in COMING] == []
 
 
-def test_their_flags_are_read(load: Load) -> None:
+def test_megatron_flags_are_accepted(load: Load) -> None:
     flags = load("megatron_flags")
     for name in flags.THEIRS:
         assert flags.their_flag(name) in settings()[name].flags

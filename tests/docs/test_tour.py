@@ -1,4 +1,4 @@
-"""docs/tour.md: short enough to read, and what it names exists."""
+"""docs/tour.md: short enough to read, and everything that it names exists."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def lines_of(path: Path, name: str) -> int:
     return node.end_lineno - min(d.lineno for d in (node, *node.decorator_list)) + 1
 
 
-def test_it_can_be_read_in_one_sitting() -> None:
+def test_tour_is_short() -> None:
     found = stops()
     assert 10 <= len(found) <= MOST_FILES
     assert len({path for path, _ in found}) == len(found)
@@ -45,7 +45,7 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert 1000 <= lines <= MOST_LINES, lines
 
 
-def test_it_begins_at_the_entry_and_each_stop_says_why() -> None:
+def test_tour_starts_at_the_entry_and_explains_each_stop() -> None:
     found = stops()
     assert found[0][0].name == "pretrain_gpt.py"
     sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md from top to bottom: from raw text to a model in transformers that writes what ours wrote."""
+"""docs/walkthrough.md, run completely: from raw text to a model with the same texts in transformers and megalite."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the page is followed."""
+    """The working folder."""
     found = tmp_path_factory.mktemp("walkthrough")
     link_clone(found)
     return found
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, str]:
-    """First words of each command -> what all such commands printed; and what the Python block prints."""
+    """First words of each command -> output of all such commands; and the output of the Python block."""
     printed: dict[str, str] = {}
     with contextlib.chdir(folder):
         for command in COMMANDS:
@@ -43,7 +43,7 @@ def said(folder: Path) -> dict[str, str]:
     return printed
 
 
-def test_every_step_is_there() -> None:
+def test_every_step_is_run() -> None:
     words = [" ".join(command.words[:2]) for command in COMMANDS]
     assert words == [
         "export OMP_NUM_THREADS=1",
@@ -60,7 +60,7 @@ def test_every_step_is_there() -> None:
     ]
 
 
-def test_it_trains(said: dict[str, str], folder: Path) -> None:
+def test_loss_falls(said: dict[str, str], folder: Path) -> None:
     assert "4 ranks = tp 2 x cp 1 x dp 1 x pp 2" in said["torchrun --nproc-per-node"]
     found = losses(folder / "runs" / "walkthrough")
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
@@ -68,7 +68,7 @@ def test_it_trains(said: dict[str, str], folder: Path) -> None:
     assert "sha256 OK" in said["megalite inspect"]
 
 
-def test_transformers_writes_the_same_text(said: dict[str, str]) -> None:
+def test_transformers_generates_the_same_text(said: dict[str, str]) -> None:
     ours = said["megalite generate"]
     assert ours.startswith("The import statement") and len(ours) > 40
     assert said["transformers"] == ours
