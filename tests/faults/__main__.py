@@ -1,10 +1,10 @@
-"""Kill runs at all sorts of instants, start them again, and see whether anything is lost.
+"""Kill runs at random times, restart them, and check that nothing is lost.
 
     python -m tests.faults N [--seed S] [--only K] [--folder DIR]
 
-Continues until N kills have been made. Each run is a pure function of the seed and its number (but for how fast the
-machine is), so `--only K` makes run K alone once more. Prints a table, and the report as JSON in the last line; the
-exit status is 1 after a failure. What a run leaves stays in DIR; without one it goes to a folder that is removed.
+Continues until N kills have been made. Each run depends only on the seed and its number (and on the machine's speed), so
+`--only K` repeats run K. Prints a table, and the report as JSON in the last line; the exit status is 1 after a failure.
+Files of runs stay in DIR, by default a temporary folder.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.corpus import build_corpus
-from tests.faults.story import Laboratory, Story
+from tests.faults.story import Story, Workspace
 
 MOST_FAILURES = 10
-"""Where to give up."""
+"""Number of failures after which to give up."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """See above."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("kills", type=int, nargs="?", default=10, help="how many kills; default 10")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
@@ -38,12 +38,12 @@ def main(words: Sequence[str] | None = None) -> int:
         root = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.folder:
             root.mkdir(parents=True)
-        laboratory = Laboratory(root.resolve(), build_corpus(root.resolve(), megabytes=0.2), arguments.seed)
+        workspace = Workspace(root.resolve(), build_corpus(root.resolve(), megabytes=0.2), arguments.seed)
         stories: list[Story] = []
         while arguments.only is None and _keep_watching(stories, arguments.kills):
-            stories.append(_told(laboratory.run(len(stories))))
+            stories.append(_printed(workspace.run(len(stories))))
         if arguments.only is not None:
-            stories.append(_told(laboratory.run(arguments.only)))
+            stories.append(_printed(workspace.run(arguments.only)))
     report = _report(stories, arguments.seed, time.monotonic() - started)
     _show(report)
     print(json.dumps(report))
@@ -51,14 +51,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _keep_watching(stories: list[Story], kills: int) -> bool:
-    """There are kills to be made, and it is not the case that nothing works."""
+    """Whether more kills are needed and not too many runs have failed."""
     failures = sum(bool(story.failure) for story in stories)
     made = sum(len(story.kills) for story in stories)
     return made < kills and failures < MOST_FAILURES and len(stories) < 10 + 2 * kills
 
 
-def _told(story: Story) -> Story:
-    """Say how a run went as soon as it has ended."""
+def _printed(story: Story) -> Story:
+    """Print the result of each run as soon as it ends."""
     state = "FAILED" if story.failure else f"{story.tensors} tensors equal"
     missed = f"; not met: {', '.join(story.missed)}" if story.missed else ""
     print(

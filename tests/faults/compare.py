@@ -1,4 +1,4 @@
-"""Whether a run that was killed is the run that was not: the losses of its steps, and the state that it leaves."""
+"""Compare a killed run with an uninterrupted one: the losses of its steps, and its final state."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ FIELDS = ("step", "loss", "grad_norm", "lr", "consumed_samples")
 
 
 def records(metrics: Path) -> list[dict[str, Any]]:
-    """The training steps in metrics.jsonl, as far as their lines are whole; `FIELDS` of each."""
+    """`FIELDS` of the training steps in metrics.jsonl, without incomplete lines."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [{name: row[name] for name in FIELDS} for row in found if row["kind"] == "train"]
 
 
 def check_records(ours: list[dict[str, Any]], reference: list[dict[str, Any]], tolerance: float) -> None:
-    """Each step that we made is the reference's, with no step left out; `tolerance` 0: bit for bit.
+    """Check that the steps equal the reference's, without gaps; with `tolerance` 0 bit for bit.
 
     Raises:
         AssertionError: naming the step.
@@ -39,7 +39,7 @@ def check_records(ours: list[dict[str, Any]], reference: list[dict[str, Any]], t
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps whose checkpoints can be seen, ascending."""
+    """Steps of the visible checkpoints, ascending."""
     try:
         return sorted(candidate.step for candidate in candidates(folder))
     except CheckpointMissing:
@@ -47,7 +47,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def open_sound(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, every file of which has its sha256.
+    """Open the checkpoint of a step after checking the sha256 of every file.
 
     Raises:
         CheckpointError: it is damaged.
@@ -60,9 +60,9 @@ def _refuse(line: str) -> None:
 
 
 def check_state(ours: Checkpoint, reference: Checkpoint, tolerance: float) -> int:
-    """Weights, main parameters, Adam's moments and counters are equal; returns the number of tensors.
+    """Check that weights, main parameters, Adam's moments and counters are equal. Returns the number of tensors.
 
-    With a tolerance (of another layout: relative to the largest element) also the dtypes must be equal.
+    With a tolerance (for another layout: relative to the largest element) dtypes must also be equal.
 
     Raises:
         AssertionError: naming the tensor.

@@ -1,11 +1,11 @@
-"""Start and stop runs again and again, by the signals that a scheduler and a user send, and see whether anything is left.
+"""Start and stop runs repeatedly by the signals of schedulers and users, and check that nothing is left behind.
 
     python -m tests.faults.cycles N [--seed S] [--folder DIR]
 
-Each start continues from what the one before has saved. After each: every rank has ended by itself, all with one status of
-those that are documented, exit.json says the same, and no process, open file or shared memory is left. When a run has come
-to its end its losses and its state are those of a run that no one stopped, bit for bit, and the next layout's turn begins.
-The report is JSON in the last line; the exit status is 1 after a failure.
+Each start resumes from the previous one's checkpoint. After each: every rank has ended by itself with the same documented
+status, exit.json has this status, and no process, open file or shared memory is left. After the end of a run its losses and
+state must be bit-equal to those of an uninterrupted run; then the next layout follows. The report is JSON in the last line;
+the exit status is 1 after a failure.
 """
 
 import argparse
@@ -27,49 +27,49 @@ from typing import Any
 from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
 from tests.e2e.corpus import build_corpus
 from tests.faults.compare import check_records, check_state, open_sound, records, steps_in
-from tests.faults.life import Blow, Life, live, printed
+from tests.faults.life import Kill, Life, live, printed
 from tests.faults.scenarios import LAYOUTS, STEPS, Saving
-from tests.faults.story import Laboratory
+from tests.faults.story import Workspace
 from tests.support.listeners import descendants
 
 SAVING = Saving("async", 5, ("--async-save",))
 SIGNALS = {signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE, signal.SIGINT: INTERRUPTED}
-"""What is sent -> the status that a run then ends with."""
+"""Signal -> exit status of the run."""
 PLAIN = [layout for layout in LAYOUTS if not layout.then]
 
 
 @dataclass
 class Cycles:
-    """What has been seen so far."""
+    """Results so far."""
 
-    laboratory: Laboratory
+    workspace: Workspace
     random: random.Random
     ended: Counter[str] = field(default_factory=Counter)
-    """By signal and how the run ended."""
+    """Counts by signal and ending of the run."""
     runs: int = 0
-    """That have come to their end, and were compared."""
+    """Number of completed and compared runs."""
     slowest: float = 0.0
-    """Seconds of a life."""
+    """Seconds of the slowest life."""
 
     def one(self) -> bool:
-        """One start and its end, by itself or not; whether the run has come to its end."""
+        """Start a run once and check its end. Returns whether the run is complete."""
         layout = PLAIN[self.runs % len(PLAIN)]
-        reference = self.laboratory.reference(layout)
-        run_dir = self.laboratory.root / f"cycled-{self.runs}"
+        reference = self.workspace.reference(layout)
+        run_dir = self.workspace.root / f"cycled-{self.runs}"
         checkpoints = run_dir / "checkpoints"
         before = max(steps_in(checkpoints), default=0)
-        blow = self._blow(layout.ranks, before, reference.seconds)
-        log = self.laboratory.root / f"cycle-{sum(self.ended.values())}"
-        life = live(layout.ranks, self.laboratory.command(layout, SAVING, run_dir), run_dir, log, blow)
+        kill = self._draw_kill(layout.ranks, before, reference.seconds)
+        log = self.workspace.root / f"cycle-{sum(self.ended.values())}"
+        life = live(layout.ranks, self.workspace.command(layout, SAVING, run_dir), run_dir, log, kill)
         self.slowest = max(self.slowest, life.seconds)
         try:
-            end = self._check_end(life, blow, log, run_dir, before)
+            end = self._check_end(life, kill, log, run_dir, before)
         except AssertionError as error:
             logs = "\n".join(printed(log, rank) for rank in range(layout.ranks))
-            raise AssertionError(f"{layout.name}, {blow}: {life.statuses}: {error}\n{logs}") from None
+            raise AssertionError(f"{layout.name}, {kill}: {life.statuses}: {error}\n{logs}") from None
         made = records(run_dir / "metrics.jsonl")
         check_records(made, reference.records, 0.0)
-        name = "no signal" if blow is None else signal.Signals(blow.number).name
+        name = "no signal" if kill is None else signal.Signals(kill.number).name
         self.ended[f"{name}: {end}"] += 1
         print(f"{sum(self.ended.values()):4}  {layout.name:<32} {name}: {end}, {life.seconds:.1f} s", flush=True)
         if end != "finished":
@@ -79,31 +79,31 @@ class Cycles:
         self.runs += 1
         return True
 
-    def _blow(self, ranks: int, before: int, seconds: float) -> Blow | None:
-        """To all ranks, as launchers send it; after a step or at any time; every fourth life is left alone."""
+    def _draw_kill(self, ranks: int, before: int, seconds: float) -> Kill | None:
+        """Draw a signal to all ranks, as launchers send it, after a step or at any time; every fourth life gets none."""
         kind = self.random.random()
         everybody, number = tuple(range(ranks)), self.random.choice(list(SIGNALS))
         if kind < 0.5 and before < STEPS - 1:
-            return Blow(everybody, after_step=self.random.randint(before + 1, STEPS - 1), number=number)
+            return Kill(everybody, after_step=self.random.randint(before + 1, STEPS - 1), number=number)
         if kind < 0.75:
-            return Blow(everybody, after_seconds=self.random.uniform(0.05, 0.8 * seconds), number=number)
+            return Kill(everybody, after_seconds=self.random.uniform(0.05, 0.8 * seconds), number=number)
         return None
 
-    def _check_end(self, life: Life, blow: Blow | None, log: Path, run_dir: Path, before: int) -> str:
+    def _check_end(self, life: Life, kill: Kill | None, log: Path, run_dir: Path, before: int) -> str:
         assert not life.hung, f"ranks {life.hung} were still there"
         ending = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
         mute = {status for rank, status in enumerate(life.statuses) if not printed(log, rank, ("err",))}
-        # Before it listened, or after it had said how it ended; there SIGINT ends a fork with 1, and without a word.
-        if blow is not None and (-blow.number in life.statuses or (blow.number == signal.SIGINT and 1 in mute)):
+        # Before it listened, or after it had reported its end; then SIGINT ends a fork with 1 and no message.
+        if kill is not None and (-kill.number in life.statuses or (kill.number == signal.SIGINT and 1 in mute)):
             assert ending is None or ending["step"] in (None, saved), ending
             return "finished" if ending is not None and ending["status"] == "finished" else "before it listened"
         status, *others = set(life.statuses)
-        assert not others and status in (DONE, SIGNALS.get(blow.number) if blow else DONE), "not as documented"
+        assert not others and status in (DONE, SIGNALS.get(kill.number) if kill else DONE), "not as documented"
         if ending is None and status != DONE and not run_dir.exists():
-            return "at the start"  # before the run had made its folder, where it would have left a word
+            return "at the start"  # before the run had created its folder, in which it would have left a record
         assert ending is not None, "there is no exit.json"
-        early = status != DONE and saved == before and ending["step"] is None  # before it had looked
+        early = status != DONE and saved == before and ending["step"] is None  # before it had looked for checkpoints
         assert ending["exit_code"] == status and saved >= before, ending
         assert ending["step"] == saved or early, ending
         if status == DONE:
@@ -113,9 +113,9 @@ class Cycles:
 
 
 def left_over() -> dict[str, Any]:
-    """What a process may leave behind: processes, open files, shared memory of ours."""
-    gc.collect()  # what a life has had, ends with its objects
-    below = descendants(os.getpid())  # the ranks are children of the fork server
+    """Resources that a process may leave behind: processes, open files, torch's shared memory."""
+    gc.collect()  # resources of a life end with its objects
+    below = descendants(os.getpid())  # ranks are children of the fork server
     shared = sorted(
         path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid() and "torch" in path.name
     )
@@ -123,7 +123,7 @@ def left_over() -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """See above."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.cycles", description=__doc__.partition("\n")[0])
     parser.add_argument("cycles", type=int, nargs="?", default=5, help="how many; default 5")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
@@ -135,9 +135,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.folder:
             root.mkdir(parents=True)
         root = root.resolve()
-        laboratory = Laboratory(root, build_corpus(root, megabytes=0.2), arguments.seed)
-        cycles = Cycles(laboratory, random.Random(arguments.seed))
-        laboratory.reference(PLAIN[0])
+        workspace = Workspace(root, build_corpus(root, megabytes=0.2), arguments.seed)
+        cycles = Cycles(workspace, random.Random(arguments.seed))
+        workspace.reference(PLAIN[0])
         before, number = left_over(), 0
         try:
             while number < arguments.cycles:

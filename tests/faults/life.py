@@ -18,21 +18,21 @@ from tests.e2e.forked import STREAMS, forked
 from tests.faults.trap import Point, Trap
 
 LONGEST = 120.0
-"""Seconds after which a life that no one ended counts as a hang."""
+"""Seconds after which a life that was not ended counts as a hang."""
 LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
 STACKS = signal.SIGUSR2
-"""Makes a rank print its stacks."""
+"""The signal that makes a rank print its stacks."""
 CONNECTS = ("in fresh_prefix_store", "in _new_process_group_helper")
-"""In the stacks of a rank that waits for its peers: to come to the meeting, or to connect."""
+"""Functions in the stacks of a rank that waits for peers to join or to connect."""
 
 
 @dataclass(frozen=True)
-class Blow:
-    """A kill: which ranks, and when. One of `point`, `after_seconds` and `after_step` is set.
+class Kill:
+    """A signal: to which ranks, and when. One of `point`, `after_seconds` and `after_step` is set.
 
     Args:
-        ranks: those that get the signal; the first of them is the one that comes to `point`.
+        ranks: that get the signal; the first one reaches `point`.
         point: a call on the checkpoints.
         after_seconds: since the ranks were forked.
         after_step: as soon as metrics.jsonl has it.
@@ -54,7 +54,7 @@ class Blow:
 
     @property
     def kind(self) -> str:
-        """What the report counts it as."""
+        """Kind in the report."""
         if self.point is not None:
             return f"{self.point.where} {self.point.call}"
         return "after a step" if self.after_step is not None else "at any time"
@@ -62,41 +62,41 @@ class Blow:
 
 @dataclass
 class Life:
-    """How it went."""
+    """Result of a life."""
 
     statuses: list[int | None] = field(default_factory=list)
-    """By rank: exit status, or minus the signal that ended it."""
+    """Per rank: exit status, or minus the signal that ended it."""
     seconds: float = 0.0
     seconds_after_death: float = 0.0
-    """From the first rank's end to the last one's."""
+    """Seconds from the first rank's end to the last one's."""
     counts: list[Counter[str]] = field(default_factory=list)
-    """By rank: calls on the checkpoints."""
+    """Per rank: calls on the checkpoints."""
     hung: tuple[int, ...] = ()
     """Ranks that did not end by themselves."""
     launcher_ended: bool = False
-    """The others waited for the dead one to connect: a launcher ends them then, and so did we."""
+    """The others waited for the dead rank to connect: then a launcher would end them, and so does `live`."""
     died_at: str = ""
-    """The point that was come to; empty if none was."""
+    """The point that was reached; empty if none was."""
 
     @property
     def was_killed(self) -> bool:
-        """The blow fell before the run's end."""
+        """Whether the kill came before the run's end."""
         return -signal.SIGKILL in self.statuses
 
 
-def live(size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow | None) -> Life:
-    """Start `megalite train` on `size` ranks and follow it to its end, by itself or by a blow.
+def live(size: int, command: Sequence[str], run_dir: Path, log: Path, kill: Kill | None) -> Life:
+    """Start `megalite train` on `size` ranks and follow it until it ends or is killed.
 
     Args:
         command: the flags.
-        run_dir: absolute; its checkpoints are what a point counts calls on.
-        log: folder, to be made, of what the ranks print: rank r into r.out and r.err.
+        run_dir: absolute; points count calls on its checkpoints.
+        log: folder to create for the output of the ranks: r.out and r.err of rank r.
     """
     log.mkdir()
     metrics = run_dir / "metrics.jsonl"
     old_metrics = metrics.stat().st_ino if metrics.exists() else None
-    with forked(size, command, log, before=partial(_watch, run_dir / "checkpoints", log, blow)) as processes:
-        life = _Following(processes, metrics, old_metrics, log, blow).to_the_end()
+    with forked(size, command, log, before=partial(_watch, run_dir / "checkpoints", log, kill)) as processes:
+        life = _Following(processes, metrics, old_metrics, log, kill).to_the_end()
     life.statuses = [process.exitcode for process in processes]
     for rank in range(size):
         note = log / f"{rank}.note"
@@ -107,53 +107,53 @@ def live(size: int, command: Sequence[str], run_dir: Path, log: Path, blow: Blow
 
 
 def printed(log: Path, rank: int, streams: Sequence[str] = STREAMS) -> str:
-    """All that the rank has said."""
+    """The rank's output."""
     files = [log / f"{rank}.{stream}" for stream in streams]
     return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
-def _watch(checkpoints: Path, log: Path, blow: Blow | None) -> None:
-    """In the rank, before it trains."""
-    signal.alarm(round(LONGEST) + 60)  # should the parent be gone
+def _watch(checkpoints: Path, log: Path, kill: Kill | None) -> None:
+    """Prepare the rank before it trains."""
+    signal.alarm(round(LONGEST) + 60)  # if the parent has ended
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)
     rank = int(os.environ["RANK"])
-    point = blow.point if blow and blow.ranks[0] == rank else None
+    point = kill.point if kill and kill.ranks[0] == rank else None
     Trap(checkpoints, point, os.open(log / f"{rank}.note", os.O_RDWR | os.O_CREAT)).set()
 
 
 class _Following:
-    """The processes of one life under way."""
+    """The running processes of one life."""
 
     def __init__(
-        self, processes: list[BaseProcess], metrics: Path, old_metrics: int | None, log: Path, blow: Blow | None
+        self, processes: list[BaseProcess], metrics: Path, old_metrics: int | None, log: Path, kill: Kill | None
     ) -> None:
         self.processes, self.metrics, self.old_metrics = processes, metrics, old_metrics
-        self.log, self.blow = log, blow
+        self.log, self.kill = log, kill
         self.started = time.monotonic()
 
     def strike(self) -> None:
-        """The signal for those who are to get it."""
-        assert self.blow is not None
-        for rank in self.blow.ranks:
+        """Send the signal to its ranks."""
+        assert self.kill is not None
+        for rank in self.kill.ranks:
             process = self.processes[rank]
             if process.exitcode is None:
                 assert process.pid is not None
-                os.kill(process.pid, self.blow.number)
+                os.kill(process.pid, self.kill.number)
 
     def to_the_end(self) -> Life:
-        """Wait for the end of all ranks; strike when the moment has come."""
+        """Wait for all ranks to end; send the signal at its time."""
         life = Life()
-        struck, first_end, asked = self.blow is None, None, 0
+        struck, first_end, asked = self.kill is None, None, 0
         running: dict[Any, BaseProcess] = {process.sentinel: process for process in self.processes}
         while running:
             for sentinel in wait(list(running), timeout=0.05 if struck else 0.002):
                 process = running.pop(sentinel)
                 process.join()
                 first_end = first_end or time.monotonic()
-                if self.blow and self.blow.point and process.exitcode == -signal.SIGKILL:
-                    self.strike()  # the others that are to go with it
-            if not struck and self._moment_has_come():
+                if self.kill and self.kill.point and process.exitcode == -signal.SIGKILL:
+                    self.strike()  # the other ranks of the kill
+            if not struck and self._time_has_come():
                 self.strike()
                 struck = True
             struck = struck or first_end is not None
@@ -161,7 +161,7 @@ class _Following:
             if running and alone > 3.0 * (asked + 1):
                 asked += 1
                 stacks = self._ask_where_they_are(list(running.values()))
-                # All of them wait for a peer that has died before it could come: only a launcher can know that.
+                # All of them wait for a peer that died before it joined: only a launcher can detect that.
                 life.launcher_ended = all(any(place in each for place in CONNECTS) for each in stacks)
                 if life.launcher_ended:
                     break
@@ -174,16 +174,16 @@ class _Following:
         life.seconds_after_death = 0.0 if life.launcher_ended else end - (first_end or end)
         return life
 
-    def _moment_has_come(self) -> bool:
-        blow = self.blow
-        if blow is None or blow.point is not None:
+    def _time_has_come(self) -> bool:
+        kill = self.kill
+        if kill is None or kill.point is not None:
             return False
-        if blow.after_step is not None:
-            return last_step(self.metrics, not_in=self.old_metrics) >= blow.after_step
-        return blow.after_seconds is not None and time.monotonic() - self.started >= blow.after_seconds
+        if kill.after_step is not None:
+            return last_step(self.metrics, not_in=self.old_metrics) >= kill.after_step
+        return kill.after_seconds is not None and time.monotonic() - self.started >= kill.after_seconds
 
     def _ask_where_they_are(self, processes: list[BaseProcess]) -> list[str]:
-        """The stacks of each process that is still there; they also stay in its log."""
+        """Stacks of each process that is still running; they are also written to its log."""
         logs = [self.log / f"{self.processes.index(process)}.err" for process in processes]
         lengths = [len(log.read_bytes()) for log in logs]
         for process in processes:
@@ -197,7 +197,7 @@ def last_step(metrics: Path, *, not_in: int | None = None) -> int:
     """The last step in a run's metrics.jsonl; 0 if there is none.
 
     Args:
-        not_in: number of the file that an earlier life wrote: a run that starts replaces it.
+        not_in: inode of an earlier life's file, which a new run replaces.
     """
     try:
         with metrics.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The runs that are killed: layouts, and the ways to save."""
+"""Runs to kill: layouts and ways to save."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -14,10 +14,10 @@ TRAINING = [
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and how they share the work.
+    """A number of ranks and their layout.
 
     Args:
-        then: the layouts of a run's second, third, ... life; empty: the same. Losses are then equal to 1e-9 only.
+        then: layouts of the run's second, third, ... life; empty: the same. Otherwise losses are equal to 1e-9 only.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Layout:
     then: tuple["Layout", ...] = ()
 
     def of_life(self, number: int) -> "Layout":
-        """The layout of the `number`-th life, from 0."""
+        """The layout of life `number`, from 0."""
         every = (self, *self.then)
         return every[number % len(every)]
 
@@ -49,16 +49,16 @@ LAYOUTS = (
     _layout("tp2 pp2", 4, "--tp 2 --pp 2"),
     _layout("dp2 cp2", 4, "--dp 2 --cp 2 --dp-strategy distributed-optimizer"),
 )
-"""Those of two ranks come first: a short check meets them alone."""
+"""Layouts of two ranks are first: a short check only uses them."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """How often and how a run saves, and what is left at its end.
+    """Frequency and method of saving, and the checkpoints at the end.
 
     Args:
-        keeps: that many of the newest; None: all.
-        for_ever: and every step that is a multiple of it.
+        keeps: number of newest checkpoints to keep; None: all.
+        for_ever: also keep every step that is a multiple of it.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Saving:
 
     @property
     def is_async(self) -> bool:
-        """The disk is written to behind the training."""
+        """Whether checkpoints are written in the background."""
         return "--async-save" in self.flags
 
     def left(self, last: int) -> set[int]:
-        """Steps of the checkpoints that there are after the save of step `last`."""
+        """Steps of the checkpoints that exist after the save of step `last`."""
         steps = [step for step in range(1, last + 1) if step % self.interval == 0 or step == STEPS]
         kept = steps[-self.keeps :] if self.keeps else steps
         return {step for step in steps if step in kept or (self.for_ever and step % self.for_ever == 0)}
@@ -92,4 +92,4 @@ SAVINGS = (
 assert gcd(len(LAYOUTS), len(SAVINGS)) == 1, "so that one run after the other every pair is met"
 
 KILLS = (2, 1, 2, 1, 1, 2, 1)
-"""How many kills a run gets, by its number."""
+"""Number of kills of a run, by its number."""

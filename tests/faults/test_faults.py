@@ -1,4 +1,4 @@
-"""Runs that are killed at seven instants, of as many sorts, and what finds out whether something was lost."""
+"""Runs killed at seven points of different kinds, with checks that nothing is lost."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the vict
 
 
 @pytest.mark.timeout(600)
-def test_no_kill_changes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_runs_equal_uninterrupted_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layout of two ranks, and every way to save: no loss, no hang, the same bits. `make test-faults` makes more kills.
 
     With this seed the first kills are of many kinds.
@@ -32,8 +32,8 @@ def test_no_kill_changes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.timeout(300)
-def test_no_stop_leaves_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    """Starts, most of them stopped by a signal: nothing is lost and nothing is left. `make test-cycles` makes more."""
+def test_stopped_runs_leave_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    """Starts, most of them stopped by a signal: nothing is lost and nothing remains. `make test-cycles` makes more."""
     status = cycles.main(["4", "--seed", "0"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (status, found["cycles"], found["failure"]) == (0, 4, "")

@@ -1,6 +1,6 @@
-"""In the rank that is to die: kills the process at one system call on the run's checkpoints, or counts those calls.
+"""Kill the process at a system call on the run's checkpoints, or count these calls.
 
-The functions of `os` are wrapped for as long as the process lives, so a trap is set in a process forked for one life.
+The functions of `os` stay wrapped for the life of the process, so a trap is set in a process forked for one life.
 """
 
 import json
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 WRITES = ("write", "writev", "pwrite", "pwritev")
-"""Calls that can be cut off half-way."""
+"""Calls that can be interrupted halfway."""
 ON_DESCRIPTORS = (*WRITES, "fsync", "fdatasync", "ftruncate", "posix_fallocate")
-"""Calls whose first argument is an open file."""
+"""Calls with an open file as first argument."""
 ON_PATHS = ("open", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir", "mkdir", "truncate")
-"""Calls whose first argument is a path."""
+"""Calls with a path as first argument."""
 LOAD = "load"
-"""Opening a file of a checkpoint to read it."""
+"""Opening a file of a checkpoint for reading."""
 REMOVAL = "removal"
-"""Unlinking a file of a checkpoint; `unlink` is the others."""
+"""Unlinking a file of a checkpoint; `unlink` is any other."""
 OF_A_CHECKPOINT = ("manifest.json", ".safetensors")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A moment in the life of a rank: `where` (before, inside, after) its `count`-th (from 1) call of a kind."""
+    """A point in the life of a rank: `where` (before, inside, after) its `count`-th (from 1) call of a kind."""
 
     call: str
     where: str
@@ -40,12 +40,12 @@ class Point:
 
 
 class Trap:
-    """Counts the calls of each kind below a folder, and springs at one of them.
+    """Counts the calls of each kind below a folder, and kills the process at one of them.
 
     Args:
-        folder: absolute; calls on anything else are let through.
-        point: where to die; None: only count.
-        note: descriptor of a file outside `folder`; has the counts and, in the end, where it came.
+        folder: absolute; other calls are ignored.
+        point: where to kill; None: only count.
+        note: descriptor of a file outside `folder`; gets the counts and finally the reached point.
     """
 
     def __init__(self, folder: Path, point: Point | None, note: int) -> None:
@@ -54,7 +54,7 @@ class Trap:
         self.lock = threading.Lock()
 
     def set(self) -> None:
-        """From here on this process is watched."""
+        """Watch this process from here on."""
         for name in (*ON_DESCRIPTORS, *ON_PATHS):
             setattr(os, name, self._around(name, getattr(os, name)))
         sys.addaudithook(self._heard)
@@ -73,7 +73,7 @@ class Trap:
                 self._spring(kind, where)
             try:
                 return real(*args, **kwargs)
-            finally:  # also after a call that failed, as to remove what is not there
+            finally:  # also after a failed call, such as removing a missing file
                 if where == "after":
                     self._spring(kind, where)
 
@@ -107,15 +107,15 @@ class Trap:
             return
         path = os.fsdecode(args[0])
         is_file = path.endswith(OF_A_CHECKPOINT)
-        # The last argument holds the flags of open(2), whichever of Python's functions opens.
+        # The last argument has the flags of open(2) in all of Python's functions.
         if is_file and args[2] & os.O_ACCMODE == os.O_RDONLY and self._is_below(path):
             if "/.tmp-" in path:
-                return  # a save looks at what it has written
+                return  # a save reads what it has written
             if self._arrived(LOAD) is not None:
                 self._spring(LOAD, "before")
 
     def _arrived(self, name: str) -> str | None:
-        """Count a call; where it is to be cut off, if it is the one."""
+        """Count a call; if it is the point and can be interrupted, do so."""
         with self.lock:
             self.counts[name] += 1
             self._tell()
