@@ -1,11 +1,11 @@
-"""What must be said before torch, which counts the cores, and Triton are imported.
+"""Settings needed before torch, which counts the cores, and Triton are imported.
 
-One thread a process, for all tests and whatever they start: their tensors are too small for two. Two threads would wait
-for each other busily, and much longer still where ranks or other tests want the cores; and results would depend on the
-machine. And where there is no GPU, Triton's interpreter runs the kernels.
+Tests and the processes that they start use one thread: their tensors are too small for two, and two would busily wait for
+each other, even longer if ranks or other tests need the cores; results would also depend on the machine. Without a GPU,
+Triton's interpreter runs the kernels.
 
-Nor does Python look for garbage while tests are collected: what is made then stays. That took a quarter of the
-collection's time, and would continue at every full collection, were those objects not set aside.
+Python's garbage collector is off while tests are collected, as all their objects live on: it took a quarter of the
+collection's time. Afterwards these objects are frozen, so that later full collections skip them.
 """
 
 import gc
@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start find the package compiled
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs started by tests find the compiled package
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """All tests are known: from here on garbage is looked for among what they make."""
+    """Collection is complete: from here on the garbage collector looks at objects of the tests."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -43,14 +43,14 @@ WAITING = (
     "tests/sweep/test_command.py",
     "tests/topology/",
 )
-"""Tests that mostly wait: for processes to start, for time-outs, for the ends of runs."""
+"""Tests that mostly wait: for processes to start, for timeouts, for runs to end."""
 LONGEST = "tests/parity/test_parity.py"
-"""A sixth of all: begun late, it would end alone."""
+"""A sixth of all tests: started late, it would end alone."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files; of three or more workers the last begins with those that wait: the others keep the cores busy meanwhile."""
+    """Whole files; the last of three or more workers starts with the waiting tests, while the others keep the cores busy."""
     from xdist.scheduler.loadfile import LoadFileScheduling
 
     class Lanes(LoadFileScheduling):

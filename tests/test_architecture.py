@@ -1,4 +1,4 @@
-"""The sources keep to the architecture: who imports whom, and what no module does."""
+"""The sources follow the architecture: allowed imports, and forbidden constructs."""
 
 import ast
 import re
@@ -32,22 +32,22 @@ MODULES = read_modules(ROOT)
 KNOWN = {module.name for module in MODULES}
 
 
-def test_everything_is_scanned() -> None:
+def test_all_modules_are_scanned() -> None:
     assert {"megalite.training.trainer", "megalite.pipeline.ir.lower", "pretrain_gpt", "tools.preprocess_data"} <= KNOWN
     assert len(MODULES) >= 100
 
 
-def test_imports_go_down() -> None:
+def test_imports_follow_the_rows() -> None:
     wrong = {module.name: found for module in MODULES if (found := layer_order(module, KNOWN))}
     assert wrong == {}
 
 
-def test_every_stated_name_exists() -> None:
+def test_every_listed_name_exists() -> None:
     stated = {name for row in ROWS for name in row} | {name for pair in SIBLINGS for name in pair}
     assert {name for name in stated if not any(is_in(known, name) for known in KNOWN)} == set()
 
 
-def test_every_stated_exception_is_used() -> None:
+def test_every_listed_exception_is_used() -> None:
     for ours, theirs in SIBLINGS:
         users = [module.name for module in MODULES if is_in(module.name, ours) and theirs in own_imports(module, KNOWN)]
         assert users, f"no module of {ours} imports {theirs}: take it out of SIBLINGS"
@@ -60,8 +60,8 @@ TOOLS = (
 
 
 @pytest.mark.parametrize("tool", ["megalite.planner", "megalite.preprocess"])
-def test_the_core_does_not_import_tools(tool: str) -> None:
-    """What the planner and training both need stands below both, in megalite.partition."""
+def test_core_does_not_import_tools(tool: str) -> None:
+    """Code that both the planner and training need is below both, in megalite.partition."""
     for module in MODULES:
         if module.name.startswith("megalite.") and module.name.split(".")[1] not in TOOLS:
             found = [name for name in own_imports(module, KNOWN) if is_in(name, tool)]
@@ -73,7 +73,7 @@ def test_no_import_cycles() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule(rule: Rule) -> None:
+def test_modules_follow_each_rule(rule: Rule) -> None:
     wrong = {module.name: found for module in MODULES if (found := rule(module))}
     assert wrong == {}
 
@@ -82,7 +82,7 @@ def breaks(name: str, text: str, *, is_package: bool = False) -> Module:
     return Module(name, text, is_package)
 
 
-# Each rule must see each of these.
+# Violations that each rule must detect.
 BROKEN: list[tuple[Rule, Module]] = [
     (late_imports, breaks("megalite.models.x", "def f():\n    from megalite.models.gpt import GPTStage")),
     (late_imports, breaks("megalite.cli.train", "def f():\n    from megalite.training.setup import resolve")),
@@ -123,15 +123,15 @@ BROKEN: list[tuple[Rule, Module]] = [
 
 
 @pytest.mark.parametrize("rule, module", BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_rule_sees(rule: Rule, module: Module) -> None:
+def test_rule_detects_a_violation(rule: Rule, module: Module) -> None:
     assert rule(module)
 
 
-def test_every_rule_is_proven() -> None:
+def test_every_rule_has_a_violation() -> None:
     assert {rule for rule, _ in BROKEN} == set(RULES)
 
 
-def test_rules_leave_good_code_alone() -> None:
+def test_rules_accept_good_code() -> None:
     text = '''"""A module."""
 import os
 import re
@@ -152,7 +152,7 @@ def f(model, group, folder: Path):
     assert code_from_data(Module("megalite.conversion.megatron.x", restricted)) == []
 
 
-def test_our_yaml_loader_is_a_safe_one() -> None:
+def test_yaml_loader_is_safe() -> None:
     assert UniqueKeyLoader.__mro__[1] is yaml.SafeLoader
     own = {name for name in vars(UniqueKeyLoader) if not name.startswith("__")}
     assert own == {"construct_mapping", "yaml_implicit_resolvers"}
@@ -173,11 +173,11 @@ def test_our_yaml_loader_is_a_safe_one() -> None:
         ("megalite.checkpoint.save", "from megalite import __version__", False),
     ],
 )
-def test_layer_order_sees(name: str, text: str, is_wrong: bool) -> None:
+def test_layer_order_detects_violations(name: str, text: str, is_wrong: bool) -> None:
     assert bool(layer_order(Module(name, text), KNOWN)) == is_wrong
 
 
-def test_cycle_is_found() -> None:
+def test_import_cycle_is_detected() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"a"}}) == ["a", "a"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
@@ -198,7 +198,7 @@ NEEDS_TORCH = (
     "megalite.cli.rehearse",
 )
 TORCH_FREE_PACKAGES = ("megalite.partition", "megalite.planner", "megalite.data", "megalite.preprocess", "megalite.cli")
-"""Beside rows 0 and 1: what the dry run, preprocessing and the command line's help are made of."""
+"""Modules beyond rows 0 and 1 of which dry run, preprocessing and help consist."""
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys
@@ -242,13 +242,13 @@ def test_torch_free_modules_need_no_torch() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_block_on_torch_works() -> None:
+def test_block_on_torch_works() -> None:
     done = import_without_torch(["megalite.kernels.layer_ops"])
     assert done.returncode == 1
     assert "megalite.kernels.layer_ops: torch must not be imported here" in done.stdout
 
 
-def test_public_names_are_imported_when_they_are_used() -> None:
+def test_public_names_are_imported_on_use() -> None:
     code = (
         "import sys, megalite\n"
         "assert 'torch' not in sys.modules and 'megalite.training' not in sys.modules\n"
@@ -266,8 +266,8 @@ def test_the_project_does_not_grow() -> None:
     assert 130 <= found["megalite: median file"] <= 300
 
 
-def test_what_is_imported_by_name_exists() -> None:
-    """`"module:attribute"` in a registry, of which neither mypy nor an import at the start knows."""
+def test_imports_by_name_exist() -> None:
+    """`"module:attribute"` in a registry, which neither mypy nor an import at the start checks."""
     named = {
         (module.name, target.replace("{_HERE}", here))
         for module in MODULES

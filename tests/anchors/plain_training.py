@@ -1,8 +1,8 @@
-"""Twenty steps of training written from the definitions, in plain torch: nothing of megalite is in them.
+"""Twenty steps of training written from the definitions, in plain torch without code of megalite.
 
-Parity compares megalite with megalite, so a fault that every layout shares passes there. This is what all of them must
-follow: weights, samples, objective, clipping, AdamW and learning rate are all made here, in float64. Run as a program it
-writes `trajectory.json`.
+Parity compares megalite with megalite, so a fault in every layout would pass there. All layouts must follow this run: weights,
+samples, objective, clipping, AdamW and learning rate are all computed here, in float64. As a program it writes
+`trajectory.json`.
 """
 
 import json
@@ -17,9 +17,9 @@ from tests.models.plain_gpt import Plain, Weights, losses
 COMMITTED = Path(__file__).with_name("trajectory.json")
 
 STEPS, BATCH, SEQUENCE, LAYERS, HIDDEN, HEADS, VOCABULARY, ROWS = 20, 8, 16, 4, 32, 4, 61, 64
-"""ROWS: of the word embedding, which is padded."""
+"""Rows of the padded word embedding."""
 END = 0
-"""Ends a document; what comes after it is not predicted."""
+"""Ends a document; the token after it is not predicted."""
 LR, MIN_LR, WARMUP = 5e-3, 5e-4, 4
 BETA1, BETA2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-5, 0.1, 1.0
 ROPE_BASE = 10000.0
@@ -41,8 +41,8 @@ MODELS = {
 
 
 def sample(k: int) -> np.ndarray:
-    """Sample k: int64 [SEQUENCE + 1], small tokens more often than large ones; even samples end a document at every third
-    token or so, odd ones rarely."""
+    """Sample k: int64 [SEQUENCE + 1], with small tokens more frequent; even samples end a document about every third token,
+    odd ones rarely."""
     generator = np.random.Generator(np.random.Philox(key=1000 + k))
     tokens = 1 + ((VOCABULARY - 1) * generator.random(SEQUENCE + 1) ** 3).astype(np.int64)
     tokens[generator.random(SEQUENCE + 1) < (0.3 if k % 2 == 0 else 0.02)] = END
@@ -50,7 +50,7 @@ def sample(k: int) -> np.ndarray:
 
 
 def shapes(model: Plain) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by its name."""
+    """Name -> shape of each tensor of the model."""
     ffn, biases = 4 * HIDDEN, model.norm == "LayerNorm"
     found: dict[str, tuple[int, ...]] = {"embedding.word.weight": (ROWS, HIDDEN)}
     if model.rope_base is None:
@@ -71,7 +71,7 @@ def shapes(model: Plain) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(model: Plain) -> Weights:
-    """float64 with the digits of float32; norms and biases are away from one and zero, where faults would not show."""
+    """float64 with the digits of float32; norms and biases are not one and zero, which would hide faults."""
     generator = np.random.Generator(np.random.Philox(key=7))
     weights = {}
     for name, shape in sorted(shapes(model).items()):
@@ -81,21 +81,21 @@ def initial_weights(model: Plain) -> Weights:
 
 
 def learning_rate(step: int) -> float:
-    """Of step 1, 2, ...: a linear warm-up, then half a cosine down to MIN_LR in the last step."""
+    """Learning rate of step 1, 2, ...: a linear warm-up, then half a cosine down to MIN_LR in the last step."""
     if step <= WARMUP:
         return LR * step / WARMUP
     return MIN_LR + (LR - MIN_LR) * 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
 def objective(weights: Weights, first: int, model: Plain) -> torch.Tensor:
-    """The mean loss over the tokens of a batch that count."""
+    """Mean loss over the predicted tokens of a batch."""
     batch = torch.from_numpy(np.stack([sample(k) for k in range(first, first + BATCH)]))
     inputs, labels = batch[:, :-1], batch[:, 1:]
     return losses(weights, inputs, labels, model)[inputs != END].mean()
 
 
 def train(model: Plain) -> dict[str, list[float]]:
-    """Loss and gradient norm (before clipping) of every step, and the loss of the batch after them."""
+    """Loss and gradient norm (before clipping) of every step, and the loss of the batch after the last one."""
     weights = {name: weight.requires_grad_() for name, weight in initial_weights(model).items()}
     first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     second = {name: torch.zeros_like(weight) for name, weight in weights.items()}

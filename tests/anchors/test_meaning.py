@@ -1,4 +1,4 @@
-"""What a number means, where one rank and every layout could be wrong together."""
+"""The meaning of numbers for which one rank and every layout could be wrong in the same way."""
 
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ DROPOUT: Settings = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
 
 def with_weights_of(runner: Runner, other: Runner) -> Runner:
-    """`runner`, which keeps no other copy of its weights, with those of `other`."""
+    """Load the weights of `other` into `runner`, which has no other copy of its weights."""
     for stage, module in other.replica.stages.items():
         for ours, theirs in zip(runner.replica.stages[stage].parameters(), module.parameters(), strict=True):
             ours.data.copy_(theirs.data)
@@ -25,7 +25,7 @@ def with_weights_of(runner: Runner, other: Runner) -> Runner:
 
 
 def evaluations(context: RankContext, world: int, settings: Settings) -> dict[str, Any]:
-    """Losses around evaluations of a run that drops, and those of the same weights in a model that has no dropout."""
+    """Losses of evaluations in a run with dropout, and of the same weights in a model without dropout."""
     dropping = tiny_config(world, **DROPOUT, num_layers=2, **settings)
     plain = tiny_config(world, num_layers=2, **settings)
     ours, undisturbed = Runner(build(context, dropping)), Runner(build(context, dropping))
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_evaluation_of_a_model_that_drops_is_that_of_one_without_dropout(name: str) -> None:
+def test_evaluation_does_not_use_dropout(name: str) -> None:
     layout, one = LAYOUTS[name], on_one_rank()
     world = world_of(layout)
     found = one if world == 1 else run_ranks(world, evaluations, world, layout)[0]
@@ -67,15 +67,15 @@ def test_evaluation_of_a_model_that_drops_is_that_of_one_without_dropout(name: s
 MIXTURE: Settings = {**FAMILIES["mixtral"], **LOSSES, "num_layers": 2}
 RAMP: Settings = {"rampup_batch_size": [4, 4, 12], "global_batch_size": 12, "micro_batch_size": 2}
 SIZES = [4, 4, 8, 12]
-"""Of the first steps."""
+"""Losses of the first steps."""
 
 
 class Seen:
-    """What a router was given and has computed, in all microbatches of a step."""
+    """Inputs and outputs of a router in all microbatches of a step."""
 
     def __init__(self, runner: Runner) -> None:
         self.sequences: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of each microbatch and layer: logits and choices, [s, b, E] and [s, b, k]."""
+        """Per microbatch and layer: logits and choices, [s, b, E] and [s, b, k]."""
         for stage in runner.replica.stages.values():
             for module in stage.modules():
                 if isinstance(module, Router):
@@ -85,7 +85,7 @@ class Seen:
         self.sequences.append((inputs[0].detach() @ router.weight.detach().t(), routing.chosen))
 
     def auxiliary(self, batch: int) -> dict[str, float]:
-        """Both terms by their definitions, each a mean over the sequences or tokens of the batch."""
+        """Both auxiliary losses by definition, each a mean over the sequences or tokens of the batch."""
         balance = z = 0.0
         for logits, chosen in self.sequences:
             experts = logits.shape[2]
@@ -98,15 +98,15 @@ class Seen:
         return {"load_balancing_loss": coefficients[0] * balance / batch, "z_loss": coefficients[1] * z / batch}
 
 
-def test_a_step_of_a_ramp_up_is_that_of_a_fixed_batch_and_its_auxiliary_losses_are_means() -> None:
-    """Each step against a run of that fixed size, from the same weights and samples, and against the definitions."""
+def test_ramp_up_step_equals_a_fixed_batch_with_mean_auxiliary_losses() -> None:
+    """Each step compared with a run of that fixed batch size from the same weights and samples, and with the definitions."""
     ramping = Runner(build(RankContext(0), tiny_config(1, **MIXTURE, **RAMP)))
     sizes = []
     for _ in SIZES:
         before = ramping.progress.samples
         size = SIZES[len(sizes)]
         fixed_config = tiny_config(1, **MIXTURE, micro_batch_size=2, global_batch_size=size)
-        # The first step of its own run, so that gradients and not Adam's history are compared.
+        # The first step of a separate run, so that gradients and not Adam's history are compared.
         fixed = Runner(build(RankContext(0), fixed_config), Progress(ramping.progress.step, before))
         seen = Seen(with_weights_of(fixed, ramping))
         theirs, ours = fixed.step(), ramping.step()

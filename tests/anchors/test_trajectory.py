@@ -1,4 +1,4 @@
-"""Every layout follows a training run that is not megalite's: twenty steps of plain torch, and a committed record of them."""
+"""Every layout follows a training run without megalite: twenty steps of plain torch, and their committed record."""
 
 import json
 import re
@@ -65,16 +65,16 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
     "tp2-sp-pp2-zero1": ("gpt", {**SP, "pp": 2, "dp": 2, **Z1}),
     "recompute-full-llama": ("llama", {"recompute_granularity": "full"}),
 }
-"""One of each axis; tests/parity compares all others, schedules and strategies with one rank."""
+"""One layout per axis; tests/parity compares all others, schedules and strategies with one rank."""
 SHARP = ("one", "one-llama")
-"""Also in float64, in which no fault is small enough to hide."""
+"""Also in float64, where rounding hides no fault."""
 TOLERANCES = {"fp32": 2e-6, "fp64": 1e-11}
 SPLIT_STEPS = 8
-"""Of several ranks: through the warm-up, clipped and not. Later steps are compared with one rank in tests/parity."""
+"""Steps on several ranks: through the warm-up, clipped and not. tests/parity compares later steps with one rank."""
 
 
 class Samples:
-    """Those of the plain run; a `SampleSource`."""
+    """Samples of the plain run, as a `SampleSource`."""
 
     def sample(self, k: int) -> np.ndarray:
         """Sample k."""
@@ -110,14 +110,14 @@ def committed() -> Any:
 
 
 def assert_follows(ours: dict[str, list[float]], theirs: dict[str, list[float]], tolerance: float) -> None:
-    """All numbers of a record to a relative tolerance."""
+    """Compare all numbers of a record to a relative tolerance."""
     assert ours.keys() == theirs.keys()
     for name, numbers in theirs.items():
         np.testing.assert_allclose(ours[name], numbers, rtol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("model", plain.MODELS)
-def test_the_committed_record_is_what_the_plain_run_gives(model: str, committed: Any) -> None:
+def test_committed_record_equals_the_plain_run(model: str, committed: Any) -> None:
     assert_follows(plain.train(plain.MODELS[model]), committed[model], 1e-10)
     losses = committed[model]["loss"]
     assert len(losses) == plain.STEPS and losses[-1] < losses[0] - 0.5
@@ -125,7 +125,7 @@ def test_the_committed_record_is_what_the_plain_run_gives(model: str, committed:
     assert min(norms) < plain.CLIP < max(norms), "some steps are clipped and some are not"
 
 
-def test_the_plain_run_has_nothing_of_megalite() -> None:
+def test_plain_run_does_not_import_megalite() -> None:
     for module in (plain, plain_gpt):
         assert module.__file__ is not None
         assert not re.search(r"^\s*(import|from) megalite", Path(module.__file__).read_text(), re.MULTILINE)
@@ -138,7 +138,7 @@ def test_the_plain_run_has_nothing_of_megalite() -> None:
         *((layout, "fp32") for layout in sorted(LAYOUTS, key=lambda name: world_of(LAYOUTS[name][1]))),
     ],
 )
-def test_a_layout_follows_it(layout: str, precision: str, committed: Any) -> None:
+def test_layout_follows_the_plain_run(layout: str, precision: str, committed: Any) -> None:
     model, own = LAYOUTS[layout]
     settings = {**SETTINGS, **MODELS[model], "precision": precision, **own}
     world = world_of(settings)

@@ -22,7 +22,7 @@ from megalite.doctor.devices import (
 from megalite.doctor.host import Finding
 
 
-def test_driver(tmp_path: Path) -> None:
+def test_driver_findings(tmp_path: Path) -> None:
     said = tmp_path / "version"
     said.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Tue Jan\nGCC version: gcc 12.2.0\n")
     assert driver_version(said) == "570.86.10"
@@ -31,7 +31,7 @@ def test_driver(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "nothing") is None
 
 
-def test_a_build_of_torch_that_cannot_use_the_gpus() -> None:
+def test_torch_build_without_gpu_support() -> None:
     assert build(None, None, False).level == "ok"
     assert build("570.86", "12.8", True).level == "ok"
     cpu = build("570.86", None, False)
@@ -40,7 +40,7 @@ def test_a_build_of_torch_that_cannot_use_the_gpus() -> None:
     assert broken.level == "error" and broken.remedy is not None and "old driver" in broken.remedy
 
 
-def test_pairs_without_access() -> None:
+def test_gpu_pairs_without_peer_access() -> None:
     assert peers(8, []).text == "all 8 read each other's memory"
     some = peers(4, [(0, 2), (0, 3), (1, 2), (1, 3)])
     assert some.level == "warning" and some.text.startswith("4 of 6 pairs") and "0-2, 0-3, 1-2, 1-3" in some.text
@@ -48,7 +48,7 @@ def test_pairs_without_access() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_on_a_cpu() -> None:
+def test_findings_on_a_cpu() -> None:
     rows = {finding.name: finding for finding in examine(driver=Path("/nothing"))}
     assert {name: row.level for name, row in rows.items()} == dict.fromkeys(("cuda", "gloo", "nccl"), "ok")
     assert rows["nccl"].text.startswith("not in this torch") or rows["nccl"].data["available"]
@@ -58,7 +58,7 @@ def rows_of(device: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in kernel_backends(torch.device(device))}
 
 
-def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.level for row in rows_of("cpu").values()} == {"ok"}
     assert rows_of("cpu")["apex"].text == "apex needs a CUDA device, not cpu"
     monkeypatch.setattr(devices, "why_not_triton", lambda device: "triton is not installed")
@@ -84,14 +84,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16, FP16], ids=lambda kind: kind.name)
-def test_right_products(kind: Precision) -> None:
+def test_correct_products(kind: Precision) -> None:
     error, repeats = checked(kind.dtype, CPU)
     assert 0 < error <= kind.bound and repeats
     assert judged(kind, CPU, error=error, repeats=repeats, rate=1e12).level == "ok"
 
 
 @pytest.mark.parametrize("kind", [FP32, BF16, FP16], ids=lambda kind: kind.name)
-def test_a_wrong_element(kind: Precision) -> None:
+def test_wrong_element_is_detected(kind: Precision) -> None:
     def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = a @ b
         out[3, 5] += 1000  # one in 16384
@@ -102,7 +102,7 @@ def test_a_wrong_element(kind: Precision) -> None:
     assert row.level == "error" and "wrong numbers" in row.text
 
 
-def test_operands_in_fewer_bits_than_the_type_says() -> None:
+def test_tf32_operands_are_detected() -> None:
     def tf32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         def rounded(tensor: torch.Tensor) -> torch.Tensor:
             return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -114,7 +114,7 @@ def test_operands_in_fewer_bits_than_the_type_says() -> None:
     assert (row.level, row.text.endswith("rounded to TF32")) == ("warning", True)
 
 
-def test_a_gpu_that_does_not_repeat_itself() -> None:
+def test_nondeterministic_gpu_is_detected() -> None:
     row = judged(BF16, torch.device("cuda"), error=1e-3, repeats=False, rate=1e15)
     assert row.level == "error" and "bits differ between runs" in row.text
     assert row.text.startswith("bf16: 1e+03 TFLOP/s")

@@ -36,7 +36,7 @@ def looked_at(folder: Path, *, gpus: int = 0, **files: str) -> dict[str, Finding
     return {finding.name: finding for finding in examine({}, gpus=gpus, places=places)}
 
 
-def test_a_container_with_the_time_of_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_with_a_cpu_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     row = looked_at(tmp_path / "a", cpu_max="250000 100000\n")["processor"]
@@ -46,7 +46,7 @@ def test_a_container_with_the_time_of_few_cores(tmp_path: Path, monkeypatch: pyt
     assert looked_at(tmp_path / "c", cpu_max="400000 100000\n")["processor"].level == "ok"
 
 
-def test_instructions(tmp_path: Path) -> None:
+def test_cpu_instructions(tmp_path: Path) -> None:
     flags = "processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nprocessor : 1\nflags : fpu\n"
     row = looked_at(tmp_path / "a", processor=flags)["instructions"]
     assert row.data["instructions"] == ["avx2", "avx512f", "avx512_bf16"] and row.data["bf16"]
@@ -54,7 +54,7 @@ def test_instructions(tmp_path: Path) -> None:
     assert not plain.data["bf16"] and "fp32 is faster" in plain.text
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_host_memory(tmp_path: Path) -> None:
     whole = "MemTotal:       67108864 kB\nMemFree: 5 kB\nMemAvailable:   33554432 kB\n"
     row = looked_at(tmp_path / "a", memory=whole)["memory"]
     assert (row.level, row.text) == ("ok", "64.00 GiB, 32.00 GiB available")
@@ -65,7 +65,7 @@ def test_memory(tmp_path: Path) -> None:
     assert looked_at(tmp_path / "c", memory=whole, memory_max="max\n")["memory"].data["limit"] is None
 
 
-def test_shared_memory_matters_between_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_checked_with_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = type("Usage", (), {"total": 64 << 20, "free": 64 << 20})
     monkeypatch.setattr("shutil.disk_usage", lambda path: size)
     assert looked_at(tmp_path / "a", gpus=1)["shared memory"].level == "ok"
@@ -73,7 +73,7 @@ def test_shared_memory_matters_between_gpus(tmp_path: Path, monkeypatch: pytest.
     assert row.level == "warning" and row.remedy is not None and "--shm-size" in row.remedy
 
 
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_NOFILE: (1024, 1 << 20), resource.RLIMIT_MEMLOCK: (65536, 65536)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     rows = looked_at(tmp_path / "a", gpus=8)
@@ -99,7 +99,7 @@ def looked_at_disk(folder: Path, **options: object) -> dict[str, Finding]:
     return {finding.name: finding for finding in host.examine_disk(folder, **options)}  # type: ignore[arg-type]
 
 
-def test_a_good_folder(tmp_path: Path) -> None:
+def test_folder_without_findings(tmp_path: Path) -> None:
     rows = looked_at_disk(tmp_path)
     assert {name: row.level for name, row in rows.items()} == dict.fromkeys(
         ("folder", "locks", "writing", "fsync"), "ok"
@@ -108,7 +108,7 @@ def test_a_good_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**where: object) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows["folder"].level == "error" and len(rows) == 1
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, block: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -129,13 +129,13 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == [] and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_slow_disk(tmp_path: Path) -> None:
+def test_slow_disk(tmp_path: Path) -> None:
     clock = itertools.count(0.0, 0.3)
     rows = looked_at_disk(tmp_path, clock=lambda: next(clock))
     assert rows["fsync"].level == "warning" and rows["fsync"].text.startswith("300.0 ms")
 
 
-def test_little_room_and_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_space_and_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -150,7 +150,7 @@ def found(**versions: str | None) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine_versions(lambda name: versions.get(name, "99.0"))}
 
 
-def test_here() -> None:
+def test_installed_packages() -> None:
     assert installed_version("torch") is not None and installed_version("no-such-package") is None
     assert {Package("torch", "2.11", None), Package("zstandard", "0.19", "data")} <= set(packages())
     rows = {finding.name: finding for finding in examine_versions()}
@@ -158,7 +158,7 @@ def test_here() -> None:
     assert set(rows) == {"python", "megalite", *(package.name for package in packages())}
 
 
-def test_missing_and_old() -> None:
+def test_missing_and_old_packages() -> None:
     rows = found(torch="2.9.1+cu128", safetensors=None, matplotlib=None, tokenizers="0.9", numpy="weird")
     assert (rows["torch"].level, rows["torch"].text) == ("error", "2.9.1+cu128, older than 2.11")
     assert rows["torch"].remedy == "pip install 'torch>=2.11'"
@@ -170,7 +170,7 @@ def test_missing_and_old() -> None:
     assert found(torch="2.11.0a0+git")["torch"].level == "ok"
 
 
-def test_the_worst_finding_counts() -> None:
+def test_worst_finding_decides() -> None:
     assert worst([]) == "ok"
     levels = [Finding(topic="a", name="b", level=level, text="c", remedy="d") for level in ("error", "ok", "warning")]
     assert worst(levels) == "error" and worst(levels[1:]) == "warning"

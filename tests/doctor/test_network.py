@@ -18,7 +18,7 @@ def nowhere(name: str) -> str:
     raise socket.gaierror(-2, "Name or service not known")
 
 
-def test_this_host() -> None:
+def test_network_of_this_host() -> None:
     found = {each.name: each for each in interfaces()}
     assert found["lo"].address == "127.0.0.1" and found["lo"].is_loopback
     rows = {finding.name: finding for finding in examine({"NCCL_DEBUG": "INFO", "HOME": "/secret"})}
@@ -28,7 +28,7 @@ def test_this_host() -> None:
 
 
 @pytest.mark.parametrize("resolve", [lambda name: "127.0.1.1", nowhere])
-def test_a_name_that_leads_to_loopback(resolve: object) -> None:
+def test_host_name_that_resolves_to_loopback(resolve: object) -> None:
     row = host_name("box", [ETH, IB], {}, resolve=resolve)  # type: ignore[arg-type]
     assert row.level == "warning" and row.remedy is not None and f"export {GLOO}=eth0" in row.remedy
     # The variable chooses an interface, or there is none to choose.
@@ -47,7 +47,7 @@ def test_a_name_that_leads_to_loopback(resolve: object) -> None:
         (NCCL, "^=lo,eth0", ["eth1", "ib0"]),
     ],
 )
-def test_variables_that_choose(variable: str, value: str, fits: list[str]) -> None:
+def test_variables_that_select_an_interface(variable: str, value: str, fits: list[str]) -> None:
     row = chosen(variable, value, ALL)
     assert (row.level, row.data["interfaces"]) == ("ok", fits)
 
@@ -63,19 +63,19 @@ def test_variables_that_choose(variable: str, value: str, fits: list[str]) -> No
         (GLOO, "eth1", "which is down"),
     ],
 )
-def test_variables_that_choose_nothing(variable: str, value: str, says: str) -> None:
+def test_variables_that_select_no_interface(variable: str, value: str, says: str) -> None:
     row = chosen(variable, value, ALL)
     assert row.level == "error" and says in row.text and row.remedy is not None
 
 
-def test_master() -> None:
+def test_master_address() -> None:
     row = master("node-0", resolve=nowhere)
     assert (row.level, row.text) == ("error", "node-0 has no address (Name or service not known)")
     assert master("node-0", resolve=lambda name: "10.0.0.1").text == "node-0 is 10.0.0.1"
     assert master("127.0.0.1").text == "127.0.0.1"
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_network_adapters(tmp_path: Path) -> None:
     assert adapters(tmp_path).text.startswith("none")
     for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         port = tmp_path / name / "ports" / "1"

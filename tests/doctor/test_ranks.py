@@ -33,7 +33,7 @@ def rows(*reports: RankReport) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings(reports)}
 
 
-def test_all_is_well() -> None:
+def test_ranks_without_findings() -> None:
     found = rows(report(0), report(1, latency={"all-reduce": 3e-4, "messages": 1e-4}))
     assert {row.level for row in found.values()} == {"ok"}
     assert found["ranks"].text == "2 ranks on a, gloo"
@@ -41,19 +41,19 @@ def test_all_is_well() -> None:
     assert "hosts" not in found
 
 
-def test_wrong_numbers() -> None:
+def test_wrong_results_are_reported() -> None:
     found = rows(report(0), report(1, "b", wrong=("all-reduce", "all-to-all")))
     assert found["all-reduce"].level == found["all-to-all"].level == "error"
     assert found["all-to-all"].text == "wrong numbers on rank 1 (b)"
 
 
-def test_a_slow_rank() -> None:
+def test_slow_rank_is_reported() -> None:
     found = rows(*(report(rank, "a" if rank < 4 else "b") for rank in range(7)), report(7, "b", products=3e10))
     assert found["products"].level == "warning"
     assert found["products"].text.endswith("slower than the others: rank 7 on b (30%)")
 
 
-def test_a_slow_host_is_in_both_its_pairs() -> None:
+def test_slow_host_is_found_by_its_pairs() -> None:
     pairs = [("a", "b", 1e9), ("b", "c", 2e8), ("c", "d", 2e8), ("d", "e", 1e9), ("e", "a", 1.1e9)]
     found = rows(*(report(rank, pair[0], pairs=(pair,)) for rank, pair in enumerate(pairs)))
     row = found["hosts"]
@@ -63,16 +63,16 @@ def test_a_slow_host_is_in_both_its_pairs() -> None:
     assert steady["hosts"].level == "ok"
 
 
-def test_ranks_that_are_started_here() -> None:
+def test_ranks_started_by_the_doctor() -> None:
     with forked_pools():
         found = {row.name: row for row in ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)}
     assert found["ranks"].text == "2 ranks on here, gloo"
     assert {row.level for name, row in found.items() if name != "products"} == {"ok"}
 
 
-def test_ranks_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_ranks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     # Workers import functions by name.
-    monkeypatch.setattr(ranks, "measured", test_all_is_well)
+    monkeypatch.setattr(ranks, "measured", test_ranks_without_findings)
     with forked_pools():
         (row,) = ranks.examine(ranks=2, device_type="cpu", host="here", seconds=0.05)
     assert row.level == "error" and row.text.startswith("2 ranks on this host: TypeError: ")
@@ -82,7 +82,7 @@ def version(name: str, text: str) -> Finding:
     return Finding(topic="versions", name=name, text=text, data={"version": text})
 
 
-def test_hosts_that_are_not_alike() -> None:
+def test_unequal_hosts_are_reported() -> None:
     a = [version("torch", "2.11"), version("pyarrow", "1"), version("python", "3.11")]
     b = [version("torch", "2.12"), version("pyarrow", "2"), version("python", "3.12")]
     found = {row.name: row for row in ranks.unlike({"a": a, "b": a, "c": b})}
@@ -108,7 +108,7 @@ def at_once(context: RankContext, hosts: list[str]) -> list[tuple[str, str, str]
     return [(row.topic, row.name, row.level) for row in found]
 
 
-def test_a_job_of_two_hosts() -> None:
+def test_job_of_two_hosts() -> None:
     first, *others = run_ranks(4, at_once, ["a", "a", "b", "b"])
     assert others == [first] * 3
     assert ("hosts", "alike", "ok") in first
@@ -131,7 +131,7 @@ def gone(context: RankContext) -> str:
     return "nothing"
 
 
-def test_a_job_whose_ranks_lose_each_other() -> None:
+def test_job_with_lost_connections() -> None:
     said = run_ranks(2, gone)
     assert said[1] == "rank 1 on b: all-reduce failed after 0 s: Connection closed by peer; lost: rank 0"
 
@@ -158,7 +158,7 @@ def reported(context: RankContext, ranks: int, hosts: list[str]) -> dict[str, An
     ],
     ids=["two", "three", "four"],
 )
-def test_messages_between_hosts(hosts: list[str], pairs: list[list[tuple[str, str]]]) -> None:
+def test_speed_of_messages_between_hosts(hosts: list[str], pairs: list[list[tuple[str, str]]]) -> None:
     reports = [RankReport(**data) for data in run_ranks(len(hosts), reported, len(hosts), hosts)]
     assert [[pair[:2] for pair in report.pairs] for report in reports] == pairs
     assert all(rate > 0 for report in reports for _, _, rate in report.pairs)
@@ -200,7 +200,7 @@ def spoiled(context: RankContext, name: str) -> list[str]:
         ("rotate_async", "messages"),
     ],
 )
-def test_a_wrong_number_is_seen(method: str, check: str) -> None:
+def test_wrong_element_of_a_collective_is_detected(method: str, check: str) -> None:
     assert run_ranks(2, spoiled, method) == [[], [check]]
 
 
@@ -218,6 +218,6 @@ def broken(context: RankContext) -> str:
     return "nothing"
 
 
-def test_an_operation_that_fails_is_named() -> None:
+def test_failing_operation_is_named() -> None:
     said = run_ranks(2, broken)
     assert said == ["all-gather failed after 0 s: Connection closed by peer [10.0.0.7]:1234"] * 2

@@ -1,4 +1,4 @@
-"""The demo's table and its own checks, on made-up metrics."""
+"""The demo's table and checks, on synthetic metrics."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from tests.e2e.programs import REPOSITORY
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """examples/quickstart/demo.py with its run folder in a folder of the test's, on a machine without GPUs."""
+    """examples/quickstart/demo.py with its run folder in the test's folder, on a machine without GPUs."""
     path = REPOSITORY / "examples" / "quickstart" / "demo.py"
     spec = importlib.util.spec_from_file_location("quickstart_demo", path)
     assert spec is not None and spec.loader is not None
@@ -28,7 +28,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def made_up(demo: ModuleType, *, jump: float = 0.0, fall: float = 3.0) -> list[dict[str, Any]]:
-    """A run of the demo: the loss falls by `fall` in all, evenly, and validation jumps at the switch.
+    """Metrics of a demo run: the loss falls evenly by `fall` in total, and validation jumps at the switch.
 
     The second half is twice as fast.
     """
@@ -45,8 +45,8 @@ def made_up(demo: ModuleType, *, jump: float = 0.0, fall: float = 3.0) -> list[d
     return records
 
 
-def test_summary(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table, the files that it names, and commands to try next, which work."""
+def test_summary_of_the_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, the named files, and suggested commands, which work."""
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made_up(demo, jump=1e-5)))
     text = demo.summary(123.4)
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[:5]]
@@ -70,7 +70,7 @@ def test_summary(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check(Command("demo.py", line))
 
 
-def test_the_check_of_a_run(demo: ModuleType) -> None:
+def test_checks_of_a_run(demo: ModuleType) -> None:
     demo.check(made_up(demo, jump=5e-5))
     for jump in (1e-3, -1e-3):
         with pytest.raises(SystemExit, match=r"jumped by 1\.00e-03 at the switch"):
@@ -94,7 +94,7 @@ def test_the_check_of_a_run(demo: ModuleType) -> None:
         (8, 4, "--tp 2 --pp 2 --vpp 2 --bf16", "--tp 1 --pp 2 --dp 2 --bf16"),
     ],
 )
-def test_layouts_are_legal(
+def test_layouts_are_valid(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, first: str, second: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -1,4 +1,4 @@
-"""examples/extend: each addition trains, on one layout and on another, and continues where it was stopped."""
+"""examples/extend: each addition trains on one layout, and resumes on another."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_examples_are_short() -> None:
     assert len(lengths) == 5 and max(lengths) < 60
 
 
-def test_a_dataset_continued_on_another_layout(tmp_path: Path) -> None:
+def test_dataset_resumes_on_another_layout(tmp_path: Path) -> None:
     flags = (BYTES, "--eval-interval 3 --eval-iters 1")
     one = train(1, tmp_path / "one", *flags)
     two = tmp_path / "two"
@@ -47,20 +47,20 @@ def test_a_dataset_continued_on_another_layout(tmp_path: Path) -> None:
     assert losses(two, "valid")[0] == pytest.approx(losses(tmp_path / "one", "valid")[0], rel=1e-9)
 
 
-def test_text_from_a_layer(tmp_path: Path) -> None:
-    """A checkpoint names its kind of layer, and imports nothing: that is for the user to say."""
+def test_layer_generates_text_if_imported(tmp_path: Path) -> None:
+    """A checkpoint names its kind of layer, but does not import it; the user must."""
     layer = "--import examples.extend.parallel_block"
     byte_level = "--mock-data --tokenizer-type ByteLevelTokenizer --vocab-size 512 --save-interval 6"
     train(1, tmp_path, f"{layer} --block parallel {byte_level}")
     words = f"generate --load {tmp_path}/checkpoints --prompt ab --max-new-tokens 3 --device cpu".split()
-    refused = train_forked(1, *words, command="megalite.cli.main:main")  # no one has imported it there
+    refused = train_forked(1, *words, command="megalite.cli.main:main")  # the layer has not been imported there
     assert refused.status == 2
     assert "block cannot be 'parallel' (one of gpt; --import MODULE registers others)" in refused.err
     made = in_process(main, [*words, *layer.split()])
     assert made.status == 0, made.err
 
 
-def test_an_optimizer_continued_on_another_layout(tmp_path: Path) -> None:
+def test_optimizer_resumes_on_another_layout(tmp_path: Path) -> None:
     """Its state is in the checkpoint: sharded over two ranks, then whole on one."""
     flags = f"--import examples.extend.lion --optimizer lion {MOCK}"
     one = train(1, tmp_path / "one", flags)
@@ -72,7 +72,7 @@ def test_an_optimizer_continued_on_another_layout(tmp_path: Path) -> None:
     assert again == pytest.approx(one[3:], rel=1e-9)
 
 
-def test_a_schedule_and_a_writer(tmp_path: Path) -> None:
+def test_schedule_and_metrics_writer(tmp_path: Path) -> None:
     flags = f"--import examples.extend.eager_1f1b --pipeline-schedule eager-1f1b {MOCK} --micro-batch-size 1"
     writer = "--import examples.extend.best_loss --metrics best-loss --eval-interval 2 --eval-iters 1"
     one = train(1, tmp_path / "one", flags, writer)
@@ -81,7 +81,7 @@ def test_a_schedule_and_a_writer(tmp_path: Path) -> None:
     assert train(2, tmp_path / "two", flags, "--pp 2 --pipeline-check-memory") == pytest.approx(one, rel=1e-9)
 
 
-def test_a_module_that_cannot_be_imported_ends_all_ranks_before_any_work(tmp_path: Path) -> None:
+def test_failed_import_ends_all_ranks_at_the_start(tmp_path: Path) -> None:
     words = f"{MODEL} {STEPS} {MOCK} --import examples.extend.tiger --run-dir {tmp_path}/run".split()
     outcome = train_forked(2, *words)
     says = "error: --import examples.extend.tiger cannot be imported: ModuleNotFoundError: No module named"
@@ -90,14 +90,14 @@ def test_a_module_that_cannot_be_imported_ends_all_ranks_before_any_work(tmp_pat
 
 
 def said(*words: str) -> Any:
-    """What a command prints as JSON."""
+    """JSON output of a command."""
     with forked_pools():
         found = in_process(main, " ".join(words).split())
     assert found.status == 0, found.out + found.err
     return json.loads(found.out)
 
 
-def test_other_commands_see_it() -> None:
+def test_other_commands_know_the_additions() -> None:
     lion = f"--import examples.extend.lion --optimizer lion {MOCK} {MODEL} {STEPS} --json"
     (memory,) = said("train --dry-run", lion)["memory"]["pipeline_ranks"]
     assert memory["optimizer_bytes"] == 8 * memory["parameters"], "one state, of 8 bytes in fp64"
@@ -108,7 +108,7 @@ def test_other_commands_see_it() -> None:
 
 
 def test_parity_of_a_layer() -> None:
-    """Its ranks are other processes, which get the config from this one."""
+    """Its ranks are separate processes, which get the config from this one."""
     layer = f"--import examples.extend.parallel_block --block parallel --hidden-dropout 0.1 {MOCK} {MODEL}"
     found = said("parity", layer, "--global-batch-size 4 --tp 2 --sequence-parallel --steps 2 --json")
     assert found["same"]

@@ -1,4 +1,4 @@
-"""examples/hugging_face: its README, command by command, and what transformers makes of the result."""
+"""examples/hugging_face: the commands of its README, and the result in transformers."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.e2e
 README = "examples/hugging_face/README.md"
 
 
-def test_the_readme_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss falls, the folder that is written is what the checkpoint holds, and transformers writes text with it."""
+def test_readme_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss falls, the exported folder equals the checkpoint, and transformers generates text from it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.chdir(REPOSITORY)

@@ -1,4 +1,4 @@
-"""examples/large_batch: the program of its page, on little text and few samples, and its picture."""
+"""examples/large_batch: the program of its page with little text and few samples, and its figure."""
 
 import re
 import runpy
@@ -17,13 +17,13 @@ PAGE = (HERE / "README.md").read_text(encoding="utf-8")
 
 
 def forks(words: list[str], **_: Any) -> None:
-    """The two ranks that torchrun would start."""
+    """Fork the two ranks that torchrun would start."""
     flags = words[words.index(str(REPOSITORY / "pretrain_gpt.py")) + 1 :]
     train_forked(2, *flags, folder=Path.cwd()).require_success()
 
 
 @pytest.mark.e2e
-def test_a_few_steps_of_the_page(
+def test_few_steps_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -47,7 +47,7 @@ def test_a_few_steps_of_the_page(
     assert "AdamW" in Path("runs/large_batch/losses.svg").read_text(encoding="utf-8")
 
 
-def test_the_picture_is_of_the_pages_table() -> None:
+def test_figure_equals_the_table() -> None:
     picture = (HERE / "losses.svg").read_text(encoding="utf-8")
     losses = re.findall(r"^\| (?:AdamW|LAMB) \| \d+ \| \d+ \| ([0-9.]+) \|", PAGE, re.MULTILINE)
     described = re.search(r"AdamW ([0-9. ]+); LAMB ([0-9. ]+)\. ", picture)

@@ -1,5 +1,5 @@
-"""Each launcher of examples/multi_node, with what it would start recorded: the ranks, where they meet, and that our own
-parser takes the flags."""
+"""Each launcher of examples/multi_node, with recorded starts: the ranks, their rendezvous, and that the training flags are
+valid."""
 
 import importlib.util
 import os
@@ -35,42 +35,42 @@ PROGRAMS = {
     + RECORD.partition("\n")[2]
     + "fi\n",
 }
-"""What the clusters have, or what stands for it here."""
+"""Programs of clusters, or replacements."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a launcher has done."""
+    """Recorded actions of a launcher."""
 
     status: int
     said: str
     folder: Path
 
     def words(self, program: str) -> list[str] | None:
-        """What a program was called with; None: it was not."""
+        """Arguments of a program's call; None if it was not called."""
         path = self.folder / program
         return path.read_text().splitlines() if path.exists() else None
 
     def variables(self, program: str) -> dict[str, str]:
-        """What it saw in its environment."""
+        """Environment variables of the call."""
         lines = (self.folder / f"{program}.env").read_text().splitlines()
         return dict(line.partition("=")[::2] for line in lines)
 
     @property
     def is_host(self) -> bool:
-        """torchrun expects the store here."""
+        """Whether torchrun hosts the store here."""
         return "is_host=1" in self.torchrun.rdzv_conf
 
     @property
     def torchrun(self) -> Any:
-        """Its arguments, as its own parser has them."""
+        """torchrun's arguments, by its own parser."""
         words = self.words("torchrun")
         assert words is not None, self.said
         return get_args_parser().parse_args(words)
 
     @property
     def training(self) -> Invocation:
-        """What pretrain_gpt.py would be asked for; it is legal on the ranks that torchrun starts."""
+        """The config of pretrain_gpt.py, valid on the ranks that torchrun starts."""
         launch = self.torchrun
         assert Path(launch.training_script) == ROOT / "pretrain_gpt.py"
         invocation = parse_arguments(launch.training_script_args)
@@ -81,7 +81,7 @@ class Started:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Run a launcher's command with the programs above first on the path."""
+    """Run a launcher's command with the programs above first in PATH."""
     programs, recorded = tmp_path / "bin", tmp_path / "recorded"
     programs.mkdir()
     recorded.mkdir()
@@ -107,7 +107,7 @@ def start(tmp_path: Path) -> Any:
 HAND = ("bash", "examples/multi_node/launch.sh")
 
 
-def test_by_hand(start: Any, tmp_path: Path) -> None:
+def test_manual_start(start: Any, tmp_path: Path) -> None:
     variables = {"NODES": "1:2", "HEAD": "10.0.0.1", "GPUS": "8", "IFNAME": "eth1", "LOCAL_ADDR": "10.0.0.2"}
     done = start(*HAND, *FLAGS, "--elastic", "--data-path", "a b", **variables)
     assert done.status == 0, done.said
@@ -129,7 +129,7 @@ def test_by_hand(start: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["127.0.0.1", socket.gethostname(), "203.0.113.7", "no-such-host.invalid"])
-def test_the_head_knows_itself_by_any_of_its_names(start: Any, head: str) -> None:
+def test_head_recognizes_each_of_its_names(start: Any, head: str) -> None:
     done = start(*HAND, *FLAGS, NODES="2", HEAD=head, GPUS="8", RDZV_CONF="join_timeout=9")
     assert done.is_host == (head not in ("203.0.113.7", "no-such-host.invalid")), done.said
     assert "join_timeout=9" in done.torchrun.rdzv_conf
@@ -144,11 +144,11 @@ def test_the_head_knows_itself_by_any_of_its_names(start: Any, head: str) -> Non
         ("{}", "1", 1),
     ],
 )
-def test_the_status_is_the_runs_own(start: Any, says: str, ends: str, status: int) -> None:
+def test_status_is_that_of_the_run(start: Any, says: str, ends: str, status: int) -> None:
     assert start(*HAND, *FLAGS, NODES="2", HEAD="a", GPUS="8", SAYS=says, ENDS=ends).status == status
 
 
-def test_what_an_earlier_start_has_left_is_not_this_ones(start: Any, tmp_path: Path) -> None:
+def test_files_of_an_earlier_start_are_ignored(start: Any, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     old = tmp_path / "run/exit.json"
     old.write_text('{"exit_code": 75}')
@@ -156,7 +156,7 @@ def test_what_an_earlier_start_has_left_is_not_this_ones(start: Any, tmp_path: P
     assert start(*HAND, *FLAGS, NODES="2", HEAD="a", GPUS="8", ENDS="1").status == 1
 
 
-def test_a_signal_reaches_torchrun_as_sigterm(tmp_path: Path, start: Any) -> None:
+def test_signal_reaches_torchrun_as_sigterm(tmp_path: Path, start: Any) -> None:
     waits = "#!/bin/bash\ntrap 'echo told; exit 7' TERM\ntouch \"$RECORDED/ready\"\nwhile :; do sleep 0.05; done\n"
     (tmp_path / "bin/torchrun").write_text(waits)
     when_ready = f'(until [ -e "$RECORDED/ready" ]; do sleep 0.05; done; kill -USR1 $$) & exec bash {HAND[1]} --x'
@@ -174,7 +174,7 @@ SLURM = {
 JOB = ("bash", "examples/multi_node/slurm.sbatch", *FLAGS)
 
 
-def test_slurm(start: Any) -> None:
+def test_slurm_job(start: Any) -> None:
     done = start(*JOB, **SLURM)
     assert done.status == 0, done.said
     torchrun = done.torchrun
@@ -198,7 +198,7 @@ def test_slurm(start: Any) -> None:
         ("", "1", "5", False),
     ],
 )
-def test_slurm_requeues(start: Any, says: str, ends: str, restarts: str, requeued: bool) -> None:
+def test_slurm_job_is_requeued(start: Any, says: str, ends: str, restarts: str, requeued: bool) -> None:
     done = start(*JOB, **SLURM, SAYS=says, ENDS=ends, SLURM_RESTART_COUNT=restarts)
     assert done.words("scontrol") == (["requeue", "41"] if requeued else None), done.said
 
@@ -212,7 +212,7 @@ def of_kind(kind: str) -> dict[str, Any]:
     return found
 
 
-def test_kubernetes(start: Any, tmp_path: Path) -> None:
+def test_kubernetes_job(start: Any, tmp_path: Path) -> None:
     job, service, claim = map(of_kind, ("Job", "Service", "PersistentVolumeClaim"))
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -251,7 +251,7 @@ def test_kubernetes(start: Any, tmp_path: Path) -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_skypilot(start: Any, tmp_path: Path) -> None:
+def test_skypilot_task(start: Any, tmp_path: Path) -> None:
     (task,) = documents("skypilot.yaml")
     known = {"name", "num_nodes", "workdir", "resources", "volumes", "setup", "run"}
     assert set(task) <= known
@@ -271,14 +271,14 @@ def test_skypilot(start: Any, tmp_path: Path) -> None:
 
 
 def torchx_specs() -> ModuleType | SimpleNamespace:
-    """torchx's own, or what of it the component uses, with the names that torchx puts values in for."""
+    """torchx's specs, or the part that the component uses, with the names of torchx's macros."""
     if importlib.util.find_spec("torchx"):
         return importlib.import_module("torchx.specs")
     macros = SimpleNamespace(rank0_env="${rank0_env}", app_id="${app_id}")
     return SimpleNamespace(macros=macros, Role=SimpleNamespace, AppDef=SimpleNamespace, Resource=SimpleNamespace)
 
 
-def test_torchx(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchx_component(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = torchx_specs()
     monkeypatch.setitem(sys.modules, "torchx", SimpleNamespace(specs=specs))
     monkeypatch.setitem(sys.modules, "torchx.specs", specs)

@@ -1,4 +1,4 @@
-"""examples/mup: the program of its page, on little text, two rates and a few steps."""
+"""examples/mup: the program of its page, with little text, two rates and a few steps."""
 
 import runpy
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
 
 
-def test_a_few_steps_of_the_page(
+def test_few_steps_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

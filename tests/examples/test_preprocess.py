@@ -1,4 +1,4 @@
-"""The examples of preprocessing on many machines: run here one after the other, their parts merged to one machine's bytes."""
+"""Examples of preprocessing on several machines, run here in sequence; merged parts equal one machine's output."""
 
 import os
 import subprocess
@@ -10,12 +10,12 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/preprocess"
-PARTS = "2"  # of the files' 8
+PARTS = "2"  # of 8 files
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, a tokenizer and, as `whole`, what one machine makes of it; and a `megalite` to be found."""
+    """A corpus, a tokenizer, and one machine's output as `whole`; puts `megalite` in PATH."""
     folder = tmp_path_factory.mktemp("many")
     (folder / "corpus").mkdir()
     (folder / "bin").mkdir()
@@ -47,7 +47,7 @@ def require_whole(folder: Path, prefix: str) -> None:
         assert ours == (folder / f"whole_text_document{suffix}").read_bytes(), suffix
 
 
-def test_a_slurm_array(folder: Path) -> None:
+def test_slurm_array(folder: Path) -> None:
     array = {"OUTPUT": "slurm/corpus", "PARTS": PARTS}
     for task in range(int(PARTS)):
         said(folder, "bash", EXAMPLE / "slurm.sbatch", SLURM_ARRAY_TASK_ID=str(task), **array)
@@ -56,7 +56,7 @@ def test_a_slurm_array(folder: Path) -> None:
     assert "#SBATCH --array=0-7\n" in (EXAMPLE / "slurm.sbatch").read_text()
 
 
-def test_a_kubernetes_indexed_job(folder: Path) -> None:
+def test_kubernetes_indexed_job(folder: Path) -> None:
     job = yaml.safe_load((EXAMPLE / "kubernetes.yaml").read_text())["spec"]
     assert (job["completions"], job["completionMode"]) == (8, "Indexed")
     (container,) = job["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""examples/shakespeare: its data, by character, and a few of its steps, from the commands of its README.md."""
+"""examples/shakespeare: its character data and a few steps, by the commands of its README.md."""
 
 import json
 import runpy
@@ -18,7 +18,7 @@ from tests.e2e.programs import REPOSITORY
 HERE = REPOSITORY / "examples" / "shakespeare"
 
 
-def test_a_few_steps_of_the_page(
+def test_few_steps_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

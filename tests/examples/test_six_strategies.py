@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 
 class Forks(Launched):
-    """A run of the sweep, its ranks forked where torchrun would start programs."""
+    """A run of the sweep with forked ranks instead of torchrun."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Forks(Launched):
         self._stack.close()
 
 
-def test_a_few_steps_of_the_page(
+def test_few_steps_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the first, the second and the last strategy; the dry run of all six is among the commands of the pages."""
+    """The first, the second and the last strategy; the dry run of all six is among the commands of the pages."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(LocalLauncher, "start", lambda self, run, folder, *, timeout: Forks(run, folder))
@@ -69,13 +69,13 @@ def test_a_few_steps_of_the_page(
     for speed, _, memory, loss, _ in rows.values():
         assert speed > 0.0 and memory <= alone[2] and loss == pytest.approx(alone[3], abs=0.01)
     assert server[3] == pytest.approx(alone[3], abs=1e-4)
-    # Of two ranks the one server sends all weights, an all-reduce half of both gradients and weights, Apex in 2 bytes.
+    # With two ranks the server sends all weights, an all-reduce half of both gradients and weights, Apex in 2 bytes.
     assert alone[1] == 0.0 and apex[1] == pytest.approx(server[1] / 2, abs=0.01)
     for unit in ("steps", "seconds"):
         assert "single process" in (tmp_path / f"six_{unit}.svg").read_text(encoding="utf-8")
 
 
-def test_the_picture_is_of_the_pages_table() -> None:
+def test_figure_equals_the_table() -> None:
     picture = (HERE / "losses.svg").read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in picture
     page = (HERE / "README.md").read_text(encoding="utf-8").splitlines()

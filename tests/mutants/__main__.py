@@ -1,9 +1,9 @@
-"""Put every fault of the catalogue into a copy of megalite, one at a time, and see that its test fails.
+"""Insert each fault of the catalogue into a copy of megalite, and check that its test fails.
 
     python -m tests.mutants [TEXT ...] [--no-control]
 
-TEXT chooses the mutants in whose name or test it is; default: all. First the tests run without a fault, and must pass. The
-last line is the report as JSON; the exit status is 1 unless every mutant was killed.
+TEXT selects mutants by name or test; default: all. First the tests run without a fault, and must pass. The last line is the
+report as JSON; the exit status is 1 unless every mutant was killed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from tests.mutants.mutant import MUTANTS, ROOT, MutantError, copy_of, judge, run
 
 
 def main() -> int:
-    """See above."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="only mutants with it in their name or test")
     parser.add_argument("--no-control", action="store_true", help="do not run the tests without a fault first")

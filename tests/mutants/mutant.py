@@ -1,8 +1,8 @@
-"""Faults put into megalite on purpose, and for each the test that must fail with it.
+"""Deliberate faults in megalite, each with the test that must detect it.
 
-`catalogue.txt` has what each part of training could get wrong without a crash, a paragraph each: its name and what it breaks,
-the file, the text there (-) and what stands in its place (+), the test that sees it. If a fault's text has changed, write the
-same fault into the new text; do not remove it.
+`catalogue.txt` lists what training could get wrong without a crash, one paragraph per fault: its name and effect, the file, the
+original text (-) and its replacement (+), the test that detects it. If the original text changes, put the same fault into the
+new text; do not remove it.
 """
 
 import os
@@ -18,21 +18,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 240
-"""Seconds after which a test fails, in a mutant that makes it hang."""
+"""Seconds after which a test that hangs because of a mutant fails."""
 
 
 class MutantError(Exception):
-    """A mutant that cannot be judged."""
+    """A mutant that cannot be tested."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     """Args:
     name: of the fault.
-    file: below the root.
-    old, new: the text that it replaces, which must be in the file exactly once, and what with.
+    file: relative to the root.
+    old, new: text to replace, which must occur exactly once in the file, and its replacement.
     test: the pytest id that must fail.
-    breaks: what goes wrong, in a line.
+    breaks: the effect, in one line.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Mutant:
         """The file's text with the fault.
 
         Raises:
-            MutantError: the text to replace is not there exactly once.
+            MutantError: the text to replace does not occur exactly once.
         """
         found = text.count(self.old)
         if found != 1:
@@ -55,7 +55,7 @@ class Mutant:
 
 
 def _texts(lines: Sequence[str], sign: str) -> str:
-    """Those with this sign; a last one that is empty stands for the end of the line before it."""
+    """Lines with this sign; a last empty one is the line end before it."""
     return "\n".join(line[2:] for line in lines if line.startswith(sign))
 
 
@@ -72,7 +72,7 @@ MUTANTS = tuple(_mutants(Path(__file__).with_name("catalogue.txt").read_text(enc
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """Result of a mutant."""
 
     killed: bool
     seconds: float
@@ -81,18 +81,20 @@ class Verdict:
 
 @contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """A folder in which the package and the tests are copies, and the rest links to what is in `root`."""
+    """A folder with copies of the package and the tests, and links to everything else in `root`."""
     with tempfile.TemporaryDirectory(prefix="megalite-mutant-") as folder:
         for entry in root.iterdir():
             if entry.name in ("megalite", "tests"):
-                shutil.copytree(entry, Path(folder) / entry.name)  # with the byte code, which is by file time
+                shutil.copytree(
+                    entry, Path(folder) / entry.name
+                )  # including byte code, which depends on modification times
             elif not entry.name.startswith("."):
                 (Path(folder) / entry.name).symlink_to(entry)
         yield Path(folder)
 
 
 def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """pytest in a copy, stopping at the first failure."""
+    """Run pytest in a copy, until the first failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--timeout={LONGEST}", *tests]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -101,10 +103,10 @@ def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
 
 
 def judge(mutant: Mutant, root: Path = ROOT) -> Verdict:
-    """Put the fault into a copy and run the test there.
+    """Insert the fault into a copy and run the test there.
 
     Raises:
-        MutantError: the fault cannot be put in, or the test does not get as far as failing.
+        MutantError: the fault cannot be inserted, or the test fails for another reason.
     """
     started = time.monotonic()
     with copy_of(root) as copy:

@@ -1,4 +1,4 @@
-"""What surrounds the code (make help, pre-commit, workflows, containers, templates) names things that exist."""
+"""Files around the code (make help, pre-commit, workflows, containers, templates) name existing things."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def read(name: str) -> str:
 
 
 def make_targets(text: str) -> set[str]:
-    """Of the `make TARGET` commands in a text."""
+    """Targets of the `make TARGET` commands in a text."""
     return {*re.findall(r"(?:`|\$ |run: |entry: |^)make ([a-z][a-z-]*)\b", text, re.MULTILINE)}
 
 
@@ -46,12 +46,12 @@ def test_make_help_names_every_target() -> None:
         "README.md",
     ],
 )
-def test_targets_that_are_named_exist(name: str) -> None:
+def test_named_targets_exist(name: str) -> None:
     named = make_targets(read(name))
     assert named and named <= TARGETS
 
 
-def test_pre_commit_calls_make_alone() -> None:
+def test_pre_commit_only_calls_make() -> None:
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
     assert repository["repo"] == "local", "hooks of others would be a second place for versions"
     for hook in repository["hooks"]:
@@ -59,7 +59,7 @@ def test_pre_commit_calls_make_alone() -> None:
         assert (hook["language"], hook["pass_filenames"]) == ("system", False)
 
 
-def test_the_workflow_runs_what_ci_runs_on_every_python_and_torch() -> None:
+def test_workflow_runs_ci_on_every_python_and_torch() -> None:
     job: dict[str, Any] = yaml.safe_load(read(".github/workflows/tests.yml"))["jobs"]["tests"]
     steps = [step["run"] for step in job["steps"] if step.get("run", "").startswith("make")]
     assert steps == re.findall(r"^make [a-z]+", read(".ci/run"), re.MULTILINE)
@@ -70,7 +70,7 @@ def test_the_workflow_runs_what_ci_runs_on_every_python_and_torch() -> None:
     assert f"torch>={oldest.removesuffix('.0')}" in PROJECT["dependencies"], "the oldest that is supported"
 
 
-def test_the_dockerfile_copies_what_exists_and_installs_what_is_locked() -> None:
+def test_dockerfile_copies_existing_files_and_installs_the_lock() -> None:
     text = read("Dockerfile").replace("\\\n", " ")
     instructions = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     assert instructions[0][0] == "FROM"
@@ -88,7 +88,7 @@ def test_the_dockerfile_copies_what_exists_and_installs_what_is_locked() -> None
     assert command[0] in PROJECT["scripts"]
 
 
-def test_the_devcontainer_sets_up_by_make() -> None:
+def test_devcontainer_uses_make() -> None:
     settings = json.loads(read(".devcontainer/devcontainer.json"))
     assert settings["postCreateCommand"] == "make help && make .venv/.installed"
     version = settings["image"].split(":")[1]
@@ -96,7 +96,7 @@ def test_the_devcontainer_sets_up_by_make() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.name)
-def test_issue_templates_have_what_the_site_reads(path: Path) -> None:
+def test_issue_templates_are_valid(path: Path) -> None:
     _, front, body = path.read_text(encoding="utf-8").split("---\n", 2)
     assert {"name", "about", "labels"} <= yaml.safe_load(front).keys()
     for command in re.findall(r"`megalite ([a-z-]+)`", body):

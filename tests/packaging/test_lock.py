@@ -1,4 +1,4 @@
-"""What `make` installs is pinned."""
+"""Packages that `make` installs are pinned."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ PINNED = dict(pins(LOCK.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_everything_that_the_dev_extra_installs_is_pinned(python: str) -> None:
+def test_all_packages_of_the_dev_extra_are_pinned(python: str) -> None:
     names = needed(python)
     assert {"torch", "numpy", "markupsafe", "mkdocs", "setuptools"} <= names
     assert names - {*PINNED} == set(), "run make lock"
@@ -28,7 +28,7 @@ def test_nothing_else_is_pinned() -> None:
     assert [line for line in lines if not re.fullmatch(r"#.*|[a-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
 
 
-def test_pins_are_within_what_is_supported() -> None:
+def test_pins_are_in_the_supported_range() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
     stated = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
@@ -37,8 +37,8 @@ def test_pins_are_within_what_is_supported() -> None:
         assert version is None or version in requirement.specifier, requirement
 
 
-def test_the_lock_is_of_what_is_installed() -> None:
-    """Builds are not named: they are the index's affair."""
+def test_lock_equals_the_installed_packages() -> None:
+    """Without local versions, which depend on the index."""
     written = dict(pins(lock()))
     assert written["torch"] == distribution("torch").version.partition("+")[0]
     assert {*written} == {*PINNED}

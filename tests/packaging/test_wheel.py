@@ -1,4 +1,4 @@
-"""The wheel: built, installed into its own folder, and used far from the clone."""
+"""The wheel: built, installed into a separate folder, and used outside of the clone."""
 
 import os
 import shutil
@@ -22,14 +22,14 @@ SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed wheel, and an empty folder to work in."""
+    """An installed wheel, and an empty working folder."""
 
     wheel: Path
     packages: Path
     folder: Path
 
     def run(self, *words: str) -> str:
-        """What a command prints, started without any trace of the clone."""
+        """Output of a command, started without access to the clone."""
         variables = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
         }
@@ -51,7 +51,7 @@ class Installed:
 
 
 def build(source: Path, target: Path) -> Path:
-    """The wheel of a copy of the sources, by the backend that pyproject.toml names."""
+    """Build the wheel of a copy of the sources, by the backend of pyproject.toml."""
     script = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script, str(target)],
@@ -67,7 +67,7 @@ def build(source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Built from a copy, so that nothing is left in the clone."""
+    """The wheel is built from a copy, so that no files are left in the clone."""
     folder = tmp_path_factory.mktemp("wheel")
     source, packages, work = folder / "source", folder / "packages", folder / "work"
     source.mkdir()
@@ -82,8 +82,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, packages, work)
 
 
-def test_it_has_every_file_of_the_package_and_no_other(installed: Installed) -> None:
-    """Presets, clusters, stacks, kernels' preferences and py.typed are data that the package reads."""
+def test_wheel_has_exactly_the_files_of_the_package(installed: Installed) -> None:
+    """Presets, clusters, stacks, kernel preferences and py.typed are data files of the package."""
     packed = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
     there = {
         str(path.relative_to(REPOSITORY))
@@ -94,7 +94,7 @@ def test_it_has_every_file_of_the_package_and_no_other(installed: Installed) -> 
     assert {Path(name).suffix for name in packed} >= {".py", ".yaml", ".typed"}
 
 
-def test_what_it_says_of_itself(installed: Installed) -> None:
+def test_metadata_of_the_wheel(installed: Installed) -> None:
     archive = zipfile.ZipFile(installed.wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     said = HeaderParser().parsestr(archive.read(name).decode())
@@ -110,12 +110,12 @@ def test_what_it_says_of_itself(installed: Installed) -> None:
     assert installed.megalite("--version") == f"megalite {project['version']}\n"
 
 
-def test_it_is_the_installed_one_that_runs(installed: Installed) -> None:
+def test_installed_package_is_imported(installed: Installed) -> None:
     where = installed.run(sys.executable, "-c", "import megalite; print(megalite.__file__)").strip()
     assert Path(where).is_relative_to(installed.packages)
 
 
-def test_it_looks_and_plans(installed: Installed) -> None:
+def test_installed_package_inspects_and_plans(installed: Installed) -> None:
     """With presets, clusters and stacks, which are files in the package."""
     shown = installed.megalite("train --preset llama3-8b --tp 4 --pp 2 --bf16 --dry-run --world-size 64")
     assert "64 ranks = tp 4 x cp 1 x dp 8 x pp 2" in shown
@@ -124,7 +124,7 @@ def test_it_looks_and_plans(installed: Installed) -> None:
     assert "tp" in installed.megalite(f"plan --preset gpt3-350m --cluster dgx-a100 {batch}")
 
 
-def test_it_trains(installed: Installed) -> None:
+def test_installed_package_trains(installed: Installed) -> None:
     words = f"train {SMALL} --global-batch-size 2 --train-iters 2 --device cpu --log-interval 1 --run-dir run"
     said = installed.run(sys.executable, "-m", "megalite.cli.main", *words.split())
     assert "step 2/2" in said

@@ -34,7 +34,7 @@ def fitted() -> Cluster:
     return cluster
 
 
-def test_products_take_what_was_measured(fitted: Cluster) -> None:
+def test_products_take_the_measured_time(fitted: Cluster) -> None:
     """Peak and efficiency are fitted as one product, separate from the start of an operation."""
     assert fitted.peak("fp32") * fitted.efficiency.gemm == pytest.approx(0.8 * 9e10, rel=0.03)
     assert fitted.accelerator.kernel_seconds == pytest.approx(3e-6, rel=0.3)
@@ -47,7 +47,7 @@ def test_products_take_what_was_measured(fitted: Cluster) -> None:
     assert float(ours) == pytest.approx(float(theirs), rel=0.03)
 
 
-def test_collectives_and_messages_take_what_was_measured(fitted: Cluster) -> None:
+def test_collectives_and_messages_take_the_measured_time(fitted: Cluster) -> None:
     """Message efficiency is fitted across nodes, or inside a node if there is only one, since it has one figure."""
     for operation in OPERATIONS:
         for ranks, stride in ((2, 1), (4, 1), (2, 4)):
@@ -63,7 +63,7 @@ def test_collectives_and_messages_take_what_was_measured(fitted: Cluster) -> Non
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memory(fitted: Cluster) -> None:
+def test_shared_memory_collectives_take_the_measured_time(fitted: Cluster) -> None:
     """Groups across nodes, and runs without shared memory, keep the links' figures."""
     assert fitted.node.shared_memory_bandwidth is None
     node = replace(TRUTH.node, shared_memory_bandwidth=8e9, shared_memory_latency=2e-5)
@@ -82,7 +82,7 @@ def test_tensor_parallel_ranks_of_a_host_take_what_was_measured_through_its_memo
     assert tensor_seconds("all-to-all", 1 << 20, work, cluster) == links
 
 
-def test_a_second_type_gets_its_own_rate() -> None:
+def test_second_dtype_has_a_separate_rate() -> None:
     """The rate is fitted to all products, not to the fastest."""
     measured = measurements(TRUTH, CPU, ("fp32", "bf16"))
     *others, last = measured.gemms
@@ -92,7 +92,7 @@ def test_a_second_type_gets_its_own_rate() -> None:
     assert cluster.peak("bf16") * cluster.efficiency.gemm == pytest.approx(0.8 * 3e10, rel=0.05)
 
 
-def test_the_file_says_what_was_measured(fitted: Cluster, tmp_path: Path) -> None:
+def test_file_describes_the_measurement(fitted: Cluster, tmp_path: Path) -> None:
     save_cluster(fitted, tmp_path / "mine.yaml")
     assert load_cluster(str(tmp_path / "mine.yaml")) == fitted
     assert not any(text.startswith("assumed") for text in fitted.provenance.values())
@@ -112,7 +112,7 @@ def test_one_process_assumes_links_and_network() -> None:
     assert "at once" not in describe(alone)
 
 
-def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
+def test_known_accelerator_keeps_the_vendor_peaks() -> None:
     """Efficiencies are shares of the vendor's peaks, recovered through tiles and waves."""
     base, nominal = stand_in(GPU, None)
     assert (base.name, nominal) == ("dgx-a100", True)
@@ -132,7 +132,7 @@ def test_a_known_accelerator_keeps_the_vendors_peaks() -> None:
     assert cluster.provenance["accelerator"] == "vendor, from cluster dgx-a100; kernel_seconds measured"
 
 
-def test_a_disturbed_product_does_not_draw_the_fit() -> None:
+def test_outlier_product_does_not_change_the_fit() -> None:
     times = gemms(TRUTH, "fp32")
     clean = fit_gemm(times, TRUTH)
     slow = replace(times[5].timing, seconds=times[5].timing.seconds * 20)
@@ -140,7 +140,7 @@ def test_a_disturbed_product_does_not_draw_the_fit() -> None:
     assert fit_gemm(times, TRUTH)[:2] == pytest.approx(clean[:2], rel=0.02)
 
 
-def test_accelerators_are_known_by_name_and_memory() -> None:
+def test_accelerators_are_recognized_by_name_and_memory() -> None:
     h200 = replace(GPU, device_name="NVIDIA H200", memory_bytes=150_000_000_000)
     for machine, known in (
         (replace(GPU, device_name="NVIDIA H100 80GB HBM3"), "dgx-h100"),
@@ -162,7 +162,7 @@ CLUSTER = cpu_cluster(load_cluster("cpu-box"))
 MEASURED = measurements(CLUSTER, CPU)
 
 
-def test_constants_are_those_measured(tmp_path: Path) -> None:
+def test_constants_equal_the_measured_ones(tmp_path: Path) -> None:
     stack = fit_stack(MEASURED, CLUSTER, BASE_STACK, name="mine", source="measured")
     assert stack.attention_efficiency == pytest.approx(0.5, rel=1e-6)
     assert stack.microbatch_seconds == pytest.approx(2e-5)
@@ -173,7 +173,7 @@ def test_constants_are_those_measured(tmp_path: Path) -> None:
     assert load_stack(str(tmp_path / "stack.yaml")) == stack
 
 
-def test_crowded_cores_are_told_and_nothing_hides_beside_computation_there(fitted: Cluster) -> None:
+def test_shared_cores_are_reported_and_have_no_overlap(fitted: Cluster) -> None:
     assert fitted.node.ranks_per_core == 1.0
     crowded = measurements(TRUTH, replace(CPU, cores=2))
     node = fitted_to(crowded, BASE).node
@@ -184,7 +184,7 @@ def test_crowded_cores_are_told_and_nothing_hides_beside_computation_there(fitte
         assert all(getattr(stack, name) == hides for name in overlaps)
 
 
-def test_an_operation_is_its_share_of_a_tiny_layer() -> None:
+def test_operation_time_is_its_share_of_a_tiny_layer() -> None:
     """0.6 ms over the operations of a layer have the same total, whether host or device takes them."""
     asynchronous = replace(CLUSTER, accelerator=replace(CLUSTER.accelerator, asynchronous=True))
     hosts = operation_seconds(MEASURED.overheads, asynchronous, BASE_STACK, "fp32")

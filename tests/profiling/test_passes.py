@@ -32,7 +32,7 @@ def made_up(shape: StageShape, backward: bool, stack: SoftwareStack) -> PassTime
     return PassTime(shape=shape, backward=backward, dtype="fp32", timing=took(float(seconds)))
 
 
-def test_constants_come_back() -> None:
+def test_constants_are_recovered() -> None:
     times = [made_up(shape, backward, STACK) for shape in SHAPES for backward in (False, True)]
     other = dataclasses.replace(STACK, elementwise_slowdown=1.0, operation_seconds=1.0, microbatch_seconds=1.0)
     stack, error = with_passes(times, CLUSTER, other, source="measured")
@@ -44,7 +44,7 @@ def test_constants_come_back() -> None:
         assert "measured" in stack.provenance[name]
 
 
-def test_what_products_take_is_not_taken_for_overhead() -> None:
+def test_time_of_products_is_not_overhead() -> None:
     """Times that consist of products and bytes leave no time for operations and passes."""
     free = dataclasses.replace(STACK, elementwise_slowdown=1.0, operation_seconds=0.0, microbatch_seconds=0.0)
     times = [made_up(shape, True, free) for shape in SHAPES]
@@ -54,7 +54,7 @@ def test_what_products_take_is_not_taken_for_overhead() -> None:
     assert stack.operation_seconds < 1e-10 and stack.microbatch_seconds < 1e-10
 
 
-def test_no_operation_is_free() -> None:
+def test_operations_have_a_minimum_time() -> None:
     """If the fit finds no operation time, an operation takes `least_operation`."""
     free = dataclasses.replace(STACK, operation_seconds=0.0)
     times = [made_up(shape, True, free) for shape in SHAPES]

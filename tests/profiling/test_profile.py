@@ -36,7 +36,7 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     return said.getvalue(), ""
 
 
-def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path) -> None:
+def test_two_ranks_write_a_cluster_file(tmp_path: Path) -> None:
     output, stack = tmp_path / "mine.yaml", tmp_path / "stack.yaml"
     words = ["--output", str(output), "--output-stack", str(stack), "--seconds", "1"]
     (said, failed), other = run_ranks(2, _profile, words, 2)
@@ -77,7 +77,7 @@ def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, .
     return places, inside
 
 
-def test_groups_inside_nodes_through_their_memory_and_across() -> None:
+def test_groups_inside_and_across_nodes() -> None:
     on_rank = [places for places, _ in run_ranks(4, _channels, ["a", "a", "b", "b"])]
     assert on_rank[3] == [("inside", [(2, 3)], (2, 3)), ("across", [(1, 3)], (1, 3))]
     assert on_rank[0] == [("inside", [(0, 1)], (0, 1)), ("across", [(0, 2)], (0, 2))]
@@ -102,7 +102,7 @@ def test_groups_inside_nodes_through_their_memory_and_across() -> None:
         (["--output", "{tmp}/a.yaml", "--like", "dgx-a10"], "unknown cluster dgx-a10: did you mean dgx-a100"),
     ],
 )
-def test_bad_input_is_named_before_anything_is_measured(
+def test_bad_input_is_an_error_before_measuring(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [flag.format(tmp=tmp_path) for flag in flags]
@@ -126,7 +126,7 @@ def _without_product(context: RankContext, words: list[str]) -> tuple[str, str]:
         return _profile(context, words, 2)
 
 
-def test_one_ranks_error_is_that_of_all(tmp_path: Path) -> None:
+def test_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Rank 0 cannot write; rank 1 has no fp16 product."""
     said = run_ranks(2, _profile, ["--output", str(tmp_path / "no" / "mine.yaml")], 2)
     assert said[0] == said[1] and said[0][1].startswith(f"cannot write {tmp_path}/no/mine.yaml")
@@ -135,7 +135,7 @@ def test_one_ranks_error_is_that_of_all(tmp_path: Path) -> None:
     assert said[0][1].startswith("--dtype fp16 is not supported on cpu here (addmm not implemented for 'Half'); use ")
 
 
-def test_the_page_shows_commands_that_there_are() -> None:
+def test_page_shows_valid_commands() -> None:
     page = (REPOSITORY / "docs" / "profile.md").read_text(encoding="utf-8")
     shown = [command.words for command in commands_in(page, "docs/profile.md")]
     assert len(shown) == 3
@@ -145,7 +145,7 @@ def test_the_page_shows_commands_that_there_are() -> None:
         assert _dtypes(arguments, torch.device("cpu"))
 
 
-def test_the_tables_have_a_row_a_measurement_and_shares_of_the_vendor_s_peaks() -> None:
+def test_tables_have_a_row_per_measurement_and_shares_of_peaks() -> None:
     base, noisy = load_cluster("dgx-a100"), {"spread": 0.3}
     measured = measurements(base, CPU, ("bf16",))
     first = measured.gemms[0]

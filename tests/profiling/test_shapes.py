@@ -20,7 +20,7 @@ from megalite.profiling.operations import (
 from tests.profiling.made_up import took
 
 
-def test_the_shapes_of_a_layer_are_among_them() -> None:
+def test_shapes_include_those_of_a_layer() -> None:
     """QKV, output, up and down projections of GPT-3 175B on one microbatch, whole and split over 8."""
     h, s = 12288, 2048
     shapes = set(layer_shapes())
@@ -45,7 +45,7 @@ def test_chosen_shapes_are_spread_and_within_limits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_compute_what_is_counted(dtype: torch.dtype) -> None:
+def test_flops_of_products_are_correct(dtype: torch.dtype) -> None:
     shape = LinearShape(8, 6, 4)
     runs = dict(_products(shape, dtype, torch.device("cpu")))
     assert tuple(runs) == PRODUCTS
@@ -65,7 +65,7 @@ def test_attention_runs_forward_and_backward() -> None:
     assert [tensor.shape for tensor in (*grads, out)] == [(2, 3, 16, 8)] * 4
 
 
-def test_shapes_grow_with_the_time_there_is() -> None:
+def test_shapes_grow_with_the_available_time() -> None:
     assert {shape.s for shape in attention_shapes(most_flops=0, most_bytes=0)} == {128}
     assert {shape.s for shape in attention_shapes(most_flops=1e13, most_bytes=1e12)} == {128, 512, 2048, 4096}
     assert tensor_sizes(most_elements=0) == [2**16, 2**20]
@@ -84,6 +84,6 @@ def test_shapes_grow_with_the_time_there_is() -> None:
         ("p2p", "across", 2, 1.0, 1024.0),
     ],
 )
-def test_what_a_collective_sends(operation: str, place: str, ranks: int, latencies: float, wire: float) -> None:
+def test_bytes_of_collectives(operation: str, place: str, ranks: int, latencies: float, wire: float) -> None:
     time = CollectiveTime(operation=operation, place=place, ranks=ranks, message_bytes=1024, timing=took(1.0))
     assert (time.latencies, time.wire_bytes) == (latencies, pytest.approx(wire))

@@ -42,7 +42,7 @@ def test_median_and_spread() -> None:
 
 
 @pytest.mark.parametrize("way", ["each", "together"])
-def test_a_window_is_filled_and_a_longer_operation_runs_a_few_times(way: str) -> None:
+def test_number_of_samples_in_a_window(way: str) -> None:
     clock = Clock()
     timing = getattr(timer(clock), way)(clock.takes(0.01), seconds=1.0)
     assert timing.seconds == pytest.approx(0.01)
@@ -53,7 +53,7 @@ def test_a_window_is_filled_and_a_longer_operation_runs_a_few_times(way: str) ->
     assert clock.now == 5.0 * (FEWEST + 2)
 
 
-def test_short_operations_are_repeated_in_a_sample() -> None:
+def test_short_operations_are_repeated_within_a_sample() -> None:
     clock = Clock()
     timing = timer(clock).each(clock.takes(1e-6), seconds=1.0)
     assert timing.seconds == pytest.approx(1e-6)
@@ -62,8 +62,8 @@ def test_short_operations_are_repeated_in_a_sample() -> None:
     assert clock.now >= MOST * 4e-4
 
 
-def test_crowded_samples_are_longer_than_a_turn() -> None:
-    """Short samples of a rank that runs 3 ms of every 12 ms look fast; the mean over many turns is right."""
+def test_samples_on_shared_cores_are_longer_than_a_time_slice() -> None:
+    """Short samples of a rank that runs 3 ms of every 12 ms look fast; the mean over many time slices is right."""
     turn = [1e-3] * 3 + [1e-3 + 9e-3]
     clock = Clock()
     assert timer(clock).each(clock.takes(*turn), seconds=2.0).seconds == pytest.approx(1e-3)
@@ -71,7 +71,7 @@ def test_crowded_samples_are_longer_than_a_turn() -> None:
     assert timer(clock, crowded=True).each(clock.takes(*turn), seconds=2.0).seconds > 2e-3
 
 
-def test_one_lucky_run_does_not_decide_the_repeats() -> None:
+def test_one_fast_run_does_not_decide_the_repeats() -> None:
     """A first run that looks a thousand times too short does not make samples a thousand times too long."""
     clock = Clock()
     slow = clock.takes(1e-3)
@@ -88,9 +88,7 @@ def test_one_lucky_run_does_not_decide_the_repeats() -> None:
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_where_ranks_take_turns_a_product_comes_before_each_run_and_is_taken_off(
-    crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_product_before_each_run_on_shared_cores_is_subtracted(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     products = []
 
@@ -125,7 +123,7 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
     assert fit_times([ONES, SIZES], seconds)[0][0] == pytest.approx(1e-5, rel=0.1)
 
 
-def test_three_constants() -> None:
+def test_fit_of_three_constants() -> None:
     steps = [2.0, 6.0, 1.0] * 3
     moved = [size if index % 3 < 2 else 0.0 for index, size in enumerate(SIZES)]
     sent = [size if index % 3 == 2 else 0.0 for index, size in enumerate(SIZES)]
@@ -133,7 +131,7 @@ def test_three_constants() -> None:
     assert fit_times([steps, moved, sent], seconds)[0] == pytest.approx((1e-5, 2e-9, 5e-10), rel=1e-9)
 
 
-def test_no_constant_is_negative() -> None:
+def test_fitted_constants_are_not_negative() -> None:
     """Times that grow faster than the bytes suggest a negative latency, slower ones a negative slope."""
     alpha, beta = fit_times([ONES, SIZES], [1e-9 * size**1.1 for size in SIZES])[0]
     assert alpha == 0.0 < beta

@@ -35,7 +35,9 @@ BASE = load_cluster("cpu-box")
         (4.0, 5.0, 1, 3.2),  # four ranks per core; pairs in turn can show a factor of two
     ],
 )
-def test_the_file_says_what_is_left(at_once: float, in_turn: float, cores: int, ranks_per_core: float) -> None:
+def test_speed_beside_waiting_ranks_in_the_file(
+    at_once: float, in_turn: float, cores: int, ranks_per_core: float
+) -> None:
     turns = TurnTime(at_once=took(at_once), in_turn=took(in_turn))
     crowded = dataclasses.replace(CPU, cores=cores, nodes=1)
     measured = dataclasses.replace(measurements(cpu_cluster(BASE), crowded), turns=turns)
@@ -60,7 +62,7 @@ def _spans(context: RankContext) -> list[tuple[float, float]]:
     return spans
 
 
-def test_neighbours_never_compute_at_once() -> None:
+def test_neighbours_never_compute_simultaneously() -> None:
     first, second = run_ranks(2, _spans)
     in_turn = [span for pair in zip(first, second, strict=True) for span in pair]
     assert len(in_turn) == 6
@@ -76,7 +78,7 @@ def _turns(context: RankContext) -> TurnTime:
     return measure_turns(timer, channels, seconds=0.05)
 
 
-def test_pairs_take_turns() -> None:
+def test_pairs_are_measured_in_turn() -> None:
     """The measurement ends, and all ranks get the same result."""
     turns, other = run_ranks(2, _turns)
     assert turns == other
@@ -100,7 +102,7 @@ def _more_threads(context: RankContext) -> str:
         torch.set_num_threads(1)
 
 
-def test_every_rank_learns_the_same() -> None:
+def test_all_ranks_get_the_same_result() -> None:
     first, second = run_ranks(2, _describe, ["a", "b"])
     assert first == second
     assert (first.nodes, first.ranks_per_node, first.ranks, first.threads) == (2, 1, 2, 1)

@@ -14,7 +14,7 @@ from megalite.config.validate import validate
 from tests.rehearsal.cuda.run import CASES, build, rehearse, words_of
 
 
-def test_every_case_is_a_run_and_every_strategy_and_schedule_has_one() -> None:
+def test_cases_are_valid_and_cover_strategies_and_schedules() -> None:
     configs = []
     for name, (ranks, _) in CASES.items():
         invocation = parse_arguments([*words_of(name), "--run-dir", "runs"])
@@ -24,12 +24,12 @@ def test_every_case_is_a_run_and_every_strategy_and_schedule_has_one() -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
-def test_the_libraries_compile(tmp_path: Path) -> None:
+def test_libraries_compile(tmp_path: Path) -> None:
     assert build(tmp_path).stat().st_size > 10_000
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="no CUDA build of torch")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_ranks_train_and_continue(tmp_path: Path) -> None:
+def test_ranks_train_and_resume(tmp_path: Path) -> None:
     well, line = rehearse("tp2 pp2 ZeRO-1", build(tmp_path), sys.executable, tmp_path)
     assert well, line

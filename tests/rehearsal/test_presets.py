@@ -29,7 +29,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_natural_layout(name: str) -> None:
+def test_preset_in_a_realistic_layout(name: str) -> None:
     world, layout_words = RUNS[name]
     flags = (
         f"--preset {name} {layout_words} --vocab-size 128256 --bf16 --mock-data --micro-batch-size 1 --train-iters 10"

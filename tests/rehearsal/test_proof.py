@@ -47,7 +47,7 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", CLEAN)
-def test_layouts_fit_together(layout: str) -> None:
+def test_layouts_are_consistent(layout: str) -> None:
     world, settings = CLEAN[layout]
     config = tiny_config(world, **settings)
     rehearsals, faults = rehearse_world(config)
@@ -55,7 +55,7 @@ def test_layouts_fit_together(layout: str) -> None:
     assert [each.rank for each in rehearsals] == [rank for place in corners(layout_of(config)) for rank in place]
 
 
-def test_workers_find_the_same() -> None:
+def test_workers_give_the_same_result() -> None:
     config = tiny_config(2, pp=2)
     with forked_pools(workers):
         (alone, faults), (together, others) = (rehearse_world(config, workers=count) for count in (1, 2))
@@ -65,7 +65,7 @@ def test_workers_find_the_same() -> None:
         assert ours.journal.operations == theirs.journal.operations and ours.journal.events == theirs.journal.events
 
 
-def test_a_worker_that_dies_is_an_error_that_says_what_to_do() -> None:
+def test_dead_worker_is_an_error_with_a_remedy() -> None:
     others = set(multiprocessing.active_children())  # the rank pool of other tests
 
     def kill_others(count: int, total: int) -> None:
@@ -76,7 +76,7 @@ def test_a_worker_that_dies_is_an_error_that_says_what_to_do() -> None:
         rehearse_world(tiny_config(8, tp=2, pp=4, num_layers=4), workers=2, done=kill_others)
 
 
-def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_operation_of_one_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tensor-parallel rank counts its tokens twice."""
     count = step.token_denominators
 
@@ -90,7 +90,7 @@ def test_an_operation_of_one_rank_alone_is_named(monkeypatch: pytest.MonkeyPatch
     assert any("ranks 0 and 3" in fault and "all_reduce sum of 1 float64" in fault for fault in faults)
 
 
-def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_operation_in_a_save_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def says_more(replica: Replica, step: int, *, newest: str) -> Any:
         if replica.topology.rank == 3:
             replica.topology.world.gather_json("again")
@@ -101,7 +101,7 @@ def test_a_rank_that_says_more_while_it_saves_is_named(monkeypatch: pytest.Monke
     assert any("gather_json" in fault and "over world" in fault and "in save" in fault for fault in faults)
 
 
-def test_a_swapped_pair_is_found_and_named() -> None:
+def test_swapped_operations_are_named() -> None:
     """Swap two different adjacent operations of rank 1 on one communicator."""
     config = tiny_config(4, tp=2, dp=2, **Z1)
     ranks = {rank: rehearse(config, rank).journal for rank in range(4)}
@@ -133,7 +133,7 @@ def journal_of(*steps: str) -> Journal:
     return journal
 
 
-def test_ranks_that_wait_for_each_other_are_named() -> None:
+def test_deadlocked_ranks_are_named() -> None:
     assert deadlock({0: journal_of("a", "b"), 1: journal_of("a", "b")}) is None
     assert deadlock({0: journal_of("+a", "b", "-a"), 1: journal_of("b", "a")}) is None
     stuck = deadlock({0: journal_of("a", "b"), 1: journal_of("b", "a")})
@@ -144,7 +144,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     assert ended is not None and "rank 0 waits for" in ended and "rank 1 has ended" in ended
 
 
-def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_lost_by_a_shared_queue_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-1's gathers overlap with the forward, unless the token count follows them on their communicator."""
     config = tiny_config(4, tp=2, dp=2, **Z1)
     found = rehearse(config, 0)
@@ -158,7 +158,7 @@ def test_overlap_that_one_queue_takes_away(monkeypatch: pytest.MonkeyPatch) -> N
     assert lost[0].times > 1 and lost[0].kernels > 0
 
 
-def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_do_not_wait_for_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3's gathers alternate with reduce-scatters, without waiting for each other."""
     config = tiny_config(4, dp=4, dp_strategy="fully-sharded", num_layers=4)
     found = rehearse(config, 0)
@@ -173,7 +173,7 @@ def test_gathers_of_sharded_parameters_wait_for_no_reduction(monkeypatch: pytest
     assert [(each.waited.split()[0], each.covered.split()[0]) for each in lost] == [("reduce_scatter", "all_gather")]
 
 
-def test_corners() -> None:
+def test_corner_ranks_of_a_layout() -> None:
     assert corners(ParallelLayout(tp=2, dp=3, pp=2)) == [(0, 5), (6, 11)]
     assert corners(ParallelLayout(pp=2)) == [(0,), (1,)]
 
@@ -190,7 +190,7 @@ def test_corners() -> None:
         ({"dp": 2}, 2, "--rank 2 is not one of 2 ranks; use 0 to 1"),
     ],
 )
-def test_what_cannot_be_rehearsed(settings: dict[str, Any], rank: int | None, message: str) -> None:
+def test_unsupported_configs_are_errors(settings: dict[str, Any], rank: int | None, message: str) -> None:
     config = tiny_config(2, **settings)
     with pytest.raises(ConfigError, match=message):
         check(config, layout_of(config), rank)
@@ -200,7 +200,7 @@ FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
 FLAGS += "--train-iters 4 --micro-batch-size 1 --global-batch-size 8 --tp 2 --pp 2 --world-size 8 --bf16"
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["rehearse", *FLAGS.split(), "--all-kinds", "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "two steps of 4 of 8 ranks, without devices or peers" in said
@@ -217,7 +217,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert {"group": "background", "operation": "gather_json", "dtype": "uint8", "count": 4, "bytes": 0} in rank[
         "save"
     ]["communication"]
-    half = 32 * 64 * 2 // 2  # a message's half on each of two tensor-parallel ranks
+    half = 32 * 64 * 2 // 2  # half of a message on each of two tensor-parallel ranks
     message = {"group": "edge", "operation": "receive", "dtype": "bfloat16", "count": 4, "bytes": 4 * half}
     assert message in rank["communication"]
     # An edge's receiver expects less than is sent.

@@ -78,7 +78,7 @@ def real_operations(context: RankContext, world: int, settings: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"tp2-dp2-zero"}))
-def test_operations_are_those_of_a_real_step(layout: str) -> None:
+def test_operations_equal_a_real_step(layout: str) -> None:
     """Each group has the same operations in the same order on every rank; for uneven parts only their number is equal."""
     world, settings = LAYOUTS[layout]
     for rank, real in enumerate(run_ranks(world, real_operations, world, settings)):
@@ -124,7 +124,7 @@ def real_memory(context: RankContext, world: int, settings: dict[str, Any]) -> t
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp-pp2", "zb-v", "dp2-ep2"])
-def test_memory_is_that_of_a_real_step(layout: str) -> None:
+def test_memory_equals_a_real_step(layout: str) -> None:
     """Without ZeRO, of which the exchange on gloo takes a buffer that NCCL does not need."""
     world, settings = LAYOUTS[layout]
     larger = {"hidden_size": 128, "seq_length": 64, "precision": "fp32", "ffn_hidden_size": 512}
@@ -135,7 +135,7 @@ def test_memory_is_that_of_a_real_step(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
+def test_memory_equals_the_formula(layout: str) -> None:
     """For a model with tensors much larger than the allocator's blocks."""
     larger = {"hidden_size": 2048, "ffn_hidden_size": 8192, "vocab_size": 32000, "precision": "bf16"}
     world, settings = LAYOUTS[layout]
@@ -147,7 +147,7 @@ def test_what_is_held_is_what_the_formula_says(layout: str) -> None:
     assert found.end_bytes == pytest.approx(held, rel=0.01)
 
 
-def test_a_sharded_model_is_never_whole() -> None:
+def test_sharded_model_is_never_whole() -> None:
     """ZeRO-3 initialises, shards and frees a unit before the next one is allocated."""
     larger = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_layers": 16, "vocab_size": 1024, "precision": "bf16"}
     found = rehearse(tiny_config(64, dp=64, dp_strategy="fully-sharded", global_batch_size=64, **larger), 0)
@@ -155,7 +155,7 @@ def test_a_sharded_model_is_never_whole() -> None:
     assert found.build_peak_bytes < weights / 2
 
 
-def test_the_host_waits_once_a_step() -> None:
+def test_host_waits_once_per_step() -> None:
     assert list(rehearsed("tp2-dp2-zero", 0).synchronisations.values()) == [1]
 
 
@@ -181,7 +181,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     ("experts", "again"),
     [*((experts, "kept") for experts in EXPERTS), *itertools.product(("here", "elsewhere"), ("full", "selective"))],
 )
-def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) -> None:
+def test_host_waits_once_for_the_counts_of_exchanged_rows(experts: str, again: str) -> None:
     """The host waits in the forward of each MoE layer and microbatch, except when recomputed; the backward reads copies
     that arrived long before."""
     world, settings, waits = EXPERTS[experts]
@@ -198,7 +198,7 @@ def test_the_host_waits_for_rows_that_travel_and_once(experts: str, again: str) 
     assert all(kernels > 20 for _, kernels in late)
 
 
-def test_a_stage_that_runs_again_has_the_counts_of_rows() -> None:
+def test_recomputed_stage_reuses_the_counts_of_rows() -> None:
     settings = {**BF16, "dp": 2, "ep": 2, "pp": 2, "recompute_granularity": "full", "recompute_ahead": True}
     found = rehearse(tiny_config(4, **settings), 0)
     in_dispatch = [
@@ -217,7 +217,7 @@ def real_save(context: RankContext, world: int, settings: dict[str, Any], folder
 
 
 @pytest.mark.parametrize("layout", ["tp2-dp2-zero", "dp2-ep2", "zb-v"])
-def test_a_save_writes_the_files_of_a_real_one(layout: str, tmp_path: Path) -> None:
+def test_save_writes_the_files_of_a_real_one(layout: str, tmp_path: Path) -> None:
     world, settings = LAYOUTS[layout]
     run_ranks(world, real_save, world, settings, str(tmp_path))
     written = {path.name: path.stat().st_size for path in tmp_path.glob("step-*/*.safetensors")}
@@ -228,7 +228,7 @@ def test_a_save_writes_the_files_of_a_real_one(layout: str, tmp_path: Path) -> N
     assert all(count > 10 for count in entries)
 
 
-def test_an_asynchronous_save_holds_copies_of_all_that_is_written() -> None:
+def test_async_save_holds_copies_of_all_written_data() -> None:
     world, settings = LAYOUTS["tp2-dp2-zero"]
     config = tiny_config(world, **settings, async_save=True, save="checkpoints", save_interval=1)
     found = rehearse(config, 1).save
@@ -237,7 +237,7 @@ def test_an_asynchronous_save_holds_copies_of_all_that_is_written() -> None:
     assert sum(found.synchronisations.values()) == 4  # the finite check, the exchange of its result, and the copies
 
 
-def test_memory_is_rounded_as_the_allocator_does_and_freed_storages_come_back() -> None:
+def test_memory_is_rounded_as_by_the_allocator_and_reused() -> None:
     sizes = {0: 0, 1: 512, 512: 512, 513: 1024, (1 << 20) - 1: 1 << 20, 1 << 20: 2 << 20, (2 << 20) + 1: 4 << 20}
     assert {size: allocated(size) for size in sizes} == sizes
     memory = Memory()

@@ -1,4 +1,4 @@
-"""Small sweeps that several tests share."""
+"""Small sweeps, shared by several tests."""
 
 import stat
 from collections.abc import Mapping

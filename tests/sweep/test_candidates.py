@@ -27,7 +27,7 @@ def layouts(path: Path) -> list[tuple[int, int]]:
     return [(each.config.parallel.tp, each.config.parallel.pp) for each in found]
 
 
-def test_plan_list_and_grid_in_that_order(tmp_path: Path) -> None:
+def test_plan_list_and_grid_are_in_order(tmp_path: Path) -> None:
     plans = [{"tp": 4, "train_iters": 9}, {"tp": 2, "pp": 4}, {"tp": 8}]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"plans": plans, "cluster": "dgx-a100"}))
     path = write_sweep(tmp_path, from_plan="plan.yaml", top=2, list=[{"pp": 4}])
@@ -36,7 +36,7 @@ def test_plan_list_and_grid_in_that_order(tmp_path: Path) -> None:
     assert sources == ["plan 1", "plan 2", "list, entry 1", *["grid"] * 4]
 
 
-def test_conditions_see_what_the_base_says(tmp_path: Path) -> None:
+def test_conditions_see_settings_of_the_base(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, settings=MODEL | {"pp": 2}, grid={"tp": [1, 2, 4]}, exclude=["tp * pp > 4"])
     assert layouts(path) == [(1, 2), (2, 2)]
     assert expand(read_spec(path)).left_out == 1
@@ -46,7 +46,7 @@ def test_conditions_see_what_the_base_says(tmp_path: Path) -> None:
         expand(read_spec(write_sweep(tmp_path, exclude=["tp > 0"])))
 
 
-def test_the_base_and_what_runs_do_not_go_by(tmp_path: Path) -> None:
+def test_base_and_ignored_settings(tmp_path: Path) -> None:
     base = MODEL | {
         "train_samples": 999,
         "save_interval": 5,
@@ -74,12 +74,12 @@ def test_the_base_and_what_runs_do_not_go_by(tmp_path: Path) -> None:
     assert config.model.hidden_size == 64, "settings go over the base"
 
 
-def test_ranks_are_those_of_the_layout_where_none_are_given(tmp_path: Path) -> None:
+def test_default_ranks_are_those_of_the_layout(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, ranks=None, grid={"tp": [1, 2], "dp": [1, 3]})
     assert [each.ranks for each in expand(read_spec(path)).candidates] == [1, 3, 2, 6]
 
 
-def test_a_grid_that_is_a_slip(tmp_path: Path) -> None:
+def test_huge_grid_is_an_error(tmp_path: Path) -> None:
     names = ("tp", "pp", "vpp", "cp", "micro_batch_size", "hidden_size")
     path = write_sweep(tmp_path, grid={name: list(range(1, 11)) for name in names})
     with pytest.raises(ConfigError, match="the grid has 1000000 configurations, more than 100000"):
@@ -95,13 +95,13 @@ def test_a_grid_that_is_a_slip(tmp_path: Path) -> None:
         ("plans: [{tpp: 3}]", "plan 1: unknown section or key tpp"),
     ],
 )
-def test_bad_plans(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_plans_are_errors(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         expand(read_spec(write_sweep(tmp_path, grid=None, from_plan="plan.yaml")))
 
 
-def test_the_plan_that_trains_is_not_the_list_of_plans(tmp_path: Path) -> None:
+def test_training_config_of_a_plan_is_not_a_list_of_plans(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("tp: 2\npp: 4\n")
     path = write_sweep(tmp_path, grid=None, from_plan="plan.yaml")
     with pytest.raises(ConfigError, match=r"plan.yaml has no list of plans, only 'tp, pp'$"):
@@ -111,14 +111,14 @@ def test_the_plan_that_trains_is_not_the_list_of_plans(tmp_path: Path) -> None:
         expand(read_spec(path))
 
 
-def test_labels_say_what_sets_a_run_apart(tmp_path: Path) -> None:
+def test_labels_name_differing_settings(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]})
     _, runs = read_runs(path)
     assert [run.label for run in runs] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]
     assert list(runs[0].settings) == ["tp", "dp_strategy"]
 
 
-def test_what_a_sweep_imports_is_in_each_runs_config(tmp_path: Path) -> None:
+def test_imports_of_a_sweep_are_in_each_config(tmp_path: Path) -> None:
     """A run reads it from its file."""
     settings = MODEL | {"imports": ["examples.extend.lion"]}
     _, runs = read_runs(write_sweep(tmp_path, settings=settings, grid={"optimizer": ["adam", "lion"]}))
@@ -136,7 +136,7 @@ def load_from(text: str, folder: Path) -> RunConfig:
 # Checks before any run.
 
 
-def test_refused_ones_say_why_and_the_others_go_on(tmp_path: Path) -> None:
+def test_refused_configurations_have_a_reason_and_others_run(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path, ranks=4, grid={"tp": [1, 3, 8], "pp": [1, 4]}))
     refused = {run.label: run.refused for run in runs}
     assert refused["tp 1, pp 1"] is None
@@ -145,7 +145,7 @@ def test_refused_ones_say_why_and_the_others_go_on(tmp_path: Path) -> None:
     assert sum(each is None for each in refused.values()) == 2
 
 
-def test_a_schedule_that_does_not_take_the_microbatches_is_refused(tmp_path: Path) -> None:
+def test_schedule_with_invalid_microbatches_is_refused(tmp_path: Path) -> None:
     changes = {"pp": 2, "vpp": 2, "pipeline_schedule": "interleaved", "global_batch_size": 5}
     path = write_sweep(tmp_path, grid=None, list=[changes | {"microbatch_group_size": 4}, {"pp": 2}])
     _, (bad, good) = read_runs(path)
@@ -153,7 +153,7 @@ def test_a_schedule_that_does_not_take_the_microbatches_is_refused(tmp_path: Pat
     assert good.refused is None
 
 
-def test_memory_limit(tmp_path: Path) -> None:
+def test_memory_limit_refuses_configurations(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, grid={"tp": [1, 2]})
     _, (whole, half) = read_runs(path)
     assert whole.predicted is not None
@@ -165,7 +165,7 @@ def test_memory_limit(tmp_path: Path) -> None:
     assert fits.refused is None
 
 
-def test_a_schedule_is_built_for_the_memory_that_is_known(tmp_path: Path) -> None:
+def test_schedule_is_built_for_the_known_memory(tmp_path: Path) -> None:
     changes = {"pipeline_schedule": "auto", "global_batch_size": 16, "micro_batch_size": 1, "pp": 2, "dp": 1}
     path = write_sweep(tmp_path, settings=MODEL | changes, grid={"vpp": [1, 2]})
     _, free = read_runs(path)
@@ -186,7 +186,7 @@ def test_a_schedule_is_built_for_the_memory_that_is_known(tmp_path: Path) -> Non
         assert all(why in str(run.refused) for run in read_runs(path, memory_limit=least)[1])
 
 
-def test_times_are_those_of_predict(tmp_path: Path) -> None:
+def test_times_equal_predict(tmp_path: Path) -> None:
     machine = read_machine("cpu-box", "fused")
     assert machine is not None
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)
@@ -201,12 +201,12 @@ def test_times_are_those_of_predict(tmp_path: Path) -> None:
     assert "has no peak for bf16" in str(run.refused)
 
 
-def test_the_same_configuration_is_one_run(tmp_path: Path) -> None:
+def test_equal_configurations_are_one_run(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path, ranks=1, grid={"tp": [1]}, list=[{"pp": 1}, {"dp": 1}]))
     assert len(runs) == 1
 
 
-def test_what_all_runs_change_alike_is_recorded_too(tmp_path: Path) -> None:
+def test_common_changes_are_recorded(tmp_path: Path) -> None:
     entries = [{"tp": 2, "micro_batch_size": 4}, {"tp": 1, "micro_batch_size": 4, "seq_length": 16}]
     _, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
     # seq_length is as in the base; tp distinguishes the runs, so the labels use it.
@@ -217,7 +217,7 @@ def test_what_all_runs_change_alike_is_recorded_too(tmp_path: Path) -> None:
     assert alone.label == "tp 2, micro_batch_size 4"
 
 
-def test_what_is_launched_reads_back_as_checked(tmp_path: Path) -> None:
+def test_launched_config_equals_the_checked_one(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path))
     for run in (run for run in runs if run.refused is None):
         path = tmp_path / "config.yaml"
@@ -227,7 +227,7 @@ def test_what_is_launched_reads_back_as_checked(tmp_path: Path) -> None:
     assert len({run.key for run in runs}) == 4
 
 
-def test_the_vocabulary_of_a_tokenizer(tmp_path: Path) -> None:
+def test_vocabulary_size_of_a_tokenizer(tmp_path: Path) -> None:
     model = {name: value for name, value in MODEL.items() if name not in ("vocab_size", "mock_data")}
     data = {"data_path": ["nowhere"], "tokenizer_type": "ByteLevelTokenizer"}
     _, (run,) = read_runs(write_sweep(tmp_path, settings=model | data, grid={"tp": [1]}))
@@ -238,7 +238,7 @@ def test_the_vocabulary_of_a_tokenizer(tmp_path: Path) -> None:
     assert "none.model" in str(run.refused)
 
 
-def test_predictions_are_those_of_configurations_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_equal_single_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached parts give exactly the same numbers as separate predictions."""
     axes = {"tp": [1, 2], "pp": [1, 2], "micro_batch_size": [1, 2], "recompute_granularity": ["none", "full"]}
     axes |= {"dp_strategy": ["all-reduce", "distributed-optimizer", "fully-sharded"], "vpp": [1, 2]}

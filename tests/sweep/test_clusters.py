@@ -58,7 +58,7 @@ def spec_of(tmp_path: Path, **changes: Any) -> KubernetesSpec:
 ODD = "a 'b' \"c\" $(JOB_COMPLETION_INDEX) $HOME `id` \\ # %d: {e}\nf"
 
 
-def test_a_manifest_is_an_indexed_job_with_words_as_they_are(runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_manifest_is_an_indexed_job_with_exact_words(runs: tuple[Run, ...], tmp_path: Path) -> None:
     folder = tmp_path / "odd $(HOME) 'run'"
     launcher = KubernetesLauncher(spec_of(tmp_path), environment={"ODD": ODD, "N": "1"})
     text = launcher.manifest(runs[0], folder, timeout=90.5)
@@ -98,7 +98,7 @@ def as_the_pod_sees(container: dict[str, Any], *, index: str) -> tuple[list[str]
     return [seen(word) for word in container["args"]], {each["name"]: seen(each["value"]) for each in container["env"]}
 
 
-def test_the_container_writes_what_it_says_to_the_log(runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_container_output_goes_to_the_log(runs: tuple[Run, ...], tmp_path: Path) -> None:
     text = KubernetesLauncher(spec_of(tmp_path), environment={}).manifest(runs[0], tmp_path, timeout=1)
     command = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"]
     for word in ("one; two", "$HOME"):
@@ -106,7 +106,7 @@ def test_the_container_writes_what_it_says_to_the_log(runs: tuple[Run, ...], tmp
     assert (tmp_path / "log.txt").read_text() == "one; two\n$HOME\n"
 
 
-def test_jobs_are_created_followed_and_deleted(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_jobs_are_created_watched_and_deleted(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
     pods = cluster('{"status": {"ready": 2, "conditions": [{"type": "Complete", "status": "True"}]}}')
     results = results_of(tmp_path, runs, KubernetesLauncher(spec_of(tmp_path), environment={}), timeout=240.0)
     assert [results[run.key].status for run in runs] == [FAILED, FAILED]
@@ -116,7 +116,7 @@ def test_jobs_are_created_followed_and_deleted(cluster: Cluster, runs: tuple[Run
     assert {path.name for path in pods.iterdir()} == {"asked", "status"}, "nothing is left"
 
 
-def test_a_job_that_fails_and_one_that_takes_too_long(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_failed_and_timed_out_jobs(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
     pods = cluster('{"status": {"ready": 1, "conditions": [{"type": "Failed", "status": "True"}]}}')
     launcher = KubernetesLauncher(spec_of(tmp_path), environment={})
     assert results_of(tmp_path, runs[:1], launcher, timeout=240.0)[runs[0].key].status == FAILED
@@ -125,7 +125,7 @@ def test_a_job_that_fails_and_one_that_takes_too_long(cluster: Cluster, runs: tu
     assert {path.name for path in pods.iterdir()} == {"asked", "status"}
 
 
-def test_pods_that_wait_for_a_node_do_not_count(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_waiting_for_a_node_does_not_count(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:
     cluster('{"status": {"ready": 1, "active": 2}}')
     job = KubernetesLauncher(spec_of(tmp_path, poll_seconds=1e-6), environment={}).start(runs[0], tmp_path, timeout=60)
     assert (job.poll(), job.seconds()) == (None, 0.0)
@@ -134,7 +134,7 @@ def test_pods_that_wait_for_a_node_do_not_count(cluster: Cluster, runs: tuple[Ru
     assert job.seconds() > 0.0
 
 
-def test_what_kubernetes_needs(runs: tuple[Run, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requirements_of_kubernetes(runs: tuple[Run, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="requires kubernetes: image"):
         KubernetesLauncher(KubernetesSpec(), environment={})
@@ -160,7 +160,7 @@ def launcher_of(program: Path | None = None) -> RayLauncher:
 
 
 @pytest.mark.e2e
-def test_ray_trains(ray: Any, tmp_path: Path) -> None:
+def test_ray_task_trains(ray: Any, tmp_path: Path) -> None:
     """torchrun with two ranks as a task."""
     path = write_sweep(tmp_path, grid={"tp": [1, 2]}, settings=MODEL | {"hang_timeout_minutes": 0})
     _, runs = read_runs(path)
@@ -180,7 +180,7 @@ time.sleep(600)
 """
 
 
-def test_ray_tasks_that_fail_or_take_too_long_leave_nothing(ray: Any, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_failed_and_timed_out_ray_tasks_leave_no_process(ray: Any, runs: tuple[Run, ...], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     results = results_of(tmp_path, runs[:1], launcher_of(program), timeout=240.0)

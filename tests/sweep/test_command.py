@@ -17,7 +17,7 @@ from tests.sweep.sweeps import measured, read_runs, write_sweep
 Captured = pytest.CaptureFixture[str]
 
 
-def test_dry_run_checks_all_and_writes_nothing(tmp_path: Path, capsys: Captured) -> None:
+def test_dry_run_checks_all_without_writing(tmp_path: Path, capsys: Captured) -> None:
     path = write_sweep(tmp_path, exclude=["tp == 1 and pp == 1"], cluster="cpu-box")
     assert main([str(path), "--dry-run", "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
@@ -31,7 +31,7 @@ def test_dry_run_checks_all_and_writes_nothing(tmp_path: Path, capsys: Captured)
     assert not (tmp_path / "out").exists()
 
 
-def test_strict_and_nothing_to_run(tmp_path: Path, capsys: Captured) -> None:
+def test_strict_and_empty_sweeps(tmp_path: Path, capsys: Captured) -> None:
     path = write_sweep(tmp_path)
     out = ["--output", str(tmp_path / "out")]
     assert main([str(path), *out, "--strict"]) == 2
@@ -42,7 +42,7 @@ def test_strict_and_nothing_to_run(tmp_path: Path, capsys: Captured) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_report_only(tmp_path: Path, capsys: Captured) -> None:
+def test_report_without_running(tmp_path: Path, capsys: Captured) -> None:
     path = write_sweep(tmp_path, cluster="cpu-box")
     spec, runs = read_runs(path)
     store = Store.open(tmp_path / "out", spec, "local")
@@ -76,7 +76,7 @@ def processes_with(words: str) -> list[str]:
 
 @pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks of a killed sweep run on")
-def test_a_killed_sweep_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
+def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, grid={"tp": [1, 2]}, environment={"OMP_NUM_THREADS": 1})
     folder = tmp_path / "out"
     spec, runs = read_runs(path)

@@ -36,7 +36,7 @@ def test_every_key_and_status_is_explained() -> None:
         assert f"`{field.name}`" in PAGE or f"  {field.name}: " in PAGE
 
 
-def test_the_blocks_of_clusters_are_read(tmp_path: Path) -> None:
+def test_cluster_blocks_are_valid(tmp_path: Path) -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     kinds = {"sbatch": SbatchSpec, "kubernetes": KubernetesSpec, "ray": RaySpec}
     for block, (name, kind) in zip(blocks, kinds.items(), strict=True):
@@ -48,7 +48,9 @@ def test_the_blocks_of_clusters_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "source"), [(PAGE, "docs/sweep.md"), (README, "examples/sweep/README.md")])
-def test_commands(text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     commands = [command.words for command in commands_in(text, source)]
     assert len(commands) >= 2
@@ -63,7 +65,7 @@ def test_commands(text: str, source: str, monkeypatch: pytest.MonkeyPatch, capsy
             assert lines[2].split("  ")[0] in PAGE
 
 
-def test_the_example_is_legal() -> None:
+def test_example_is_valid() -> None:
     _, runs = read_runs(EXAMPLE / "sweep.yaml")
     assert [run.refused for run in runs] == 14 * [None]
     require_startable(validate(files.load(EXAMPLE / "run.yaml"), 1))

@@ -111,7 +111,7 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-def test_every_end_is_a_result(sweep: Sweep) -> None:
+def test_every_ending_has_a_result(sweep: Sweep) -> None:
     launcher = StubLauncher(GOOD, HANGING, OUT_OF_MEMORY)
     sweep.go(launcher, timeout=2.0)
     assert sweep.statuses() == [OK, TIMEOUT, OOM, REFUSED]
@@ -121,7 +121,7 @@ def test_every_end_is_a_result(sweep: Sweep) -> None:
     assert not is_alive(int(child)), "a timeout ends the ranks too"
 
 
-def test_what_is_done_is_not_run_again(sweep: Sweep) -> None:
+def test_finished_runs_are_not_repeated(sweep: Sweep) -> None:
     first = StubLauncher(GOOD)
     sweep.go(first, limit=1)
     assert sweep.statuses() == [OK, None, None, REFUSED]
@@ -137,14 +137,14 @@ def test_what_is_done_is_not_run_again(sweep: Sweep) -> None:
     assert sweep.statuses() == [OK, OK, OK, REFUSED]
 
 
-def test_several_at_once(sweep: Sweep) -> None:
+def test_several_runs_in_parallel(sweep: Sweep) -> None:
     launcher = StubLauncher("sleep 0.5;" + GOOD, "sleep 0.5;" + GOOD, "sleep 0.5;" + GOOD, at_once=2)
     sweep.go(launcher)
     assert launcher.most == 2
     assert sweep.statuses()[:3] == [OK, OK, OK]
 
 
-def test_ctrl_c_ends_the_run_and_keeps_the_rest(sweep: Sweep) -> None:
+def test_ctrl_c_ends_the_run_and_keeps_results(sweep: Sweep) -> None:
     launcher = StubLauncher(GOOD, HANGING)
 
     def interrupt() -> None:
@@ -173,7 +173,7 @@ def deaf(tmp_path: Path) -> str:
     return f"trap '' TERM; setsid sleep 600 & echo $! > {tmp_path}/child; while :; do sleep 0.1; done"
 
 
-def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_kills_processes_that_ignore_signals(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalRun(["/bin/sh", "-c", deaf], tmp_path / "log", environment=os.environ)
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
@@ -184,7 +184,7 @@ def test_end_ends_what_does_not_listen(deaf: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one becomes the parent of orphans")
-def test_orphans_end_with_their_run(tmp_path: Path) -> None:
+def test_orphaned_processes_end_with_their_run(tmp_path: Path) -> None:
     orphan = f"(setsid sleep 600 & echo $! > {tmp_path}/child); exit 3"
     run = LocalRun(["/bin/sh", "-c", orphan], tmp_path / "log", environment=os.environ)
     while run.poll() is None:
@@ -194,7 +194,7 @@ def test_orphans_end_with_their_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one hears of the end of a parent")
-def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
+def test_run_ends_with_its_sweep(tmp_path: Path) -> None:
     code = "import os, pathlib, sys, time; from megalite.sweep.execute import LocalRun; "
     code += (
         "LocalRun(['/bin/sh', '-c', sys.argv[1]], pathlib.Path(sys.argv[2]), environment=os.environ); time.sleep(600)"
@@ -208,7 +208,7 @@ def test_a_run_ends_with_its_sweep(tmp_path: Path) -> None:
     assert_gone(child)
 
 
-def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_do_not_fill_nodes_are_refused(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, settings=MODEL | {"global_batch_size": 36}, ranks=None, grid={"dp": [4, 6, 9, 12]})
     _, runs = read_runs(path)
     launcher = SbatchLauncher(SbatchSpec(gpus_per_node=8), environment={})

@@ -58,7 +58,7 @@ class Page(HTMLParser):
             self._row.append(data)
 
 
-def test_every_run_is_in_it(tmp_path: Path) -> None:
+def test_report_has_every_run(tmp_path: Path) -> None:
     machine = read_machine("cpu-box", "fused")
     path = write_sweep(tmp_path, ranks=4, grid={"tp": [1, 2, 3], "pp": [1, 2]})
     _, runs = read_runs(path, machine=machine)
@@ -85,7 +85,7 @@ def test_every_run_is_in_it(tmp_path: Path) -> None:
     assert "Rank correlation (Spearman)" in text
 
 
-def test_a_sweep_that_has_only_begun(tmp_path: Path) -> None:
+def test_report_of_an_unfinished_sweep(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path))
     page = Page(report("Sweep", runs, {}))
     assert set(page.rows) == {run.key for run in runs}
@@ -104,7 +104,7 @@ def predicted(run: Run, seconds: float) -> Run:
     return dataclasses.replace(run, predicted=Predicted(memory_bytes=1, first_rank_bytes=1, step_seconds=seconds))
 
 
-def test_spearman() -> None:
+def test_spearman_correlation() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     # 1 - 6 sum d^2 / (n (n^2 - 1)) with d = 0, 1, 1, 0
@@ -115,7 +115,7 @@ def test_spearman() -> None:
     assert spearman([1], [1]) is None
 
 
-def test_regret_of_the_pick(tmp_path: Path) -> None:
+def test_regret_of_the_predicted_best(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path, ranks=None, grid={"tp": [1, 2, 4], "pp": [1, 2]}))
     times = [(0.1, 0.25), (0.2, 0.2), (0.3, 0.4), (0.4, 0.3), (0.05, None), (0.9, 0.8)]
     runs = tuple(predicted(run, expected) for run, (expected, _) in zip(runs, times))
@@ -135,7 +135,7 @@ def test_regret_of_the_pick(tmp_path: Path) -> None:
     assert found.mean_error == pytest.approx(sum(abs(error - 1) for error in errors) / 5)
 
 
-def test_speed_is_tokens_a_second_where_batches_differ(tmp_path: Path) -> None:
+def test_speed_is_tokens_per_second_if_batches_differ(tmp_path: Path) -> None:
     _, (small, large) = read_runs(write_sweep(tmp_path, grid={"tp": [1], "global_batch_size": [8, 32]}))
     small, large = predicted(small, 1.0), predicted(large, 2.0)
     found = judge((small, large), {small.key: measured(small, 1.0), large.key: measured(large, 3.0)})
@@ -144,13 +144,13 @@ def test_speed_is_tokens_a_second_where_batches_differ(tmp_path: Path) -> None:
     assert found.regret == 0.0
 
 
-def test_nothing_to_judge(tmp_path: Path) -> None:
+def test_report_without_results(tmp_path: Path) -> None:
     _, runs = read_runs(write_sweep(tmp_path))
     found = judge(runs, {runs[0].key: measured(runs[0], 1.0)})
     assert (found.pick, found.regret, found.correlation, found.mean_error) == (None, None, None, None)
 
 
-def test_a_fit_predicts_what_was_measured(tmp_path: Path) -> None:
+def test_fit_predicts_the_measurements(tmp_path: Path) -> None:
     machine = read_machine("dgx-a100", "fused")
     assert machine is not None
     model = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
@@ -177,7 +177,7 @@ def test_a_fit_predicts_what_was_measured(tmp_path: Path) -> None:
     assert max(errors(fitted)) < 0.05
 
 
-def test_what_cannot_be_fitted_or_written(tmp_path: Path) -> None:
+def test_errors_of_fits_and_files(tmp_path: Path) -> None:
     machine = read_machine("cpu-box", "fused")
     assert machine is not None
     _, runs = read_runs(write_sweep(tmp_path), machine=machine)

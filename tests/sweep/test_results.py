@@ -29,7 +29,7 @@ from megalite.training.sinks import JsonLines
 from tests.sweep.sweeps import MODEL, measured, read_runs, write_sweep
 
 
-def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
+def test_results_survive_the_process_and_a_truncated_line(tmp_path: Path) -> None:
     spec, runs = read_runs(write_sweep(tmp_path))
     folder = tmp_path / "out"
     store = Store.open(folder, spec, "local")
@@ -50,7 +50,7 @@ def test_results_outlive_the_process_and_a_line_cut_off(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3, "nothing that was written is touched"
 
 
-def test_records_hold_the_settings_as_they_were(tmp_path: Path) -> None:
+def test_records_keep_the_types_of_settings(tmp_path: Path) -> None:
     """Varying settings that are lists, numbers, text or unset."""
     entries = [{"pp": 2, "pipeline_layers": [1, 3]}, {"hidden_dropout": 0.25, "add_bias_linear": False}, {"tp": 3}]
     spec, runs = read_runs(write_sweep(tmp_path, grid=None, list=entries))
@@ -66,7 +66,7 @@ def test_records_hold_the_settings_as_they_were(tmp_path: Path) -> None:
     assert third["tp"] == 3 and again.results[runs[2].key].status == REFUSED
 
 
-def test_each_line_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, runs = read_runs(write_sweep(tmp_path))
     store = Store.open(tmp_path / "out", spec, "local")
     synced: list[str] = []
@@ -80,7 +80,7 @@ def test_each_line_is_on_the_disk_when_append_returns(tmp_path: Path, monkeypatc
     store.close()
 
 
-def test_done_and_not_done(tmp_path: Path) -> None:
+def test_finished_and_unfinished_runs(tmp_path: Path) -> None:
     spec, runs = read_runs(write_sweep(tmp_path))
     store = Store.open(tmp_path / "out", spec, "local")
     store.append(measured(runs[0], 0.5))
@@ -91,7 +91,7 @@ def test_done_and_not_done(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
+def test_folder_belongs_to_one_sweep_and_process(tmp_path: Path) -> None:
     spec, _ = read_runs(write_sweep(tmp_path))
     folder = tmp_path / "out"
     store = Store.open(folder, spec, "local")
@@ -119,7 +119,7 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
         Store.open(tmp_path / "other" / "thesis.txt", spec, "local")
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table_of_results(tmp_path: Path) -> None:
     path = write_sweep(tmp_path, grid={"tp": [1, 2], "pipeline_layers": [None, [4]]})
     _, runs = read_runs(path)
     results = {runs[0].key: measured(runs[0], 0.5), runs[2].key: measured(runs[2], 0.5, error="a, b")}
@@ -178,7 +178,7 @@ def test_median_after_the_warm_up(run: Run, tmp_path: Path) -> None:
     assert steps_made(tmp_path) == 4
 
 
-def test_metrics_that_are_damaged_or_missing(run: Run, tmp_path: Path) -> None:
+def test_damaged_or_missing_metrics(run: Run, tmp_path: Path) -> None:
     assert measure(tmp_path / "metrics.jsonl", warm_up=0)["steps"] == 0
     write_metrics(tmp_path, [10.0, 20.0])
     path = tmp_path / "metrics.jsonl"
@@ -217,7 +217,7 @@ def test_metrics_that_are_damaged_or_missing(run: Run, tmp_path: Path) -> None:
         ("RuntimeError: " + 900 * "x", FAILED, None),
     ],
 )
-def test_why_a_run_failed(log: str, status: str, error: str | None, run: Run, tmp_path: Path) -> None:
+def test_reason_of_a_failed_run(log: str, status: str, error: str | None, run: Run, tmp_path: Path) -> None:
     result = end(run, tmp_path, log)
     assert result.status == status
     assert result.error is not None
@@ -227,7 +227,7 @@ def test_why_a_run_failed(log: str, status: str, error: str | None, run: Run, tm
     json.dumps(vars(result))
 
 
-def test_a_run_that_was_ended_keeps_what_it_measured(run: Run, tmp_path: Path) -> None:
+def test_stopped_run_keeps_its_measurements(run: Run, tmp_path: Path) -> None:
     write_metrics(tmp_path, [900.0, 20.0])
     result = end(run, tmp_path, "Signal 15 (SIGTERM) received", timed_out=7.0)
     assert (result.status, result.error, result.steps) == (TIMEOUT, "did not end within 7 s", 1)

@@ -67,7 +67,7 @@ def go(tmp_path: Path, runs: tuple[Run, ...], *, timeout: float = 30.0) -> dict[
     return results_of(tmp_path, runs, SbatchLauncher(SPEC, environment={"OMP_NUM_THREADS": "1"}), timeout=timeout)
 
 
-def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_jobs_are_submitted_watched_and_measured(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
     queue = slurm(GOOD)
     results = go(tmp_path, runs)
     assert [results[run.key].status for run in runs] == [OK, OK]
@@ -81,7 +81,7 @@ def test_submits_follows_and_measures(slurm: Slurm, runs: tuple[Run, ...], tmp_p
     assert {path.read_text() for path in tmp_path.glob("out/runs/*/job-id")} == {"41", "42"}
 
 
-def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_each_option_is_one_word(runs: tuple[Run, ...], tmp_path: Path) -> None:
     options = {"account": "a team # 7", "comment": "", "constraint": "gpu&nvme", "mem-per-gpu": "64G"}
     launcher = SbatchLauncher(SbatchSpec(options=options), environment={})
     text = launcher.script(runs[0], tmp_path / "100% b", timeout=60.0)
@@ -104,12 +104,12 @@ def test_options_are_one_word_each(runs: tuple[Run, ...], tmp_path: Path) -> Non
         ({"environment": {"1A": "y"}}, "is not a variable such as"),
     ],
 )
-def test_what_a_script_cannot_hold_is_refused(keys: dict[str, Any], culprit: str, tmp_path: Path) -> None:
+def test_unrepresentable_words_are_refused(keys: dict[str, Any], culprit: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=culprit):
         read_spec(write_sweep(tmp_path, **keys))
 
 
-def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_job_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
     run = runs[0]
     text = SbatchLauncher(SPEC, environment={"X": "1 2"}).script(run, tmp_path / "a b", timeout=301.0)
     lines = text.splitlines()
@@ -133,14 +133,14 @@ def test_script(runs: tuple[Run, ...], tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
 
 
-def test_failures(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_failed_jobs(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
     slurm('case "$folder" in *tp_1*) echo "CUDA out of memory"; exit 1;; *) echo "ValueError: no"; exit 7;; esac')
     results = go(tmp_path, runs)
     assert [results[run.key].status for run in runs] == [OOM, FAILED]
     assert results[runs[1].key].error == "ValueError: no"
 
 
-def test_a_job_that_takes_too_long_is_cancelled(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
+def test_timed_out_job_is_cancelled(slurm: Slurm, runs: tuple[Run, ...], tmp_path: Path) -> None:
     queue = slurm("exec sleep 600")
     results = go(tmp_path, runs, timeout=0.3)
     assert [results[run.key].status for run in runs] == [TIMEOUT, TIMEOUT]
@@ -172,7 +172,7 @@ def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...]
     assert statuses == [None, None, 1], "gone without an exit status: killed"
 
 
-def test_no_slurm(runs: tuple[Run, ...], tmp_path: Path, slurm: Slurm) -> None:
+def test_missing_slurm_is_an_error(runs: tuple[Run, ...], tmp_path: Path, slurm: Slurm) -> None:
     with pytest.raises(ConfigError, match=r"cannot start sbatch: .*; use --launcher local"):
         go(tmp_path, runs)
     slurm(GOOD)

@@ -12,7 +12,7 @@ from megalite.sweep.spec import read_condition, read_spec
 from tests.sweep.sweeps import write_sweep
 
 
-def test_reads_every_key(tmp_path: Path) -> None:
+def test_every_key_is_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("plans: []")
     (tmp_path / "train.py").write_text("")
     path = write_sweep(
@@ -77,12 +77,12 @@ def test_reads_every_key(tmp_path: Path) -> None:
         ({"exclude": "tp > 2"}, "exclude takes a list"),
     ],
 )
-def test_what_is_wrong_is_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_error_names_the_wrong_key(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_spec(write_sweep(tmp_path, **keys))
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_bad_files_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     with pytest.raises(ConfigError, match="does not exist"):
         read_spec(path)
@@ -130,7 +130,7 @@ SETTINGS: dict[str, Any] = values_of(RunConfig()) | {
         ("vpp == 1 and pipeline_schedule_file == None", True),
     ],
 )
-def test_holds(condition: Any, holds: bool) -> None:
+def test_conditions_that_hold(condition: Any, holds: bool) -> None:
     assert read_condition(condition, "here").holds(SETTINGS) is holds
 
 
@@ -146,12 +146,12 @@ def test_holds(condition: Any, holds: bool) -> None:
         ({"tpp": 4}, "unknown section or key tpp"),
     ],
 )
-def test_what_is_no_condition(condition: Any, message: str) -> None:
+def test_invalid_conditions_are_errors(condition: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_condition(condition, "here")
 
 
 @pytest.mark.parametrize("condition", ["etp > 1", "tp / (pp - 2) > 1"])
-def test_what_cannot_be_worked_out(condition: str) -> None:
+def test_undefined_results_of_conditions_are_errors(condition: str) -> None:
     with pytest.raises(ConfigError, match=r"here: .* cannot be evaluated"):
         read_condition(condition, "here").holds(SETTINGS)
