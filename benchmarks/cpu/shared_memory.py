@@ -53,7 +53,7 @@ def take_turns(
 
 def collectives(context: RankContext, operation: str, ranks: int, size: int, rounds: int) -> dict[str, list[float]]:
     shared = context.topology(tp=ranks).tp
-    assert shared.memory is not None, "these ranks share no memory: it needs Linux on x86-64"
+    assert shared.memory is not None, "shared memory needs Linux on x86-64"
     groups = {name: shared if memory else dataclasses.replace(shared, memory=None) for name, memory in WAYS.items()}
     works = {name: collective(operation, group, size, torch.device("cpu"))[0] for name, group in groups.items()}
     return take_turns(context, works, rounds, max(3, min(100, int(SECONDS * 1e9 / (size * ranks)))))

@@ -198,7 +198,7 @@ class Pipeline:
         self._schedule = SCHEDULES[schedule](stages[0] if len(cut) == ranks else [*stages], case.microbatches, **settings)
         self._first, self._last = 0 in self._parts, last in self._parts
         self._parameters = [p for part in self._parts.values() for p in part.parameters()]
-        # Two copies, updated alike, even if one rank has both: each stage divides the gradients of its own parameters.
+        # Two copies, updated alike, even if one rank has both: each stage divides the gradients of its parameters.
         self._words = [part.word.weight for part in self._parts.values() if part.embeds or part.heads]
         self._optimizer = adamw(self._parameters)
 

@@ -4,7 +4,7 @@
         [--megatron-core FOLDER] [--picotron FOLDER]
 
 All train the same models from the same weights on the same batches: fp32 (on one rank also bf16), AdamW with the same
-decay, clipping by the global norm. The contenders of a layout are started together, make a few steps, whose losses must
+decay, clipping by the global norm. The contenders of a layout are started together, make a few steps with losses that must
 agree, and are then timed in turn, in another order every round, so that other load on the machine affects all alike. The
 table has medians and quartiles of the turns, CPU time, and model FLOPs (PaLM) as a share of the matrix products that the
 machine made in the same rounds. "ours" is the median over rounds of megalite's rate over the contender's.

@@ -1,4 +1,4 @@
-"""Pipeline stages whose work is sleep: many ranks run truly in parallel on a machine with few cores.
+"""Pipeline stages that sleep instead of computing: many ranks run truly in parallel on a machine with few cores.
 
 Executor, channels and gloo are real; forward, input gradient and weight gradient of a stage sleep for a given time and pass
 a real tensor on.

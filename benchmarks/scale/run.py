@@ -131,7 +131,7 @@ def start(layout: ParallelLayout) -> Counts:
     del kept
     tracemalloc.stop()
     dist.destroy_process_group()
-    assert not store.asked, "a group that is made asks nothing of the store"
+    assert not store.asked, "a new group must not use the store"
     tree = made[trees : len(made) // 2]
     mine, every = (sum(len(ranks) - 1 for ranks in tree if 0 in ranks), sum(math.comb(len(ranks), 2) for ranks in tree))
     found = {"communicators": joined, "background connections": mine, "all background connections": every}

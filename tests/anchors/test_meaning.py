@@ -58,10 +58,10 @@ def test_evaluation_does_not_use_dropout(name: str) -> None:
     layout, one = LAYOUTS[name], on_one_rank()
     world = world_of(layout)
     found = one if world == 1 else run_ranks(world, evaluations, world, layout)[0]
-    assert found["evaluated"] == found["expected"], "to the bit"
+    assert found["evaluated"] == found["expected"], "bitwise equal"
     np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-12, err_msg="the same elements fall")
-    assert all(ours == undisturbed for ours, undisturbed in found["losses"]), "evaluating changes no step"
-    assert abs(found["losses"][0][0] - found["without"]) > 1e-3, "and the steps do drop"
+    assert all(ours == undisturbed for ours, undisturbed in found["losses"]), "evaluation does not change steps"
+    assert abs(found["losses"][0][0] - found["without"]) > 1e-3, "the steps use dropout"
 
 
 MIXTURE: Settings = {**FAMILIES["mixtral"], **LOSSES, "num_layers": 2}

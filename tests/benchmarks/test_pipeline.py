@@ -69,6 +69,6 @@ def test_live_bytes_counts_live_storages() -> None:
         del temporary
     assert (live.now, live.peak) == (4000, 12000)
     del kept
-    assert live.now == 4000, "the view holds the storage"
+    assert live.now == 4000, "the view keeps the storage alive"
     del view
     assert live.now == 0

@@ -18,10 +18,10 @@ MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "weights-00000.safetensors", "op
 
 
 class Outcome(Enum):
-    HARMLESS = "no one looks at it: step 2 is loaded, whole"
-    DAMAGED = "step 2 is passed over, with its file named, and step 1 used"
-    PASSED_OVER = "it makes a third checkpoint, which is passed over; step 2 is loaded, whole"
-    UNREADABLE = "hashes are right, since whoever made it made them too; reading and inspecting refuse it"
+    HARMLESS = "ignored: step 2 is loaded completely"
+    DAMAGED = "step 2 is skipped, naming its file, and step 1 is used"
+    PASSED_OVER = "a third checkpoint is skipped; step 2 is loaded completely"
+    UNREADABLE = "valid hashes; reading and inspecting refuse it"
 
 
 @dataclass(frozen=True)

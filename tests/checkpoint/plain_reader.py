@@ -45,7 +45,7 @@ def read_plainly(path: Path) -> PlainCheckpoint:
             times[place] += 1
         assert full is not None and bool((times == 1).all()), f"{path}: the parts of {key} do not tile it"
         tensors[key] = full
-    assert not any(files.values()), f"{path}: tensors that the manifest does not know"
+    assert not any(files.values()), f"{path}: tensors that are not in the manifest"
     return PlainCheckpoint(tensors, manifest["counters"], manifest)
 
 

@@ -33,7 +33,7 @@ def test_watch_detects_forbidden_actions(reports: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_malicious_checkpoint_is_handled_safely(reports: dict[str, list[str]], name: str) -> None:
-    assert name in reports, "an earlier piece ended the process"
+    assert name in reports, "an earlier checkpoint ended the process"
     assert reports[name] == [], "\n".join(reports[name])
 
 

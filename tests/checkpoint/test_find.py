@@ -92,7 +92,7 @@ def test_message_if_the_path_is_one_level_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_all_ranks_open_the_same_checkpoint(tmp_path: Path, ranks: int) -> None:
-    """On any rank whose share of the hashing has the damaged file."""
+    """On any rank that hashes the damaged file."""
     on_threads(3, lambda group: save_as(tmp_path, group, step=1, seed=1))
     on_threads(3, lambda group: save_as(tmp_path, group, step=2, seed=2))
 

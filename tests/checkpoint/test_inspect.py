@@ -38,7 +38,7 @@ def test_report_of_a_checkpoint(real: Path, capsys: Captured) -> None:
     assert "embedding.word.weight [96, 32] BF16" in lines
     assert "exp_avg_sq 27 tensors F32 145.12 KiB" in lines
     assert any(line.startswith("model num_layers 4, hidden_size 32, num_attention_heads 8") for line in lines)
-    assert "sequence_parallel" not in text, "it is at its default"
+    assert "sequence_parallel" not in text, "it has its default"
     size = sum(path.stat().st_size for path in (real / "step-0000002").glob("*.safetensors"))
     assert f"verified 2 files, {size / 1024:.2f} KiB: sha256 OK" in lines
 
@@ -81,7 +81,7 @@ def test_table_of_several_checkpoints(folder: Path, capsys: Captured) -> None:
     assert f"damaged: {WEIGHTS}: sha256 is" in table.splitlines()[1]
     assert rest.startswith(f"checkpoint   {folder / 'step-0000001'}") and "sha256 OK" in rest
     last = rest.splitlines()[-1]
-    assert last.startswith(f"step-0000002 is damaged: {WEIGHTS}: sha256 is"), "it must not be overlooked"
+    assert last.startswith(f"step-0000002 is damaged: {WEIGHTS}: sha256 is"), "it must be visible"
     assert last.endswith("; shown is step-0000001")
     assert inspect(folder, "--tensors", "final_norm.*") == DAMAGED and said(capsys).endswith(f"{last}\n")
     assert inspect(folder, "--step", "1") == OK

@@ -159,7 +159,7 @@ def sources(folder: Path) -> Sources:
                 for name, values in assemble([rank[run].state[kind] for rank in ranks]).items()
             }
             moments = {key: values for key, values in full.items() if key.startswith("exp_avg")}
-            assert all(bool(values.any()) for values in moments.values()), "moments of zeros would prove nothing"
+            assert all(bool(values.any()) for values in moments.values()), "moments must not be zero"
             save_file(full, folder / f"{run}-{layout}.safetensors")
             found[run, layout] = ranks[0][run], read_plainly(folder / run / layout / "step-0000002")
     return found

@@ -78,7 +78,7 @@ def failing_write(fail_at: int, calls: list[int], partly: bool, code: int) -> Ca
 
 @pytest.mark.parametrize("partly", [False, True])
 def test_disk_full_at_any_write_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partly: bool) -> None:
-    """Whichever write fails: every rank gets the same error with the bytes needed and free and consumes its tensors, nothing
+    """If any write fails, every rank gets the same error with the bytes needed and free and consumes its tensors, nothing
     of the save is left, and the earlier checkpoint still verifies."""
     folder = tmp_path / "run"
     save_as(folder, SOLO, step=1, seed=1)
@@ -242,7 +242,7 @@ def test_replaced_checkpoint_is_restored_if_its_successor_is_damaged(tmp_path: P
     """It may be the only valid one: it is renamed back before anything is removed."""
     save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
     broken = save_as(tmp_path, SOLO, step=2, seed=5) / "weights-00000.safetensors"
-    assert names(tmp_path) == ["latest", "step-0000002"], "a sound one takes its place"
+    assert names(tmp_path) == ["latest", "step-0000002"], "a valid checkpoint is in place"
     (tmp_path / "step-0000002").rename(tmp_path / "other")
     save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
     (tmp_path / "other").rename(tmp_path / "step-0000002")

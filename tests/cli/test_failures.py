@@ -153,7 +153,7 @@ def test_common_error_of_ranks_is_printed_once(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "" and waited == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert guarded(raising(ConfigError("all")), "x") == BAD_INPUT
-    assert waited == [5.0], "rank 0 is to be the first to end"
+    assert waited == [5.0], "rank 0 must end first"
     monkeypatch.setenv("RANK", "0")
     guarded(raising(ConfigError("all")), "x")
     assert capsys.readouterr().err == "error: all\n" and waited == [5.0]
@@ -233,7 +233,7 @@ def test_torchrun_gets_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "1")
     file.unlink()
     assert main(["train", "--tp", "x"]) == BAD_INPUT
-    assert not file.exists(), "one rank has said it"
+    assert not file.exists(), "one rank has reported it"
 
 
 def test_torchrun_gets_unexpected_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_prompts_and_output_files(models: Path, tmp_path: Path, capsys: Captured
     assert capsys.readouterr().out == ""
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [record["prompt"] for record in records] == texts
-    assert records[0]["text"] != records[3]["text"], "equal prompts have texts of their own"
+    assert records[0]["text"] != records[3]["text"], "equal prompts have different texts"
     for record in records:
         assert record["finish"] in ("length", "eod")
         assert record["tokens"] == 8 or record["finish"] == "eod"

@@ -147,7 +147,7 @@ def test_compare_with_a_custom_schedule(run: Any) -> None:
     assert stages == {"1f1b.csv": 6, "1f1b": 2, "looped-bfs": 6}
     assert found["written"] == ["all.svg", "all.html", "all.json"]
     report = Path("all.html").read_text()
-    assert Path("all.svg").read_text().strip() in report, "one picture: the classes of two would clash"
+    assert Path("all.svg").read_text().strip() in report, "one drawing: CSS classes of two would clash"
     assert report.count('<tr class="">') == 3 and "looped-bfs" in report
     titles = [text.text or "" for text in ET.parse("all.svg").iter("{http://www.w3.org/2000/svg}text")]
     assert [title.split(":")[0] for title in titles if "ranks" in title] == ["1f1b.csv", "1f1b", "looped-bfs"]

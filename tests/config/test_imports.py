@@ -41,7 +41,7 @@ def test_names_are_known_before_values_are_read(place: Path) -> None:
     (place / "run.yaml").write_text("optimizer: {optimizer: mine-b}\nimports: [mine_b]\n")
     assert load(place / "run.yaml").optimizer.optimizer == "mine-b"
     both = parse_arguments(["--config", "run.yaml", "--import", "mine_a", "--import", "mine_b"])
-    assert both.config.training.imports == ["mine_b", "mine_a"], "those of files and flags add up"
+    assert both.config.training.imports == ["mine_b", "mine_a"], "imports of files and flags are combined"
     assert configure(imports=["mine_a"], optimizer="mine-a").optimizer.optimizer == "mine-a"
 
 
@@ -86,7 +86,7 @@ def test_failed_import_is_the_only_error(name: str, by_file: bool, place: Path) 
     words = ["--config", "run.yaml"] if by_file else ["--import", name]
     with pytest.raises(ConfigError, match=says) as error:
         parse_arguments([*words, "--optimizer", "mine-e", "--nonsense", "3"])
-    assert len(error.value.problems) == 1, "what it would have registered is not known to be wrong"
+    assert len(error.value.problems) == 1, "names that it would have registered are not reported"
 
 
 def test_unknown_name_lists_registered_names(place: Path) -> None:
@@ -126,7 +126,7 @@ def test_installed_package_needs_no_import(place: Path) -> None:
     for words, loads in ((["--optimizer", "theirs"], True), ([], False)):
         done = subprocess.run([*start, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert ("loaded" in done.stdout) == loads, "it is imported when a name is not known otherwise"
+        assert ("loaded" in done.stdout) == loads, "it is imported only for an unknown name"
 
 
 def test_failing_entry_point_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

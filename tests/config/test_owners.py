@@ -53,7 +53,7 @@ def verdict(name: str, chooser: str, value: str) -> str:
     except ConfigError as error:
         return str(error)
     value_asked = values_of(config)[name]
-    assert value_asked is not None and value_asked is not False, "the test asks for nothing"
+    assert value_asked is not None and value_asked is not False, "the test covers no setting"
     return ""
 
 

@@ -114,7 +114,7 @@ def test_ctrl_c_keeps_finished_files(
     assert not (tmp_path / "target").exists()
     kept = {path.name: path.stat().st_ino for path in workplace_of(tmp_path / "target").rglob("*.safetensors")}
     assert run(gpt, tmp_path / "target", *words) == 0
-    assert f"continues: {len(kept) - 1} of " in capsys.readouterr().out, "one is half done"
+    assert f"continues: {len(kept) - 1} of " in capsys.readouterr().out, "one file is incomplete"
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
     same = [name for name, inode in kept.items() if (tmp_path / "target" / name).stat().st_ino == inode]
     assert len(same) >= 2

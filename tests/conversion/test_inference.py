@@ -83,7 +83,7 @@ def test_texts_and_losses_equal_transformers(tmp_path: Path) -> None:
         for name, (made, loss) in expected.items():
             assert rank[name][0] == made, name
             assert rank[name][1] == pytest.approx(loss, rel=1e-10), name
-    assert sum(len(set(made[0])) > 1 for made, _ in expected.values()) > 2, "repeated tokens prove little"
+    assert sum(len(set(made[0])) > 1 for made, _ in expected.values()) > 2, "the texts must not repeat one token"
 
 
 def weights_of(context: RankContext, folder: str, dtype: torch.dtype | None, **axes: int) -> Any:

@@ -57,7 +57,7 @@ class TestReading:
             assert found.dtype == weights.dtype(name) == torch.float32
             np.testing.assert_array_equal(found.double().numpy(), values, err_msg=name)
         name = "layers.0.mlp.up.weight"
-        assert np.any(tensors["weight"][name] != tensors["main_param"][name]), "they hold more digits"
+        assert np.any(tensors["weight"][name] != tensors["main_param"][name]), "main parameters have more digits"
         assert (weights.model.num_query_groups, weights.seq_length) == (2, 24)
         assert [path.name for path in weights.tokenizer_files] == ["vocab.json", "merges.txt"]
         assert weights.layout["tp"] == weights.layout["pp"] == 2
@@ -275,4 +275,4 @@ def test_conversion_interrupted_anywhere_is_completed_by_the_next(tmp_path: Path
             saved += reads - sum(weights.reads.values())
         assert contents(target) == expected, last
         assert not workplace_of(target).exists(), last
-    assert saved > calls * reads // 8, "what was finished is not read again"
+    assert saved > calls * reads // 8, "finished files are not read again"

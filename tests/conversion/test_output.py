@@ -84,7 +84,7 @@ def test_finished_files_are_reused_and_others_removed(tmp_path: Path) -> None:
     (first.staging / "half").write_bytes(b"...")
     del first
     second = Output(tmp_path / "model", identity=IDENTITY)
-    assert contents(second.staging) == {"a": b"aaa"}, "also what no one asks for again"
+    assert contents(second.staging) == {"a": b"aaa"}, "including files that are no longer needed"
     assert second.finished("a") == {"sha256": "00"}
     assert second.finished("half") is None
     write(second, "half", b"whole")
@@ -163,7 +163,7 @@ def test_target_has_one_conversion_at_a_time(tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConversionError, match=r"another process is converting into .*model"):
         Output(tmp_path / "model", identity={}, log=said.append)
-    assert said == [], "the lock is taken before anything is said of going on"
+    assert said == [], "the lock is taken before the log line"
     del first
     Output(tmp_path / "model", identity={})
 

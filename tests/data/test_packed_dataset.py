@@ -191,7 +191,7 @@ def test_examples_train_on_responses_and_are_truncated(tmp_path: Path) -> None:
         sample, packing = dataset.sample(k), dataset.packing(k)
         assert packing.counts is not None and packing.counts.shape == (10,)
         for piece in pieces(dataset, k):
-            assert piece[0] in {example[0] for example in examples}, "nothing stands without its beginning"
+            assert piece[0] in {example[0] for example in examples}, "no example is without its beginning"
             seen.update(piece[1:])
         last = {*(start - 1 for start in packing.starts[1:]), *range(packing.used, 10)}
         for place in set(range(10)) - last:

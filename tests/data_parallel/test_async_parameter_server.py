@@ -121,7 +121,7 @@ def test_scripted_run_equals_its_simulation(
     script = random_script(workers, 4, bound, seed=workers + bound)
     settings = {"max_staleness": bound, **settings}
     ages = assert_simulated(run_ranks(workers, workers_steps, workers, settings, 4, script), script, **simulation)
-    assert max(ages) >= workers > min(ages), "the script must make some weights older than usual"
+    assert max(ages) >= workers > min(ages), "the script must cause some staleness"
 
 
 def test_run_equals_the_simulation_of_its_log() -> None:
@@ -131,7 +131,7 @@ def test_run_equals_the_simulation_of_its_log() -> None:
     counts = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
     _, note = found[0]["notes"]
     assert f"20 updates, staleness {sum(ages.elements()) / 20:.2f} on average ({counts})" in note
-    assert all(len(one["notes"]) == 1 for one in found[1:]), "who decides reports"
+    assert all(len(one["notes"]) == 1 for one in found[1:]), "the deciding rank reports"
 
 
 def test_pushes_are_applied_in_rank_order_without_staleness() -> None:

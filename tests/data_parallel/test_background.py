@@ -19,7 +19,7 @@ def test_tasks_run_in_order() -> None:
         done.append(number)
 
     works = [background.run(partial(note, number)) for number in range(5)]
-    assert done == [], "the caller has not waited"
+    assert done == [], "the caller must not wait"
     gate.set()
     for work in works:
         work.wait()
@@ -70,7 +70,7 @@ def test_close_does_not_wait_for_a_stuck_task() -> None:
     gate.set()
     work.wait()
     (mine,) = threads
-    assert mine.daemon, "nor does the end of the process"
+    assert mine.daemon, "neither does the end of the process"
     mine.join()
 
 

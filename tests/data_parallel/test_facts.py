@@ -88,7 +88,7 @@ def test_bucket_sizes_equal_the_facts(settings: dict[str, Any], size: int, bucke
     assert bucket_size(run.config, 1) == run.strategy.options.bucket_size == size
     assert len(run.strategy.all_buckets()) == buckets
     for bucket in run.strategy.all_buckets():
-        assert bucket.placed[-1].start < size, "it was still open when the last one came"
+        assert bucket.placed[-1].start < size, "the last bucket was still open"
 
 
 class Tripled(DataParallelStrategy):

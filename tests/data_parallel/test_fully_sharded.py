@@ -42,7 +42,7 @@ def test_two_instances_sum_inside_and_then_across(settings: dict[str, Any]) -> N
 def test_microbatches_are_bitwise_equal_to_the_oracle(settings: dict[str, Any]) -> None:
     for rank, found in enumerate(run_ranks(3, unit_steps, 3, settings, STEPS)):
         losses, weights = oracle(3, rank, STEPS)
-        assert found.losses == losses, "the weights that a forward sees are those of the step before"
+        assert found.losses == losses, "a forward must use the weights of the previous step"
         for unit, (ours, theirs) in enumerate(zip(found.weights, weights, strict=True)):
             assert torch.equal(ours, theirs), f"unit {unit}"
 

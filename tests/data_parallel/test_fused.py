@@ -31,9 +31,9 @@ def test_adjacent_gradients_start_at_the_threshold() -> None:
     queue = ReadyQueue(bucket_of([100, 100, 100, 100]), threshold=150, align=64)
     assert queue.start_counting(None) == []
     assert queue.note(0) == []
-    assert queue.note(2) == [], "200 are ready, but apart"
-    assert queue.note(1) == [(0, 256)], "300 in a row, to a multiple of 64"
-    assert queue.note(3) == [(256, 448)], "what was over, the last one and the padding"
+    assert queue.note(2) == [], "200 are ready, but not adjacent"
+    assert queue.note(1) == [(0, 256)], "300 adjacent ones, rounded to a multiple of 64"
+    assert queue.note(3) == [(256, 448)], "the remainder, the last one and the padding"
     assert queue.rest() == []
 
 
@@ -56,9 +56,9 @@ def test_gradient_is_ready_after_its_pending_contributions() -> None:
     assert queue.start_counting(None) == []
     assert queue.note(0) == []
     assert queue.note(0) == [(0, 640)]
-    assert queue.note(0) == [], "it is on its way"
+    assert queue.note(0) == [], "already started"
     queue.clear()
-    assert queue.start_counting(Counter([second])) == [(0, 640)], "nothing is pending of the first"
+    assert queue.start_counting(Counter([second])) == [(0, 640)], "the first has no pending contributions"
     assert queue.note(1) == [(640, 1280)]
     assert isinstance(first, ShardedParameter)
 

@@ -28,7 +28,7 @@ def run_published(context: RankContext, dp: int, settings: dict[str, Any]) -> tu
     found = [{name: value.numpy() for name, value in run.weights().items()}]
     for step in range(1, STEPS + 1):
         sums = run.gradients(scale=of_rank(context.rank))
-        assert len(sums) == norm_terms(replace(run.config, dp=dp)), "the planner counts them"
+        assert len(sums) == norm_terms(replace(run.config, dp=dp)), "the planner includes them"
         norm = run.strategy.norms(sums).clipping
         run.steps = step
         factor = min(1.0, CLIP / norm)
@@ -142,7 +142,7 @@ def test_weights_equal_the_published_algorithm(workers: int, lamb: bool, b2: flo
                 np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-9, err_msg=f"{name} after step {step}")
     frozen = [wanted[FREEZE - 1], wanted[-1]]
     if highest == 1.0:
-        assert all((frozen[0][name] == frozen[1][name]).all() for name in SHAPES), "no coefficient but 1: no step"
+        assert all((frozen[0][name] == frozen[1][name]).all() for name in SHAPES), "all coefficients are 1: no step"
     elif lamb:
-        assert any(abs(factor - 1.0) > 0.2 for factor in factors.values()), "r has moved"
+        assert any(abs(factor - 1.0) > 0.2 for factor in factors.values()), "r must change"
         assert (frozen[0]["bias"] != frozen[1]["bias"]).any()

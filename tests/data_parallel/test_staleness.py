@@ -88,7 +88,7 @@ def test_orders_of_events(order: Order, expected: list[Event | None]) -> None:
 def test_by_rank_waits_for_all_pushes_of_a_clock() -> None:
     ledger, order, served = Ledger(3, max_staleness=0), by_rank, []
     waiting = [Event(Kind.PUSH, 2), Event(Kind.PUSH, 0)]
-    assert order(waiting, ledger) is None, "worker 1 may not even have pulled"
+    assert order(waiting, ledger) is None, "worker 1 may not have pulled yet"
     waiting.append(Event(Kind.PUSH, 1))
     while waiting:
         event = order(waiting, ledger)

@@ -58,8 +58,8 @@ def test_reduction_starts_inside_the_last_backward(strategy: str) -> None:
         assert events[:last] == ["begin", "end"] * 7
         inside = events[last + 1 :]
         end = inside.index("end")
-        assert end >= 5 and set(inside[:end]) == {"reduce"}, "matrices were there before the backward ended"
-        assert set(inside[end + 1 :]) == {"vectors"}, "what autograd gives is taken at its end"
+        assert end >= 5 and set(inside[:end]) == {"reduce"}, "matrices are complete before the end of the backward"
+        assert set(inside[end + 1 :]) == {"vectors"}, "gradients of autograd are collected at its end"
 
 
 def test_without_overlap_reduction_waits_for_the_backward() -> None:
@@ -140,13 +140,13 @@ def strategy_of(dp: Group, *, overlap: bool) -> tuple[DistributedOptimizer, torc
 def test_each_module_waits_for_its_parameters_before_its_forward() -> None:
     made, model = strategy_of(SpyGroup("dp", (0, 1), 0), overlap=True)
     made.publish_parameters()
-    assert EVENTS == ["start a", "start b", "start c"], "first needed, first sent"
+    assert EVENTS == ["start a", "start b", "start c"], "gathers are in the order of use"
     model(torch.zeros(1))
     assert EVENTS[3:] == ["wait a", "forward a", "wait b", "forward b", "wait c", "forward c"]
     EVENTS.clear()
     model(torch.zeros(1))
     made.wait_for_parameters()
-    assert EVENTS == ["forward a", "forward b", "forward c"], "what has come is not waited for again"
+    assert EVENTS == ["forward a", "forward b", "forward c"], "complete gathers are not waited for again"
 
 
 def test_parameters_are_complete_at_once_without_overlap() -> None:
@@ -209,11 +209,11 @@ def left_behind(context: RankContext, settings: dict[str, Any], steps: int) -> l
         run.strategy.finish()
         run.strategy.close()
         strategy: Any = run.strategy
-        assert not getattr(strategy, "_sending", None), "the server's sends have left"
+        assert not getattr(strategy, "_sending", None), "the server's sends are complete"
         if settings["dp_strategy"] == "fully-sharded":
             assert not any(has_memory(bucket.data) for bucket in strategy.all_buckets())
         else:
-            assert not strategy._arrivals._coming, "nothing is on its way"
+            assert not strategy._arrivals._coming, "nothing is pending"
         del run, strategy
         gc.collect()
         probe = torch.tensor([float(topology.dp.rank)])

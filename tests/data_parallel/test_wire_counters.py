@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded-server": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.25},
     "sharded-server-bf16": {"dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.25, **BF16},
 }
-"""Settings of each strategy whose bytes are compared, over STEPS steps."""
+"""Settings of the compared strategies, over STEPS steps."""
 
 SHAPES = {"table": (512, 512), "up": (512, 500), "bias": (3000,), "down": (512, 256)}
 

@@ -53,7 +53,7 @@ def execute(command: Command) -> Said:
         ranks, flags = training_of(command)
         outcome = train_forked(ranks, *flags, seconds=240, folder=Path.cwd())
         return Said(outcome.status, outcome.out, outcome.err)
-    assert program in ("python", "python3"), f"{command}: how is {program} to be run?"
+    assert program in ("python", "python3"), f"{command}: cannot run {program}"
     return in_process(run_script, words)
 
 

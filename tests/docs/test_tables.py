@@ -123,4 +123,4 @@ def test_megatron_flags_are_accepted(load: Load) -> None:
     flags = load("megatron_flags")
     for name in flags.THEIRS:
         assert flags.their_flag(name) in settings()[name].flags
-        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed", "sft"), "a short name of ours"
+        assert len(flags.their_flag(name)) > 5 or name in ("lr", "save", "load", "seed", "sft"), "a short megalite name"

@@ -105,7 +105,7 @@ def test_folder_without_findings(tmp_path: Path) -> None:
         ("folder", "locks", "writing", "fsync"), "ok"
     )
     assert rows["writing"].data["bytes_per_second"] > 0
-    assert list(tmp_path.iterdir()) == [], "nothing is left"
+    assert list(tmp_path.iterdir()) == [], "no file is left"
 
 
 def test_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

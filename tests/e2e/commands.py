@@ -122,7 +122,7 @@ def check(command: Command) -> None:
     elif program.endswith(".py"):
         _check_script(program, rest)
     else:
-        assert program in SHELL_WORDS, f"{command}: how is {program} to be checked?"
+        assert program in SHELL_WORDS, f"{command}: cannot check {program}"
 
 
 def _check_harness(words: Sequence[str]) -> None:

@@ -19,10 +19,10 @@ def test_run_and_resume(tmp_path: Path) -> None:
     first = train_forked(3, *words, "--exit-interval", "6", "--async-save").require_success()
     assert "losses and norms of steps are of the samples of data-parallel rank 0" in first.out
     reports = [line for line in first.out.splitlines() if "updates, staleness" in line]
-    assert [line.split()[2] for line in reports] == ["9", "9"], "3 workers, 3 steps between two meetings"
+    assert [line.split()[2] for line in reports] == ["9", "9"], "3 workers, 3 steps between synchronizations"
     loads = ("--load", tmp_path / "checkpoints", "--max-staleness", "0")
     second = train_forked(3, *words, *loads).require_success()
     (last,) = [line[9:] for line in first.out.splitlines() if "step  6/12  validation" in line]
-    assert last in second.out, "it continues from the weights that all had met at"
+    assert last in second.out, "it resumes from the synchronized weights"
     assert "step 12/12  validation" in second.out
     assert (tmp_path / "checkpoints" / "step-0000012").exists()

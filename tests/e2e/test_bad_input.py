@@ -89,7 +89,7 @@ def test_bad_input_is_one_error_on_two_ranks(name: str, bad: Files) -> None:
     outcome = train_forked(2, *run_with(case.words(bad)), seconds=120)  # about 1 s on two idle cores; more is a hang
     check_message(outcome.errors, case, bad)
     assert outcome.status == BAD_INPUT  # of both ranks
-    assert PACKAGE not in outcome.err, "a traceback through our code"
+    assert PACKAGE not in outcome.err, "a traceback with megalite's code"
     assert "step 1/" not in outcome.out
 
 

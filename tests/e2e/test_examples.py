@@ -35,7 +35,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_examples_have_a_readme() -> None:
     assert "examples/quickstart/run.yaml" in CONFIGS
     for config in CONFIGS:
-        assert (REPOSITORY / config).with_name("README.md").is_file(), "an example says what to expect"
+        assert (REPOSITORY / config).with_name("README.md").is_file(), "an example needs a README"
 
 
 @pytest.mark.parametrize("path", CONFIGS)

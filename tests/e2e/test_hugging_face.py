@@ -104,7 +104,7 @@ def test_failed_export_is_repeated_by_the_same_command(
     ending = json.loads((folder / "exit.json").read_text())
     assert (ending["status"], ending["step"], ending["exit_code"]) == ("finished", 6, NOT_SAVED)
     assert not list(tmp_path.glob("out*"))
-    assert main(flags) == DONE, "the same command writes what is missing"
+    assert main(flags) == DONE, "the same command writes the missing export"
     assert contents(tmp_path / "out") == convert_of(folder, 6, tmp_path / "converted")
     assert main(flags) == DONE and "/out exists already" in capfd.readouterr().out
 

@@ -29,7 +29,7 @@ def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[
             said=(folder / "0.err").read_text,
         )
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
-        assert not still_running(processes, WITHIN), "ranks went on without the one that is gone"
+        assert not still_running(processes, WITHIN), "ranks continued without the lost one"
     statuses = [process.exitcode for process in processes]
     assert statuses[victim] == -signal.SIGKILL
     assert all(status != 0 for status in statuses)

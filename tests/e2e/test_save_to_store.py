@@ -67,7 +67,7 @@ def test_run_killed_during_upload_resumes_on_another_layout(store: tuple[str, di
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-9)
     again = train_forked(1, *words, seconds=150, more=environment).require_success().out
     assert "step-0000006 (written by tp 1, pp 2, dp 1)" in again and "nothing to do" in again
-    assert len(list((tmp_path / "cache").rglob("of-step-*"))) == 1, "of fetched checkpoints one is kept"
+    assert len(list((tmp_path / "cache").rglob("of-step-*"))) == 1, "one fetched checkpoint is kept"
 
 
 def test_unusable_store_is_one_error_before_the_first_step(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_only_rank_0_reads_the_manifest(launcher: str, tmp_path: Path) -> None:
         said = train_forked(2, *words, seconds=150, more=environment).require_success().out
         assert "nothing to do" in said
         manifest = "bucket/run/step-0000006/manifest.json"
-        assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once to be kept"
+        assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once for the copy"
         server.objects[manifest] = b"{}"
         failed = train_forked(2, *words, seconds=150, more=environment)
     assert failed.status == 2 and len(failed.errors) == 1 and "step-0000006/manifest.json: " in failed.errors[0]

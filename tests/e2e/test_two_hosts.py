@@ -55,7 +55,7 @@ def test_run_resumes_after_a_cut_link_with_identical_losses(tmp_path: Path) -> N
             b.link("down")
             cut = time.monotonic()
             wait_until(lambda: "not answer within" in logs[0].read_text(), seconds=TIMEOUT + 20, said=all_said)
-            assert time.monotonic() - cut > TIMEOUT - 1, "nothing but the time-out can have told"
+            assert time.monotonic() - cut > TIMEOUT - 1, "only the timeout can have detected it"
             wait_until(lambda: "is cut off" in logs[1].read_text(), seconds=20, said=all_said)
             b.kill()
             second.wait()

@@ -42,7 +42,7 @@ def test_few_steps_of_the_page(
     assert [row[:3] for row in rows] == [
         [name, *sizes] for name in ("AdamW", "LAMB") for sizes in (["8", "16"], ["64", "2"])
     ]
-    assert float(rows[0][3]) < float(rows[1][3]), "16 steps learn more than 2"
+    assert float(rows[0][3]) < float(rows[1][3]), "the loss after 16 steps is below that after 2"
     assert noise[:4] == ["gradient", "noise", "scale", "at"] and float(noise[-4]) > 0.0
     assert "AdamW" in Path("runs/large_batch/losses.svg").read_text(encoding="utf-8")
 

@@ -115,7 +115,7 @@ def test_manual_start(start: Any, tmp_path: Path) -> None:
     assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.max_restarts) == ("1:2", "8", 3)
     assert (torchrun.rdzv_backend, torchrun.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
     assert torchrun.local_addr == "10.0.0.2"
-    assert "a b" in torchrun.training_script_args, "words stay words"
+    assert "a b" in torchrun.training_script_args, "each argument stays one word"
     assert config.parallel.elastic
     assert config.logging.run_dir == str(tmp_path / "run")
     assert config.checkpoint.load == str(tmp_path / "run/checkpoints")
@@ -123,7 +123,7 @@ def test_manual_start(start: Any, tmp_path: Path) -> None:
     seen = done.variables("torchrun")
     assert seen["GLOO_SOCKET_IFNAME"] == seen["NCCL_SOCKET_IFNAME"] == "eth1"
     assert seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
-    assert list((tmp_path / "run").iterdir()) == [], "it leaves nothing behind"
+    assert list((tmp_path / "run").iterdir()) == [], "no file is left"
     missing = start(*HAND, *FLAGS, NODES="2")
     assert missing.status != 0 and "HEAD: the host where all meet" in missing.said
 
@@ -185,7 +185,7 @@ def test_slurm_job(start: Any) -> None:
     lines = (EXAMPLE / "slurm.sbatch").read_text().splitlines()
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
     assert options["signal"] == "B:USR1@300" and "requeue" in options
-    assert options["open-mode"] == "append", "the log of the start before must stay"
+    assert options["open-mode"] == "append", "the log of the previous start must be kept"
     assert int(next(line for line in lines if "SAVE_SECONDS" in line).partition("=")[2]) < 300
 
 
@@ -232,7 +232,7 @@ def test_kubernetes_job(start: Any, tmp_path: Path) -> None:
     assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert [each["port"] for each in service["spec"]["ports"]] == [29500]
     # Pods come and go.
-    assert pod["restartPolicy"] == "Never", "podFailurePolicy asks for it"
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy requires it"
     policy = spec["podFailurePolicy"]["rules"]
     rules = {
         code: rule["action"]
@@ -242,7 +242,7 @@ def test_kubernetes_job(start: Any, tmp_path: Path) -> None:
     }
     assert rules == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob"}
     assert {"type": "DisruptionTarget"} in policy[0]["onPodConditions"]
-    assert pod["terminationGracePeriodSeconds"] > 120, "longer than launch.sh gives the last checkpoint"
+    assert pod["terminationGracePeriodSeconds"] > 120, "longer than launch.sh waits for the last checkpoint"
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert set(mounts.values()) == set(volumes)

@@ -24,5 +24,5 @@ def test_few_steps_of_the_page(
     assert runpy.run_path(command[1])["main"](few) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     found = {(row[0], row[-3]): row[-2] for row in rows}
-    assert found["without", "64"] == found["with", "64"], "at the base width muP changes nothing"
+    assert found["without", "64"] == found["with", "64"], "at the base width muP has no effect"
     assert found["without", "96"] != found["with", "96"]

@@ -90,7 +90,7 @@ class Cycles:
         return None
 
     def _check_end(self, life: Life, kill: Kill | None, log: Path, run_dir: Path, before: int) -> str:
-        assert not life.hung, f"ranks {life.hung} were still there"
+        assert not life.hung, f"ranks {life.hung} were still running"
         ending = json.loads((run_dir / "exit.json").read_text()) if (run_dir / "exit.json").exists() else None
         saved = max(steps_in(run_dir / "checkpoints"), default=0)
         mute = {status for rank, status in enumerate(life.statuses) if not printed(log, rank, ("err",))}
@@ -102,7 +102,7 @@ class Cycles:
         assert not others and status in (DONE, SIGNALS.get(kill.number) if kill else DONE), "not as documented"
         if ending is None and status != DONE and not run_dir.exists():
             return "at the start"  # before the run had created its folder, in which it would have left a record
-        assert ending is not None, "there is no exit.json"
+        assert ending is not None, "exit.json is missing"
         early = status != DONE and saved == before and ending["step"] is None  # before it had looked for checkpoints
         assert ending["exit_code"] == status and saved >= before, ending
         assert ending["step"] == saved or early, ending

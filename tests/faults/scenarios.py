@@ -89,7 +89,7 @@ SAVINGS = (
         for_ever=6,
     ),
 )
-assert gcd(len(LAYOUTS), len(SAVINGS)) == 1, "so that one run after the other every pair is met"
+assert gcd(len(LAYOUTS), len(SAVINGS)) == 1, "so that successive runs cover every pair"
 
 KILLS = (2, 1, 2, 1, 1, 2, 1)
 """Number of kills of a run, by its number."""

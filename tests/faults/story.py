@@ -195,21 +195,21 @@ class _Driver:
         story.launcher_ended += life.launcher_ended
         happened = f"{kill}: {life.died_at or life.statuses}" if kill else f"to the end: {life.statuses}"
         story.log.append(f"life {story.lives - 1} on {layout.name}, from {before[-1:]}, {happened}")
-        assert not life.hung, f"ranks {life.hung} were still there; they printed their stacks"
+        assert not life.hung, f"ranks {life.hung} were still running; they printed their stacks"
         said = printed(log, 0)
         self._check_start(said, before, life)
         return life, said
 
     def _check_start(self, said: str, before: list[int], life: Life) -> None:
         """Check that it resumed from the newest visible checkpoint, which must not be damaged."""
-        assert "passed over" not in said, "a checkpoint that could be seen is damaged"
+        assert "passed over" not in said, "a visible checkpoint is damaged"
         loaded = re.search(r"loaded \S*step-(\d+) ", said)
         if loaded is not None:
             assert int(loaded[1]) == before[-1], f"started from step {int(loaded[1])}, the newest is {before[-1]}"
         elif "starting from step 0" in said:
             assert not before, f"started over beside checkpoints of steps {before}"
         else:
-            assert life.was_killed, "did not say where it started"
+            assert life.was_killed, "did not log where it started"
 
     def _die(self, kill: Kill, reference: Reference) -> bool:
         """Run a life that is killed. Returns False if it ended before."""

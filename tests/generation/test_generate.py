@@ -36,7 +36,7 @@ def test_greedy_generation_equals_argmax_decoding(family: str) -> None:
     expected = [argmax_decoding(chain.stage, prompt, 9) for prompt in PROMPTS]
     assert ours == [(tokens, "length") for tokens in expected]
     assert new_tokens(chain.stage, PROMPT, GREEDY) == expected[0]
-    assert len(set(expected[0])) > 1, "the same token again and again would prove little"
+    assert len(set(expected[0])) > 1, "the texts must not repeat one token"
 
 
 def test_llama_generates_beyond_its_training_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_bytes_of_a_layer_equal_the_formula(settings: dict[str, Any], formula: C
     assert found["planned"] == pytest.approx(found["alive"], rel=WITHIN)
     if "layernorm" not in settings.get("recompute_modules", []):
         # Code that omits tensors has its own hooks, which hide them from these.
-        assert found["held"] == found["alive"], "something is alive that autograd does not hold, or the reverse"
+        assert found["held"] == found["alive"], "live and saved tensors differ"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_losses_and_gradients_equal_the_plain_model(family: str) -> None:
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-10)
     for name, parameter in full.items():
         scale = parameter.grad.abs().max()
-        assert scale > 0, f"{name} has no gradient: nothing is proven"
+        assert scale > 0, f"{name} has no gradient"
         assert (grads[name] - parameter.grad).abs().max() <= 1e-10 * scale, name
 
 
@@ -122,6 +122,6 @@ def test_dropout_is_used_only_in_training() -> None:
 
     dropped = run(stage, (4, 5))
     assert torch.equal(run(stage, (4, 5)), dropped)
-    assert not torch.equal(run(stage, (6, 7)), dropped), "other samples, other masks"
+    assert not torch.equal(run(stage, (6, 7)), dropped), "other samples must have other masks"
     stage.eval()
     assert torch.equal(run(stage, (4, 5)), run(same, (4, 5)))

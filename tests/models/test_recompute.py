@@ -93,7 +93,7 @@ def test_gradients_are_bitwise_equal(family: str) -> None:
         different = [name for name in gradients if not torch.equal(same[name], gradients[name])]
         assert different == [], name_of(plan)
         if plan.granularity == "selective" and plan.modules <= {"mlp_act", "layernorm"}:
-            assert more == products, "norms and activations come back without a matrix product"
+            assert more == products, "norms and activations are recomputed without a matrix product"
 
 
 @pytest.mark.parametrize(

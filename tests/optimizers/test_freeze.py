@@ -42,7 +42,7 @@ def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int
 
 def test_given_step_is_the_last_of_the_warm_up() -> None:
     point = made(freeze_step=7)
-    assert not feed(point, [1.0] * 30), "there is nothing to find"
+    assert not feed(point, [1.0] * 30), "there is no step to find"
     assert [step for step in range(1, 10) if point.frozen(step, step - 1)] == [8, 9]
 
 

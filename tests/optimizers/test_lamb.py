@@ -83,7 +83,7 @@ def test_ratio_is_one_if_a_norm_is_zero() -> None:
     assert ours.trust_ratios == {"matrix": 1.0, "one": 1.0}
     ours.step(Update(step=2, lr=0.5, weight_decay=0.1))
     assert all(value.isfinite().all() for value in weights(ours).values())
-    assert ours.trust_ratios["one"] == pytest.approx(5.0), "decay alone moves it: 1/0.1, and at most 5"
+    assert ours.trust_ratios["one"] == pytest.approx(5.0), "only decay moves it: 1/0.1, and at most 5"
 
 
 def test_norms_of_large_tensors_are_accurate() -> None:

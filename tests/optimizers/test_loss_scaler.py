@@ -62,7 +62,7 @@ def test_step_skipped_for_another_reason_keeps_the_scale() -> None:
     for _ in range(4):
         one.update(overflow=False, fault=True, samples=8)
     assert (one.scale, one.skipped_steps, one.skipped_samples) == (1024.0, 4, 32)
-    assert scales(one, "oox") == [1024, 1024, 512], "nor does it count as a good step"
+    assert scales(one, "oox") == [1024, 1024, 512], "it does not count as a good step either"
 
 
 @pytest.mark.parametrize("before", ["", "x", "xx", "o", "oo", "xo", "xoo", "xxooo"])
@@ -85,7 +85,7 @@ def test_given_scale_is_constant() -> None:
         assert scales(unscaled, "xxooo") == [1.0] * 5
         other = scaler()
         other.load_state(unscaled.state())
-        assert scales(other, "oo") == [1024, 1024], "its state changes nothing"
+        assert scales(other, "oo") == [1024, 1024], "its state is ignored"
 
 
 def test_number_of_skipped_steps_is_saved() -> None:
@@ -100,7 +100,7 @@ def test_number_of_skipped_steps_is_saved() -> None:
     again.load_state(plain.state())
     for other in (plain, again):
         assert (other.skipped_steps, other.skipped_samples) == (2, 16)
-    assert again.scale == 1024.0, "a run without a scale has none to hand on"
+    assert again.scale == 1024.0, "a run without a scale saves none"
     fresh = scaler()
     scales(fresh, "oo")
     assert "skipped_steps" not in fresh.state()

@@ -99,4 +99,4 @@ def test_bounded_moment() -> None:
     assert all(torch.equal(values, found[name]) for name, values in bound().items()), "once is enough"
     again = FreezePoint(config, world=Group.solo("world"))
     again.load_counters(freeze.counters())
-    assert again.bounded == updates, "a resumed run does not bound them once more"
+    assert again.bounded == updates, "a resumed run must not bound them again"

@@ -98,11 +98,11 @@ def test_trust_ratios_are_those_of_whole_tensors(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     settings = settings_of(layout, "lamb")
     found = run_ranks(world, ratios, world, settings)
-    assert all(rank == found[0] for rank in found), "every rank knows those of the whole model"
+    assert all(rank == found[0] for rank in found), "every rank has those of the whole model"
     plain = {name: value for name, value in settings.items() if name in {**SMALL, **EXPERTS, "optimizer": 0}}
     wanted = ratios(RankContext(0), 1, plain)
     assert found[0] == pytest.approx(wanted, rel=1e-9)
-    assert 0.01 < min(wanted.values()) < max(wanted.values()) < 10.0, "no ratio is clipped to the same end"
+    assert 0.01 < min(wanted.values()) < max(wanted.values()) < 10.0, "ratios must not all be clipped"
 
 
 def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_replicas_with_different_weights_share_no_work() -> None:
     assert first[:2] == second[:2]
     assert not first[0] and len(first[1]) == 2 * len(HIDDEN)
     name = "layers.0.mlp.up.weight"
-    assert not np.array_equal(first[2][name], second[2][name]), "they go by their own gradients"
+    assert not np.array_equal(first[2][name], second[2][name]), "each uses its own gradients"
 
 
 def small_waves(context: RankContext, world: int, settings: Settings) -> RankTrajectory:

@@ -81,7 +81,7 @@ def second_moment(**settings: Any) -> float:
 def test_stochastic_rounding_moves_a_second_moment() -> None:
     exact = 1 - 0.5 * 0.999**300
     assert second_moment(**RANDOM) == pytest.approx(exact, rel=2e-3)
-    assert second_moment(**BOTH) == 0.5, "to the nearest it stands still"
+    assert second_moment(**BOTH) == 0.5, "rounding to nearest does not change it"
 
 
 def moments(context: RankContext, dp: int, settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:

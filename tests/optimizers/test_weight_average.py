@@ -73,7 +73,7 @@ def test_average_equals_the_equation_and_is_evaluated() -> None:
         with consensus(runner.replica, saved=True):
             inside = {p.info.spec.name: p.data.clone() for p in parameters if isinstance(p, ShardedParameter)}
     for name, (_, _, values) in local_parts(runner.replica, "weight").items():
-        assert np.array_equal(values, before[name][2]), "training continues with its own weights"
+        assert np.array_equal(values, before[name][2]), "training continues with its weights"
         assert np.array_equal(inside[name].numpy(), found[name])
         assert not np.array_equal(values, found[name])
     assert loss != runner.evaluate()

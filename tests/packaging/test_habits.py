@@ -53,7 +53,7 @@ def test_named_targets_exist(name: str) -> None:
 
 def test_pre_commit_only_calls_make() -> None:
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
-    assert repository["repo"] == "local", "hooks of others would be a second place for versions"
+    assert repository["repo"] == "local", "other hooks would duplicate versions"
     for hook in repository["hooks"]:
         assert shlex.split(hook["entry"])[0] == "make"
         assert (hook["language"], hook["pass_filenames"]) == ("system", False)

@@ -81,7 +81,7 @@ def test_overflow_on_both_sides_is_not_a_difference() -> None:
         for _ in range(2)
     ]
     ranks = [dataclasses.replace(rank, gradients=[{}]) for rank in ranks]
-    assert repr(whole(ranks).steps) == repr([skipped]), "as they come from two processes"
+    assert repr(whole(ranks).steps) == repr([skipped]), "as from two processes"
 
 
 def test_comparison_fails_if_no_step_was_made() -> None:

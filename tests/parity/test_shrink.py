@@ -44,7 +44,7 @@ def test_presets_shrink_and_keep_their_family(preset: str, layout: str) -> None:
     assert found.world_size <= 8
     assert before["num_experts"] is None or found.config.model.is_moe_layer(after["num_layers"] - 1)
     assert (before["sliding_window"] is None) == (after["sliding_window"] is None)
-    assert shrink(found.config).config == found.config, "what is small stays"
+    assert shrink(found.config).config == found.config, "small sizes are kept"
 
 
 def test_ratios_of_sizes_are_kept() -> None:
@@ -57,7 +57,7 @@ def test_ratios_of_sizes_are_kept() -> None:
     found = shrunk("--preset gpt2-124m --num-layers 24 --pp 2 --pipeline-layers 11 13")
     assert found.config.parallel.pipeline_layers == [1, 2]
     found = shrunk("--preset gpt2-124m --num-layers 31 --pp 2")
-    assert found.config.model.num_layers == 5, "uneven as it was"
+    assert found.config.model.num_layers == 5, "still uneven"
 
 
 def test_data_parallel_size() -> None:

@@ -33,7 +33,7 @@ def test_message_has_its_size_and_keeps_its_tensor(kind: str, dtype: torch.dtype
     x, made = values(dtype), codec(kind, dtype)
     message = made.encode(x)
     assert message.dtype == torch.uint8 and message.shape == (made.nbytes,) and torch.equal(x, values(dtype))
-    assert torch.equal(message, made.encode(x.clone())), "the same bits on ranks that send the same"
+    assert torch.equal(message, made.encode(x.clone())), "equal inputs give equal bits"
     arrived = made.decode(message)
     assert arrived.shape == x.shape and arrived.dtype == dtype
 
@@ -120,7 +120,7 @@ def test_run_equals_one_rank_that_compresses(kind: str, cuts: tuple[int, ...], s
     found = run_ranks((world := 2 * settings.get("tp", 1)), of_ranks, world, {**settings, "pipeline_compression": kind})
     losses, gradients, evaluation = numbers(on_one_rank(kind, cuts, {}))
     exact, _, _ = numbers(on_one_rank(kind, (), {}))
-    assert losses != pytest.approx(exact, rel=1e-6), "it makes a difference"
+    assert losses != pytest.approx(exact, rel=1e-6), "compression must have an effect"
     for rank in found:
         assert rank[0] == pytest.approx(losses, rel=1e-10)
         assert rank[2] == pytest.approx(evaluation, rel=1e-10)

@@ -35,8 +35,8 @@ CSV = {
 """,
     "one rank": "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n",
 }
-"""One stage with whole and split backwards, several W at the end, and one forward run again; a V with split backwards whose
-turn is on rank 1, and one with whole backwards; two graphs of second forwards at once; three stages per rank.
+"""One stage with whole and split backwards, several W at the end, and one forward run again; a V with split backwards and its
+turn on rank 1, and one with whole backwards; two graphs of second forwards at once; three stages per rank.
 """
 
 Case = tuple[str, int, int, int, dict[str, Any]]  # schedule, ranks, chunks, microbatches, options
@@ -119,7 +119,7 @@ def test_gradients_are_bitwise_equal_to_one_rank(case: Case) -> None:
             assert events.index(f"enable {stage}") < events.index(f"start {stage}")
     assert seen == expected.keys()
     if case[0] in ("gpipe", "looped-bfs") and not case[4]:
-        assert found_ranks[0]["outputs"][0] > 1, "no output was held: nothing is proven"
+        assert found_ranks[0]["outputs"][0] > 1, "no output was held"
 
 
 def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int) -> list[float]:
@@ -220,7 +220,7 @@ def test_reductions_overlap_the_last_weight_gradients(case: Case) -> None:
         events = rank["events"]
         last = len(events) - 1 - events[::-1].index("begin")
         inside = events[last + 1 : events.index("end", last)]
-        assert inside.count("reduce") >= 2, "weights' buckets fill one after the other"
+        assert inside.count("reduce") >= 2, "buckets of weights fill one after the other"
         assert set(events[events.index("end", last) + 1 :]) <= {"reduce"}
         assert "reduce" not in events[: events.index("end")]
 

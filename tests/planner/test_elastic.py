@@ -102,7 +102,7 @@ def test_settings_of_a_checkpoint_are_validated(of_four: Path) -> None:
     manifest = Manifest.from_json((of_four / "step-0000002" / MANIFEST_NAME).read_text())
     parallel = manifest.config["parallel"]
     assert _saved(manifest.config, "tp") == 2
-    assert _saved({}, "tp") == 1, "a setting that came later"
+    assert _saved({}, "tp") == 1, "a newer setting"
     for value in ("2", 2.0, True, [2], None, 0, {"a": 1}):
         with pytest.raises(CheckpointError):
             _saved({"parallel": json.loads(json.dumps({**parallel, "tp": value}))}, "tp")

@@ -98,7 +98,7 @@ def test_side_file_has_only_facts_common_to_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [".idx", ".json", "folder"])
 def test_merge_writes_all_files_or_none(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whichever step it fails, from the last byte to the last rename."""
+    """For a failure at any step from the last byte to the last rename."""
     a = write_with_side_file(tmp_path / "a", MIXED, tokenizer=TOKENIZER)
     before = sorted(tmp_path.iterdir())
     replace = Path.replace

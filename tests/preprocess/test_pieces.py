@@ -67,7 +67,7 @@ def test_pieces_have_every_document_once(tmp_path: Path, piece_bytes: int) -> No
             bounds.add(tuple((piece.start, piece.stop, piece.content) for piece in pieces))
             assert pieces[-1].disk_bytes == path.stat().st_size
             assert sum(piece.num_bytes for piece in pieces) == len(content)
-        assert len(bounds) == 1, "compressed content is cut where plain content is"
+        assert len(bounds) == 1, "compressed content is split at the same places"
 
 
 @pytest.mark.parametrize("form", ["line", "paragraph"])

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 60.0
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"timed out waiting for {what}"
         time.sleep(0.002)
 
 

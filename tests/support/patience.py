@@ -31,5 +31,5 @@ def wait_until(
     end = time.monotonic() + seconds
     while not condition():
         time.sleep(0.005)
-        assert running(), f"it ended before the moment came\n{said()}"
-        assert time.monotonic() < end, f"the moment did not come within {seconds:g} s\n{said()}"
+        assert running(), f"it ended before the condition was met\n{said()}"
+        assert time.monotonic() < end, f"the condition was not met within {seconds:g} s\n{said()}"

@@ -71,7 +71,7 @@ def test_base_and_ignored_settings(tmp_path: Path) -> None:
     assert config.checkpoint.save is None
     assert config.logging.run_dir is None
     assert config.optimizer.lr_warmup_iters is None
-    assert config.model.hidden_size == 64, "settings go over the base"
+    assert config.model.hidden_size == 64, "settings override the base"
 
 
 def test_default_ranks_are_those_of_the_layout(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_jobs_are_created_watched_and_deleted(cluster: Cluster, runs: tuple[Run,
     assert results[runs[0].key].error == "exited with status 0 but wrote no step after the first 1"
     asked = [line.split()[0] for line in (pods / "asked").read_text().splitlines()]
     assert asked == 2 * ["create", "get", "delete"]
-    assert {path.name for path in pods.iterdir()} == {"asked", "status"}, "nothing is left"
+    assert {path.name for path in pods.iterdir()} == {"asked", "status"}, "no process is left"
 
 
 def test_failed_and_timed_out_jobs(cluster: Cluster, runs: tuple[Run, ...], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_results_survive_the_process_and_a_truncated_line(tmp_path: Path) -> Non
     third = Store.open(folder, spec, "local")
     assert [result.step_seconds for result in third.results.values()] == [0.5, 0.3]
     third.close()
-    assert len(path.read_text().splitlines()) == 3, "nothing that was written is touched"
+    assert len(path.read_text().splitlines()) == 3, "existing lines are unchanged"
 
 
 def test_records_keep_the_types_of_settings(tmp_path: Path) -> None:

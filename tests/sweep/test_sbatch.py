@@ -156,7 +156,7 @@ def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...]
     time.sleep(0.06)
     assert (job.poll(), job.seconds()) == (None, 0.0)
     put_programs(tmp_path / "bin", {"squeue": "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"})
-    assert (job.look(), job.seconds()) == (None, 0.0), "Slurm does not say that it runs"
+    assert (job.look(), job.seconds()) == (None, 0.0), "Slurm does not report it as running"
     put_programs(tmp_path / "bin", {"squeue": SQUEUE})
     (queue / "41").write_text("RUNNING\n")
     time.sleep(0.06)
@@ -169,7 +169,7 @@ def test_waiting_in_the_queue_does_not_count(slurm: Slurm, runs: tuple[Run, ...]
     while len(statuses) < 3:
         time.sleep(0.06)
         statuses.append(job.poll())
-    assert statuses == [None, None, 1], "gone without an exit status: killed"
+    assert statuses == [None, None, 1], "it ended without an exit status: killed"
 
 
 def test_missing_slurm_is_an_error(runs: tuple[Run, ...], tmp_path: Path, slurm: Slurm) -> None:

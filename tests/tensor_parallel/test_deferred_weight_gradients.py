@@ -195,6 +195,6 @@ def test_gradients_are_reported_in_the_second_half() -> None:
     with deferred.deferring(0):
         loss.backward()
     assert calls == []
-    assert stack.up.bias is not None and stack.up.bias.grad is not None, "biases are not put off"
+    assert stack.up.bias is not None and stack.up.bias.grad is not None, "bias gradients are not deferred"
     deferred.run(0)
     assert calls == ["table.weight", "down.weight", "up.weight", "table.weight"]

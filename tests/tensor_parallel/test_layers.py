@@ -174,7 +174,7 @@ def test_input_gradient_is_sent_during_the_weight_gradient(sp: bool) -> None:
     EVENTS.clear()
     y.sum().backward()
     if sp:
-        # The gather of the input overlaps with the input gradient's GEMM, whose result is sent during the other GEMM.
+        # The gather of the input overlaps with the input gradient's GEMM; its result is sent during the other GEMM.
         assert [
             *("start all_gather", "start reduce_scatter", "wait all_gather"),
             *("weight gradient", "wait reduce_scatter"),

@@ -103,7 +103,7 @@ def test_no_rank_is_lost_if_all_answer(port: int) -> None:
     began = time.monotonic()
     for text in run_ranks(2, explained, 2, port, seconds=60.0):
         assert "but every rank still answers" in text
-    assert time.monotonic() - began < 30.0, "it does not wait once all have answered"
+    assert time.monotonic() - began < 30.0, "it must not wait once all have answered"
 
 
 def test_answers_of_an_earlier_start_do_not_count(port: int) -> None:

@@ -87,7 +87,7 @@ def test_servers_of_all_model_parts_use_the_same_order(split: str) -> None:
         for name in ("losses", "norms"):
             np.testing.assert_allclose(found[rank][name], plain[index][name], rtol=1e-9)
         np.testing.assert_allclose(found[rank]["evaluation"], plain[0]["evaluation"], rtol=1e-9)
-    assert plain[0]["losses"] != plain[1]["losses"], "each tells of its own samples"
+    assert plain[0]["losses"] != plain[1]["losses"], "each worker has its own samples"
     for kind in ("weight", "exp_avg_sq"):
         ours, wanted = whole(found, kind), whole(plain, kind)
         for name in wanted:

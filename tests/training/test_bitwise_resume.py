@@ -118,11 +118,11 @@ def test_resume_on_the_same_layout_is_bitwise_equal(layout: str, precision: str,
     run = ranks[0]["before"] + ranks[0]["uninterrupted"]
     assert len({str(each.state) for each in run if not each.result.skipped}) == len(
         [each for each in run if not each.result.skipped]
-    ), "every step moves something"
+    ), "every step must change something"
     if "fp16" in precision:
         assert {each.result.skipped for each in run} == {True, False}
         after = [each.result.loss_scale for each in ranks[0]["uninterrupted"]]
-        assert len(set(after)) > 1, f"the scale must move after the checkpoint: {after}"
+        assert len(set(after)) > 1, f"the scale must change after the checkpoint: {after}"
     if "ramp" in layout:
         ends = [each.progress.samples for each in run]
         assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == [4, 4, 6, 8, 8, 8]
@@ -260,5 +260,5 @@ def test_background_save_writes_the_state_of_its_step(tmp_path: Path) -> None:
                 main = background.tensors[key.replace("weight:", "optimizer.main_param:")]
                 assert torch.equal(values, main.to(torch.bfloat16)), f"{key} is older than its main parameter"
         if former is not None:
-            assert len(differing(former, direct)) > len(direct.tensors) // 2, "steps change what is saved"
+            assert len(differing(former, direct)) > len(direct.tensors) // 2, "steps must change the saved state"
         former = direct

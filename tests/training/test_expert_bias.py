@@ -55,7 +55,7 @@ def test_biases_are_equal_in_all_layouts_and_after_resume(settings: dict[str, An
     ranks = run_ranks(context_size(settings), trained, settings, str(tmp_path / "many"))
     for found, _ in ranks:
         assert found == {layer: expected[layer] for layer in found}
-    assert sorted(name for _, written in ranks for name in written) == names, "each is written once"
+    assert sorted(name for _, written in ranks for name in written) == names, "each bias is written once"
     assert run_ranks(1, loaded_biases, alone, str(tmp_path / "many")) == [expected]
     for found in run_ranks(context_size(settings), loaded_biases, settings, str(tmp_path / "one")):
         assert found == {layer: expected[layer] for layer in found}

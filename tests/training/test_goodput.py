@@ -95,7 +95,7 @@ def test_time_after_the_end_does_not_count(tmp_path: Path, clock: Clock) -> None
         account.close(ended)
         clock.now += 100.0
     found = goodput_of(read_sessions(tmp_path))
-    assert (found.gaps, found.wall) == (100.0, 115.0), "only where the run had not come to its end"
+    assert (found.gaps, found.wall) == (100.0, 115.0), "only before the end of the run"
 
 
 def test_session_without_steps_is_discarded(tmp_path: Path, clock: Clock) -> None:

@@ -65,7 +65,7 @@ def test_errors_are_kept_with_fewer_replicas(settings: dict[str, Any], tmp_path:
             assert torch.equal(loaded["onebit_error"][name], wanted.float()), name
         whole = sum(loaded["onebit_server_error"][name] for loaded, *_ in two)
         assert torch.equal(whole, sum(rank["onebit_server_error"][name] for rank in four)), name
-    assert two[0][1] == two[1][1], "they start alike"
+    assert two[0][1] == two[1][1], "they start with equal values"
     assert two[0][2] == ["momentum"] * 2
     if settings is not ZERO_ONE:
         assert two[0][3] == two[1][3]

@@ -98,7 +98,7 @@ def test_fp32_resumes_a_bf16_run_in_full_precision(tmp_path: Path) -> None:
     for name, values in saved["main_param"].items():
         np.testing.assert_array_equal(loaded["weight"][name], values, err_msg=name)
     some = saved["main_param"]["layers.0.mlp.up.weight"]
-    assert np.any(some != saved["weight"]["layers.0.mlp.up.weight"]), "main parameters hold more digits"
+    assert np.any(some != saved["weight"]["layers.0.mlp.up.weight"]), "main parameters have more digits"
     np.testing.assert_allclose([step[0] for step in ours[0]["after"]], [step[0] for step in run[0]["after"]], rtol=1e-2)
 
 

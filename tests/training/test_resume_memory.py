@@ -91,7 +91,7 @@ CASES = [
 @pytest.mark.parametrize(("world", "settings"), CASES)
 def test_resume_needs_no_more_memory_than_start(world: int, settings: Settings, pool: RankPool, tmp_path: Path) -> None:
     for first, again in pool.run(world, peaks, world, settings, str(tmp_path)):
-        assert first > 100_000_000, "the model is large enough to show"
+        assert first > 100_000_000, "the model must be large enough to measure"
         assert again <= 1.05 * first
 
 

@@ -85,7 +85,9 @@ def test_tensorboard_has_megatron_tags_and_keeps_curves_on_resume(tmp_path: Path
     sink.write(record(4, mfu=None, grad_norm=math.nan))
     sink.close()
     found = scalars(tmp_path)
-    assert math.isnan(found["grad-norm"][-1][1]) and found["mfu"][-1][0] == 3, "unknown is left out, NaN is shown"
+    assert math.isnan(found["grad-norm"][-1][1]) and found["mfu"][-1][0] == 3, (
+        "unknown values are omitted, NaN is shown"
+    )
     megatrons = {
         *("lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size"),
         *("iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"),
@@ -113,7 +115,7 @@ def test_each_csv_row_is_written_immediately(tmp_path: Path) -> None:
     sink.close()
     first, second, valid = rows(path)
     assert list(first) == list(COLUMNS)
-    assert set(TENSORBOARD_TAGS) <= set(COLUMNS), "whatever a run was asked to measure has a column"
+    assert set(TENSORBOARD_TAGS) <= set(COLUMNS), "every metric has a column"
     assert (first["loss"], second["loss"], first["mfu"], first["valid_loss"]) == ("2.5", "0.5", "", "")
     assert (valid["kind"], valid["valid_loss"], valid["loss"]) == ("valid", "nan", "")
 
@@ -286,9 +288,7 @@ class CometStub(types.ModuleType):
     )
 
     def ExperimentConfig(self, **given: Any) -> dict[str, Any]:
-        assert given.keys() == set(self.SETTINGS.split()), (
-            "what is left out would be logged, what is more does not exist"
-        )
+        assert given.keys() == set(self.SETTINGS.split()), "omitted settings would be logged, others do not exist"
         return given
 
     def start(self, *, experiment_key: str | None = None, experiment_config: dict[str, Any]) -> "CometStub":

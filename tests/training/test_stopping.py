@@ -51,7 +51,7 @@ def test_signal_before_the_first_step_interrupts_the_setup() -> None:
             time.sleep(1.0)
         assert caught.value.request.cause == "SIGTERM"
         send(signal.SIGTERM)  # the process is already leaving
-    assert not isinstance(caught.value, Exception), "nothing may take it for an error"
+    assert not isinstance(caught.value, Exception), "it must not count as an error"
 
 
 def test_signal_received_before_started_stops_the_run() -> None:
@@ -90,11 +90,11 @@ def test_exit_file_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     stops = StopRequests(file=tmp_path / "STOP")
     assert stops.number == 0
     (tmp_path / "STOP").touch()
-    assert stops.number == 0, "it is not looked for at every step"
+    assert stops.number == 0, "it is not checked at every step"
     now[0] += 1.0
     assert stops.request == StopRequest(1)
     (tmp_path / "STOP").unlink()
-    assert stops.request == StopRequest(1), "once seen it counts"
+    assert stops.request == StopRequest(1), "once seen it is kept"
     (tmp_path / "STOP").touch()
     with pytest.raises(ConfigError, match=r"STOP exists already.*remove it to train, or give another --exit-file"):
         StopRequests(file=tmp_path / "STOP").refuse_old_file()
@@ -158,7 +158,7 @@ def test_second_ctrl_c_exits_immediately(tmp_path: Path) -> None:
         os.kill(process, signal.SIGINT)
         os.kill(process, signal.SIGINT)  # a launcher repeats the same signal
         time.sleep(0.8)
-        assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press is no two"
+        assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press does not count as two"
         # A process that gets no core in the meantime receives several as one: send one more.
         for _ in range(10):
             os.kill(process, signal.SIGINT)
@@ -195,7 +195,7 @@ def reported(folder: Path) -> dict[str, Any]:
 )
 def test_ending_of_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> None:
     def fails() -> Ending:
-        assert not (tmp_path / FILE_NAME).exists(), "the last run's end is no end of this one"
+        assert not (tmp_path / FILE_NAME).exists(), "the previous run's exit.json must be removed"
         raise error
 
     write_ending(tmp_path, Ending.finished(1))

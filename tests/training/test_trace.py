@@ -85,9 +85,9 @@ def report(
 
 def test_minimum_and_maximum_over_ranks() -> None:
     results = run_ranks(2, report, {"dp": 2}, [1.0, 1.25])
-    assert results[1] == ({}, [], ["world"]), "it is rank 0 that reports"
+    assert results[1] == ({}, [], ["world"]), "rank 0 reports"
     fields, lines, gathers = results[0]
-    assert gathers == ["world"], "one small gather an interval"
+    assert gathers == ["world"], "one small gather per interval"
     assert (fields["forward_ms"], fields["forward_ms_min"]) == pytest.approx((1250.0, 1000.0))
     assert fields["optimizer_ms"] == pytest.approx(2.0)
     assert fields["other_ms"] == pytest.approx(998.0)  # two seconds per step

@@ -105,7 +105,7 @@ def test_uploaded_checkpoint_can_be_fetched(address: str, tmp_path: Path) -> Non
         fetched(address)
     for step in (1, 2):
         assert save(lambda group: there, step) == [f"{address}/step-000000{step}"] * 2
-    assert there.newest() == 2 and list(there.folder.iterdir()) == [], "nothing stays here"
+    assert there.newest() == 2 and list(there.folder.iterdir()) == [], "no local file is left"
     kinds = ("optimizer", "weights")
     files = sorted(["manifest.json", *(f"{kind}-0000{rank}.safetensors" for kind in kinds for rank in (0, 1))])
     assert names(address) == {"step-0000001": files, "step-0000002": files}
@@ -159,7 +159,7 @@ def test_repeated_step_is_replaced_once_complete(address: str, tmp_path: Path, n
     assert_holds(find(fetched(address)), seed=1 if number == WRITES else 7)
     assert save(lambda group: destination(address, tmp_path), 1) == [f"{address}/step-0000001"] * 2
     assert_holds(find(fetched(address)), seed=1)
-    assert names(address) == whole, "nothing of what was there before"
+    assert names(address) == whole, "no old object is left"
 
 
 def test_only_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_failed_upload_is_one_error_and_keeps_the_checkpoint(address: str, tmp_p
     assert_holds(find(there.folder), seed=2)
     assert there.newest() == 1
     save(lambda group: there, 3)
-    assert there.newest() == 3 and list(there.folder.iterdir()) == [], "what was kept is no longer needed"
+    assert there.newest() == 3 and list(there.folder.iterdir()) == [], "the local copy is no longer needed"
 
 
 def test_truncated_upload_is_not_complete(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_partially_removed_checkpoint_is_not_complete(address: str, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreObject, "remove", remove)
         assert any(isinstance(result, Killed) for result in save(lambda group: there, 2))
-    assert names(address)["step-0000001"], "its other files are there"
+    assert names(address)["step-0000001"], "its other files exist"
     assert list(StoreObject(address).steps()) == [2]
 
 

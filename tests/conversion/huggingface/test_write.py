@@ -124,7 +124,7 @@ def test_stock_transformers_computes_the_same_logits(name: str, tmp_path: Path) 
         text = them.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     ours = our_text(us, PROMPT, 8)
     assert text[0].tolist() == PROMPT + ours
-    assert len(set(ours)) > 1, "the same token again and again would prove little"
+    assert len(set(ours)) > 1, "the texts must not repeat one token"
 
 
 def test_mtp_layers_are_written(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_default_token_ids_of_the_source_are_not_written(tmp_path: Path) -> None
     folder = write(HuggingFaceWeights(tmp_path / "before"), tmp_path / "after")
     config = json.loads((folder / "config.json").read_text())
     assert "bos_token_id" not in config and "eos_token_id" not in config
-    assert config["pad_token_id"] is None, "this one the source has"
-    assert not (folder / "generation_config.json").exists(), "nor has the source"
+    assert config["pad_token_id"] is None, "the source has this one"
+    assert not (folder / "generation_config.json").exists(), "the source has none either"
     loaded = [stock(path).config for path in (tmp_path / "before", folder)]
     assert [(it.bos_token_id, it.eos_token_id) for it in loaded] == [(1, 2), (1, 2)]
 

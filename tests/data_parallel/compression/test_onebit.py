@@ -114,7 +114,7 @@ def test_means_and_errors_sum_to_the_true_means(tails: bool, dtype: torch.dtype)
         for count in (1, calls)
     )
     assert last < first / 4
-    assert not torch.equal(runs[0]["means"][0], runs[0]["means"][1]), "it makes good for what it left out"
+    assert not torch.equal(runs[0]["means"][0], runs[0]["means"][1]), "later outputs contain the omitted part"
 
 
 def test_zeros_stay_zeros() -> None:

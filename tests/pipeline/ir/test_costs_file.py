@@ -29,7 +29,7 @@ def test_all_fields() -> None:
     costs = table.costs(LOOP)
     assert costs.forward == (2.0,) * 4, "a rank's share is divided over its stages"
     assert costs.weight_grad == (1.0, 2.0, 3.0, 4.0)
-    assert costs.backward == (1.5 + 1, 2.5 + 2, 1.5 + 3, 2.5 + 4), "one value a rank is divided as well"
+    assert costs.backward == (1.5 + 1, 2.5 + 2, 1.5 + 3, 2.5 + 4), "one value per rank is divided as well"
     assert costs.recompute == (1.0,) * 4
     assert (costs.p2p, table.unit) == (0.25, "ms")
     assert costs.links == {(0, 1): Link(0.5, 0.125), (1, 0): Link(1.0, 0.0)}
@@ -37,7 +37,7 @@ def test_all_fields() -> None:
     assert sizes is not None
     assert sizes.activation == (4e9, 3e9, 4e9, 3e9)
     assert sizes.deferred == (1e9,) * 4
-    assert sizes.kept_input == (1e6,) * 4, "each stage keeps an input, however few layers it has"
+    assert sizes.kept_input == (1e6,) * 4, "each stage keeps an input, for any number of layers"
     assert sizes.message == 5e5
 
 

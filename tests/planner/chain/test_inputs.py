@@ -44,7 +44,7 @@ def test_bad_profiles_are_errors(change: dict[str, Any], message: str) -> None:
 def test_read_profile() -> None:
     profile = parse_profile(PROFILE | {"layers": [LAYER | {"repeat": 2}, LAYER | {"name": "head"}]})
     assert [layer.name for layer in profile.layers] == ["conv.0", "conv.1", "head"]
-    assert profile.smallest_batch == 4, "nothing is known of fewer samples"
+    assert profile.smallest_batch == 4, "fewer samples were not profiled"
     # Seconds and bytes per sample of the layers before each cut.
     assert profile.forward.tolist() == pytest.approx([0.0, 0.25e-3, 0.5e-3, 0.75e-3])
     assert profile.backward[-1] == pytest.approx(1.5e-3)

@@ -71,7 +71,7 @@ def test_memory_forces_a_pipeline() -> None:
     planned = plan_chain(profile, machines, 16, memory=1e9)
     assert len(planned.best.plan.stages) > 1
     assert max(planned.best.memory) <= 1e9
-    assert max(planned.baselines[DATA_PARALLEL].memory) > 1e9, "shown, though it does not fit"
+    assert max(planned.baselines[DATA_PARALLEL].memory) > 1e9, "shown although it does not fit"
     assert max(planned.baselines[STRAIGHT].memory) <= 1e9
     with pytest.raises(ConfigError, match=r"no plan for test on 1x4 fits 95.37 MiB .* needs 38"):
         plan_chain(profile, machines, 16, memory=1e8)

@@ -86,7 +86,7 @@ def test_formula_is_a_lower_bound_of_the_simulation() -> None:
         plan = judge.problem.plan(draw.choice(every), draw.choice([1, 2, 4, 8]), draw.choice(["pa", "pb"]))
         assert judge.bound(plan) <= judge.seconds(plan) * (1 + 1e-12), plan
         tight += judge.bound(plan) > 0.97 * judge.seconds(plan)
-    assert tight > 80, "and mostly close to it"
+    assert tight > 80, "and usually close to it"
 
 
 def test_reductions_on_one_network_queue() -> None:
@@ -127,7 +127,7 @@ def test_memory_includes_microbatches_in_flight() -> None:
     profile = chain([(1.0, 0.0, 1.0)] * 4)
     judge = Judge(Problem(profile, cluster(1, 4), 8, float("inf")))
     ahead, usual = (judge.problem.plan(straight(profile, cluster(1, 4)), 8, warm_up) for warm_up in ("all", "pa"))
-    assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual)), "where messages are free"
+    assert judge.seconds(ahead) == pytest.approx(judge.seconds(usual)), "if messages are free"
 
 
 def test_timeline_has_milliseconds_and_device_numbers() -> None:
@@ -159,8 +159,8 @@ def test_headline_of_the_paper() -> None:
 
     # Two microbatches are GPipe's limit in the paper, as it stores both to the end; 1F1B with 2 takes as long.
     assert samples_per_second(16) == pytest.approx(8.18, abs=0.01)
-    assert samples_per_second(16) / 5.10 == pytest.approx(1.604, abs=2e-3), "beside GPipe's measured 5.10"
-    assert samples_per_second(16) / samples_per_second(2) == pytest.approx(1.530, abs=1e-3), "beside the formula"
+    assert samples_per_second(16) / 5.10 == pytest.approx(1.604, abs=2e-3), "GPipe measured 5.10"
+    assert samples_per_second(16) / samples_per_second(2) == pytest.approx(1.530, abs=1e-3), "the formula"
     held = memory_bytes(ChainPlan(stages, 16, 1), profile)
     assert sum(held) / 2e9 == pytest.approx(10.6)
     assert sum(held) / 2 / (6.1e9 + 2 * 3.0e9) - 1 == pytest.approx(-0.124, abs=5e-4)

@@ -117,7 +117,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             load_cluster(str(path))
     text = yaml.safe_dump(plain(load_cluster("dgx-a100")))
     path.write_text(text.replace("link_bandwidth: 300000000000.0", "link_bandwidth: 3e11"), encoding="utf-8")
-    assert "3e11" in path.read_text(), "which YAML reads as text"
+    assert "3e11" in path.read_text(), "YAML reads it as text"
     assert load_cluster(str(path)) == load_cluster("dgx-a100")
     tree = plain(load_stack("fused"))
     del tree["provenance"]["step_seconds"]

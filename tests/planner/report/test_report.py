@@ -66,7 +66,7 @@ def test_page_is_standalone(plan: Plan) -> None:
     whole = WholeRun(tokens=300e9, gpu_hour_price=2.0)
     page = html_page(plan_data(plan, whole), timeline)
     assert re.findall(r"(?:src|href)=", page) == [] and "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert page.count("<script>") == page.count("<script") == 1, "its own, which it does without"
+    assert page.count("<script>") == page.count("<script") == 1, "no external resources"
     assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page
     assert page.count("<svg") == 2 and page.count("<circle") == 3
     assert page.count("<rect") > 2 * timeline.schedule.num_stages

@@ -67,7 +67,7 @@ def test_user_layout_is_kept_if_it_fits() -> None:
     assert shape(found) == (2, 2, 2)
     assert found.why == "the layout of the settings"
     back = asked(4, files={"tp": 2, "pp": 2}, former=former(2, tp=1, pp=2))
-    assert shape(back) == (2, 2, 1), "where the ranks come back"
+    assert shape(back) == (2, 2, 1), "when the ranks return"
 
 
 def test_same_ranks_keep_the_layout_of_the_checkpoint() -> None:
@@ -75,7 +75,7 @@ def test_same_ranks_keep_the_layout_of_the_checkpoint() -> None:
     found = asked(2, files={"tp": 2, "pp": 2}, former=before)
     assert found.layout == before.layout
     assert found.why == "the layout of the checkpoint of step 7"
-    assert shape(asked(2, former=before)) == (1, 2, 1), "also where the settings give none"
+    assert shape(asked(2, former=before)) == (1, 2, 1), "also if the settings have none"
 
 
 def test_flags_are_kept() -> None:
@@ -84,7 +84,7 @@ def test_flags_are_kept() -> None:
         assert found.layout["tp"] == 2
         legal(found, world)
     changed = asked(2, flags={"tp": 2}, former=former(2, tp=1, pp=2))
-    assert shape(changed) == (2, 1, 1), "also what has changed since the checkpoint"
+    assert shape(changed) == (2, 1, 1), "including settings changed since the checkpoint"
 
 
 def test_layout_of_any_number_of_ranks_is_close_to_the_planner() -> None:
