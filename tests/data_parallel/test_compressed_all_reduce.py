@@ -40,7 +40,7 @@ def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -
     return padded(torch.cat([tensors[name].flatten() for name in names]), 64 * ranks)
 
 
-def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
+def simulated(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
     """Run torch's AdamW over the means of an oracle; during warm-up, and for vectors, over sums.
 
     In flat tensors: it rounds the last elements of a tensor, which fill no register, in another way.
@@ -76,7 +76,7 @@ def played(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", ["uint8", "topk", "powersgd"])
 def test_weights_equal_the_simulation(name: str) -> None:
     ranks, settings = 3, {"grad_compression": name, "compression_warmup_steps": 1}
-    wanted = played(name, ranks, 1)
+    wanted = simulated(name, ranks, 1)
     for found in run_ranks(ranks, toy_steps, ranks, settings):
         assert_same(found["weights"], wanted)
         assert found["phases"] == ["gradients", "compressed", "compressed", "compressed"]

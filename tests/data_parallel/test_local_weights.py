@@ -164,7 +164,7 @@ def test_fewer_or_more_replicas_start_from_the_mean(tmp_path: Path) -> None:
     assert_all_have(other, "weight", {name: values.bfloat16().float() for name, values in weights.items()})
 
 
-def known(context: RankContext, folder: str) -> list[bool]:
+def copies_equal_common_weights(context: RankContext, folder: str) -> list[bool]:
     """Return, after a change of the number of replicas, whether each copy equals the common weights."""
     runner = continued(context, tiny_config(2, dp=2, load=folder, precision="fp32", **SMALL, **CHOCO), folder)
     mains = {shard.bucket: shard.main_param.data for shard in runner.replica.strategy.shards}
@@ -175,7 +175,7 @@ def known(context: RankContext, folder: str) -> list[bool]:
 
 def test_copies_of_other_replicas_start_from_the_mean(tmp_path: Path) -> None:
     run_ranks(4, drifted, str(tmp_path), {**CHOCO, "precision": "fp32"})
-    for same in run_ranks(2, known, str(tmp_path)):
+    for same in run_ranks(2, copies_equal_common_weights, str(tmp_path)):
         assert same and all(same)
 
 
@@ -191,7 +191,7 @@ def test_instances_load_as_ranks(tmp_path: Path) -> None:
                 assert not np.array_equal(values, old[2 * (1 - rank)][kind][name][2]) or not values.any()
 
 
-def broken_off(context: RankContext, settings: Settings) -> list[bool]:
+def failed_evaluation(context: RankContext, settings: Settings) -> list[bool]:
     """Run an evaluation that fails; return whether replicas were equal inside, and whether their weights came back."""
     run = ToyRun(context.topology(dp=3), settings)
     run.step()
@@ -216,7 +216,7 @@ def broken_off(context: RankContext, settings: Settings) -> list[bool]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_mean_inside_and_own_weights_after_an_error(precision: str) -> None:
     for settings in (LOCAL, FRAGMENTS | {"sync_warmup_steps": 0}):
-        for verdicts in run_ranks(3, broken_off, {**settings, "precision": precision}):
+        for verdicts in run_ranks(3, failed_evaluation, {**settings, "precision": precision}):
             assert all(verdicts), verdicts
 
 

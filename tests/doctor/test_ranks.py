@@ -164,7 +164,7 @@ def test_speed_of_messages_between_hosts(hosts: list[str], pairs: list[list[tupl
     assert all(rate > 0 for report in reports for _, _, rate in report.pairs)
 
 
-def spoiled(context: RankContext, name: str) -> list[str]:
+def checks_with_a_wrong_element(context: RankContext, name: str) -> list[str]:
     """Return the checks that fail on rank 1 if it receives one wrong element."""
     world = context.topology(dp=2).world
 
@@ -201,7 +201,7 @@ def spoiled(context: RankContext, name: str) -> list[str]:
     ],
 )
 def test_wrong_element_of_a_collective_is_detected(method: str, check: str) -> None:
-    assert run_ranks(2, spoiled, method) == [[], [check]]
+    assert run_ranks(2, checks_with_a_wrong_element, method) == [[], [check]]
 
 
 def broken(context: RankContext) -> str:

@@ -82,7 +82,7 @@ def test_export_with_bf16_and_async_save_holds_main_parameters(flags: list[str],
 
 
 @contextlib.contextmanager
-def writing(work: Any) -> Iterator[None]:
+def exporting_with(work: Any) -> Iterator[None]:
     """Replace the export function by `work`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "export_checkpoint", work)
@@ -95,7 +95,7 @@ def test_failed_export_is_repeated_by_the_same_command(
     def fail(*words: Any) -> Path:
         raise OSError(28, "No space left on device")
 
-    with writing(fail):
+    with exporting_with(fail):
         assert main([*flags, "--save-hf-interval", "3"]) == NOT_SAVED
     out = capfd.readouterr().out
     by_hand = f"megalite convert {folder}/checkpoints {tmp_path}/out{{}} --to huggingface --step {{}} makes it"
@@ -126,7 +126,7 @@ def test_checkpoint_is_kept_while_it_is_exported(
         if "saved" in line and "step-0000005" in line:
             later.set()
 
-    with writing(wait), pytest.MonkeyPatch.context() as patch:
+    with exporting_with(wait), pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.cli.train.RunLog.__call__", lambda log, line: (print(line), say(line)))
         assert main([*flags, "--save-hf-interval", "2", "--save-interval", "1", "--keep-latest", "1"]) == DONE
     assert "warning: step 2 is still being exported; megalite convert" in capfd.readouterr().out
@@ -141,7 +141,7 @@ def test_stop_request_during_export_ends_the_run(flags: list[str], folder: Path,
         advance(1)
         raise AssertionError("it was asked to stop")
 
-    with writing(ask):
+    with exporting_with(ask):
         assert main(flags) == REQUEUE
     assert json.loads((folder / "exit.json").read_text())["status"] == "requeue"
     assert main(flags) == DONE and (tmp_path / "out" / "config.json").exists()

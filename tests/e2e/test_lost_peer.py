@@ -20,7 +20,7 @@ WITHIN = 20.0
 """Seconds; torch's own timeout is ten minutes."""
 
 
-def killed(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[str]:
+def output_after_kill(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[str]:
     """Train, kill one rank during training, and return the stderr of each rank."""
     with forked(ranks, [*FLAGS, *flags, "--run-dir", folder / "run"], folder) as processes:
         wait_until(
@@ -47,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_lost_rank_is_named_by_the_others(tmp_path: Path, case: str) -> None:
     victim, flags = CASES[case]
-    said = killed(tmp_path, 3, victim, flags)
+    said = output_after_kill(tmp_path, 3, victim, flags)
     for rank, text in enumerate(said):
         if rank != victim:
             assert f"rank {victim} of dp group [0, 1, 2]" in text, text

@@ -141,7 +141,7 @@ def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: 
         assert rank["waves"] > 1
 
 
-def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
+def work_of_replicas(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]:
     """Return, for replicas with different weights, whether matrices are sent, those of this rank, and its weights."""
     settings = {**SMALL, "dp_strategy": "local-sgd", "sync_interval": 4, "optimizer": "muon"}
     runner = Runner(build(context, tiny_config(2, **settings)))
@@ -154,7 +154,7 @@ def alone(context: RankContext) -> tuple[bool, list[str], dict[str, np.ndarray]]
 
 
 def test_replicas_with_different_weights_share_no_work() -> None:
-    first, second = run_ranks(2, alone)
+    first, second = run_ranks(2, work_of_replicas)
     assert first[:2] == second[:2]
     assert not first[0] and len(first[1]) == 2 * len(HIDDEN)
     name = "layers.0.mlp.up.weight"
@@ -194,8 +194,8 @@ def test_one_rank_resumes_a_checkpoint_of_four(optimizer: str, tmp_path: Path) -
     settings = settings_of("tp2-dp2-zero", optimizer)
     ranks = run_ranks(4, saved_or_resumed, 4, settings, str(tmp_path), False)
     plain = {**SMALL, **optimizer_settings(optimizer)}
-    alone = saved_or_resumed(RankContext(0), 1, plain, str(tmp_path), True)
-    difference, name, *_ = worst_tensor(assemble([alone]), assemble(ranks), negligible=1e-3)
+    work_of_replicas = saved_or_resumed(RankContext(0), 1, plain, str(tmp_path), True)
+    difference, name, *_ = worst_tensor(assemble([work_of_replicas]), assemble(ranks), negligible=1e-3)
     assert difference < 1e-9, name
 
 

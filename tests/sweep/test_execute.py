@@ -168,13 +168,15 @@ def assert_gone(pid: int) -> None:
 
 
 @pytest.fixture
-def deaf(tmp_path: Path) -> str:
+def ignoring_sigterm(tmp_path: Path) -> str:
     """A command that ignores SIGTERM and has a child in its own session."""
     return f"trap '' TERM; setsid sleep 600 & echo $! > {tmp_path}/child; while :; do sleep 0.1; done"
 
 
-def test_end_kills_processes_that_ignore_signals(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LocalRun(["/bin/sh", "-c", deaf], tmp_path / "log", environment=os.environ)
+def test_end_kills_processes_that_ignore_signals(
+    ignoring_sigterm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LocalRun(["/bin/sh", "-c", ignoring_sigterm], tmp_path / "log", environment=os.environ)
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
     assert child in descendants(os.getpid())

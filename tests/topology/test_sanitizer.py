@@ -224,7 +224,7 @@ def test_each_operation_is_checked() -> None:
             assert f"rank {rank}: " in line and "was written before the operation was waited for" in line
 
 
-def never_waited_for(context: RankContext) -> str:
+def dropped_operation(context: RankContext) -> str:
     group = group_of(context)
     group.all_reduce_async(torch.ones(2))
     try:
@@ -236,7 +236,7 @@ def never_waited_for(context: RankContext) -> str:
 
 @pytest.mark.usefixtures("job")
 def test_dropped_operation_is_named() -> None:
-    for rank, said in enumerate(run_ranks(2, never_waited_for)):
+    for rank, said in enumerate(run_ranks(2, dropped_operation)):
         assert said.startswith(f"rank {rank}: all_reduce over dp started at ") and "was never waited for" in said
 
 

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 
 
 @contextmanager
-def spoiled(runner: Runner, layer: int, microbatch: int, value: float) -> Iterator[None]:
+def non_finite_output(runner: Runner, layer: int, microbatch: int, value: float) -> Iterator[None]:
     """Let the MLP of a layer on this rank return one NaN or infinity in a microbatch, at each computation."""
     calls = [0]
     mlps = [
@@ -83,7 +83,7 @@ def bad_step(
         if bad:
             before = state_copies(runner.replica)
             culprit = layer if context.rank in culprits else -1
-            with spoiled(runner, culprit, microbatch, math.nan if layer else math.inf):
+            with non_finite_output(runner, culprit, microbatch, math.nan if layer else math.inf):
                 try:
                     result = runner.step()
                     said, skipped = str(result.fault), [result.skipped, math.isfinite(result.loss)]
@@ -243,7 +243,9 @@ def test_overflows_at_the_minimum_loss_scale_stop_the_run() -> None:
     assert runner.replica.optimizer.updates == 1
 
 
-def spoil_and_save(context: RankContext, folder: str, state: str, check: bool, policy: str) -> tuple[str, list[str]]:
+def save_non_finite_state(
+    context: RankContext, folder: str, state: str, check: bool, policy: str
+) -> tuple[str, list[str]]:
     config = tiny_config(
         2,
         **{**SMALL, "precision": "bf16", "dp": 2, "dp_strategy": "distributed-optimizer", "save": folder},
@@ -271,7 +273,7 @@ def spoil_and_save(context: RankContext, folder: str, state: str, check: bool, p
 
 @pytest.mark.parametrize(("state", "policy"), [("exp_avg_sq", "stop"), ("main_param", "continue")])
 def test_non_finite_state_is_not_saved(tmp_path: Path, state: str, policy: str) -> None:
-    said, other = (found[0] for found in run_ranks(2, spoil_and_save, str(tmp_path), state, True, policy))
+    said, other = (found[0] for found in run_ranks(2, save_non_finite_state, str(tmp_path), state, True, policy))
     assert said == other
     assert said.startswith(f"step 2: {state} of ") and "are not finite on rank 1: no checkpoint is written" in said
     assert "the newest is of step 1" in said and "--no-check-weights-before-save" in said
@@ -279,7 +281,7 @@ def test_non_finite_state_is_not_saved(tmp_path: Path, state: str, policy: str) 
 
 
 def test_non_finite_state_is_saved_if_the_check_is_off(tmp_path: Path) -> None:
-    for said, _ in run_ranks(2, spoil_and_save, str(tmp_path), "exp_avg_sq", False, "stop"):
+    for said, _ in run_ranks(2, save_non_finite_state, str(tmp_path), "exp_avg_sq", False, "stop"):
         assert said == ""
     assert [candidate.step for candidate in candidates(tmp_path)] == [2, 1]
 

@@ -38,7 +38,7 @@ def both(runner: Runner) -> dict[str, dict[str, torch.Tensor]]:
     return {name: owed(runner, name) for name in ("onebit_error", "onebit_server_error")}
 
 
-def begun(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
+def first_run(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
     runner = Runner(build(context, tiny_config(4, dp=4, **{**SETTINGS, **settings})))
     for _ in range(6):
         runner.step()
@@ -56,7 +56,7 @@ def resumed(context: RankContext, folder: str, settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("settings", [{"optimizer": "onebit-lamb"}, ZERO_ONE])
 def test_errors_are_kept_with_fewer_replicas(settings: dict[str, Any], tmp_path: Path) -> None:
     """Each replica gets the mean of the old errors; servers take over each other's chunks."""
-    four = run_ranks(4, begun, str(tmp_path), settings)
+    four = run_ranks(4, first_run, str(tmp_path), settings)
     two = run_ranks(2, resumed, str(tmp_path), settings)
     for name in two[0][0]["onebit_error"]:
         wanted = sum(rank["onebit_error"][name].double() for rank in four) / 4
@@ -80,12 +80,12 @@ def moved(context: RankContext, folder: str) -> str:
 
 
 def test_freeze_step_in_the_past_cannot_be_changed(tmp_path: Path) -> None:
-    run_ranks(4, begun, str(tmp_path), {"optimizer": "onebit-lamb"})
+    run_ranks(4, first_run, str(tmp_path), {"optimizer": "onebit-lamb"})
     for message in run_ranks(2, moved, str(tmp_path)):
         assert message.startswith("freeze_step is 5") and "after step 3" in message
 
 
-def another(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:
+def other_optimizer(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:
     """Make four steps each with two optimizers; return notes and loaded states of the second."""
     common = {**SETTINGS, "clip_grad": 0.0, "freeze_step": None}
     first = Runner(build(context, tiny_config(2, dp=2, **{**common, **settings})))
@@ -95,14 +95,14 @@ def another(context: RankContext, folder: str, settings: dict[str, Any], to: dic
     notes: list[str] = []
     runner = continued(context, tiny_config(2, dp=2, **{**common, **to}), folder, notes.append)
     main, optimizer = main_of(runner), runner.replica.optimizer
-    begun = {name: values.clone() for name, values in optimizer.state(main).items()}
+    first_run = {name: values.clone() for name, values in optimizer.state(main).items()}
     before = {name: values.clone() for name, values in first.replica.optimizer.state(main_of(first)).items()}
     start = main.detach().clone()
     results = [runner.step() for _ in range(4)]
     assert all(math.isfinite(result.loss) for result in results)
     moved = float((main.detach() - start).abs().max())
     states = {key: float(value) for key, value in optimizer.tensor_state().items()}
-    return notes, before, begun, [result.phase for result in results], moved, states
+    return notes, before, first_run, [result.phase for result in results], moved, states
 
 
 def main_of(runner: Runner) -> torch.nn.Parameter:
@@ -126,12 +126,12 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 def test_missing_optimizer_states_start_from_their_default(name: str, tmp_path: Path) -> None:
     """A log line says it; the moments continue, and steps have the right size."""
     settings, to, fresh = SWITCHES[name]
-    for notes, before, begun, phases, moved, states in run_ranks(2, another, str(tmp_path), settings, to):
+    for notes, before, first_run, phases, moved, states in run_ranks(2, other_optimizer, str(tmp_path), settings, to):
         for state in fresh:
             assert sum(f"has no {state} for this run: it starts from 0" in note for note in notes) == 1
-            assert not begun[state].any()
+            assert not first_run[state].any()
         for state in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(begun[state], before[state])
+            assert torch.equal(first_run[state], before[state])
         assert phases == (["gradients"] * 2 + ["momentum"] * 2 if to["freeze_step"] == 6 else ["momentum"] * 4)
         assert 1e-3 < moved < 0.1
         for (state, tensor), value in states.items():
@@ -139,7 +139,7 @@ def test_missing_optimizer_states_start_from_their_default(name: str, tmp_path: 
             assert state != "trust_factor" or 0.5 <= value < 1.5, "v' continues from v, not from 0"
 
 
-def lacking(context: RankContext, folder: str) -> str:
+def missing_state_error(context: RankContext, folder: str) -> str:
     """SGD has no moments for Adam."""
     settings = {**SETTINGS, "freeze_step": None}
     first = Runner(build(context, tiny_config(1, **settings, optimizer="sgd")))
@@ -151,6 +151,6 @@ def lacking(context: RankContext, folder: str) -> str:
 
 
 def test_missing_required_optimizer_state_is_an_error(tmp_path: Path) -> None:
-    message = lacking(RankContext(0), str(tmp_path))
+    message = missing_state_error(RankContext(0), str(tmp_path))
     assert "was written with optimizer sgd and has no exp_avg, which adam needs" in message
     assert message.endswith("use --optimizer sgd, or --finetune to start over from the weights")

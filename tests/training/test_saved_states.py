@@ -53,7 +53,7 @@ def numbers(state: str, spec: ShardSpec, replica: float = 0.0) -> torch.Tensor:
     return total[index] + 0.125 * (len(state) + 8 * replica)
 
 
-class Remembering(DistributedOptimizer):
+class AllKindsOfStates(DistributedOptimizer):
     """A strategy with a state of each kind."""
 
     def __init__(self, replica: Replica, wanted: Wanted) -> None:
@@ -106,7 +106,7 @@ def tensor_numbers(state: TensorState) -> torch.Tensor:
     return torch.arange(float(max(state.values.numel(), 1))).view(state.values.shape) + first + len(spec.name)
 
 
-class Trusting(AdamW):
+class TensorStates(AdamW):
     """An optimizer with a number for each tensor."""
 
     def __init__(self, replica: Replica) -> None:
@@ -118,20 +118,20 @@ class Trusting(AdamW):
         return self.trust
 
 
-def remembering(context: RankContext, layout: str, wanted: Wanted, **more: Any) -> tuple[Replica, Remembering]:
+def remembering(context: RankContext, layout: str, wanted: Wanted, **more: Any) -> tuple[Replica, AllKindsOfStates]:
     world, settings = LAYOUTS[layout]
     replica = build(context, tiny_config(world, **SMALL, **settings, **more))
-    strategy = Remembering(replica, wanted)
+    strategy = AllKindsOfStates(replica, wanted)
     from_shards = dataclasses.replace(replica, strategy=strategy)
     adam = AdamW([_flat_parameter(shard) for shard in strategy.shards], replica.config.optimizer)
-    optimizer = Trusting(dataclasses.replace(from_shards, optimizer=adam))
+    optimizer = TensorStates(dataclasses.replace(from_shards, optimizer=adam))
     return dataclasses.replace(from_shards, optimizer=optimizer), strategy
 
 
 def write(context: RankContext, layout: str, folder: str) -> None:
     replica, strategy = remembering(context, layout, STATES)
     strategy.fill()
-    assert isinstance(replica.optimizer, Trusting)
+    assert isinstance(replica.optimizer, TensorStates)
     for (_, name), values in replica.optimizer.trust.items():
         values.fill_(float(len(name)))
     save(replica, Path(folder), Progress(4, 32), tokenizer=None)
@@ -166,7 +166,7 @@ def read(
             untouched.append(whole.name)
         elif not torch.equal(whole.values, tensor_numbers(whole)):
             wrong.append(f"{whole.name} of {whole.placed.parameter.info.spec.name}")
-    assert isinstance(replica.optimizer, Trusting)
+    assert isinstance(replica.optimizer, TensorStates)
     for (_, name), values in replica.optimizer.trust.items():
         if values.item() != len(name):
             (untouched if values.item() == 0.0 else wrong).append(f"trust of {name}")
@@ -233,7 +233,7 @@ def test_load_with_another_strategy(written: dict[str, Path]) -> None:
         )
 
 
-def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, float]:
+def initial_states(context: RankContext, folder: str, more: Settings) -> tuple[float, float]:
     """Return, after a load, how far a missing state is from 0, and one from the main parameters."""
     wanted: Wanted = {"error": ("private", "zeros"), "anchor": ("private", "parameter")}
     replica, strategy = remembering(context, "dp2", wanted, load=folder, **more)
@@ -253,9 +253,9 @@ def begun(context: RankContext, folder: str, more: Settings) -> tuple[float, flo
 
 
 def test_missing_states_start_from_zero_or_the_parameters(written: dict[str, Path]) -> None:
-    assert run_ranks(2, begun, str(written["tp2 dp2"]), {}) == [(0.0, 0.0)] * 2
+    assert run_ranks(2, initial_states, str(written["tp2 dp2"]), {}) == [(0.0, 0.0)] * 2
     # With finetune too, but states that start from 0 keep their initial values.
-    assert run_ranks(2, begun, str(written["tp2 dp2"]), {"finetune": True}) == [(1.0, 0.0)] * 2
+    assert run_ranks(2, initial_states, str(written["tp2 dp2"]), {"finetune": True}) == [(1.0, 0.0)] * 2
 
 
 def refused(context: RankContext, folder: str, wanted: Wanted) -> str:
@@ -318,12 +318,12 @@ def test_wrong_shape_in_a_manifest_is_an_error(
     source = written["pp2"] / "step-0000004"
     target = shutil.copytree(source, tmp_path / source.name)
 
-    def lie(body: dict[str, Any]) -> None:
+    def change_shape(body: dict[str, Any]) -> None:
         entry = body["tensors"][key]
         entry["global_shape"] = shape
         entry["parts"] = [{"file": entry["parts"][0]["file"], "slice": [[0, size] for size in shape]}]
 
-    edit_manifest(target, lie)
+    edit_manifest(target, change_shape)
     message = refused(RankContext(0), str(tmp_path), STATES)
     assert key in message and f"{shape}, but this run has [16]" in message
 
@@ -338,7 +338,7 @@ class Late:
         self._collective()
 
 
-def overtaken(context: RankContext, folder: str) -> list[str]:
+def load_during_gathers(context: RankContext, folder: str) -> list[str]:
     """Load while the last step's parameters are still being gathered; return the differences."""
     settings = {**SMALL, "dp": 2, "dp_strategy": "distributed-optimizer", "overlap_param_gather": True}
     runner = Runner(build(context, tiny_config(2, **settings)))
@@ -359,4 +359,4 @@ def overtaken(context: RankContext, folder: str) -> list[str]:
 
 
 def test_pending_gathers_do_not_overwrite_loaded_parameters(tmp_path: Path) -> None:
-    assert run_ranks(2, overtaken, str(tmp_path)) == [[], []]
+    assert run_ranks(2, load_during_gathers, str(tmp_path)) == [[], []]

@@ -95,7 +95,7 @@ def full_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(files, "write_all", write_all)
 
 
-def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[str], str, list[int]]:
+def failing_save(context: RankContext, folder: str, **settings: Any) -> tuple[list[str], str, list[int]]:
     """Save at steps 1 to 4, with a full disk on rank 1 at step 2. Returns the lines, the error and its step."""
     runner, saver, lines = make_saver(context, 2, save=folder, **settings, **ZERO2)
     error, at = "", []
@@ -118,7 +118,7 @@ def failing(context: RankContext, folder: str, **settings: Any) -> tuple[list[st
 
 @pytest.mark.parametrize("background", [False, True])
 def test_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
-    for lines, error, at in run_ranks(2, failing, str(tmp_path / "s"), async_save=background):
+    for lines, error, at in run_ranks(2, failing_save, str(tmp_path / "s"), async_save=background):
         assert "No space left on device" in error and "(rank 1 of 2)" in error
         assert f"cannot save a checkpoint in {tmp_path / 's'}" in error and "bytes, free there: " in error
         assert at == [3 if background else 2]  # at the next step, not later
@@ -128,7 +128,7 @@ def test_failed_save_stops_the_run(tmp_path: Path, background: bool) -> None:
 
 
 def test_failed_save_can_be_ignored(tmp_path: Path) -> None:
-    results = run_ranks(2, failing, str(tmp_path / "s"), async_save=True, on_save_error="continue", keep_latest=2)
+    results = run_ranks(2, failing_save, str(tmp_path / "s"), async_save=True, on_save_error="continue", keep_latest=2)
     for lines, error, _ in results:
         assert not error
         assert lines[1].startswith("warning: cannot save") and "continuing without it" in lines[1]
@@ -209,7 +209,7 @@ def test_free_space_is_checked_before_the_first_step(tmp_path: Path) -> None:
     assert "not enough for the 4 of" in said(2 * one, keep_latest=1, keep_every=4), "plus 4 and 8"
 
 
-def keeps(context: RankContext, folder: str, breaks: int | None, **settings: Any) -> list[list[int]]:
+def kept_checkpoints(context: RankContext, folder: str, breaks: int | None, **settings: Any) -> list[list[int]]:
     """Save ten steps; return the checkpoints after each. The disk damages one byte of step `breaks`."""
     _, saver, _ = make_saver(context, 2, save=folder, **settings, **ZERO2)
     seen = []
@@ -241,7 +241,7 @@ def _spoil(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_keep_latest_and_keep_every(tmp_path: Path) -> None:
-    seen = run_ranks(2, keeps, str(tmp_path / "a"), None, keep_latest=2, keep_every=4)[0]
+    seen = run_ranks(2, kept_checkpoints, str(tmp_path / "a"), None, keep_latest=2, keep_every=4)[0]
     assert seen[:3] == [[1], [1, 2], [2, 3]] and seen[4] == [4, 5] and seen[6] == [4, 6, 7]
     assert seen[9] == [4, 8, 9, 10]
 
@@ -249,18 +249,18 @@ def test_keep_latest_and_keep_every(tmp_path: Path) -> None:
 def test_only_valid_checkpoint_is_not_removed(tmp_path: Path) -> None:
     """Step 5 is damaged on disk; this is detected before step 4 would be removed."""
     folder = tmp_path / "s"
-    seen = run_ranks(2, keeps, str(folder), 5, keep_latest=1)[0]
+    seen = run_ranks(2, kept_checkpoints, str(folder), 5, keep_latest=1)[0]
     assert seen[-1] == [4, 5]
     assert len(run_ranks(1, verified, folder, 4)[0]) > 20
 
 
 def test_checkpoint_that_cannot_be_removed_stays(tmp_path: Path) -> None:
-    lines = run_ranks(1, stubborn, str(tmp_path / "s"))[0]
+    lines = run_ranks(1, unremovable_checkpoint, str(tmp_path / "s"))[0]
     assert any("cannot remove the old checkpoint" in line and "step-0000001: Permission" in line for line in lines)
     assert steps_in(tmp_path / "s") == [1, 2]
 
 
-def stubborn(context: RankContext, folder: str) -> list[str]:
+def unremovable_checkpoint(context: RankContext, folder: str) -> list[str]:
     _, saver, lines = make_saver(context, 1, save=folder, keep_latest=1)
     saver.begin(Progress(1, 8))
 
@@ -273,7 +273,7 @@ def stubborn(context: RankContext, folder: str) -> list[str]:
     return lines
 
 
-def blind(context: RankContext, folder: str, **settings: Any) -> tuple[str, list[str]]:
+def unlistable_folder(context: RankContext, folder: str, **settings: Any) -> tuple[str, list[str]]:
     """Rank 0 cannot list the folder when it looks for old checkpoints."""
     _, saver, lines = make_saver(context, 2, save=folder, keep_latest=1, **settings, **ZERO2)
 
@@ -292,9 +292,9 @@ def blind(context: RankContext, folder: str, **settings: Any) -> tuple[str, list
 
 
 def test_unlistable_folder_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for error, _ in run_ranks(2, blind, str(tmp_path / "a")):
+    for error, _ in run_ranks(2, unlistable_folder, str(tmp_path / "a")):
         assert "was written but cannot be found again: cannot look" in error
-    for error, lines in run_ranks(2, blind, str(tmp_path / "b"), async_save=True, on_save_error="continue"):
+    for error, lines in run_ranks(2, unlistable_folder, str(tmp_path / "b"), async_save=True, on_save_error="continue"):
         assert not error and lines[0].startswith("warning: ") and lines[1].startswith("saved ")
 
 
@@ -318,7 +318,7 @@ def test_memory_of_async_save_is_checked_before_the_first_step(tmp_path: Path) -
 
 
 def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:
-    assert run_ranks(1, stubborn, str(tmp_path / "s"))
+    assert run_ranks(1, unremovable_checkpoint, str(tmp_path / "s"))
     config = tiny_config(save=str(tmp_path / "s"), keep_latest=1)
     with pytest.raises(ConfigError, match="holds checkpoints up to step 2 of another run, and keep_latest 1"):
         refuse_foreign_checkpoints(config, Progress(200, 1600))

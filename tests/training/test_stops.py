@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {
 TERM = 100 + signal.SIGTERM
 
 
-class Asked(StopRequests):
+class StopAtCheck(StopRequests):
     """Receives a request at the `moment`-th check, counted from 1."""
 
     def __init__(self, moment: int | None) -> None:
@@ -56,7 +56,7 @@ Lives = tuple[list[tuple[Ending, int]], list[str]]
 """Ending of each start and its number of checks for a request; the log of this rank."""
 
 
-def lives(
+def run_starts(
     context: RankContext, world: int, settings: dict[str, Any], folder: str, moments: list[int | None], culprit: int
 ) -> Lives:
     """Run several starts of a run in turn, each stopped at its moment by one rank."""
@@ -65,7 +65,7 @@ def lives(
     config = tiny_config(world, **changes)
     endings, lines = [], list[str]()
     for moment in moments:
-        stops = Asked(moment if context.rank == culprit else None)
+        stops = StopAtCheck(moment if context.rank == culprit else None)
         endings.append((ReplicaTrainer(build(context, config), lines.append, stops).fit(), stops.looks))
     return endings, lines
 
@@ -98,9 +98,9 @@ def test_stop_at_every_check_is_exact(name: str, tmp_path: Path) -> None:
     """In an evaluation, between steps, and during a background save: the state is exactly that of its step."""
     layout, moments, steps = MOMENTS[name]
     whole, folder = tmp_path / "whole", tmp_path / "parts"
-    ((ending, looks), *_), _ = run_ranks(2, lives, 2, layout, str(whole), [None], 0)[0]
+    ((ending, looks), *_), _ = run_ranks(2, run_starts, 2, layout, str(whole), [None], 0)[0]
     assert (ending, looks) == (Ending.finished(4), LOOKS)
-    (endings, _), (others, _) = run_ranks(2, lives, 2, layout, str(folder), [*moments, None], 1)
+    (endings, _), (others, _) = run_ranks(2, run_starts, 2, layout, str(folder), [*moments, None], 1)
     assert [one for one, _ in endings] == [one for one, _ in others]
     *stopped, (last, _) = endings
     assert [(one.status, one.exit_code, one.step) for one, _ in stopped] == [("requeue", 75, step) for step in steps]
@@ -126,7 +126,7 @@ def test_stop_without_save_folder_is_reported(tmp_path: Path) -> None:
 def without_folder(context: RankContext, settings: dict[str, Any]) -> tuple[Ending, list[str]]:
     lines: list[str] = []
     config = tiny_config(2, **{**RUN, **settings})
-    stops = Asked(4 if context.rank else None)
+    stops = StopAtCheck(4 if context.rank else None)
     return ReplicaTrainer(build(context, config), lines.append, stops).fit(), lines
 
 
@@ -135,12 +135,12 @@ APART: dict[str, Any] = {"dp": 2, "dp_strategy": "async-parameter-server", "max_
 
 def test_independent_ranks_stop_at_their_next_meeting(tmp_path: Path) -> None:
     """They check only in evaluations and at saves."""
-    whole = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
+    whole = run_ranks(2, run_starts, 2, {**APART, "save_interval": 1}, str(tmp_path / "whole"), [None], 0)
     looks = [life[0][0][1] for life in whole]
     assert looks == [9, 9], "three evaluations of two batches, and the saves of steps 1, 2 and 3"
     for moment, step in ((4, 2), (7, 3)):
         folder = tmp_path / str(moment)
-        found = run_ranks(2, lives, 2, {**APART, "save_interval": 1}, str(folder), [moment], 1)
+        found = run_ranks(2, run_starts, 2, {**APART, "save_interval": 1}, str(folder), [moment], 1)
         for (ending, _), *_ in (life[0] for life in found):
             assert (ending.status, ending.step) == ("requeue", step)
         assert steps_in(folder)[-1] == step

@@ -37,7 +37,7 @@ def mock(**changes: Any) -> RunConfig:
     return configure(**{**SIZES, "mock_data": True, **changes})
 
 
-class Noted(Callback):
+class RecordingCallback(Callback):
     """Records the called hooks and their arguments."""
 
     def __init__(self, stop_at: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Noted(Callback):
 
 
 def test_hooks_are_called_in_order(tmp_path: Path) -> None:
-    noted, other = Noted(), Noted()
+    noted, other = RecordingCallback(), RecordingCallback()
     config = mock(run_dir=str(tmp_path), save_interval=2, train_iters=2, eval_interval=2, eval_iters=1)
     assert Trainer(config, callbacks=[noted, other], log=lambda line: None).fit().status == "finished"
     assert (
@@ -82,7 +82,7 @@ def test_hooks_are_called_in_order(tmp_path: Path) -> None:
 
 
 def test_callback_can_stop_the_run_and_it_resumes(tmp_path: Path) -> None:
-    whole, first, rest = Noted(), Noted(stop_at=2), Noted()
+    whole, first, rest = RecordingCallback(), RecordingCallback(stop_at=2), RecordingCallback()
     Trainer(mock(), callbacks=[whole], log=lambda line: None).fit()
     folder = {"save": str(tmp_path), "load": str(tmp_path), "fresh_if_missing": True}
     said: list[str] = []
@@ -184,7 +184,7 @@ class Counted:
 
 
 def fit(config: RunConfig, **parts: Any) -> list[dict[str, Any]]:
-    noted = Noted()
+    noted = RecordingCallback()
     Trainer(config, callbacks=[noted], log=lambda line: None, **parts).fit()
     return noted.records
 

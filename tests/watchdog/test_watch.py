@@ -127,7 +127,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         run.stop()
 
 
-def tell(watcher: subprocess.Popen[str], line: str) -> None:
+def send_line(watcher: subprocess.Popen[str], line: str) -> None:
     assert watcher.stdin is not None
     watcher.stdin.write(line)
     watcher.stdin.flush()
@@ -175,7 +175,7 @@ def test_beating_rank_keeps_all_alive_until_the_end(start: Any) -> None:
     watcher = run.watch()
     time.sleep(1.5)
     assert watcher.poll() is None and all(process.poll() is None for process in run.ranks)
-    tell(watcher, "done\n")
+    send_line(watcher, "done\n")
     assert watcher.wait(60) == 0
     assert not run.folder.exists() and not run.reports.exists()
     assert all(process.poll() is None for process in run.ranks)
@@ -201,7 +201,7 @@ def test_watch_ends_without_a_plan(start: Any) -> None:
 def test_rank_that_has_left_is_not_ended(start: Any) -> None:
     run = start("sleep", "wait")
     watcher = run.watch()
-    tell(watcher, "left 0\n")
+    send_line(watcher, "left 0\n")
     assert run.ranks[1].wait(60) == HUNG
     watcher.wait(60)
     assert run.ranks[0].poll() is None and not run.errors[0].exists()
@@ -274,7 +274,7 @@ def test_watcher_reports_alone_if_the_other_host_is_silent(start: Any) -> None:
     assert not list(run.reports.glob(".hang*"))
 
 
-def ignored(pid: int) -> set[int]:
+def ignored_signals(pid: int) -> set[int]:
     """Return the signals that a process ignores."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
     mask = int(line.split()[1], 16)
@@ -285,12 +285,12 @@ def test_watch_ignores_signals_of_a_scheduler(start: Any) -> None:
     run = start("beat", seconds=60)
     watcher = run.watch()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    wait_until(lambda: ignored(watcher.pid) >= {int(number) for number in numbers})
+    wait_until(lambda: ignored_signals(watcher.pid) >= {int(number) for number in numbers})
     for number in numbers:
         os.kill(watcher.pid, number)
     time.sleep(0.2)
     assert watcher.poll() is None
-    tell(watcher, "done\n")
+    send_line(watcher, "done\n")
     assert watcher.wait(60) == 0
 
 

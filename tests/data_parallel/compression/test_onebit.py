@@ -50,7 +50,7 @@ def means(context: RankContext, ranks: int, scale: str, rows: list[Rows], dtype:
 USED = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
-def given(ranks: int, calls: int, *, seed: int = 1, tails: bool = False) -> list[Rows]:
+def values_of_call(ranks: int, calls: int, *, seed: int = 1, tails: bool = False) -> list[Rows]:
     """Return values of one call and rank: with some zeros of both signs, or 95 % zeros and large others."""
     make = torch.Generator().manual_seed(seed)
     rows = [[torch.randn(USED, generator=make) for _ in range(ranks)] for _ in range(calls)]
@@ -63,7 +63,7 @@ def given(ranks: int, calls: int, *, seed: int = 1, tails: bool = False) -> list
     return rows
 
 
-def played(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, Means]:
+def simulated(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, Means]:
     places, at = {}, 0
     for name, shape in SHAPES.items():
         places[name] = (at, at + torch.Size(shape).numel())
@@ -80,10 +80,10 @@ def played(ranks: int, scale: str, rows: list[Rows], size: int) -> tuple[Rows, M
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("scale", ["tensor", "bucket"])
 def test_means_equal_the_simulation(ranks: int, scale: str) -> None:
-    rows = given(ranks, 4)
+    rows = values_of_call(ranks, 4)
     runs = run_ranks(ranks, means, ranks, scale, rows, torch.float32)
     size = runs[0]["means"][0].numel()
-    wanted, oracle = played(ranks, scale, rows, size)
+    wanted, oracle = simulated(ranks, scale, rows, size)
     for rank, run in enumerate(runs):
         for found, mean in zip(run["means"], wanted, strict=True):
             assert torch.equal(found[:USED], mean)
@@ -101,7 +101,7 @@ def test_means_and_errors_sum_to_the_true_means(tails: bool, dtype: torch.dtype)
     """The means plus the errors sum to the true means; with constant values the mean over time converges to
     theirs as 1/t."""
     calls = 40
-    rows = given(3, 1, tails=tails) * calls
+    rows = values_of_call(3, 1, tails=tails) * calls
     runs = run_ranks(3, means, 3, "tensor", [[row.to(dtype) for row in call] for call in rows], dtype)
     total = torch.stack(runs[0]["means"]).double().sum(dim=0)
     owed = torch.stack([run["error"] for run in runs]).double().mean(dim=0)
@@ -119,7 +119,7 @@ def test_means_and_errors_sum_to_the_true_means(tails: bool, dtype: torch.dtype)
 
 def test_zeros_stay_zeros() -> None:
     """One tensor has zeros of both signs; the others do not."""
-    rows = given(2, 3)
+    rows = values_of_call(2, 3)
     table = torch.Size(SHAPES["table"]).numel()
     for call in rows:
         for row in call:
@@ -132,7 +132,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 def test_each_tensor_has_its_own_scale() -> None:
-    rows = given(2, 1)
+    rows = values_of_call(2, 1)
     table = torch.Size(SHAPES["table"]).numel()
     for row in rows[0]:
         row[:table] *= 1e4
@@ -142,7 +142,7 @@ def test_each_tensor_has_its_own_scale() -> None:
 
 
 def test_one_rank_changes_nothing() -> None:
-    rows = given(1, 2)
+    rows = values_of_call(1, 2)
     run = means(RankContext(0, {}), 1, "tensor", rows, torch.float32)
     for found, call in zip(run["means"], rows, strict=True):
         assert torch.equal(found[:USED], call[0])
