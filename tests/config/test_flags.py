@@ -160,7 +160,7 @@ def test_precedence_and_provenance(tmp_path: Path) -> None:
     assert invocation.explicit == {"num_layers", "hidden_size", "lr"}
 
 
-def test_derived_flag_sees_other_levels_and_is_overridden_by_later_ones(tmp_path: Path) -> None:
+def test_derived_flag_uses_other_levels_and_can_be_overridden(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_layers_per_virtual_pipeline_stage: 3\npp: 2\n")
     assert parse_arguments(["--preset", "gpt2-124m", "--config", str(file)]).config.parallel.vpp == 2

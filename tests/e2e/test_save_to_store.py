@@ -79,7 +79,7 @@ def test_unusable_store_is_one_error_before_the_first_step(tmp_path: Path) -> No
     assert f"cannot save checkpoints to file://{tmp_path}/file/run: " in error and "give another --save" in error
 
 
-def test_stored_checkpoint_can_be_converted_and_evaluated_but_not_overwritten(
+def test_stored_checkpoint_is_converted_evaluated_and_protected(
     store: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:
     address, environment = store
