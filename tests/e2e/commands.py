@@ -137,7 +137,7 @@ def _check_harness(words: Sequence[str]) -> None:
 
 
 def _check_launcher(words: Sequence[str]) -> None:
-    """Check that the file exists and that the training flags are valid on two hosts of eight GPUs, or on the hosts given."""
+    """Check that the file exists and that the training flags are valid: on 16 ranks, or on two without --config."""
     at = next(index for index, word in enumerate(words) if word.startswith("examples/multi_node/"))
     path = REPOSITORY / words[at].partition(":")[0]
     assert path.is_file(), f"no {path}"
@@ -150,7 +150,7 @@ def _check_launcher(words: Sequence[str]) -> None:
 
 
 def _shape_in(load: str, step: int | None) -> dict[str, int] | None:
-    """Return the flag of the vocabulary size if the command loads a Hugging Face folder, which an earlier command writes."""
+    """Shape of a Hugging Face folder, which an earlier command writes; None for other folders."""
     return {"vocab_size": 1024} if load.startswith("hf:") else None
 
 

@@ -22,7 +22,7 @@ STREAM = TokenStream([TOKENS[:20].astype(np.uint16), TOKENS[20:23].astype(np.int
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 10, 61])
 @pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (1, 1), (100, 50)])
 def test_windows_cover_each_token_once(tokens: int, length: int, stride: int) -> None:
-    """Each token except the first counts once, and tokens after the first window have the full context."""
+    """Each token except the first counts once, and tokens after the first window have `length - stride` of context."""
     windows = Windows(tokens=tokens, length=length, stride=stride)
     counted = []
     for window in range(len(windows)):
