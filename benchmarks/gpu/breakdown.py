@@ -48,7 +48,7 @@ def profile_rows(step: Callable[[], object], device: torch.device, *, warm_up: i
     """Yield a row per category: ms and share of one step, and its pieces above `SHARE`.
 
     On CUDA a category is the time of its kernels, and idle the time in which none ran: the device waits for Python,
-    which so has no row of its own. On CPU, Python is the thread's time outside operations, and idle the time in which
+    which therefore has no row. On CPU, Python is the thread's time outside operations, and idle the time in which
     it did not run.
     """
     for _ in range(warm_up):

@@ -1,4 +1,4 @@
-"""A pipeline schedule of your own: 1F1B with one more forward ahead, which hides messages and costs one activation."""
+"""A custom pipeline schedule: 1F1B with one more forward ahead, which hides messages and costs one activation."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""An optimizer of your own: Lion (Chen et al. 2023, arXiv 2302.06675), with one state where Adam has two."""
+"""A custom optimizer: Lion (Chen et al. 2023, arXiv 2302.06675), with one state where Adam has two."""
 
 import torch
 

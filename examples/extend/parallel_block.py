@@ -1,4 +1,4 @@
-"""A layer of your own: attention and MLP side by side, on one norm (GPT-J, PaLM)."""
+"""A custom layer: attention and MLP side by side, on one norm (GPT-J, PaLM)."""
 
 from typing import Any
 

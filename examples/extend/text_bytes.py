@@ -1,4 +1,4 @@
-"""A dataset of your own: the bytes of text files. It needs no tokenizer and no preprocessing."""
+"""A custom dataset: the bytes of text files. It needs no tokenizer and no preprocessing."""
 
 from pathlib import Path
 from typing import Any

@@ -13,7 +13,7 @@ from megalite.conversion.inference import load_model
 from megalite.topology.topology import Topology
 
 ROUNDING = 1e-4
-"""Of the largest logit, and of the loss."""
+"""Tolerance, relative to the largest logit and to the loss."""
 
 
 def main() -> int:

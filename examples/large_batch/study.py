@@ -64,7 +64,7 @@ def validation_loss(config: RunConfig) -> float:
 
 
 def noise_scales(config: RunConfig, folder: Path) -> list[float]:
-    """Of each step that has one, from a run on `RANKS` ranks: it needs gradients of several."""
+    """Estimates of all steps that have one, from a run on `RANKS` ranks: it needs gradients of several."""
     more = {
         "dp": RANKS,
         "micro_batch_size": NOISE_BATCH // RANKS,

@@ -31,7 +31,7 @@ def pretrain(
         retries: times that the scheduler starts the run again
 
     """
-    # The scheduler says in a variable, whose name it has still to say, where replica 0 is.
+    # The scheduler has the address of replica 0 in a variable; torchx replaces this macro by its name.
     first = f"$${{{specs.macros.rank0_env}:=localhost}}"
     launch = shlex.join(["bash", "examples/multi_node/launch.sh", *arguments])
     role = specs.Role(

@@ -34,7 +34,7 @@ def main() -> None:
             tokenizer=DataConfig(tokenizer_model=str(tokenizer)),
             append_eod=True,
             shard=shard,
-            restart=True,  # Ray runs a task again whose machine was lost
+            restart=True,  # Ray repeats a task if its machine was lost
         )
         done = preprocess(job)
         return {"outputs": " ".join(done.outputs), "documents": done.documents}

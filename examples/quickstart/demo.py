@@ -159,7 +159,7 @@ def main() -> None:
         say(f"{RUN} holds a finished demo: starting over")
         shutil.rmtree(RUN)
     elif steps_done():
-        say(f"{RUN} holds an unfinished demo at step {steps_done()}: going on")
+        say(f"{RUN} holds an unfinished demo at step {steps_done()}: continuing")
     prepare_data()
     train()
     say("6. Text from it")

@@ -28,7 +28,7 @@ from megalite.kernels.registry import KernelUse, read_preferences
 CPU = torch.device("cpu")
 CASES = sorted(flat.CASES)
 TRIED = {"rmsnorm", "swiglu", "cross_entropy", "softmax", "weight_grad", "adam"}
-"""Of the dry run; Triton's interpreter is slow, and the others go the same ways."""
+"""Cases of the dry run: Triton's interpreter is slow, and the other cases use the same code."""
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
     rows = [
         *(kernel_row("torch", 1024, 1.0), kernel_row("triton", 1024, 0.99)),  # not clearly faster
         *(kernel_row("torch", 2048, 2.0), kernel_row("triton", 2048, 0.5), kernel_row("triton", 2048, 0.5)),
-        *(kernel_row("torch", 4096, 2.0), kernel_row("triton", 4096, 0.5)),  # the same order: no rule of its own
+        *(kernel_row("torch", 4096, 2.0), kernel_row("triton", 4096, 0.5)),  # the same order: no second rule
         *(kernel_row("torch", 8192, 2.0), kernel_row("triton", 8192, 0.5, bitwise=False)),
         {"operation": "swiglu", "case": "swiglu", "backend": "apex", "size": 8192, "failed": "none"},
         {"part": "kernels", "case": "swiglu", "size": 16384, "failed": "not run: the leg's time is spent"},

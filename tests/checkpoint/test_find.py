@@ -137,7 +137,7 @@ def test_unshared_folders_are_one_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_message_for_folders_of_other_programs(tmp_path: Path) -> None:
-    for folder, names, whose in (
+    for folder, names, kind in (
         ("hf", ("config.json", "model.safetensors"), "a Hugging Face folder"),
         ("meg", ("latest_checkpointed_iteration.txt", "iter_0000010"), "a folder of Megatron-LM's checkpoints"),
     ):
@@ -145,7 +145,7 @@ def test_message_for_folders_of_other_programs(tmp_path: Path) -> None:
         for name in names:
             (tmp_path / folder / name).touch()
         message = slip(tmp_path / folder)
-        assert message.startswith(f"{tmp_path / folder} is {whose}; ")
+        assert message.startswith(f"{tmp_path / folder} is {kind}; ")
         assert f"megalite convert {tmp_path / folder} imported --to native" in message
 
 

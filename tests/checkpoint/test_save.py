@@ -239,7 +239,7 @@ def test_leftovers_of_crashes_are_removed_or_restored(tmp_path: Path) -> None:
 
 
 def test_replaced_checkpoint_is_restored_if_its_successor_is_damaged(tmp_path: Path) -> None:
-    """It may be the only valid one: it is renamed back before anything is removed."""
+    """The replaced one may be the only valid one: it is renamed back before anything is removed."""
     save_as(tmp_path, SOLO, step=2, seed=2).rename(tmp_path / "step-0000002.replaced")
     broken = save_as(tmp_path, SOLO, step=2, seed=5) / "weights-00000.safetensors"
     assert names(tmp_path) == ["latest", "step-0000002"], "a valid checkpoint is in place"

@@ -50,8 +50,8 @@ def test_json_without_self_test(capsys: Captured) -> None:
 def test_errors_are_reported_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     def found(*_: object) -> Iterator[Finding]:
         yield Finding(topic="a", name="one", text="well")
-        yield Finding(topic="a", name="two", level="warning", text="so so", remedy="mend it a little")
-        yield Finding(topic="b", name="three", level="error", text="bad\x1b[2J", remedy="mend it")
+        yield Finding(topic="a", name="two", level="warning", text="so so", remedy="fix it a little")
+        yield Finding(topic="b", name="three", level="error", text="bad\x1b[2J", remedy="fix it")
 
     monkeypatch.setattr(doctor, "_local_findings", found)
     assert main(["doctor", "--device", "cpu"]) == 1
@@ -65,9 +65,9 @@ def test_errors_are_reported_with_status_1(monkeypatch: pytest.MonkeyPatch, caps
         "",
         "what to fix",
         "  error    b, three: bad\\x1b[2J",
-        "           mend it",
+        "           fix it",
         "  warning  a, two: so so",
-        "           mend it a little",
+        "           fix it a little",
     ]
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "error"

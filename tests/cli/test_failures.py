@@ -146,9 +146,9 @@ def test_common_error_of_ranks_is_printed_once(monkeypatch: pytest.MonkeyPatch, 
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "1")
-    for error, told in ((ConfigError("all"), 0), (RankError("mine"), 1), (OSError("disk"), 1), (KeyError("k"), 1)):
+    for error, reports in ((ConfigError("all"), 0), (RankError("mine"), 1), (OSError("disk"), 1), (KeyError("k"), 1)):
         guarded(raising(error), "x")
-        assert capsys.readouterr().err.count("error: ") == told, error
+        assert capsys.readouterr().err.count("error: ") == reports, error
     guarded(raising(KeyboardInterrupt()), "x")
     assert capsys.readouterr().err == "" and waited == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -250,7 +250,7 @@ def test_torchrun_gets_unexpected_errors(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_full_disk_under_the_log_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It neither ends a run nor changes the exit status."""
+    """The full disk neither ends a run nor changes the exit status."""
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     path = tmp_path / "log"

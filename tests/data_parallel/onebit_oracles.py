@@ -200,8 +200,8 @@ def onebit_lamb(
         m = means.mean([{name: own[name] * sigma[name] for name in own} for own in sent])
         m = {name: value / sigma[name] for name, value in m.items()}
         for name, x in weights.items():
-            told = torch.sub(m[name], before[name], alpha=B1)
-            fresh[name].mul_(beta2).addcmul_(told, told, value=(1.0 - beta2) / (1.0 - B1) ** 2)
+            new_grad = torch.sub(m[name], before[name], alpha=B1)
+            fresh[name].mul_(beta2).addcmul_(new_grad, new_grad, value=(1.0 - beta2) / (1.0 - B1) ** 2)
             rate, (d, factor) = lr, below(v[name], freeze, beta2)
             direction, unit = m[name] / d, factor / correction
             if name not in NO_DECAY:

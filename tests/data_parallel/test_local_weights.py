@@ -95,8 +95,8 @@ def norms(context: RankContext, ranks: int, settings: Settings) -> list[tuple[fl
     """Return (shown, clipping) of a step in the warm-up and of one after it, with different gradient sizes per rank."""
     run, found = ToyRun(context.topology(dp=ranks, instances=settings.get("dp_instances", 1)), settings), []
     for _ in range(2):
-        told = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
-        found.append((told.shown, told.clipping))
+        result = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
+        found.append((result.shown, result.clipping))
         run.step()
     run.strategy.close()
     return found

@@ -83,7 +83,7 @@ def test_zero_one_adam_equals_its_simulation(ranks: int) -> None:
 
 
 def test_bytes_of_onebit_adam() -> None:
-    """It sends 1/32 of the bytes of whole gradients, plus the sizes of signs."""
+    """1-bit Adam sends 1/32 of the bytes of whole gradients, plus the sizes of signs."""
     _, sent, buckets, _ = run_ranks(4, trajectory, 4, {"optimizer": "onebit-adam"}, FREEZE + 2)[0]
     elements = sum(bucket.size for bucket in buckets)
     whole, signs, sizes = 2 * 3 / 4 * 4 * elements, 0.25 * 3 / 4 * elements, 0

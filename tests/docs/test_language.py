@@ -28,7 +28,10 @@ DIALECT = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNO
 
 PAGES = sorted((*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")))
 
-PACKAGES = sorted(path.parent for path in (REPOSITORY / "megalite").glob("*/__init__.py"))
+FOLDERS = sorted(
+    path.parent for top in ("megalite", "tests", "benchmarks") for path in (REPOSITORY / top).glob("*/__init__.py")
+)
+FOLDERS += [REPOSITORY / "examples", REPOSITORY / "tools"]
 
 
 def found_in(text: str) -> list[str]:
@@ -48,18 +51,20 @@ def test_pages_have_no_dialect(page: Path) -> None:
     assert found_in(prose(page)) == []
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_code_has_no_dialect(package: Path) -> None:
-    assert {
-        path: found for path in package.rglob("*.py") if (found := found_in(path.read_text(encoding="utf-8")))
-    } == {}
+def sources(folder: Path) -> dict[str, str]:
+    """Return path -> text of the Python files except this one, which lists the words."""
+    return {str(path): path.read_text(encoding="utf-8") for path in folder.rglob("*.py") if path != Path(__file__)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(REPOSITORY)))
+def test_code_has_no_dialect(folder: Path) -> None:
+    assert {path: found for path, text in sources(folder).items() if (found := found_in(text))} == {}
 
 
 OPENING = re.compile(r'^ *"""((?:In place|Of(?! several)|That|Those|Who|Whom|It|So)\b.*)', re.MULTILINE)
 """Docstrings that begin with a reference to something unnamed, such as "Of all ranks" or "Those of the stage"."""
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_no_docstring_opens_with_a_reference(package: Path) -> None:
-    found = {path.name: OPENING.findall(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
-    assert {name: texts for name, texts in found.items() if texts} == {}
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(REPOSITORY)))
+def test_no_docstring_opens_with_a_reference(folder: Path) -> None:
+    assert {path: found for path, text in sources(folder).items() if (found := OPENING.findall(text))} == {}

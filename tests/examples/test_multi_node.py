@@ -157,11 +157,11 @@ def test_files_of_an_earlier_start_are_ignored(start: Any, tmp_path: Path) -> No
 
 
 def test_signal_reaches_torchrun_as_sigterm(tmp_path: Path, start: Any) -> None:
-    waits = "#!/bin/bash\ntrap 'echo told; exit 7' TERM\ntouch \"$RECORDED/ready\"\nwhile :; do sleep 0.05; done\n"
+    waits = "#!/bin/bash\ntrap 'echo stopped; exit 7' TERM\ntouch \"$RECORDED/ready\"\nwhile :; do sleep 0.05; done\n"
     (tmp_path / "bin/torchrun").write_text(waits)
     when_ready = f'(until [ -e "$RECORDED/ready" ]; do sleep 0.05; done; kill -USR1 $$) & exec bash {HAND[1]} --x'
     done = start("bash", "-c", when_ready, NODES="2", HEAD="a")
-    assert (done.status, done.said) == (7, "told\n")
+    assert (done.status, done.said) == (7, "stopped\n")
 
 
 SLURM = {

@@ -26,7 +26,7 @@ from tests.support.plugins import registered
 
 CPU = torch.device("cpu")
 
-# Two operations, whose kernels of all backends are torch's, so that each can be had.
+# Two operations. All their backends use torch's kernels, so that each is available.
 NORMS = {
     "torch": Implementation("rmsnorm", "torch", "layer_ops:rms_norm"),
     "triton": Implementation("rmsnorm", "triton", "layer_ops:layer_norm", FLOATS),

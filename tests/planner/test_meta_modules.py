@@ -128,8 +128,8 @@ def test_memory_of_a_rank_equals_the_dry_run(name: str) -> None:
             for stage, own in replica.strategy.buckets.items()
             for bucket in own
         ]
-        told = [(row["stage"], row["elements"], sorted(row["parameters"])) for row in said["buckets"]]
-        assert sorted(told) == sorted(buckets)
+        reported = [(row["stage"], row["elements"], sorted(row["parameters"])) for row in said["buckets"]]
+        assert sorted(reported) == sorted(buckets)
         state = state_bytes(replica)
         assert {part: said["memory"][part] for part in state} == state
         program = programs.program(said["schedule"]["microbatches"])

@@ -223,7 +223,7 @@ def test_each_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes:
 @settings(untimed, max_examples=40)
 @given(content=damaged(), strict=st.booleans())
 def test_output_of_damaged_files(tmp_path: Path, content: bytes, strict: bool) -> None:
-    """Of a complete run: the tokens of the good lines and the number of bad ones, or one error naming the file."""
+    """A complete run: the tokens of the good lines and the number of bad ones, or one error naming the file."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     job = PreprocessJob(

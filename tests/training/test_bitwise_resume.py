@@ -188,7 +188,7 @@ STRATEGIES: dict[str, tuple[int, Settings, int, Sequence[int]]] = {
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES, key=lambda name: STRATEGIES[name][0]))
 def test_every_strategy_resumes_from_any_step(name: str, tmp_path: Path) -> None:
-    """It continues with the same bits; evaluating and saving change none."""
+    """The resumed run continues with the same bits; evaluating and saving change none."""
     world, settings, steps, stops = STRATEGIES[name]
     settings = {"num_layers": 1, "global_batch_size": 2, "lr_warmup_iters": None, "dp": 2, **settings}
     for faults in run_ranks(world, interrupted, world, settings, str(tmp_path), steps, stops):

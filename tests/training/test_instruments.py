@@ -38,8 +38,8 @@ def run(folder: Path, **changes: Any) -> list[str]:
 
 def test_run_reports_phase_times(tmp_path: Path) -> None:
     lines = run(tmp_path, metrics=["csv"], log_phases=True)
-    told = [line for line in lines if line.startswith("  ms/step: forward ")]
-    assert len(told) == 2 and "evaluation" in told[0] and "save" in told[1]
+    phases = [line for line in lines if line.startswith("  ms/step: forward ")]
+    assert len(phases) == 2 and "evaluation" in phases[0] and "save" in phases[1]
     found = records(tmp_path, "train")
     assert [("forward_ms" in record, "goodput" in record) for record in found] == [
         (step in (3, 6),) * 2 for step in range(1, 7)

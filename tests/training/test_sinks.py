@@ -184,7 +184,7 @@ def config_of(folder: Path, **more: Any) -> RunConfig:
 
 
 def test_wandb_gets_numbers_by_tag(tmp_path: Path, wandb: Stub) -> None:
-    """It continues the curves of a resumed run, and receives no credentials."""
+    """wandb continues the curves of a resumed run, and receives no credentials."""
     sink = Wandb(config_of(tmp_path, data_path=["s3://me:hunter2@host/x"]), step=0)
     sink.write(record(1, ms_per_step=1500.0, forward_ms=250.0, mfu=None, grad_norm=math.inf))
     sink.close()

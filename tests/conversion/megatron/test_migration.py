@@ -209,7 +209,7 @@ def test_buckets_unlike_the_args_are_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_args_with_megatron_defaults(tmp_path: Path) -> None:
-    """It sets add_qkv_bias if all linear layers have biases."""
+    """Megatron-LM sets add_qkv_bias if all linear layers have biases."""
     weights = MadeUp(tmp_path, GPT)
     found = open_weights(dist_builder.save(tmp_path / "saved", weights, add_qkv_bias=True))
     assert found.model == weights.model

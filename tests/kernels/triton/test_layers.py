@@ -207,7 +207,7 @@ def test_every_form_of_the_sum(kernel: Any, device: torch.device) -> None:
 def test_rows_longer_than_a_block(name: str, device: torch.device) -> None:
     """The forward has a separate kernel for these sizes; in float64 the backward has one for 2049 elements."""
     case, n = (CASES | TORCHS)[name], 8192 + 8
-    slope = torch.linspace(0.0, 50.0, n, dtype=torch.float64, device=device)  # blocks have means of their own
+    slope = torch.linspace(0.0, 50.0, n, dtype=torch.float64, device=device)  # blocks have different means
     inputs = drawn(case, (2, n), device, view=lambda x: x + slope)
     rounded = [v.float() if v is not None and v.is_floating_point() else v for v in inputs]
     wide = [v.double() if v is not None and v.is_floating_point() else v for v in rounded]

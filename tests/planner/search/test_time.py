@@ -59,7 +59,7 @@ def test_times_with_whole_matrix_optimizers(optimizer: str) -> None:
 
 @pytest.mark.parametrize("pp", ["1", "4"])
 def test_times_with_an_untied_output_layer(pp: str) -> None:
-    """Of 563 million parameters the embedding has 131 and the output layer 131: on one rank, or at both ends."""
+    """The embedding and the output layer have 131 of 563 million parameters each: on one rank, or at both ends."""
     model = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 128256"
     flags = f"{model} --untie-embeddings-and-output-weights --cluster dgx-a100 --gpus 32 --global-batch-size 64"
     fixed = "--fix strategy=all-reduce,distributed-optimizer --fix recompute=none --fix cp=1 --fix mbs=1 --fix sp=false"
