@@ -61,9 +61,9 @@ from megalite.conversion.tokenizer_files import (
 from megalite.conversion.weights import (
     ConversionError,
     LastRead,
-    Piece,
     Read,
     Training,
+    WeightPiece,
     Weights,
     Wrapped,
     first_rows,
@@ -147,7 +147,7 @@ class NativeWeights(Weights):
         """See `Weights`. `part`: slice to read; None for all."""
         return self._checkpoint.read(self._keys[name], part, device=_CPU)
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read]:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read]:
         """See `Weights`."""
         name = piece.parameter
         shape = self._checkpoint.entry(self._keys[name]).global_shape
@@ -234,7 +234,7 @@ def write_native(
     targets = []
     for name, key in keys.items():
         shape = shapes[key.partition(":")[2]].shape
-        targets.append(Target(Piece(name, name, shape, first_rows(shape[0])), dtypes[key]))
+        targets.append(Target(WeightPiece(name, name, shape, first_rows(shape[0])), dtypes[key]))
     files = weights.tokenizer_files
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
     data = tokenizer_settings(named, weights.tokenizer_hints, folder / TOKENIZER_FOLDER)

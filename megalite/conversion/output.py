@@ -34,7 +34,7 @@ from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
 from megalite.config.errors import CheckpointError
-from megalite.conversion.weights import ConversionError, Piece, Weights, blocks, innermost, parameter_shapes
+from megalite.conversion.weights import ConversionError, WeightPiece, Weights, blocks, innermost, parameter_shapes
 
 Advance = Callable[[int], None]  # called with the number of bytes just written, for a progress bar
 
@@ -218,7 +218,7 @@ _HEADER_ROOM = 160  # maximum bytes of a tensor in a file's header, beside its k
 
 @dataclass(frozen=True)
 class Target:
-    piece: Piece
+    piece: WeightPiece
     dtype: torch.dtype
 
     @property
@@ -276,7 +276,7 @@ def write_file(
     return entry
 
 
-def stored_blocks(weights: Weights, piece: Piece, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def stored_blocks(weights: Weights, piece: WeightPiece, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield the elements of a piece as contiguous blocks of `dtype`, then zeros for padding. Each block is a new
     tensor, so that a queued write or hash keeps no more memory alive. Contiguous elements are read block by block if
     the weights support it; otherwise the whole tensor is read."""

@@ -51,7 +51,7 @@ def part_at(*index: int) -> View:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """A tensor of the other format, its `name` and `shape`: a `view` of our `parameter`, in the same element order. Its
     elements beyond the view's are padding of the vocabulary: written as zeros, and not read."""
 
@@ -160,7 +160,7 @@ class Weights:
         """Return the whole tensor in its stored dtype. The caller may modify it."""
         raise NotImplementedError
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read] | None:
         """Return our tensor's shape and a reader of the piece's elements in order, or None if it must be read whole."""
         return None
 
@@ -186,7 +186,7 @@ class Wrapped(Weights):
     def read(self, name: str) -> torch.Tensor:
         return self.inner.read(name)
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read] | None:
         """Return `inner`'s, unless a subclass overrides `read`."""
         return self.inner.elements(piece) if type(self).read is Wrapped.read else None
 
@@ -211,7 +211,7 @@ class LastRead(Wrapped):
             self._last = name, self.inner.read(name)
         return self._last[1]
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read] | None:
         return self.inner.elements(piece)
 
 

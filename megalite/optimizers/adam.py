@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from megalite.config.optimizer import MOMENTS, OptimizerConfig
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
-from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Segment, Update, whole_parts
+from megalite.optimizers.base import Context, Exchange, FlatParameter, FlatPart, Optimizer, Segment, Update, whole_parts
 
 
 class AdamW(Optimizer):
@@ -86,7 +86,7 @@ class RoundedAdamW(AdamW):
                 self._step_piece(piece, start, min(start + size, piece.param.numel()), update)
         self.updates += 1
 
-    def _step_piece(self, piece: Piece, start: int, stop: int, update: Update) -> None:
+    def _step_piece(self, piece: FlatPart, start: int, stop: int, update: Update) -> None:
         config, flat, grad = self.config, piece.flat, piece.grad
         kept = [values[start:stop] for values in piece.states]
         moments = [values.float() if values.dtype == torch.bfloat16 else values for values in kept]

@@ -65,7 +65,7 @@ Part = tuple[FlatParameter, int, int]  # elements [start, stop) of a flat parame
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class FlatPart:
     """A part of a flat parameter, on the device for an update."""
 
     flat: FlatParameter
@@ -185,7 +185,7 @@ class Optimizer(ABC):
 
     def pieces(
         self, parts: Iterable[Part], update: Update | None = None, *, states: bool = True, values: bool = True
-    ) -> Iterator[Piece]:
+    ) -> Iterator[FlatPart]:
         """Yield each part on the device; values written to param and states before the next iteration persist.
 
         Offloaded parts must have at most `HOST_PIECE` elements. While one is processed, the next one is copied in and the
@@ -211,7 +211,7 @@ class Optimizer(ABC):
                 *tensors, param = tensors
             copy = None if update is None else update.copies.get(flat.param)
             copy = None if copy is None else copy[start:stop]
-            yield Piece(flat, start, stop, param, tensors[: len(each)], copy)
+            yield FlatPart(flat, start, stop, param, tensors[: len(each)], copy)
             if flat.host is not None and update is not None:
                 # The same operations, in the same order, as `clip_rows`, the strategy's rounding and `average`.
                 clipped = _clip(flat, update.clipped_rows, param, start)

@@ -46,7 +46,7 @@ class TensorSums:
             return table.tolist()
 
 
-class Pieces:
+class PieceSums:
     """Adds numbers of pieces of tensors to sums per tensor, in three kernel launches and a fixed order. `columns`: for each
     piece, the column of its tensor in `sums`."""
 
@@ -147,7 +147,7 @@ class LAMB(Optimizer):
         self._sums = TensorSums([flat for flat in parameters if flat.decay or every], group=group, device=device)
         self._blocks = make_blocks(parameters, self._sums, every=every)
         counted = [block.column for block in self._blocks if block.column is not None and block.counts]
-        self._pieces = Pieces(counted, self._sums)
+        self._piece_sums = PieceSums(counted, self._sums)
         self._ratios = [1.0] * len(self._sums.names)
         kernels = kernels or Kernels()
         self._kernels = {
@@ -175,7 +175,7 @@ class LAMB(Optimizer):
                 weight_decay=update.weight_decay * block.flat.decay,
                 norms=block.column is not None and block.counts,
             )
-        squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
+        squares = torch.stack([self._piece_sums.add_up(norms[::2]), self._piece_sums.add_up(norms[1::2])])
         self._sums.all_reduce(squares)
         ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff)
         self._ratios = self._sums.read(ratios)

@@ -12,7 +12,7 @@ import torch
 
 from megalite.config.optimizer import OPTIMIZERS, MatrixKey, OptimizerConfig, deal
 from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import Context, Exchange, FlatParameter, Optimizer, Piece, Update, cut_part
+from megalite.optimizers.base import Context, Exchange, FlatParameter, FlatPart, Optimizer, Update, cut_part
 from megalite.topology.group import Group
 
 WAVE = 1 << 26  # most elements per rank of the matrices that are processed together: it bounds the buffers
@@ -204,7 +204,7 @@ class MatrixOptimizer(Optimizer):
         self._waves = plan(matrices, config, group)
 
     @abstractmethod
-    def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
+    def _before(self, piece: FlatPart) -> Sequence[torch.Tensor]:
         """Step the states of a piece, before matrices are gathered, and return the tensors that `_work` needs."""
 
     @abstractmethod
@@ -212,7 +212,7 @@ class MatrixOptimizer(Optimizer):
         """Process a whole matrix: `wholes` are the tensors of `_before`, each [r, c]; change the first `returns`."""
 
     @abstractmethod
-    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
+    def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:
         """Update a piece by its part of the tensors that `_work` changed."""
 
     @torch.no_grad()

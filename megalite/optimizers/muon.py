@@ -7,7 +7,7 @@ import torch
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
-from megalite.optimizers.base import Context, FlatParameter, Optimizer, Piece, Update
+from megalite.optimizers.base import Context, FlatParameter, FlatPart, Optimizer, Update
 from megalite.optimizers.matrices import Matrix, MatrixOptimizer, group_of
 from megalite.topology.group import Group
 
@@ -74,7 +74,7 @@ class Muon(MatrixOptimizer):
             fused = model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
         return cls(parameters, config.optimizer, group=group_of(context), fused=fused)
 
-    def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
+    def _before(self, piece: FlatPart) -> Sequence[torch.Tensor]:
         (buffer,), momentum = piece.states, self.config.muon_momentum
         buffer.lerp_(piece.grad, 1.0 - momentum)
         return [torch.lerp(piece.grad, buffer, momentum) if self.config.muon_nesterov else buffer]
@@ -89,7 +89,7 @@ class Muon(MatrixOptimizer):
             scale = self.config.muon_scale * SCALES[self.config.muon_scale_mode](*rows.shape)
             part.copy_(orthogonalise(rows, self.config.muon_steps).mul_(scale).view(part.shape))
 
-    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
+    def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:
         if piece.flat.decay:
             piece.param.mul_(update.kept_of(piece.flat))
         piece.param.sub_(results[0], alpha=update.rate(piece.flat))

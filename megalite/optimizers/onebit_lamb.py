@@ -9,7 +9,7 @@ import torch
 from megalite.config.optimizer import OptimizerConfig
 from megalite.kernels.optimizer_ops import norm
 from megalite.optimizers.base import Exchange, FlatParameter, Update
-from megalite.optimizers.lamb import LAMB, Block, Pieces, make_blocks
+from megalite.optimizers.lamb import LAMB, Block, PieceSums, make_blocks
 from megalite.optimizers.onebit import FrozenMoments
 
 RATIO_SMOOTHING = 0.9  # β₃, for the average of trust ratios in the warm-up
@@ -50,7 +50,7 @@ class OneBitLAMB(FrozenMoments):
         self._blocks = make_blocks(parameters, self._sums, every=published)
         in_tensors = [(block.column, block.counts) for block in self._blocks if block.column is not None]
         self._columns = torch.tensor([column for column, _ in in_tensors], dtype=torch.int64, device=device)
-        self._pieces = Pieces([column for column, counts in in_tensors if counts], self._sums)
+        self._piece_sums = PieceSums([column for column, counts in in_tensors if counts], self._sums)
         self._fresh = {flat.param: torch.zeros_like(flat.param.data) for flat in parameters}  # v'
         self._ratio, self._factor, self._sigma = self._sums.zeros(3)
         self._knows_ratios = True
@@ -172,7 +172,7 @@ class OneBitLAMB(FrozenMoments):
             found = torch.stack(list(largest)).double() / math.sqrt(self._variance_correction)
             growth.scatter_reduce_(0, self._columns, found, "amax")
         self._sums.all_reduce(growth, op="max")
-        squares = torch.stack([self._pieces.add_up(norms[::2]), self._pieces.add_up(norms[1::2])])
+        squares = torch.stack([self._piece_sums.add_up(norms[::2]), self._piece_sums.add_up(norms[1::2])])
         self._sums.all_reduce(squares)
         share = torch.where(squares[1] > 0.0, squares[0] / squares[1], 1.0).sqrt_().clamp_(max=1.0)
         factor = (growth * share + 1.0 - share).clamp_(*FACTOR_RANGE)

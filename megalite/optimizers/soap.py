@@ -6,7 +6,7 @@ import torch
 
 from megalite.config.optimizer import MOMENTS, SQUARES, MatrixKey, OptimizerConfig, matrix_sides
 from megalite.config.run import RunConfig
-from megalite.optimizers.base import Context, FlatParameter, MatrixState, Optimizer, Piece, Update
+from megalite.optimizers.base import Context, FlatParameter, FlatPart, MatrixState, Optimizer, Update
 from megalite.optimizers.matrices import Matrix, MatrixOptimizer, group_of
 from megalite.topology.group import Group
 from megalite.topology.host_memory import pinned
@@ -67,7 +67,7 @@ class SOAP(MatrixOptimizer):
                     found.append(MatrixState(f"{state}_{side}", spec, values[None]))
         return found
 
-    def _before(self, piece: Piece) -> Sequence[torch.Tensor]:
+    def _before(self, piece: FlatPart) -> Sequence[torch.Tensor]:
         mean, square = piece.states
         mean.lerp_(piece.grad, 1.0 - self.config.adam_beta1)
         return piece.grad, square, mean
@@ -92,7 +92,7 @@ class SOAP(MatrixOptimizer):
                     own.copy_(new)
         grad.copy_(change)  # the first result replaces the gradient
 
-    def _after(self, piece: Piece, results: Sequence[torch.Tensor], update: Update) -> None:
+    def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:
         change, square = results
         piece.states[1].copy_(square)
         if piece.flat.decay:

@@ -29,9 +29,9 @@ from megalite.conversion.output import (
 from megalite.conversion.weights import (
     ConversionError,
     LastRead,
-    Piece,
     Repadded,
     View,
+    WeightPiece,
     Wrapped,
     first_rows,
     parameter_shapes,
@@ -205,7 +205,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 def target(key: str, size: int, dtype: torch.dtype = F32) -> Target:
-    return Target(Piece(key, key, (size,)), dtype)
+    return Target(WeightPiece(key, key, (size,)), dtype)
 
 
 class TestSplitting:
@@ -235,10 +235,10 @@ class TestWriting:
         weights, name = MadeUp(tmp_path, GPT), QKV
         grouped: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unflatten(0, (4, 3, 8))[:, 1]  # noqa: E731
         pieces = [
-            Piece("all", name, (96, 32), whole),
-            Piece("turned", name, (32, 96), torch.t),
-            Piece("keys", name, (32, 32), grouped),
-            Piece("rows", name, (3, 32), first_rows(3, 5)),
+            WeightPiece("all", name, (96, 32), whole),
+            WeightPiece("turned", name, (32, 96), torch.t),
+            WeightPiece("keys", name, (32, 32), grouped),
+            WeightPiece("rows", name, (3, 32), first_rows(3, 5)),
         ]
         ours = weights.read(name)
         weights.reads.clear()
@@ -257,7 +257,7 @@ class TestWriting:
 
         weights = Large(tmp_path, GPT)
         size = weights.read("final_norm.weight").numel()
-        wide = Target(Piece("final_norm.weight", "final_norm.weight", (size,)), F16)
+        wide = Target(WeightPiece("final_norm.weight", "final_norm.weight", (size,)), F16)
         with pytest.raises(ConversionError, match=r"final_norm.weight has 70000, above the 65504"):
             self.write(tmp_path, weights, [wide])
         fits = Target(wide.piece, BF16)
@@ -292,7 +292,7 @@ def test_contiguous_data_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.M
     ]
     for view, expected in views:
         values = view(ours)
-        piece = Piece("theirs", QKV, (values.numel() + 500,), view)
+        piece = WeightPiece("theirs", QKV, (values.numel() + 500,), view)
         for source, factor in ((weights, 1), (Doubled(weights), 2)):
             reads.clear()
             found = list(stored_blocks(LastRead(Repadded(source, 8)), piece, dtype))

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile
-from megalite.conversion.weights import Piece, part_at
+from megalite.conversion.weights import WeightPiece, part_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,31 +110,33 @@ class ExpertKeys:
             values |= {self.dense: every, "mlp_only_layers": list(range(first)) if every == 1 else []}
         return values
 
-    def pieces(self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
+    def pieces(
+        self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None
+    ) -> Iterator[WeightPiece]:
         """Yield the experts' tensors, as published (one tensor per matrix and expert) or merged as in transformers 5."""
         h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
         assert experts is not None
         there = f"{layer}.{self.layer}"
         if present is not None and f"{there}.gate.weight" not in present:
             there = f"{layer}.mlp"
-        yield Piece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
+        yield WeightPiece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
         if model.moe_router_enable_expert_bias:
-            yield Piece(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias", (experts,))
+            yield WeightPiece(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias", (experts,))
         up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
         if present is not None and f"{there}.experts.gate_up_proj" in present:
-            yield Piece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))
-            yield Piece(f"{there}.experts.down_proj", down, (experts, h, f))
+            yield WeightPiece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))
+            yield WeightPiece(f"{there}.experts.down_proj", down, (experts, h, f))
         else:
             for e in range(experts):
                 for i, name in enumerate(self.matrices[:2]):
-                    yield Piece(f"{there}.experts.{e}.{name}.weight", up, (f, h), part_at(e, i))
+                    yield WeightPiece(f"{there}.experts.{e}.{name}.weight", up, (f, h), part_at(e, i))
             for e in range(experts):
-                yield Piece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), part_at(e))
+                yield WeightPiece(f"{there}.experts.{e}.{self.matrices[2]}.weight", down, (h, f), part_at(e))
         width = model.moe_shared_expert_intermediate_size
         if width is not None:
             shared = f"{there}.shared_expert{'s' if self._counts else ''}"
             for i, name in enumerate(self.matrices[:2]):
-                yield Piece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), part_at(i))
-            yield Piece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))
+                yield WeightPiece(f"{shared}.{name}.weight", f"{here}.shared.up.weight", (width, h), part_at(i))
+            yield WeightPiece(f"{shared}.{self.matrices[2]}.weight", f"{here}.shared.down.weight", (h, width))
         if model.moe_shared_expert_gate:
-            yield Piece(f"{there}.shared_expert_gate.weight", f"{here}.shared_gate.weight", (1, h))
+            yield WeightPiece(f"{there}.shared_expert_gate.weight", f"{here}.shared_gate.weight", (1, h))

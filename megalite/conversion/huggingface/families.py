@@ -13,7 +13,7 @@ from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import GEMMA, DeepSeek, Gemma, GptOss, GptOssExperts
-from megalite.conversion.weights import ConversionError, Piece, View, first_rows, whole
+from megalite.conversion.weights import ConversionError, View, WeightPiece, first_rows, whole
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
@@ -68,13 +68,13 @@ class GPT2(Family):
             "resid_pdrop": model.hidden_dropout,
         }
 
-    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
         # Names have no prefix if the inner model was saved.
         prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
         assert model.vocab_size is not None and model.max_position_embeddings is not None
         h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
-        yield Piece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
-        yield Piece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
+        yield WeightPiece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
+        yield WeightPiece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
         for i in range(model.num_layers):
             there, here = f"{prefix}h.{i}", f"layers.{i}"
             yield from _norm(f"{there}.ln_1", f"{here}.attention_norm", h)
@@ -85,18 +85,20 @@ class GPT2(Family):
             yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
         yield from _norm(f"{prefix}ln_f", "final_norm", h)
         if not model.tie_embeddings:
-            yield Piece("lm_head.weight", "head.weight", (v, h), first_rows(v))
+            yield WeightPiece("lm_head.weight", "head.weight", (v, h), first_rows(v))
 
 
-def _norm(theirs: str, ours: str, size: int) -> Iterator[Piece]:
+def _norm(theirs: str, ours: str, size: int) -> Iterator[WeightPiece]:
     for kind in ("weight", "bias"):
-        yield Piece(f"{theirs}.{kind}", f"{ours}.{kind}", (size,))
+        yield WeightPiece(f"{theirs}.{kind}", f"{ours}.{kind}", (size,))
 
 
-def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[Piece]:
+def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[WeightPiece]:
     """Yield a matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` permutes our rows to theirs."""
-    yield Piece(f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0))
-    yield Piece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
+    yield WeightPiece(
+        f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0)
+    )
+    yield WeightPiece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
 
 
 def _query_key_value(model: ModelConfig) -> View:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.weights import Piece, View, first_rows, part_at
+from megalite.conversion.weights import View, WeightPiece, first_rows, part_at
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -51,7 +51,7 @@ class Family:
         """Return the config.json of a model, without the settings that it cannot express."""
         raise NotImplementedError
 
-    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
         """Yield every tensor of the architecture, in the order of ours. `present`: the tensor names in the files, which
         determine the variant; None when writing."""
         raise NotImplementedError
@@ -213,37 +213,39 @@ class LlamaLike(Family):
             raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number of at least 0")
         return window, [index >= first for index in range(layers)]
 
-    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[Piece]:
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
         assert model.vocab_size is not None
         h = model.hidden_size
         rows, vocabulary = (model.vocab_size, h), first_rows(model.vocab_size)
         word, head = "model.embed_tokens.weight", "lm_head.weight"
         if model.tie_embeddings and present is not None and word not in present and head in present:
             word = head  # the writer stored the tied tensor under this name
-        yield Piece(word, "embedding.word.weight", rows, vocabulary)
+        yield WeightPiece(word, "embedding.word.weight", rows, vocabulary)
         for i in range(model.mtp_layers.stop if self.mtp else model.num_layers):
             there, here = f"model.layers.{i}", f"layers.{i}"
             if i in model.mtp_layers:
                 yield from _mtp_pieces(model, there, here, write=present is None)
             if model.pre_norms:
-                yield Piece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
+                yield WeightPiece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
             yield from self.attention_pieces(model, f"{there}.self_attn", f"{here}.attention")
             if model.post_norms:
-                yield Piece(f"{there}.{self.sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,))
+                yield WeightPiece(
+                    f"{there}.{self.sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,)
+                )
             if model.pre_norms:
                 name = self.sandwich[1] if model.post_norms else "post_attention"
-                yield Piece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
+                yield WeightPiece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
             if model.is_moe_layer(i):
                 yield from (self.experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
             else:
                 yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", self.fused_mlp)
             if model.post_norms:
-                yield Piece(f"{there}.{self.sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
-        yield Piece("model.norm.weight", "final_norm.weight", (h,))
+                yield WeightPiece(f"{there}.{self.sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
+        yield WeightPiece("model.norm.weight", "final_norm.weight", (h,))
         if not model.tie_embeddings:
-            yield Piece(head, "head.weight", rows, vocabulary)
+            yield WeightPiece(head, "head.weight", rows, vocabulary)
 
-    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[WeightPiece]:
         h, d, groups = model.hidden_size, model.head_size, model.query_groups
         queries = model.num_attention_heads // groups
         # Ranges of the query heads, the key and the value in each of our groups of rows.
@@ -253,26 +255,26 @@ class LlamaLike(Family):
             return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
 
         if model.softmax_type == "learnable":
-            yield Piece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
+            yield WeightPiece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
         kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
         for kind in kinds:
             if self.fused_qkv:
                 size = groups * (queries + 2) * d
                 views = [rows(first, last) for first, last in parts.values()]
                 shape = (size, h) if kind == "weight" else (size,)
-                yield Piece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
+                yield WeightPiece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
                 continue
             for name, (first, last) in parts.items():
                 size = groups * (last - first) * d
                 shape = (size, h) if kind == "weight" else (size,)
-                yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.qkv.{kind}", shape, rows(first, last))
+                yield WeightPiece(f"{there}.{name}_proj.{kind}", f"{here}.qkv.{kind}", shape, rows(first, last))
         if model.qk_norm:
             sizes = (model.num_attention_heads * d, groups * d) if model.qk_norm_all_heads else (d, d)
             for name, size in zip("qk", sizes, strict=True):
-                yield Piece(f"{there}.{name}_norm.weight", f"{here}.{name}_norm.weight", (size,))
-        yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, model.num_attention_heads * d))
+                yield WeightPiece(f"{there}.{name}_norm.weight", f"{here}.{name}_norm.weight", (size,))
+        yield WeightPiece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, model.num_attention_heads * d))
         if model.add_bias_linear:
-            yield Piece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
+            yield WeightPiece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
@@ -280,31 +282,31 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
 
 
-def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[Piece]:
+def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[WeightPiece]:
     """Yield the tensors of an MTP layer beside those of a normal layer. Its copies of embedding and head are only written."""
     assert model.vocab_size is not None
     h = model.hidden_size
-    yield Piece(f"{there}.enorm.weight", f"{here}.embedding_norm.weight", (h,))
-    yield Piece(f"{there}.hnorm.weight", f"{here}.hidden_norm.weight", (h,))
-    yield Piece(f"{there}.eh_proj.weight", f"{here}.projection.weight", (h, 2 * h))
-    yield Piece(f"{there}.shared_head.norm.weight", f"{here}.final_norm.weight", (h,))
+    yield WeightPiece(f"{there}.enorm.weight", f"{here}.embedding_norm.weight", (h,))
+    yield WeightPiece(f"{there}.hnorm.weight", f"{here}.hidden_norm.weight", (h,))
+    yield WeightPiece(f"{there}.eh_proj.weight", f"{here}.projection.weight", (h, 2 * h))
+    yield WeightPiece(f"{there}.shared_head.norm.weight", f"{here}.final_norm.weight", (h,))
     if write:
         rows, word = (model.vocab_size, h), "embedding.word.weight"
         head = word if model.tie_embeddings else "head.weight"
         for name, ours in (("embed_tokens", word), ("shared_head.head", head)):
-            yield Piece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
+            yield WeightPiece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
 
 
-def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Piece]:
+def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[WeightPiece]:
     h, f = model.hidden_size, model.ffn_size
     if fused:
-        yield Piece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
-        yield Piece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
+        yield WeightPiece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
+        yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
         return
     for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
         for i, name in enumerate(("gate", "up")):
             shape = (f, h) if kind == "weight" else (f,)
-            yield Piece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, part_at(i))
-    yield Piece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
+            yield WeightPiece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, part_at(i))
+    yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
     if model.add_bias_linear:
-        yield Piece(f"{there}.down_proj.bias", f"{here}.down.bias", (h,))
+        yield WeightPiece(f"{there}.down_proj.bias", f"{here}.down.bias", (h,))

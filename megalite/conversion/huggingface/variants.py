@@ -10,7 +10,7 @@ from megalite.conversion.huggingface.config_json import ModelFile
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import LlamaLike, layer_kinds
 from megalite.conversion.huggingface.quantized import PACKED, packed_shape
-from megalite.conversion.weights import Piece, View
+from megalite.conversion.weights import View, WeightPiece
 
 _SIZES = (
     ("kv_lora_rank", "kv_lora_rank", 512),
@@ -55,22 +55,22 @@ class DeepSeek(LlamaLike):
         values |= dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         return values | {"q_lora_rank": model.q_lora_rank, "attention_bias": False}
 
-    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[Piece]:
+    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[WeightPiece]:
         """See `LlamaLike`. Both formats order rows by head, channels without RoPE before those with, keys before values."""
         h, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
         q, rows = model.q_lora_rank, heads * model.head_size
         if q is None:
-            yield Piece(f"{there}.q_proj.weight", f"{here}.q.weight", (rows, h))
+            yield WeightPiece(f"{there}.q_proj.weight", f"{here}.q.weight", (rows, h))
         else:
-            yield Piece(f"{there}.q_a_proj.weight", f"{here}.q_down.weight", (q, h))
-            yield Piece(f"{there}.q_a_layernorm.weight", f"{here}.q_latent_norm.weight", (q,))
-            yield Piece(f"{there}.q_b_proj.weight", f"{here}.q_up.weight", (rows, q))
+            yield WeightPiece(f"{there}.q_a_proj.weight", f"{here}.q_down.weight", (q, h))
+            yield WeightPiece(f"{there}.q_a_layernorm.weight", f"{here}.q_latent_norm.weight", (q,))
+            yield WeightPiece(f"{there}.q_b_proj.weight", f"{here}.q_up.weight", (rows, q))
         shape = (latent + model.qk_pos_emb_head_dim, h)
-        yield Piece(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_down.weight", shape)
-        yield Piece(f"{there}.kv_a_layernorm.weight", f"{here}.kv_latent_norm.weight", (latent,))
+        yield WeightPiece(f"{there}.kv_a_proj_with_mqa.weight", f"{here}.kv_down.weight", shape)
+        yield WeightPiece(f"{there}.kv_a_layernorm.weight", f"{here}.kv_latent_norm.weight", (latent,))
         shape = (heads * (model.qk_head_dim + model.v_head_dim), latent)
-        yield Piece(f"{there}.kv_b_proj.weight", f"{here}.kv_up.weight", shape)
-        yield Piece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, heads * model.v_head_dim))
+        yield WeightPiece(f"{there}.kv_b_proj.weight", f"{here}.kv_up.weight", shape)
+        yield WeightPiece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, heads * model.v_head_dim))
 
 
 GEMMA: Mapping[str, Any] = MappingProxyType(
@@ -176,11 +176,13 @@ class GptOss(LlamaLike):
 class GptOssExperts(ExpertKeys):
     """Experts of gpt-oss: transposed matrices, with the gate and up projections of a channel adjacent."""
 
-    def pieces(self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None) -> Iterator[Piece]:
+    def pieces(
+        self, model: ModelConfig, layer: str, here: str, present: Collection[str] | None
+    ) -> Iterator[WeightPiece]:
         h, f, experts = model.hidden_size, model.expert_ffn_size, model.num_experts
         assert experts is not None
-        yield Piece(f"{layer}.mlp.router.weight", f"{here}.router.weight", (experts, h))
-        yield Piece(f"{layer}.mlp.router.bias", f"{here}.router.linear_bias", (experts,))
+        yield WeightPiece(f"{layer}.mlp.router.weight", f"{here}.router.weight", (experts, h))
+        yield WeightPiece(f"{layer}.mlp.router.bias", f"{here}.router.linear_bias", (experts,))
         there = f"{layer}.mlp.experts"
         # Packed matrices are not transposed: [2·f, h] with gates in even rows, and [h, f].
         ups: dict[bool, View] = {True: lambda up: up.transpose(1, 2), False: lambda up: up.permute(0, 3, 2, 1)}
@@ -190,8 +192,8 @@ class GptOssExperts(ExpertKeys):
             packed = present is not None and f"{there}.{theirs}{PACKED}" in present
             name = f"{there}.{theirs}{PACKED if packed else ''}"
             shape = packed_shape(experts, rows, width) if packed else (experts, width, rows)
-            yield Piece(name, f"{here}.experts.{ours}.weight", shape, views[packed])
-        yield Piece(
+            yield WeightPiece(name, f"{here}.experts.{ours}.weight", shape, views[packed])
+        yield WeightPiece(
             f"{there}.gate_up_proj_bias", f"{here}.experts.up.bias", (experts, 2 * f), lambda bias: bias.transpose(1, 2)
         )
-        yield Piece(f"{there}.down_proj_bias", f"{here}.experts.down.bias", (experts, h))
+        yield WeightPiece(f"{there}.down_proj_bias", f"{here}.experts.down.bias", (experts, h))

@@ -44,8 +44,8 @@ from megalite.conversion.weights import (
     BLOCK,
     ConversionError,
     LastRead,
-    Piece,
     Read,
+    WeightPiece,
     Weights,
     fill,
     innermost,
@@ -195,7 +195,7 @@ class HuggingFaceWeights(Weights):
             ours[self.model.vocab_size :] = 0.0  # padding rows, which the files do not contain
         return ours[tuple(slice(*bound) for bound in bounds)]
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read] | None:
         """See `Weights`. Supported for tensors that are stored with our order of elements."""
         shape, (theirs, *others) = self._shapes[piece.parameter], self._pieces[piece.parameter]
         ours = torch.empty(shape, device="meta")
@@ -210,12 +210,12 @@ class HuggingFaceWeights(Weights):
         read = self._shards.read_elements
         return partial(read, theirs) if kind is None else partial(kind.read, read, record)
 
-    def _find_pieces(self) -> dict[str, list[Piece]]:
+    def _find_pieces(self) -> dict[str, list[WeightPiece]]:
         """Return the checked pieces of each of our tensors."""
         records, config = self._shards.records, self.path / "config.json"
         if self.model.num_layers > len(records):  # check before allocating anything per layer
             raise ConversionError(f"{config} has {self.model.num_layers} layers, the files have {len(records)} tensors")
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[WeightPiece]] = {}
         used = set()
         for piece in self.family.pieces(self.model, records.keys()):
             self._check(piece)
@@ -235,7 +235,7 @@ class HuggingFaceWeights(Weights):
         assert found.keys() == self._shapes.keys(), "the pieces do not match our parameters"
         return found
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: WeightPiece) -> None:
         record = self._shards.records.get(piece.name)
         if record is None:
             raise ConversionError(f"{self.path}: {piece.name} is missing, which its config.json requires")

@@ -19,7 +19,7 @@ from megalite.conversion.megatron.arguments import Arguments
 from megalite.conversion.megatron.layout import WORD, Shard, Stage, common_name, stage_pieces
 from megalite.conversion.megatron.read import MegatronModel, refuse_unknown
 from megalite.conversion.megatron.torch_file import TorchFile, refusal, require_readable
-from megalite.conversion.weights import ConversionError, Piece, fill
+from megalite.conversion.weights import ConversionError, WeightPiece, fill
 
 
 class PickleError(ValueError):
@@ -271,7 +271,7 @@ class _Source:
 
     stored: StoredTensor
     index: tuple[int, ...]
-    piece: Piece
+    piece: WeightPiece
 
 
 ByName = Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
@@ -363,7 +363,7 @@ class MegatronDistWeights(MegatronModel):
         fill(place[tuple(slice(first, first + size) for first, size in spans)], file.reader(tensor, tensor.numel()))
         return tensor.numel()
 
-    def _source(self, piece: Piece, by_name: ByName) -> _Source:
+    def _source(self, piece: WeightPiece, by_name: ByName) -> _Source:
         found = by_name.get(piece.name)
         if found is None:
             raise ConversionError(f"{self.path} lacks {piece.name}, which its args require")

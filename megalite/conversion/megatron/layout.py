@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.weights import ConversionError, Piece, first_rows
+from megalite.conversion.weights import ConversionError, WeightPiece, first_rows
 from megalite.models.shapes import ParameterShape, buffer_shapes, embedding_shapes, head_shapes, layer_shapes
 
 _RENAMED = tuple(
@@ -132,7 +132,7 @@ class Stage:
 
 def stage_pieces(
     model: ModelConfig, stage: Stage, shard: Shard, *, vocabulary: int, grouped: bool = False
-) -> Iterator[Piece]:
+) -> Iterator[WeightPiece]:
     """Yield the tensors of one file's model by common name, in the order of the forward pass, without MTP layers.
     `vocabulary`: Megatron-LM's padded vocabulary, over all ranks. `grouped`: experts are megatron.core's GroupedMLP,
     with two matrices for all experts."""
@@ -142,7 +142,7 @@ def stage_pieces(
             yield (
                 vocabulary_piece(WORD, shape.name, vocabulary, model.hidden_size, shard)
                 if shape.shard_dim == 0
-                else Piece("embedding.position_embeddings.weight", shape.name, shape.shape)
+                else WeightPiece("embedding.position_embeddings.weight", shape.name, shape.shape)
             )
     for local, index in enumerate(range(stage.first, stage.last)):
         prefix = f"layers.{index}."
@@ -158,7 +158,7 @@ def stage_pieces(
                 yield vocabulary_piece(HEAD, shape.name, vocabulary, model.hidden_size, shard)
             else:
                 kind = shape.name.rpartition(".")[2]
-                yield Piece(f"decoder.final_layernorm.{kind}", shape.name, shape.shape)
+                yield WeightPiece(f"decoder.final_layernorm.{kind}", shape.name, shape.shape)
         if model.tie_embeddings and not stage.has_embedding:
             word = embedding_shapes(model)[0]
             yield vocabulary_piece(HEAD, word.name, vocabulary, model.hidden_size, shard)
@@ -194,26 +194,26 @@ _LAYER_NAMES = {
 }
 
 
-def _sliced(name: str, shape: ParameterShape, shard: Shard) -> Piece:
+def _sliced(name: str, shape: ParameterShape, shard: Shard) -> WeightPiece:
     """Return the shard of one of our tensors. [2, f/tp, ...] of gate and up is [2·f/tp, ...] in Megatron-LM."""
     dim = shape.shard_dim
     if dim is None:
-        return Piece(name, shape.name, shape.shape)
+        return WeightPiece(name, shape.name, shape.shape)
     size = shape.shape[dim] // shard.tp
     local = (*shape.shape[:dim], size, *shape.shape[dim + 1 :])
     if dim == 1 and shape.name.rpartition(".")[0].endswith(".up"):
         local = (2 * size, *local[2:])
-    return Piece(name, shape.name, local, lambda tensor: tensor.narrow(dim, shard.r * size, size))
+    return WeightPiece(name, shape.name, local, lambda tensor: tensor.narrow(dim, shard.r * size, size))
 
 
-def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, shard: Shard) -> Piece:
+def vocabulary_piece(name: str, ours: str, vocabulary: int, hidden_size: int, shard: Shard) -> WeightPiece:
     rows = vocabulary // shard.tp
-    return Piece(name, ours, (rows, hidden_size), first_rows(rows, shard.r * rows))
+    return WeightPiece(name, ours, (rows, hidden_size), first_rows(rows, shard.r * rows))
 
 
 def _experts(
     model: ModelConfig, shape: ParameterShape, there: str, rest: str, shard: Shard, grouped: bool
-) -> Iterator[Piece]:
+) -> Iterator[WeightPiece]:
     """Yield the pieces of our stack of experts: one for each expert of this rank or, if `grouped`, one for all."""
     matrix, _, kind = rest.rpartition(".")
     layer = "linear_fc1" if matrix == "moe.experts.up" else "linear_fc2"
@@ -230,18 +230,18 @@ def _experts(
 
     if grouped and layer == "linear_fc1":  # [count, h, width], flattened to the piece's shape
         name = f"{there}.mlp.experts.weight1"
-        yield Piece(name, shape.name, (h, count * width), lambda up: local_part(up).movedim(-1, 1))
+        yield WeightPiece(name, shape.name, (h, count * width), lambda up: local_part(up).movedim(-1, 1))
     elif grouped:  # [count, f/tp, h], flattened
         name = f"{there}.mlp.experts.weight2"
-        yield Piece(name, shape.name, (count * size, h), lambda down: local_part(down).transpose(1, 2))
+        yield WeightPiece(name, shape.name, (count * size, h), lambda down: local_part(down).transpose(1, 2))
     else:
         local = (width,) if kind == "bias" else (width, h) if layer == "linear_fc1" else (h, size)
         for expert in range(count):
             name = f"{there}.mlp.experts.local_experts.{expert}.{layer}.{kind}"
-            yield Piece(name, shape.name, local, partial(lambda index, tensor: local_part(tensor)[index], expert))
+            yield WeightPiece(name, shape.name, local, partial(lambda index, tensor: local_part(tensor)[index], expert))
 
 
-def old_order(piece: Piece, model: ModelConfig, version: float) -> Piece:
+def old_order(piece: WeightPiece, model: ModelConfig, version: float) -> WeightPiece:
     """Return a qkv piece of checkpoint versions before 2, with rows [3, heads, d] (version 0) or [heads, d, 3] (1)."""
     dims = (0, 1) if version < 1.0 else (1, 2)
     return replace(

@@ -27,8 +27,8 @@ from megalite.conversion.megatron.torch_file import TorchFile, require_readable
 from megalite.conversion.weights import (
     BLOCK,
     ConversionError,
-    Piece,
     Read,
+    WeightPiece,
     Weights,
     fill,
     parameter_shapes,
@@ -185,7 +185,7 @@ WORD_OURS = "embedding.word.weight"
 class _Source:
     file: TorchFile
     tensor: torch.Tensor
-    piece: Piece
+    piece: WeightPiece
 
 
 class MegatronWeights(MegatronModel):
@@ -215,7 +215,7 @@ class MegatronWeights(MegatronModel):
         shape = self.shapes[name].shape
         return self._reader(name)(0, math.prod(shape), None).view(shape)
 
-    def elements(self, piece: Piece) -> tuple[tuple[int, ...], Read] | None:
+    def elements(self, piece: WeightPiece) -> tuple[tuple[int, ...], Read] | None:
         """See `Weights`. Supported for a piece that is the whole tensor, because a checksum covers all elements."""
         shape = self.shapes[piece.parameter].shape
         wanted = sum(place.numel() for _, place in piece.places(torch.empty(shape, device="meta")))
@@ -283,7 +283,7 @@ class MegatronWeights(MegatronModel):
             if elements != expected:
                 raise ConversionError(f"{self.path}: the slices of {name} have {elements} of {expected} elements")
 
-    def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[Piece]:
+    def _pieces(self, file: RankFile, chunk: int, stage: Stage, shard: Shard) -> Iterator[WeightPiece]:
         """Yield the tensors that a chunk of a file must contain, with the file's order of qkv rows."""
         tensors = file.chunks[chunk]
         if tensors.old_qkv and file.version < 2.0 and self.model.query_groups != self.model.num_attention_heads:
@@ -344,7 +344,7 @@ def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int]
     return found
 
 
-def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: WeightPiece) -> torch.Tensor:
     tensor = tensors.get(piece.name)
     if tensor is None:
         raise ConversionError(f"{path} lacks {piece.name}, which its args require")
@@ -354,7 +354,7 @@ def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: Piece) -> t
     return tensor
 
 
-def is_first_copy(piece: Piece, shape: ParameterShape, shard: Shard) -> bool:
+def is_first_copy(piece: WeightPiece, shape: ParameterShape, shard: Shard) -> bool:
     """Return whether a slice is read from this file: replicas are read from rank 0, a tied head from the embedding."""
     if piece.name == HEAD and shape.name == WORD_OURS:
         return False

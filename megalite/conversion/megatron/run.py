@@ -19,7 +19,7 @@ from megalite.conversion.megatron.dist import MegatronDistWeights, StoredTensor
 from megalite.conversion.megatron.layout import Shard, Stage, stage_pieces
 from megalite.conversion.megatron.read import is_first_copy
 from megalite.conversion.megatron.torch_file import TorchFile
-from megalite.conversion.weights import ConversionError, Piece, ReadWhole, Training, fill
+from megalite.conversion.weights import ConversionError, ReadWhole, Training, WeightPiece, fill
 
 _STATES = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "main_param": ("fp32_param", "param")}
 """Our state -> Megatron-LM's names. Main parameters have one name without and one with the distributed optimizer."""
@@ -85,7 +85,7 @@ class MegatronRun(MegatronDistWeights):
 class _Slice:
     """The location of a rank's slice of one of our tensors: buffer, bucket and first element."""
 
-    piece: Piece
+    piece: WeightPiece
     buffer: tuple[int, int]
     bucket: int
     start: int
@@ -187,13 +187,13 @@ _LAYER_ORDER = (
 norm belongs to the linear layer after it, and precedes its weight."""
 
 
-def _in_module_order(pieces: list[Piece], local: bool) -> list[Piece]:
+def _in_module_order(pieces: list[WeightPiece], local: bool) -> list[WeightPiece]:
     order = list(_LAYER_ORDER)
     if not local:
         order.remove("input_layernorm")
         order.insert(order.index("self_attention.linear_qkv"), "input_layernorm")
 
-    def place(item: tuple[int, Piece]) -> tuple[int, int]:
+    def place(item: tuple[int, WeightPiece]) -> tuple[int, int]:
         index, piece = item
         parts = piece.name.split(".")
         if parts[1] != "layers":

@@ -25,7 +25,7 @@ from megalite.checkpoint.files import BackgroundWork, sync_file, write_at
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, bytes_of
 from megalite.config.reading import Span
 from megalite.conversion.output import stored_blocks
-from megalite.conversion.weights import BLOCK, ConversionError, Piece, Read, Weights
+from megalite.conversion.weights import BLOCK, ConversionError, Read, WeightPiece, Weights
 
 
 class Inert:
@@ -284,7 +284,7 @@ class TorchFileWriter:
         self._left = iter(zip(stored, dtypes, strict=True))
         self._checksums: dict[Record, int] = {}
 
-    def fill(self, weights: Weights, piece: Piece, advance: Callable[[int], None]) -> None:
+    def fill(self, weights: Weights, piece: WeightPiece, advance: Callable[[int], None]) -> None:
         """Write the elements of the next reserved tensor, converted to its dtype block by block."""
         record, dtype = next(self._left)
         start = record.start

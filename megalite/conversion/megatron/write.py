@@ -23,7 +23,7 @@ from megalite.conversion.tokenizer_files import (
     has_tokenizer,
     named_tokenizer_files,
 )
-from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, LastRead, Piece, Weights
+from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, LastRead, WeightPiece, Weights
 from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import detect_kind
 
@@ -320,7 +320,7 @@ class _Export:
     def files(self, stage: int) -> list[str]:
         return [f"{RELEASE}/{rank_folder(rank, stage, pp=self.pp)}/{MODEL_FILES[0]}" for rank in range(self.tp)]
 
-    def pieces(self, stage: int, rank: int) -> list[Piece]:
+    def pieces(self, stage: int, rank: int) -> list[WeightPiece]:
         vocabulary = vocabulary_of(self.weights.model, self.tp)[1]
         return list(stage_pieces(self.weights.model, self._stage(stage), Shard(self.tp, rank), vocabulary=vocabulary))
 
@@ -346,7 +346,7 @@ class _Export:
         for rank, name in enumerate(names):
             output.mark(name, {"bytes": self.bytes_of(stage, rank)})
 
-    def _writer(self, path: Path, stage: int, pieces: list[Piece]) -> TorchFileWriter:
+    def _writer(self, path: Path, stage: int, pieces: list[WeightPiece]) -> TorchFileWriter:
         arguments = megatron_args(self.weights, dtype=self._type(pieces[0]), tp=self.tp, pp=self.pp)
 
         def content(reserve: Reserve) -> Mapping[str, Any]:
@@ -360,10 +360,10 @@ class _Export:
         first = index * count
         return Stage(first, first + count, has_embedding=index == 0, has_head=index == self.pp - 1)
 
-    def _type(self, piece: Piece) -> torch.dtype:
+    def _type(self, piece: WeightPiece) -> torch.dtype:
         return self.dtype or self.weights.dtype(piece.parameter)
 
-    def _name(self, piece: Piece, stage: int) -> str:
+    def _name(self, piece: WeightPiece, stage: int) -> str:
         """Return the tensor's name in the layers of `implementation`."""
         if self.implementation == "local":
             return piece.name

@@ -15,22 +15,22 @@ from megalite.planner.hardware import Cluster, SoftwareStack
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class PassCosts:
     """Costs of the forward and of the two halves of the backward."""
 
     forward: Parts
     input_gradient: Parts
     weight_gradient: Parts
 
-    def __add__(self, other: "Piece") -> "Piece":
-        return Piece(
+    def __add__(self, other: "PassCosts") -> "PassCosts":
+        return PassCosts(
             self.forward + other.forward,
             self.input_gradient + other.input_gradient,
             self.weight_gradient + other.weight_gradient,
         )
 
-    def __mul__(self, times: Number) -> "Piece":
-        return Piece(self.forward * times, self.input_gradient * times, self.weight_gradient * times)
+    def __mul__(self, times: Number) -> "PassCosts":
+        return PassCosts(self.forward * times, self.input_gradient * times, self.weight_gradient * times)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +54,12 @@ class Pricing:
         seconds = gemm_seconds(m, n, k, batch=batch, element=self.work.element, peak=peak, cluster=self.cluster)
         return Parts(gemm=seconds, operations=1.0)
 
-    def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, wide: bool = False) -> Piece:
+    def linear(self, m: Number, n: Number, k: Number, batch: Number = 1.0, *, wide: bool = False) -> PassCosts:
         """Price a product of m rows with weights [n, k], and its two gradients; the weight gradient is accumulated in
         fp32. Unless `wide`, 8 bits are used if the stack has them: then the input and the output gradient, and weights
         once for all uses, are read for their maximum, read again and written."""
         times = 1.0 if wide else self.stack.float8_rate or 1.0
-        found = Piece(
+        found = PassCosts(
             self.gemm(m, n, k, batch, times=times),
             self.gemm(m, k, n, batch, times=times),
             self.gemm(n, k, m, batch, times=times) + self.moved(8.0 * n * k * batch, 0.0),
@@ -67,7 +67,7 @@ class Pricing:
         if wide or not self.stack.float8_rate:
             return found
         cast = (2.0 * self.work.element + 1.0) * batch
-        return found + Piece(
+        return found + PassCosts(
             self.moved(cast * (m * k + n * k / self.work.weight_uses), 2.0), self.moved(cast * m * n), Parts()
         )
 
@@ -75,10 +75,10 @@ class Pricing:
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         return Parts(memory=volume / rate, operations=operations)
 
-    def passes(self, forward: Number, backward: Number, elements: Number, operations: Number = 1.0) -> Piece:
+    def passes(self, forward: Number, backward: Number, elements: Number, operations: Number = 1.0) -> PassCosts:
         """Price an operation without weights, by its passes over `elements`."""
         size = elements * self.work.element * self.stack.elementwise_slowdown
-        return Piece(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
+        return PassCosts(self.moved(forward * size, operations), self.moved(backward * size, operations), Parts())
 
     def tensor(self, operation: str, volume: Number) -> Parts:
         seconds = tensor_seconds(operation, volume, self.work, self.cluster)
@@ -98,7 +98,7 @@ class Pricing:
         work = self.work
         return work.activation_bytes if width is None else work.tokens * width * work.element
 
-    def block_communication(self, products: Parts, entering: Number = None) -> Piece:
+    def block_communication(self, products: Parts, entering: Number = None) -> PassCosts:
         """Price the communication of attention or a dense MLP; the backward gathers the input again for the weight
         gradient. `products`: the weight gradients' products, as long as the input gradients'. With the stack's overlap
         flags, the latter hide that gather, and the former the sum of the input gradient, up to their time. On a CPU
@@ -111,10 +111,10 @@ class Pricing:
             hidden = np.minimum(gather.tensor, products.gemm) * self.stack.overlap_gathers
             hidden = hidden + np.minimum(reduce.tensor, products.gemm) * self.stack.overlap_tensor_gradients
             backward = replace(backward, tensor=backward.tensor - hidden)
-        return Piece(gather + leave, backward, Parts())
+        return PassCosts(gather + leave, backward, Parts())
 
 
-def norm(price: Pricing, width: Number) -> Piece:
+def norm(price: Pricing, width: Number) -> PassCosts:
     """Price norms over all tokens with a total `width`. Unfused: cast to fp32, squares, their mean, a product with it,
     cast back, weight; and the gradient of each."""
     elements, exact = price.work.tokens * width, price.work.exact
@@ -123,13 +123,13 @@ def norm(price: Pricing, width: Number) -> Piece:
     return price.passes(4.0 + 7.0 * exact, 8.0 + 16.0 * exact, elements, 6.0)
 
 
-def rotation(price: Pricing, elements: Number, operations: Number = 1.0) -> Piece:
+def rotation(price: Pricing, elements: Number, operations: Number = 1.0) -> PassCosts:
     """Price rotary positions of queries or keys. Unfused: cast to fp32, rotation, cast back."""
     passes = 2.0 if price.stack.fused_norm else 2.0 + 4.0 * price.work.exact
     return price.passes(passes, passes, elements, operations) * price.work.rope
 
 
-def residual(price: Pricing) -> Piece:
+def residual(price: Pricing) -> PassCosts:
     """Price bias, dropout and residual sum at the end of a branch."""
     work, extra = price.work, 0.0 if price.stack.fused_elementwise else 1.0
     elements = work.tokens * work.hidden / work.split
@@ -137,13 +137,13 @@ def residual(price: Pricing) -> Piece:
     return price.passes(3.0 + extra * (2.0 + 2.0 * work.hidden_dropout) + mask, 2.0 + mask, elements, 1.0 + 2.0 * extra)
 
 
-def activation(price: Pricing, rows: Number, width: Number) -> Piece:
+def activation(price: Pricing, rows: Number, width: Number) -> PassCosts:
     """Price the MLP's nonlinearity with `width` output channels."""
     gates, extra = price.work.gates, 0.0 if price.stack.fused_elementwise else 1.0
     return price.passes(gates + 1.0 + 2.0 * gates * extra, 2.0 * gates + 1.0, rows * width, 1.0 + extra)
 
 
-def attention_core(price: Pricing) -> Piece:
+def attention_core(price: Pricing) -> PassCosts:
     """Price q·kᵀ, softmax, P·v and the exchanges of context parallelism; there are no weight gradients."""
     core = _fused_core(price) if price.stack.fused_attention else _scores_in_memory(price)
     softcap = price.work.softcap
@@ -152,7 +152,7 @@ def attention_core(price: Pricing) -> Piece:
     return _with_context(price, core)
 
 
-def _scores_in_memory(price: Pricing) -> Piece:
+def _scores_in_memory(price: Pricing) -> PassCosts:
     work, stack = price.work, price.stack
     batch, rows = work.batch * work.heads / work.tp, work.sequence / work.cp
     extra = np.where(np.mod(batch, stack.softmax_multiple) > 0, 1.0, 0.0) if stack.fused_softmax else 1.0
@@ -172,10 +172,10 @@ def _scores_in_memory(price: Pricing) -> Piece:
     # Heads and sequence are transposed on the way in and out.
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     transposed = price.passes(2.0, 2.0, work.tokens * width, 4.0)
-    return Piece(scores + context, backward, Parts()) + softmax + transposed
+    return PassCosts(scores + context, backward, Parts()) + softmax + transposed
 
 
-def _fused_core(price: Pricing) -> Piece:
+def _fused_core(price: Pricing) -> PassCosts:
     """Two products forward, five backward, over the positions that the causal mask (and the window) leaves."""
     work = price.work
     seen = work.keys * (1.0 - work.keys / (2.0 * work.sequence))
@@ -188,10 +188,10 @@ def _fused_core(price: Pricing) -> Piece:
         for times, moved in ((1.0, io.forward), (2.5 / price.stack.attention_backward, io.input_gradient))
     ]
     forward, backward = (Parts(gemm=seconds, operations=1.0 + late) for late, seconds in enumerate(bounds))
-    return Piece(forward, backward, Parts())
+    return PassCosts(forward, backward, Parts())
 
 
-def _with_context(price: Pricing, core: Piece) -> Piece:
+def _with_context(price: Pricing, core: PassCosts) -> PassCosts:
     """Add context parallelism: a ring overlaps with the core, up to its time; exchanges of heads and gathers do not."""
     work = price.work
     heads = np.minimum(work.heads_limit, work.cp)
@@ -217,10 +217,10 @@ def _with_context(price: Pricing, core: Piece) -> Piece:
     forward = rings * np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0) + gathered(keys_and_values)
     backward = np.maximum(sent(keys_and_values) + sent(work.exact * keys_and_values) - core.input_gradient.gemm, 0.0)
     backward = rings * backward + gathered(keys_and_values) + gathered(work.exact * keys_and_values)
-    return core + Piece(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
+    return core + PassCosts(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
 
 
-def attention_projections(price: Pricing) -> Piece:
+def attention_projections(price: Pricing) -> PassCosts:
     """Price the projections of queries, keys and values and of the output, with rotations and norms."""
     work = price.work
     if np.any(np.asarray(work.latent) > 0):
@@ -232,12 +232,12 @@ def attention_projections(price: Pricing) -> Piece:
     share = share * (work.groups < work.tp)
     sums = price.tensor("all-reduce", 4.0 * work.tokens) * (2.0 * work.qk_norm_all_heads)
     return (
-        Piece(share, share, Parts())
+        PassCosts(share, share, Parts())
         + price.linear(work.tokens, queries + kv, work.hidden)
         + price.linear(work.tokens, work.hidden, queries)
         + rotation(price, rotated)
         + price.passes(2.0, 3.0, rotated, 2.0) * work.qk_norm
-        + Piece(sums, sums, Parts())
+        + PassCosts(sums, sums, Parts())
     )
 
 
@@ -246,7 +246,7 @@ def latent_width(work: Workload) -> Number:
     return np.where(work.q_rank > 0, work.q_rank, work.hidden) + work.kv_rank + work.shared_key
 
 
-def _latent_projections(price: Pricing) -> Piece:
+def _latent_projections(price: Pricing) -> PassCosts:
     """Price projections to the latents, norms, projections to the heads, RoPE, copies that join keys, and the output."""
     work = price.work
     rows, heads = work.tokens / work.split, work.heads / work.tp
@@ -256,7 +256,7 @@ def _latent_projections(price: Pricing) -> Piece:
     return found + price.passes(2.0, 3.0, rows * (work.q_rank + work.kv_rank), 2.0) * work.qk_norm
 
 
-def latent_up(price: Pricing) -> Piece:
+def latent_up(price: Pricing) -> PassCosts:
     """Price the projections from the latents to the heads, with RoPE."""
     work = price.work
     heads, queries = work.heads / work.tp, np.where(work.q_rank > 0, work.q_rank, work.hidden)
@@ -267,7 +267,7 @@ def latent_up(price: Pricing) -> Piece:
     return found + rotated + price.passes(2.0, 2.0, work.tokens * heads * 4.0 * work.head_size, 4.0)
 
 
-def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
+def dense_mlp(price: Pricing, width: Number) -> tuple[PassCosts, PassCosts]:
     """Price (products, nonlinearity) of an MLP with `width` channels over all tp ranks."""
     work = price.work
     local = width / work.tp
@@ -276,7 +276,7 @@ def dense_mlp(price: Pricing, width: Number) -> tuple[Piece, Piece]:
     return products, activation(price, work.tokens, local)
 
 
-def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
+def experts(price: Pricing) -> tuple[PassCosts, PassCosts, PassCosts]:
     """Price (products, nonlinearity, exchange) of a MoE layer with evenly distributed tokens."""
     work = price.work
     rows = work.tokens / work.tp * work.topk  # tokens are divided over tp
@@ -292,29 +292,29 @@ def experts(price: Pricing) -> tuple[Piece, Piece, Piece]:
     dispatch = dispatch + collective_seconds("all-to-all", size * work.expert_tp, work.expert_tp, 1.0, price.cluster)
     way = Parts(expert=2.0 * dispatch, collectives=np.where(work.ep * work.expert_tp > 1, 4.0, 0.0))
     way = way + price.tensor("all-gather", work.activation_bytes) * (1.0 - work.sequence_parallel)
-    return products, activation(price, rows * work.expert_tp, width), Piece(way, way, Parts())
+    return products, activation(price, rows * work.expert_tp, width), PassCosts(way, way, Parts())
 
 
-def under_shared_expert(price: Pricing, exchange: Piece, products: Piece) -> Piece:
+def under_shared_expert(price: Pricing, exchange: PassCosts, products: PassCosts) -> PassCosts:
     """Return the (negative) time of the exchange of rows that overlaps with the shared expert's products."""
 
     def less(way: Parts, product: Parts) -> Parts:
         return Parts(expert=-np.minimum(way.expert, product.gemm)) * float(price.cluster.accelerator.asynchronous)
 
     backward = products.input_gradient + products.weight_gradient
-    return Piece(less(exchange.forward, products.forward), less(exchange.input_gradient, backward), Parts())
+    return PassCosts(less(exchange.forward, products.forward), less(exchange.input_gradient, backward), Parts())
 
 
-def embedding(price: Pricing) -> Piece:
+def embedding(price: Pricing) -> PassCosts:
     """Price the lookup of rows, dropout, and their sum over tensor parallelism."""
     work = price.work
     moved = price.passes(
         2.0 + 2.0 * work.hidden_dropout, 2.0 + 2.0 * work.hidden_dropout, work.tokens * work.hidden, 3.0
     )
-    return moved + Piece(price.leave(), price.enter(), Parts())
+    return moved + PassCosts(price.leave(), price.enter(), Parts())
 
 
-def mtp_inputs(price: Pricing) -> Piece:
+def mtp_inputs(price: Pricing) -> PassCosts:
     """Price the inputs of an MTP layer: the lookup, two norms side by side, and their projection."""
     work = price.work
     rows = work.tokens / work.split
@@ -322,7 +322,7 @@ def mtp_inputs(price: Pricing) -> Piece:
     return embedding(price) + inputs + price.linear(rows, work.hidden, 2.0 * work.hidden)
 
 
-def head(price: Pricing) -> Piece:
+def head(price: Pricing) -> PassCosts:
     """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
 
     An unfused loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
@@ -340,5 +340,5 @@ def head(price: Pricing) -> Piece:
         norm(price, work.hidden / work.split)
         + price.linear(work.tokens, width, work.hidden, wide=True)
         + loss
-        + Piece(price.enter() + sums, price.enter() + price.leave(), Parts())
+        + PassCosts(price.enter() + sums, price.enter() + price.leave(), Parts())
     )

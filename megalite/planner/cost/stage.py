@@ -74,7 +74,7 @@ class StageCost:
 
 
 @once_per_object()
-def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.Piece, Parts]:
+def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.PassCosts, Parts]:
     """Price a block (`moe`: with experts) for a microbatch, and its recomputed part (selective or full)."""
     work = price.work
     norms = operations.norm(price, work.hidden / work.split) * work.norms
@@ -150,7 +150,7 @@ def stage_cost(
     return replace(cost, forward=forward + late[0], input_gradient=inner + late[1])
 
 
-def _seconds(price: operations.Pricing, total: operations.Piece, again: Parts) -> StageCost:
+def _seconds(price: operations.Pricing, total: operations.PassCosts, again: Parts) -> StageCost:
     """Combine parts without the constant of a microbatch. Recompute and backward alternate by layer: the host may be
     late in one and catch up in the other."""
     cluster, stack = price.cluster, price.stack
