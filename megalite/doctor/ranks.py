@@ -150,7 +150,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
         ends = [(first[hosts[one]], first[hosts[other]], hosts[other]) for one, other in pairs]
         pair = next((end for end in ends if world.rank in end[:2]), None)
 
-        def there_and_back(pair: tuple[int, int, str] | None = pair) -> None:
+        def round_trip(pair: tuple[int, int, str] | None = pair) -> None:
             if pair is None:
                 return
             one, other, _ = pair
@@ -161,7 +161,7 @@ def _pairs(timer: Timer, host: str, size: int, seconds: float) -> list[tuple[str
                 world.receive_async(tensor, source=one).wait()
                 world.send_async(tensor, to=one).wait()
 
-        took = timer.together(there_and_back, seconds=seconds / len(rounds)).seconds
+        took = timer.together(round_trip, seconds=seconds / len(rounds)).seconds
         if pair is not None and world.rank == pair[0]:
             found.append((host, pair[2], 2 * size / took))
     return found
@@ -271,12 +271,12 @@ def examine_job(world: Group, own: Sequence[Finding], *, host: str, seconds: flo
         note = f"; lost: rank {', '.join(map(str, lost))}" if lost else ""
         raise ExchangeFailed(f"rank {world.rank} on {host}: {error}{note}") from error
     by_host = {name: [Finding(**each) for each in found] for name, found in rows if found}
-    yield from unlike(by_host)
-    yield from elsewhere(by_host, here=rows[0][0])
+    yield from compare_hosts(by_host)
+    yield from findings_of_other_hosts(by_host, here=rows[0][0])
     yield from findings([RankReport(**report) for report in reports])
 
 
-def unlike(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+def compare_hosts(by_host: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
     """Yield findings on versions and devices that differ between hosts."""
     alike = True
     first, *others = by_host
@@ -305,7 +305,7 @@ def _compared(found: Sequence[Finding]) -> dict[str, str]:
     return compared
 
 
-def elsewhere(by_host: Mapping[str, Sequence[Finding]], *, here: str) -> Iterator[Finding]:
+def findings_of_other_hosts(by_host: Mapping[str, Sequence[Finding]], *, here: str) -> Iterator[Finding]:
     """Yield warnings and errors of other hosts than rank 0's, which has printed its own."""
     for host, found in by_host.items():
         for each in found:

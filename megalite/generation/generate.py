@@ -17,7 +17,7 @@ from megalite.generation.continuation import (
     continuations_of,
 )
 from megalite.models.gpt import GPTStage
-from megalite.pipeline.executor import Channels
+from megalite.pipeline.executor import P2PCommunicator
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 
@@ -40,30 +40,30 @@ class Chain:
         self.stage = stage
         self.size, self._rank = pp.size, pp.rank
         self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        self._channels = Channels(edges, rank=pp.rank, send_window=send_window)
-        self.drain = self._channels.drain
+        self._p2p = P2PCommunicator(edges, rank=pp.rank, send_window=send_window)
+        self.drain = self._p2p.drain
 
     def receive_activations(self, length: int, rows: int) -> torch.Tensor:
         hidden_size, factory = self.stage.config.hidden_size, self.stage.factory
         x = torch.empty(length, rows, hidden_size, dtype=factory.dtype, device=factory.device)
-        self._channels.receive(x, source=self._rank - 1).wait()
+        self._p2p.receive(x, source=self._rank - 1).wait()
         return x
 
     def send_activations(self, x: torch.Tensor) -> None:
-        self._channels.send(x.contiguous(), to=self._rank + 1)
+        self._p2p.send(x.contiguous(), to=self._rank + 1)
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
         """Send the chosen tokens from the last stage to the first."""
         if self.size > 1:
-            self._channels.send(tokens, to=0)
+            self._p2p.send(tokens, to=0)
 
     def receive_tokens(self, rows: int) -> list[int]:
         """Receive the tokens of the last stage on another stage, and forward them to the next stage that lacks them."""
         tokens = torch.empty(rows, dtype=torch.int64, device=self.stage.device)
         source = self.size - 1 if self.is_first else self._rank - 1
-        self._channels.receive(tokens, source=source).wait()
+        self._p2p.receive(tokens, source=source).wait()
         if self._rank < self.size - 2:
-            self._channels.send(tokens, to=self._rank + 1)
+            self._p2p.send(tokens, to=self._rank + 1)
         received: list[int] = tokens.tolist()
         return received
 

@@ -69,7 +69,7 @@ class _Pending(NamedTuple):
     sent: Callable[[], None] | None
 
 
-class Channels:
+class P2PCommunicator:
     """Sends and receives of one pipeline rank.
 
     Args:
@@ -225,7 +225,7 @@ class Executor:
         self._texts = [str(action).encode() for action in row]
         self._placement, self._last_stage = schedule.placement, schedule.num_stages - 1
         self._forward_only = schedule.forward_only
-        self._channels = Channels(edges, rank=rank, send_window=program.send_window)
+        self._p2p = P2PCommunicator(edges, rank=rank, send_window=program.send_window)
         self._completes = {action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}
         """Per stage, the action after which its gradients are final."""
         self._receives = {one: one._replace(kind=_RECEIVE_OF[one.kind]) for one in row if one.kind in _RECEIVE_OF}
@@ -264,7 +264,7 @@ class Executor:
             except Exception as error:
                 error.add_note(f"in {action} on pipeline rank {self._rank} of:\n{render_grid(self._schedule)}")
                 raise
-        self._channels.drain()
+        self._p2p.drain()
         return step.losses
 
     def _compute(self, action: Action, step: StepState) -> None:
@@ -349,19 +349,19 @@ class Executor:
     def _send_forward(self, action: Action, step: StepState) -> None:
         key, to = (action.stage, action.microbatch), self._placement[action.stage + 1]
         if key in step.leaving:
-            self._channels.send(self._messages.pack(step.leaving.pop(key)), to=to)
+            self._p2p.send(self._messages.pack(step.leaving.pop(key)), to=to)
             return
         output = step.outputs[key]
-        self._channels.send(self._messages.pack(output.detach()), to=to, sent=lambda: free_output(output))
+        self._p2p.send(self._messages.pack(output.detach()), to=to, sent=lambda: free_output(output))
 
     def _send_backward(self, action: Action, step: StepState) -> None:
         grad = step.input_grads.pop((action.stage, action.microbatch)).contiguous()
-        self._channels.send(self._messages.pack(grad), to=self._placement[action.stage - 1])
+        self._p2p.send(self._messages.pack(grad), to=self._placement[action.stage - 1])
 
     def _receive(self, action: Action, step: StepState) -> None:
         neighbour = -1 if action.kind is Kind.RECV_F else 1
         message = self._messages.empty()
-        work = self._channels.receive(message, source=self._placement[action.stage + neighbour])
+        work = self._p2p.receive(message, source=self._placement[action.stage + neighbour])
         step.receiving[action] = work, message
 
     def _reduce_grad(self, action: Action, step: StepState) -> None:

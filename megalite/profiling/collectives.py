@@ -144,7 +144,7 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Channels:
+class MeasuredGroups:
     """This rank's groups of one place."""
 
     place: str
@@ -152,9 +152,9 @@ class Channels:
     edges: tuple[Group, Group] | None = None  # to a neighbour and back; None: this rank has none
 
 
-def make_channels(
+def make_groups(
     machine: Machine, rank: int, device: torch.device, *, reuse: ProcessGroups | None = None
-) -> list[Channels]:
+) -> list[MeasuredGroups]:
     """Create groups inside a node (of 2 ranks and of all) and across nodes (one rank of each), with a pair for
     messages. If tensor-parallel ranks use shared memory, also create groups inside a node that do.
 
@@ -176,14 +176,14 @@ def make_channels(
         # With an odd number only the first two ranks of each node exchange messages.
         pair = 2 if local % 2 == 0 else local
         neighbours = topology(pp=pair, dp=local * nodes // pair, order="tp-cp-ep-pp-dp")
-        found.append(Channels(place="inside", groups=groups, edges=_first_pair(neighbours)))
+        found.append(MeasuredGroups(place="inside", groups=groups, edges=_first_pair(neighbours)))
         if all(group.memory is not None for group in shared):
-            found.append(Channels(place="memory", groups=shared))
+            found.append(MeasuredGroups(place="memory", groups=shared))
     if nodes > 1:
         pair = 2 if nodes % 2 == 0 else nodes
         across = topology(tp=local, dp=nodes).dp
         neighbours = topology(tp=local, pp=pair, dp=nodes // pair, order="tp-cp-ep-pp-dp")
-        found.append(Channels(place="across", groups=(across,), edges=_first_pair(neighbours)))
+        found.append(MeasuredGroups(place="across", groups=(across,), edges=_first_pair(neighbours)))
     return found
 
 
@@ -200,23 +200,23 @@ def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[
 
 
 def measure_collectives(
-    timer: Timer, channels: Channels, *, sizes: Sequence[int], seconds: float
+    timer: Timer, measured: MeasuredGroups, *, sizes: Sequence[int], seconds: float
 ) -> Iterator[CollectiveTime]:
     """Measure every operation at every size, `seconds` in total.
 
     Collectives: the measured ones, and barriers and gathers over the timer's world."""
-    each = seconds / max(1, len(sizes) * (1 + len(channels.groups) * len(OPERATIONS)))
-    shared = channels.place == "memory"
+    each = seconds / max(1, len(sizes) * (1 + len(measured.groups) * len(OPERATIONS)))
+    shared = measured.place == "memory"
     for size in sizes:
-        for group in channels.groups:
+        for group in measured.groups:
             for operation in SHARED_PASSES if shared else OPERATIONS:
                 run, whole = collective(operation, group, size, timer.device)
-                timing = timer.over_ranks(timer.amid(run, seconds=each))
+                timing = timer.over_ranks(timer.between_computations(run, seconds=each))
                 yield CollectiveTime(
-                    operation=operation, place=channels.place, ranks=group.size, message_bytes=whole, timing=timing
+                    operation=operation, place=measured.place, ranks=group.size, message_bytes=whole, timing=timing
                 )
         if not shared:
-            yield _messages(timer, channels, size, each)
+            yield _messages(timer, measured, size, each)
 
 
 def collective(operation: str, group: Group, size: int, device: torch.device) -> tuple[Callable[[], object], int]:
@@ -233,26 +233,26 @@ def collective(operation: str, group: Group, size: int, device: torch.device) ->
     return runs[operation], whole.numel() * whole.element_size()
 
 
-def _messages(timer: Timer, channels: Channels, size: int, seconds: float) -> CollectiveTime:
+def _messages(timer: Timer, measured: MeasuredGroups, size: int, seconds: float) -> CollectiveTime:
     """Time a message to the neighbour and one back; half of it is one message."""
     tensor = torch.zeros(max(1, size // 4), device=timer.device)
-    run = there_and_back(channels, tensor)
-    both = timer.over_ranks(timer.amid(run, seconds=seconds), idle=channels.edges is None)
+    run = round_trip(measured, tensor)
+    both = timer.over_ranks(timer.between_computations(run, seconds=seconds), idle=measured.edges is None)
     return CollectiveTime(
         operation="p2p",
-        place=channels.place,
+        place=measured.place,
         ranks=2,
         message_bytes=tensor.numel() * tensor.element_size(),
         timing=Timing(seconds=both.seconds / 2, spread=both.spread, samples=both.samples),
     )
 
 
-def there_and_back(
-    channels: Channels, tensor: torch.Tensor, compute: Callable[[], None] | None = None
+def round_trip(
+    measured: MeasuredGroups, tensor: torch.Tensor, compute: Callable[[], None] | None = None
 ) -> Callable[[], None]:
     """Return a function that exchanges a message to the neighbour and one back. Each rank computes before it sends; the
     second rank computes after it receives. The function does nothing on a rank without a neighbour."""
-    edges = channels.edges
+    edges = measured.edges
 
     def run() -> None:
         if edges is None:
@@ -288,16 +288,16 @@ class TurnTime:
         return 2.0 * self.at_once.seconds / self.in_turn.seconds
 
 
-def measure_turns(timer: Timer, channels: Channels, *, seconds: float) -> TurnTime:
+def measure_turns(timer: Timer, measured: MeasuredGroups, *, seconds: float) -> TurnTime:
     """Measure pairs of neighbours inside a node for about `seconds`.
 
     Collectives: messages between them, barriers and gathers over the timer's world."""
     compute = products(_TURN_PRODUCTS, timer.device)
-    in_turn = there_and_back(channels, torch.zeros(1, device=timer.device), compute)
+    in_turn = round_trip(measured, torch.zeros(1, device=timer.device), compute)
     # Alternate between the two, because the machine's speed drifts.
     each, runs = seconds / (2 * _REPETITIONS), (compute, in_turn)
     rounds = [[timer.together(run, seconds=each) for run in runs] for _ in range(_REPETITIONS)]
     columns = (sorted(timings, key=lambda timing: timing.seconds) for timings in zip(*rounds, strict=True))
-    idle = channels.edges is None
+    idle = measured.edges is None
     times = (timer.over_ranks(timings[_REPETITIONS // 2], idle=idle) for timings in columns)
     return TurnTime(at_once=next(times), in_turn=next(times))

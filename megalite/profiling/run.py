@@ -114,26 +114,26 @@ def measure(
         most = pieces.first_rate(timer, dtype) * seconds / (2 * len(stages.SHAPES) * _SAMPLES)
         found.passes += stages.measure_passes(timer, dtype=dtype, name=name, most_flops=most, seconds=seconds)
     if machine.ranks > 1:
-        places = between.make_channels(machine, timer.world.rank, timer.device, reuse=reuse)
+        places = between.make_groups(machine, timer.world.rank, timer.device, reuse=reuse)
         seconds = share["collectives"]
         if machine.crowded and places[0].place == "inside":
             progress("speed of ranks while others wait")
             found.turns = between.measure_turns(timer, places[0], seconds=_TURNS * seconds)
             seconds *= 1.0 - _TURNS
-        for channels in places:
-            progress(f"collectives {_PLACES[channels.place]}")
+        for measured in places:
+            progress(f"collectives {_PLACES[measured.place]}")
             budget = seconds / len(places)
-            kinds = 1 + 4 * len(channels.groups)
+            kinds = 1 + 4 * len(measured.groups)
             count = max(3, min(7, int(budget / kinds / 0.1)))
-            largest = _largest_message(timer, channels, budget / kinds / count)
+            largest = _largest_message(timer, measured, budget / kinds / count)
             sizes = between.message_sizes(largest=min(largest, int(most_bytes / 4), 1 << 28), count=count)
-            found.collectives += between.measure_collectives(timer, channels, sizes=sizes, seconds=budget)
+            found.collectives += between.measure_collectives(timer, measured, sizes=sizes, seconds=budget)
     return found
 
 
-def _largest_message(timer: Timer, channels: between.Channels, seconds: float) -> int:
+def _largest_message(timer: Timer, measured: between.MeasuredGroups, seconds: float) -> int:
     """Return the bytes that an all-reduce over the largest group moves in a sixth of `seconds`, at least 1 MiB."""
-    group, trial = channels.groups[-1], 1 << 20
+    group, trial = measured.groups[-1], 1 << 20
     tensor = torch.zeros(trial // 4, device=timer.device)
     once = timer.over_ranks(timer.together(lambda: group.all_reduce(tensor), seconds=0.0)).seconds
     return max(trial, int(trial * seconds / (_SAMPLES * once)))

@@ -64,7 +64,7 @@ class Timer:
         self._shortest = 2e-3 if device.type == "cuda" else 5e-4
         if crowded:
             self._shortest = 20e-3  # a scheduler's turn is a few milliseconds
-        self._computing: list[float] = []  # times of the products in `amid`
+        self._computing: list[float] = []  # times of the products in `between_computations`
 
     def each(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Time `run` on every rank separately, all at once, for about `seconds`.
@@ -91,7 +91,7 @@ class Timer:
         self.barrier()
         return timing_of([self._sample(run, repeats) for _ in range(count)])
 
-    def amid(self, run: Callable[[], object], *, seconds: float) -> Timing:
+    def between_computations(self, run: Callable[[], object], *, seconds: float) -> Timing:
         """Time `run` as in `together`, but between computations if ranks take turns on the cores. There a rank that
         waits gives up its turn; the longer it has computed, the later it runs again. Each run follows products of a few
         milliseconds, as between two collectives of a layer; their own time is subtracted.

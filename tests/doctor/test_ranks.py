@@ -85,10 +85,10 @@ def version(name: str, text: str) -> Finding:
 def test_unequal_hosts_are_reported() -> None:
     a = [version("torch", "2.11"), version("pyarrow", "1"), version("python", "3.11")]
     b = [version("torch", "2.12"), version("pyarrow", "2"), version("python", "3.12")]
-    found = {row.name: row for row in ranks.unlike({"a": a, "b": a, "c": b})}
+    found = {row.name: row for row in ranks.compare_hosts({"a": a, "b": a, "c": b})}
     assert {name: row.level for name, row in found.items()} == {"torch": "error", "pyarrow": "warning"}
     assert found["torch"].text == "2.11 on a, 2.12 on c"
-    (row,) = ranks.unlike({"a": a, "b": a})
+    (row,) = ranks.compare_hosts({"a": a, "b": a})
     assert row.text == "2 hosts have the same versions and GPUs"
 
 

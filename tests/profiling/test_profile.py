@@ -13,7 +13,7 @@ from megalite.cli.display import rate
 from megalite.cli.profile import _dtypes, format_profile, main, profile
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.profiling.collectives import describe_machine, make_channels
+from megalite.profiling.collectives import describe_machine, make_groups
 from megalite.profiling.run import fit_cluster
 from megalite.topology import shared_memory
 from megalite.topology.topology import Launch
@@ -65,7 +65,7 @@ def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, .
     """Return groups and pair of each place, and whether groups inside a node have shared memory."""
     world = context.topology(dp=len(hosts)).world
     machine = describe_machine(world, node=hosts[context.rank])
-    found = make_channels(machine, context.rank, torch.device("cpu"), reuse=context.groups)
+    found = make_groups(machine, context.rank, torch.device("cpu"), reuse=context.groups)
     places = [
         (each.place, [group.ranks for group in each.groups], each.edges[0].ranks if each.edges else ())
         for each in found

@@ -97,7 +97,7 @@ def test_product_before_each_run_on_shared_cores_is_subtracted(crowded: bool, mo
         clock.now += 0.001
 
     monkeypatch.setattr(torch, "mm", product)
-    timing = timer(clock, crowded=crowded).amid(clock.takes(0.004), seconds=1.0)
+    timing = timer(clock, crowded=crowded).between_computations(clock.takes(0.004), seconds=1.0)
     assert timing.seconds == pytest.approx(0.004)
     assert (len(products) > 10 * clock.runs) if crowded else not products
 

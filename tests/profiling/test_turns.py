@@ -14,9 +14,9 @@ from megalite.profiling.collectives import (
     TurnTime,
     _ranks_per_node,
     describe_machine,
-    make_channels,
+    make_groups,
     measure_turns,
-    there_and_back,
+    round_trip,
 )
 from megalite.profiling.timing import Timer
 from tests.profiling.made_up import CPU, cpu_cluster, fitted_to, measurements, took
@@ -49,14 +49,14 @@ def _spans(context: RankContext) -> list[tuple[float, float]]:
     """Return when this rank computed, on the clock that all processes share."""
     device, spans = torch.device("cpu"), []
     machine = describe_machine(context.topology(dp=2).world, node="one")
-    channels, *_ = make_channels(machine, context.rank, device, reuse=context.groups)
+    channels, *_ = make_groups(machine, context.rank, device, reuse=context.groups)
 
     def compute() -> None:
         start = time.monotonic()
         time.sleep(0.01)
         spans.append((start, time.monotonic()))
 
-    run = there_and_back(channels, torch.zeros(1), compute)
+    run = round_trip(channels, torch.zeros(1), compute)
     for _ in range(3):
         run()
     return spans
@@ -73,7 +73,7 @@ def _turns(context: RankContext) -> TurnTime:
     world = context.topology(dp=2).world
     device = torch.device("cpu")
     machine = describe_machine(world, node="one")
-    channels, *_ = make_channels(machine, context.rank, device, reuse=context.groups)
+    channels, *_ = make_groups(machine, context.rank, device, reuse=context.groups)
     timer = Timer(device, world, crowded=True)
     return measure_turns(timer, channels, seconds=0.05)
 
