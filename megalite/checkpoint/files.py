@@ -68,7 +68,7 @@ def write_at(path: Path, descriptor: int, data: memoryview, start: int) -> None:
         os.lseek(descriptor, start, os.SEEK_SET)
         write_all(descriptor, data)
     except OSError as error:
-        raise named(error, path) from None
+        raise with_path(error, path) from None
     first, last = start // CHUNK * CHUNK, (start + len(data)) // CHUNK * CHUNK
     advise(descriptor, first, last - first, "POSIX_FADV_DONTNEED")  # dirty pages stay in memory
 
@@ -94,10 +94,10 @@ def sync_file(path: Path, descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        raise named(error, path) from None
+        raise with_path(error, path) from None
 
 
-def named(error: OSError, path: Path) -> OSError:
+def with_path(error: OSError, path: Path) -> OSError:
     """Return the error with the file's name, which errors on open descriptors lack."""
     return OSError(error.errno, error.strerror, str(path))
 

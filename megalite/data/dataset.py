@@ -67,7 +67,7 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     return range(ends[0]), range(ends[0], ends[1]), range(ends[1], ends[2])
 
 
-def keeping(function: Callable[[int], _T]) -> Callable[[int], _T]:
+def memoize(function: Callable[[int], _T]) -> Callable[[int], _T]:
     """Cache the last two results of a function, because batches cross from one epoch to the next. Unlike with a plain
     `lru_cache`, several threads never compute the same result twice."""
     cached, lock = lru_cache(maxsize=2)(function), threading.Lock()

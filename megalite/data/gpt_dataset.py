@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import DocumentDataset, KeyedPermutation, keeping, permutation, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, memoize, permutation, require_sample
 from megalite.data.index_cache import Arrays, IndexCache, Kept, Recipe
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -52,7 +52,7 @@ class GPTDataset(DocumentDataset):
             raise self._too_small(
                 f"fewer than the {self.seq_length + 1} of one sample with seq_length {self.seq_length}{shorter}"
             )
-        self._epoch = keeping(self._make_epoch)
+        self._epoch = memoize(self._make_epoch)
         self._stop_epoch = 0  # the first epoch that will not be read, from `prepare`
         self.background: threading.Thread | None = None  # builds the index of the next epoch
 

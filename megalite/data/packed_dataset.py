@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.dataset import DocumentDataset, KeyedPermutation, Packing, keeping, permutation, require_sample
+from megalite.data.dataset import DocumentDataset, KeyedPermutation, Packing, memoize, permutation, require_sample
 from megalite.data.indexed_dataset import IndexedDataset
 
 _DOCUMENT_STREAM, _SAMPLE_STREAM = 0, 1
@@ -68,7 +68,7 @@ class PackedDataset(DocumentDataset):
         self.samples_per_epoch = self._full + self._bins.count
         if self.samples_per_epoch < 1:
             raise self._too_small("but no document has the two that a prediction needs")
-        self._epoch = keeping(self._make_epoch)
+        self._epoch = memoize(self._make_epoch)
         self._pieces = lru_cache(maxsize=1)(self._find_pieces)  # `sample` and `packing` alternate
 
     @property

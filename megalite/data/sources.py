@@ -14,7 +14,7 @@ from megalite.config.data import DATASETS, DEFAULT_SPLIT, SPLITS, DataConfig, pa
 from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
-from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, keeping, require_sample, split_documents
+from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, memoize, require_sample, split_documents
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache
 from megalite.data.token_files import TokenFiles, refuse_examples
@@ -297,7 +297,7 @@ class _Shuffled:
     stream: int
 
     def __post_init__(self) -> None:
-        self._order = keeping(
+        self._order = memoize(
             lambda epoch: KeyedPermutation(len(self.items), seed=self.seed, index=epoch, stream=self.stream)
         )
 

@@ -80,7 +80,7 @@ class ReadAhead:
         self.early |= self._late_steps == 3
 
 
-def meet(stops: StopRequests, topology: Topology) -> None:
+def raise_stop_on_all_ranks(stops: StopRequests, topology: Topology) -> None:
     """Raise StopRun on all ranks if one was requested to stop. Ranks that step apart call it when they synchronize.
 
     Collectives: a max all-reduce of one number over the world, on the host.

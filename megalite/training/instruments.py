@@ -261,7 +261,7 @@ class Instruments:
         if self._profiler is not None:
             self._profiler.begin(step)
 
-    def made(self, step: int, *, seconds: float, waited: float) -> None:
+    def count_step(self, step: int, *, seconds: float, waited: float) -> None:
         """Count a completed step; `waited`: its seconds of waiting for data."""
         self.clock.add("data_wait", waited)
         if self._sessions is not None:

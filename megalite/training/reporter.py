@@ -244,7 +244,7 @@ class Reporter:
         due = after.step % self._interval == 0 or after.step == self._total
         lines: list[str] = []
         if self._instruments is not None:
-            self._instruments.made(after.step, seconds=seconds, waited=data_wait_seconds)
+            self._instruments.count_step(after.step, seconds=seconds, waited=data_wait_seconds)
             if due:
                 fields, lines = self._instruments.interval(steps=len(self._losses), seconds=self._seconds)
                 record |= fields

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.checkpoint.files import named, write_all
+from megalite.checkpoint.files import with_path, write_all
 from megalite.config.describe import redact_text
 from megalite.config.reading import open_regular
 
@@ -95,7 +95,7 @@ class AppendedFile:
                     os.ftruncate(descriptor, status.st_size)
                 raise
         except OSError as error:
-            raise named(error, self._path) from None
+            raise with_path(error, self._path) from None
 
     def _open(self) -> int:
         if self._descriptor is None:

@@ -21,7 +21,7 @@ from megalite.topology.group import Group
 from megalite.topology.lost_peers import RollCall
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.callbacks import Callback, Callbacks, write_line
-from megalite.training.evaluation import Evaluator, ReadAhead, meet, read_batches
+from megalite.training.evaluation import Evaluator, ReadAhead, raise_stop_on_all_ranks, read_batches
 from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
@@ -397,7 +397,7 @@ class Trainer:
                 self.saver.begin(self.progress)
             self.reporter.restart_clock()
         if self._apart and self.progress.step < self.total:
-            meet(self.stops, self.replica.topology)
+            raise_stop_on_all_ranks(self.stops, self.replica.topology)
 
     def _save_last(self) -> None:
         if self.saver is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import Packing, keeping
+from megalite.data.dataset import Packing, memoize
 from megalite.data.loader import BatchLoader, Microbatch
 from megalite.topology.layout import Spans
 from tests.support.patience import wait_until
@@ -196,7 +196,7 @@ def test_epoch_is_built_once_for_all_readers() -> None:
         made.append(epoch)
         return epoch
 
-    epochs = keeping(make)
+    epochs = memoize(make)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(epochs, [0] * 8 + [1] * 8)) == [0] * 8 + [1] * 8
     assert made == [0, 1]

@@ -133,13 +133,13 @@ def owned(setting: str, owners: Mapping[str, tuple[object, ...]]) -> Iterator[Ch
     """Build rules for settings, separated by | and optionally marked ? as for `rules` -> the values of `setting` for
     which they have an effect."""
 
-    def elsewhere(known: tuple[object, ...]) -> Callable[[Settings], bool]:
+    def has_no_effect(known: tuple[object, ...]) -> Callable[[Settings], bool]:
         return lambda c: getattr(c, setting) not in known
 
     for names, known in owners.items():
         remedy = f"use --{setting.replace('_', '-')} {known[0]} or remove it"
         marked = names if names.startswith("?") else f"!{names}"
-        yield from rules({f"{{{marked}}} has no effect with {{{setting}}}; {remedy}": elsewhere(known)})
+        yield from rules({f"{{{marked}}} has no effect with {{{setting}}}; {remedy}": has_no_effect(known)})
 
 
 def without(table: Mapping[str, str]) -> Iterator[Check]:
