@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.option import Bounds
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, cache_by_object
 
 HIDDEN = "***"
 
@@ -156,7 +156,7 @@ def settings() -> Mapping[str, Setting]:
     return table
 
 
-@once_per_object(maxsize=4)
+@cache_by_object(maxsize=4)
 def values_of(config: RunConfig) -> Mapping[str, Any]:
     """Return every setting of a config, flat."""
     return {name: value for part in vars(config).values() for name, value in vars(part).items()}

@@ -188,7 +188,7 @@ class Problems:
 
 
 @contextmanager
-def gathered(problems: Problems | None) -> Iterator[Problems]:
+def raise_at_end(problems: Problems | None) -> Iterator[Problems]:
     """Yield the caller's `problems` to add to; if None, yield new ones and raise them together at the end."""
     found = Problems() if problems is None else problems
     yield found

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.data import PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, sectioned, sections, settings
-from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest, shortened
+from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end, shortened
 from megalite.config.megatron import STANDS_FOR
 from megalite.config.megatron_flags import known_flags
 from megalite.config.merge import Level, merge
@@ -20,7 +20,7 @@ from megalite.config.values import coerce
 
 def load(path: str | Path) -> RunConfig:
     """Load a file over the defaults. Raises ConfigError: it is missing or not YAML, or a key or value is not legal."""
-    with gathered(None) as problems:
+    with raise_at_end(None) as problems:
         return merge([read_level(path, problems=problems)], problems).config
 
 
@@ -37,14 +37,14 @@ def read_level(path: str | Path, source: str | None = None, *, problems: Problem
 
 def level_from_text(text: str, source: str, problems: Problems | None = None) -> Level:
     """Parse YAML text into a level; sections and flat keys may be mixed. Arguments and errors: see `read_level`."""
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
         return level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
 
 
 def configure(**settings: Any) -> RunConfig:
     """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
     ConfigError: a key or value is not legal."""
-    with gathered(None) as problems:
+    with raise_at_end(None) as problems:
         return merge([level_of(settings, "configure", problems)], problems).config
 
 
@@ -72,7 +72,7 @@ def _imports(tree: Mapping[Any, Any]) -> list[str]:
 def level_of(tree: Mapping[Any, Any], source: str, problems: Problems | None = None) -> Level:
     """Build a level from sections and keys; see `level_from_text`."""
     import_modules(_imports(tree))  # they may register legal values
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
         level = Level()
         for key, value in tree.items():
             if key in sections() and (isinstance(value, dict) or value is None):

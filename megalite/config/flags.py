@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.config.describe import Setting, settings
-from megalite.config.errors import ConfigError, Problems, closest, gathered, nearest
+from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end
 from megalite.config.files import imports_of, read_level, read_preset
 from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
@@ -89,7 +89,7 @@ def parse_arguments(
 
     Raises ConfigError: unknown flags (the nearest are named), values of the wrong type, a setting with two values,
     flags of Megatron-LM that change the computation and are not supported."""
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
         return _read(argv, found, others, world_size, shape)
 
 

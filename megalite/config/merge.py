@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import replace, settings
-from megalite.config.errors import ConfigError, Problems, Reported, gathered, shortened
+from megalite.config.errors import ConfigError, Problems, Reported, raise_at_end, shortened
 from megalite.config.megatron import (
     DERIVED,
     DIFFERENCES,
@@ -109,7 +109,7 @@ class Merged:
 def merge(levels: Sequence[Level], problems: Problems | None = None) -> Merged:
     """Lay the levels over the defaults, later ones on top. `problems` collects what is wrong; default: raised together.
     Raises ConfigError: a derived flag contradicts a setting of its level or cannot be met exactly."""
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
         _resolve_derived(levels, found)
     top = _topmost(levels)
     imports = [level.given["imports"] for level in levels if "imports" in level.given]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megalite.config.errors import ConfigError, Problems, gathered, nearest, shortened
+from megalite.config.errors import ConfigError, Problems, nearest, raise_at_end, shortened
 from megalite.config.registry import imported
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ def load_mapping(text: str, source: str, example: str, problems: Problems | None
     too deeply, or not a mapping; the message starts with `source`."""
     twice = Problems()
     tree = imported("megalite.config.yaml_text:tree_of")(text, source, twice)
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
         for problem in twice.found:
             found.add(f"{source}: {problem}", *twice.wrong)
     if not isinstance(tree, dict):

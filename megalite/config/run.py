@@ -152,7 +152,7 @@ class IdentityKey(Generic[T]):
         return id(self.value)
 
 
-def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+def cache_by_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
     """Cache a function by the identity of its first argument, for the last `maxsize` objects, which nothing may change.
     All predictions about a config share the same parts."""
 
@@ -166,7 +166,7 @@ def once_per_object(maxsize: int = 64) -> Callable[[Callable[Concatenate[S, P], 
     return decorate
 
 
-def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
+def cache_by_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callable[Concatenate[RunConfig, P], T]:
     """Cache a function of a config: one result for all configs that agree in every setting that the function has read.
 
     Reads are recorded, not declared, so no list of settings can become outdated. The result may depend on nothing but
@@ -174,7 +174,7 @@ def once_per_reading(function: Callable[Concatenate[RunConfig, P], T]) -> Callab
     answers: dict[Hashable, dict[tuple[str, ...], dict[Hashable, T]]] = {}
     left = _MOST_ANSWERS
 
-    @once_per_object()
+    @cache_by_object()
     def ask(config: RunConfig, *args: Any, **kwargs: Any) -> T:
         nonlocal left
         if not _can_be_shared(config):

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import replace, settings, values_of
-from megalite.config.errors import Findings, Problems, gathered
+from megalite.config.errors import Findings, Problems, raise_at_end
 from megalite.config.option import plain
 from megalite.config.registry import import_modules
 from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
@@ -78,7 +78,7 @@ def validate(
 
     Raises ConfigError: everything that is not legal, with the setting's name, both values and a value that works."""
     import_modules(config.training.imports)
-    with gathered(problems) as found:
+    with raise_at_end(problems) as found:
 
         def check(*checks: Check, wrong: tuple[str, ...] = ()) -> None:
             seen = rule_settings(config, explicit, found.wrong)

@@ -61,7 +61,7 @@ def padded(elements: int, replicas: int) -> int:
     return -(-elements // (ALIGNMENT * replicas)) * ALIGNMENT * replicas
 
 
-def in_host_memory(sizes: Sequence[int], fraction: float) -> list[bool]:
+def choose_offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
     """Return which of a rank's ranges, in the order of its buckets, are offloaded: the first ones, until they make up
     `fraction` of the sum of `sizes`."""
     wanted, before = fraction * sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]

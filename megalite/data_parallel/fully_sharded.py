@@ -187,7 +187,7 @@ class FullySharded(DistributedOptimizer):
     def consensus(self) -> AbstractContextManager[None]:
         return self.main_in_memory()
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         self._free()
         self._scales = None
-        super(DistributedOptimizer, self).loaded()
+        super(DistributedOptimizer, self).after_load()

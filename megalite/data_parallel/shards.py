@@ -107,7 +107,7 @@ class StrategyGroups:
         first_end = not kind.tied or self.embedding is None or self.embedding.rank == 0
         return first_end and (kind.split_over_tp or (self.expert_tp if kind.expert else self.tp).rank == 0)
 
-    def place(self, kind: BucketKind) -> tuple[int, int]:
+    def replica_position(self, kind: BucketKind) -> tuple[int, int]:
         """Return this rank's index among all ranks with the same bucket, and their number."""
         inside, across = self.replicas(kind), self.instances(kind)
         return across.rank * inside.size + inside.rank, across.size * inside.size

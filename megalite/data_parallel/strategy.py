@@ -24,7 +24,7 @@ from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
 from megalite.data_parallel.buckets import Bucket, Placed, make_buckets, parameters_of
-from megalite.data_parallel.facts import STATES, BucketKind, Placement, in_host_memory
+from megalite.data_parallel.facts import STATES, BucketKind, Placement, choose_offloaded
 from megalite.data_parallel.shards import (
     Norms,
     OptimizerShard,
@@ -117,7 +117,7 @@ class DataParallelStrategy(ABC):
         """The factor of this step's loss; a power of 2, unless the user fixed another."""
         self._unreduced: dict[Bucket, torch.Tensor] = {}
         sizes = [stop - start for start, stop in map(self.owned_range, self.all_buckets())]
-        offloaded = in_host_memory(sizes, options.host_fraction)
+        offloaded = choose_offloaded(sizes, options.host_fraction)
         self._host = HostMemory(self.device, slots=HOST_SLOTS) if any(offloaded) else None
         self._in_host_memory = set(itertools.compress(self.all_buckets(), offloaded))
         self.shards = [self._make_shard(bucket) for bucket in self.all_buckets()]
@@ -135,7 +135,7 @@ class DataParallelStrategy(ABC):
         return make_buckets(
             parameters,
             bucket_size=self.options.bucket_size,
-            replicas=lambda kind: self.groups.place(kind)[1],
+            replicas=lambda kind: self.groups.replica_position(kind)[1],
             grad_dtype=self.options.grad_dtype,
             allocate=self.allocates_gradients,
         )
@@ -149,7 +149,7 @@ class DataParallelStrategy(ABC):
 
     @property
     def has_replicas(self) -> bool:
-        return any(self.groups.place(bucket.kind)[1] > 1 for bucket in self.all_buckets())
+        return any(self.groups.replica_position(bucket.kind)[1] > 1 for bucket in self.all_buckets())
 
     def channel(self, bucket: Bucket) -> Channel:
         """Return the channel to the ranks with the same bucket, in this instance."""
@@ -442,7 +442,7 @@ class DataParallelStrategy(ABC):
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Load saved `counters`; those of another strategy are ignored."""
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Recompute derived values after all states and counters have been loaded from a checkpoint."""
 
     def take_wire_bytes(self) -> float:

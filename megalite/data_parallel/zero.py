@@ -296,8 +296,8 @@ class DistributedOptimizer(DataParallelStrategy):
         self.wait_until_idle()
         return self.main_in_memory()
 
-    def loaded(self) -> None:
-        super().loaded()
+    def after_load(self) -> None:
+        super().after_load()
         self._gather_exactly()
 
     def gather(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig, parse_lr_multipliers
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, cache_by_object
 
 Init = Literal["normal", "residual", "zeros", "ones"]
 Convention = Literal["palm", "megatron"]
@@ -342,7 +342,7 @@ def map_by_kind(items: Iterable[S], kind: Callable[[S], Hashable], of: Callable[
     return [known[key] for key in kinds]
 
 
-@once_per_object()
+@cache_by_object()
 def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
     """Return the kind of each layer; layers of one kind differ only in their number."""
     indices = range(model.mtp_layers.stop)

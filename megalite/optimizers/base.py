@@ -102,12 +102,12 @@ class Update:
         rate = self.lr if self.decoupled_lr is None or not flat.decoupled_lr else self.decoupled_lr
         return rate * flat.lr_multiplier
 
-    def kept_of(self, flat: FlatParameter) -> float:
+    def decay_factor_of(self, flat: FlatParameter) -> float:
         """Return the factor of weight decay on a flat parameter."""
         return 1.0 - self.rate(flat) * self.weight_decay
 
     @property
-    def kept(self) -> float:
+    def decay_factor(self) -> float:
         """The factor of weight decay if all parameters have one rate."""
         return 1.0 - self.lr * self.weight_decay
 
@@ -224,7 +224,7 @@ class Optimizer(ABC):
         """Return whether the step needs gradients summed over ranks; if not, the optimizer averages its states."""
         return True
 
-    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Optimizer | None":
+    def for_measurement(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> "Optimizer | None":
         """Return an optimizer of the same kind over other `parameters`, without other ranks, that reduces gradients only
         up to step `freeze_step`, for measurements. None: this optimizer always reduces gradients."""
         return None

@@ -91,5 +91,5 @@ class Muon(MatrixOptimizer):
 
     def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:
         if piece.flat.decay:
-            piece.param.mul_(update.kept_of(piece.flat))
+            piece.param.mul_(update.decay_factor_of(piece.flat))
         piece.param.sub_(results[0], alpha=update.rate(piece.flat))

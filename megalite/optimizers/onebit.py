@@ -203,7 +203,7 @@ class OneBitOptimizer(Optimizer):
         freeze = FreezePoint(config, world=world)
         return cls(parameters, config.optimizer, freeze, group=world, kernels=context.kernels)
 
-    def alone(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> Optimizer:
+    def for_measurement(self, parameters: Sequence[FlatParameter], *, freeze_step: int) -> Optimizer:
         freeze, group = self.freeze.at(freeze_step), Group.solo("alone")
         return type(self)(parameters, self.config, freeze, group=group, kernels=self._kernels)
 
@@ -313,5 +313,5 @@ class OneBitAdam(FrozenMoments):
                 values, momentum, moment = flat.param.data[part], exp_avg[part], exp_avg_sq[part]
                 zero_without_moment(momentum, moment)
                 if flat.decay:
-                    values.mul_(update.kept)
+                    values.mul_(update.decay_factor)
                 direction.add_to(values, momentum, moment, factor=-update.lr)

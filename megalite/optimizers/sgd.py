@@ -19,7 +19,7 @@ class SGD(Optimizer):
         assert exchange is None, "SGD steps by reduced gradients"
         for piece in self.pieces(whole_parts(self.parameters), update):
             if piece.flat.decay and update.weight_decay != 0.0:
-                piece.param.mul_(update.kept_of(piece.flat))
+                piece.param.mul_(update.decay_factor_of(piece.flat))
             momentum: list[torch.Tensor | None] = [*piece.states]
             sgd(
                 *([piece.param], [piece.grad], momentum),

@@ -96,7 +96,7 @@ class SOAP(MatrixOptimizer):
         change, square = results
         piece.states[1].copy_(square)
         if piece.flat.decay:
-            piece.param.mul_(update.kept_of(piece.flat))
+            piece.param.mul_(update.decay_factor_of(piece.flat))
         piece.param.sub_(change, alpha=update.rate(piece.flat))
 
 

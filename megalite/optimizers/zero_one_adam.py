@@ -96,7 +96,7 @@ class ZeroOneAdam(OneBitOptimizer):
             exchange(flat, grad)
         zero_without_moment(exp_avg.lerp_(grad, 1.0 - c.adam_beta1), exp_avg_sq)
         if flat.decay:
-            flat.param.data.mul_(update.kept)
+            flat.param.data.mul_(update.decay_factor)
         self._step_along(flat, exp_avg, -update.lr / self._momentum_correction)
 
     def _local_step(self, update: Update, exchange: Exchange) -> None:
@@ -109,7 +109,7 @@ class ZeroOneAdam(OneBitOptimizer):
         local = update.step - self.freeze.step
         due = exchanges(local, scaler=c.local_step_scaler, clipper=c.local_step_clipper)
         rate = update.lr / self._momentum_correction
-        self._decay *= update.kept
+        self._decay *= update.decay_factor
         self._rate += rate
         # If no parameter has moved (the learning rate is 0), there is no mean step either.
         due = due and self._rate > 0.0
@@ -118,7 +118,7 @@ class ZeroOneAdam(OneBitOptimizer):
             exp_avg, own = states["exp_avg"], states["local_update"]
             zero_without_moment(exp_avg.lerp_(flat.grad, 1.0 - c.adam_beta1), states["exp_avg_sq"])
             if flat.decay:
-                own.mul_(update.kept)
+                own.mul_(update.decay_factor)
             own.add_(exp_avg, alpha=rate)
             torch.mul(states["synced_param"], self._decay if flat.decay else 1.0, out=param.data)
             if due:

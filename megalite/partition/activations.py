@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
-from megalite.config.run import RunConfig, once_per_reading
+from megalite.config.run import RunConfig, cache_by_reading
 from megalite.models.shapes import map_by_kind, map_layers
 from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.memory import Sizes
@@ -309,7 +309,7 @@ def _restored_bytes(config: RunConfig, plan: StagePlan) -> int:
     return most
 
 
-@once_per_reading
+@cache_by_reading
 def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the most bytes that recomputation or offloading brings back at once, beside what is kept throughout.
 
@@ -346,7 +346,7 @@ def _graph_config(config: RunConfig) -> RunConfig:
     )
 
 
-@once_per_reading
+@cache_by_reading
 def stage_sizes(config: RunConfig, stages: tuple[StagePlan, ...]) -> Sizes:
     """Return the bytes of all stages: activations, tensors deferred for W, inputs kept for R, message, workspace."""
     kept = _graph_config(config)

@@ -8,12 +8,12 @@ from itertools import compress
 from typing import NamedTuple
 
 from megalite.config.optimizer import HOST_PIECE, HOST_SLOTS, OPTIMIZERS, SQUARES, deal, matrix_sides, state_formats
-from megalite.config.run import RunConfig, once_per_object, once_per_reading
+from megalite.config.run import RunConfig, cache_by_object, cache_by_reading
 from megalite.data_parallel.facts import (
     BucketKind,
     bucket_size,
+    choose_offloaded,
     cut_into_buckets,
-    in_host_memory,
     padded,
     state_elements,
     strategy_states,
@@ -60,7 +60,7 @@ def element_bytes(config: RunConfig, shape: ParameterShape, replicas: int) -> El
     return bytes_of_class(config, is_hidden_matrix(shape.name, shape.shape, decay=shape.decay), replicas)
 
 
-@once_per_object()
+@cache_by_object()
 def bytes_of_class(config: RunConfig, matrix: bool, replicas: int) -> ElementBytes:
     """Return `element_bytes` of a hidden matrix, or of any other tensor."""
     element = ELEMENT_BYTES[config.training.precision]
@@ -122,7 +122,7 @@ class PlannedBucket:
         return tuple(shape.name for shape in self.shapes)
 
 
-@once_per_reading
+@cache_by_reading
 def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan, ...]) -> tuple[PlannedBucket, ...]:
     """Return the buckets that `data_parallel.buckets.make_buckets` makes of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
@@ -205,7 +205,7 @@ def _bucket_kind(config: RunConfig, shape: ParameterShape, tied_apart: bool) -> 
     )
 
 
-@once_per_object()
+@cache_by_object()
 def held_elements(config: RunConfig, stages: tuple[StagePlan, ...]) -> Mapping[tuple[bool, bool], int]:
     """Return (is an expert's, is a hidden matrix) -> elements on a pipeline rank with these stages."""
     found: Counter[tuple[bool, bool]] = Counter()
@@ -219,7 +219,7 @@ def offloaded(config: RunConfig, buckets: Sequence[PlannedBucket]) -> list[Plann
     """Return the buckets of a rank with main parameters and states in host memory, in order."""
     sharded = config.parallel.strategy.shards_states
     sizes = [bucket.elements // (bucket.replicas if sharded else 1) for bucket in buckets]
-    return list(compress(buckets, in_host_memory(sizes, config.optimizer.host_fraction)))
+    return list(compress(buckets, choose_offloaded(sizes, config.optimizer.host_fraction)))
 
 
 class PersistentBytes(NamedTuple):

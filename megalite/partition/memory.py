@@ -11,7 +11,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.run import RunConfig, once_per_object, once_per_reading
+from megalite.config.run import RunConfig, cache_by_object, cache_by_reading
 from megalite.models.shapes import ParameterShape, map_by_kind
 from megalite.partition.activations import (
     ELEMENT_BYTES,
@@ -66,7 +66,7 @@ def activation_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
     return [round(size) for size in _peaks(schedule, sizes)]
 
 
-@once_per_object(maxsize=32)
+@cache_by_object(maxsize=32)
 def _peaks(schedule: Schedule, sizes: Sizes) -> list[float]:
     # Without messages only the computations count, so no lowering is needed.
     return [peak.size for peak in memory_peaks(Program(schedule, schedule.actions), sizes)]
@@ -112,7 +112,7 @@ def rank_memory(
     )
 
 
-@once_per_reading
+@cache_by_reading
 def _persistent_and_temporary(
     config: RunConfig, stages: tuple[StagePlan, ...], everywhere: tuple[StagePlan, ...]
 ) -> tuple[PersistentBytes, int]:

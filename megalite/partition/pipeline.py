@@ -10,7 +10,7 @@ from megalite.config.byte_size import parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input
-from megalite.config.run import RunConfig, once_per_object, once_per_reading
+from megalite.config.run import RunConfig, cache_by_object, cache_by_reading
 from megalite.models.shapes import (
     attention_core_flops,
     flops_per_token,
@@ -97,7 +97,7 @@ def placement_of(config: RunConfig) -> tuple[int, ...]:
     return placement_for(p.schedule_name, p.pp, p.vpp)
 
 
-@once_per_object()
+@cache_by_object()
 def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return the stages of a validated config with a known vocabulary, in order."""
     return cut_stages(config, placement_of(config))
@@ -161,7 +161,7 @@ def lowered(config: RunConfig, schedule: Schedule) -> Program:
     return _lower(schedule, recv_prefetch=p.pipeline_recv_prefetch, send_window=p.pipeline_send_window)
 
 
-_lower = once_per_object(maxsize=4)(lower)
+_lower = cache_by_object(maxsize=4)(lower)
 
 
 def proved(config: RunConfig, program: Program, stages: tuple[StagePlan, ...]) -> ValidationReport:
@@ -192,7 +192,7 @@ def _limit(config: RunConfig) -> float | None:
     return None if text is None else parse_byte_size(text)
 
 
-@once_per_object()
+@cache_by_object()
 def _read(config: RunConfig) -> Schedule:
     """Read pipeline_schedule_file and check that its sizes match the config."""
     p = config.parallel
@@ -223,7 +223,7 @@ def _read(config: RunConfig) -> Schedule:
     return schedule
 
 
-@once_per_reading
+@cache_by_reading
 def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     p, stages = config.parallel, cut_stages(config, placement)
     limited = p.pipeline_schedule is not None or p.pipeline_memory_limit is not None
@@ -262,7 +262,7 @@ def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbat
     return tuple(most - each for each in always)
 
 
-@once_per_reading
+@cache_by_reading
 def _auto_placement(config: RunConfig) -> tuple[int, ...]:
     """Return the placement for vpp 2, a loop or a V: the one with the shorter step at the largest batch."""
     p = config.parallel

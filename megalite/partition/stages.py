@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from megalite.config.run import RunConfig, once_per_reading, stage_layers
+from megalite.config.run import RunConfig, cache_by_reading, stage_layers
 from megalite.models.shapes import (
     ParameterShape,
     StageLayers,
@@ -46,7 +46,7 @@ def parts_of_message(scattered: Any, sequence_parallel: Any, hidden_size: Any, t
     return 1 + (tp - 1) * (scattered * (1 - sequence_parallel) * (hidden_size % tp == 0))
 
 
-@once_per_reading
+@cache_by_reading
 def shapes_of(config: RunConfig, plan: StagePlan) -> tuple[ParameterShape, ...]:
     """Return the full shapes of a stage's parameters, in forward order."""
     return tuple(stage_shapes(config.model, plan.first_layer, plan.last_layer, plan.has_embedding, plan.has_head))

@@ -253,7 +253,7 @@ class Executor:
         for deferred in self._deferred.values():
             deferred.clear()
         for position, action in enumerate(self._row):
-            self._heartbeat.act(self._texts[position], position)
+            self._heartbeat.begin_action(self._texts[position], position)
             try:
                 if action.kind in COMPUTE:
                     self._compute(action, step)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.describe import replace
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, cache_by_object
 from megalite.partition.pipeline import costs_of, lowered, schedule_of
 from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.actions import Kind
@@ -114,7 +114,7 @@ class Clock:
         return Run(timeline, wanted / count, each * (wanted - count), cycle)
 
 
-@once_per_object(maxsize=8)
+@cache_by_object(maxsize=8)
 def _simulated(program: Program, costs: Costs) -> Timeline:
     # Configs with equal pipelines share their programs.
     return simulate(program, costs)

@@ -25,7 +25,7 @@ from megalite.config.validate import require_startable, validate
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
-from megalite.planner.search.search import Candidate, counted, describe, find, survey
+from megalite.planner.search.search import Candidate, describe, find, plural, survey
 from megalite.planner.search.space import (
     AS_GIVEN,
     HOST,
@@ -154,7 +154,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
     if not len(enumerate_space(request)):
         batch = request.config.training.global_batch_size
         raise ConfigError(
-            f"elastic: no layout of {counted(world, 'rank')} is legal{given} with global_batch_size {batch}. "
+            f"elastic: no layout of {plural(world, 'rank')} is legal{given} with global_batch_size {batch}. "
             f"{_remedy(_legal_counts(request))}"
         )
     try:
@@ -169,7 +169,7 @@ def _best(request: Request, cluster: Cluster, stack: SoftwareStack) -> Candidate
             (n for n in more if survey(dataclasses.replace(request, world_size=n), cluster, stack).fitting), None
         )
         raise ConfigError(
-            f"elastic: no layout of {counted(world, 'rank')}{given} fits into {format_bytes(request.memory_limit)} per rank; the least "
+            f"elastic: no layout of {plural(world, 'rank')}{given} fits into {format_bytes(request.memory_limit)} per rank; the least "
             f"takes {format_bytes(least)}: {describe(layout)}. {_remedy([] if enough is None else [enough])}"
         ) from None
 
@@ -189,7 +189,7 @@ def _legal_counts(request: Request) -> list[int]:
 def _remedy(counts: Sequence[int]) -> str:
     if not counts:
         return "No near number of ranks works either: set fewer layout flags, or another batch"
-    start = counted(counts[0], "rank") if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
+    start = plural(counts[0], "rank") if len(counts) == 1 else f"{counts[0]} or {counts[1]} ranks"
     return f"Start {start}, or set fewer layout flags"
 
 
@@ -237,8 +237,8 @@ def _find(
     )
     was = ""
     if former is not None and former.world_size != world_size:
-        was = f"; the checkpoint of step {former.step} has {counted(former.world_size, 'rank')} as {_in_words(former.layout)}"
-    return layout, f"elastic: {counted(world_size, 'rank')}{was}; continuing as {_in_words(layout)} ({why})"
+        was = f"; the checkpoint of step {former.step} has {plural(former.world_size, 'rank')} as {_in_words(former.layout)}"
+    return layout, f"elastic: {plural(world_size, 'rank')}{was}; continuing as {_in_words(layout)} ({why})"
 
 
 def newest_layout(folder: Path) -> Former | None:

@@ -157,12 +157,12 @@ class Device(TorchDispatchMode):
         self.running = "build"
         self._shadows: dict[int, tuple[Any, Tensor]] = {}
 
-    def shadow(self, tensor: Tensor) -> Tensor | None:
+    def values_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a device tensor, if they are known."""
         found = self._shadows.get(id(tensor))
         return None if found is None else found[1]
 
-    def give(self, tensor: Tensor, values: Tensor) -> None:
+    def set_values(self, tensor: Tensor, values: Tensor) -> None:
         """Set the values of `tensor`, and of its base if it is a view of the whole base."""
         base = tensor._base
         for target in (tensor, *([base] if base is not None and base.numel() == tensor.numel() else [])):
@@ -226,7 +226,7 @@ class Device(TorchDispatchMode):
         ]
         if not leaves:
             return
-        known = [self.shadow(leaf) for leaf in leaves]
+        known = [self.values_of(leaf) for leaf in leaves]
         if all(values is None for values in known):
             return
         if any(values is None for values in known):
@@ -236,13 +236,13 @@ class Device(TorchDispatchMode):
 
         def on_cpu(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value if value.device.type != "meta" else self.shadow(value)
+                return value if value.device.type != "meta" else self.values_of(value)
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         values = func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
         for tensor, value in zip(tree_leaves(found), tree_leaves(values), strict=True):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self.give(tensor, value)
+                self.set_values(tensor, value)
 
 
 def _scalar(device: Device, args: Any, _: Any) -> tuple[Any] | None:
@@ -250,7 +250,7 @@ def _scalar(device: Device, args: Any, _: Any) -> tuple[Any] | None:
     if tensor.device.type != "meta":
         return None
     device.synchronise("reads a value")
-    values = device.shadow(tensor)
+    values = device.values_of(tensor)
     zero = False if tensor.dtype is torch.bool else 0.0 if tensor.is_floating_point() else 0
     return (zero if values is None else values.item(),)
 
@@ -261,7 +261,7 @@ def _copy(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
         return None
     if torch.device(target).type == "cpu":
         device.synchronise("copies to the host")
-        values = device.shadow(args[0])
+        values = device.values_of(args[0])
         dtype = kwargs.get("dtype") or args[0].dtype
         return (torch.zeros(args[0].shape, dtype=dtype) if values is None else values.to(dtype, copy=True),)
     if not kwargs.get("non_blocking"):
@@ -276,7 +276,7 @@ def _even_bounds(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
         return None
     parts = experts.numel() - 1
     found = torch.empty(experts.shape, dtype=torch.int64, device=DEVICE)
-    device.give(found, torch.arange(parts + 1) * chosen.numel() // parts)
+    device.set_values(found, torch.arange(parts + 1) * chosen.numel() // parts)
     return (found,)
 
 
@@ -285,7 +285,7 @@ def _all_are(device: Device, args: Any, kwargs: Any) -> tuple[Any] | None:
     if args[0].device.type != "meta":
         return None
     found = torch.empty((), dtype=torch.bool, device=DEVICE)
-    device.give(found, torch.ones((), dtype=torch.bool))
+    device.set_values(found, torch.ones((), dtype=torch.bool))
     return (found,)
 
 

@@ -98,13 +98,13 @@ class RehearsedGroup(Group):
         return self.journal.start(Operation(self.name, self.ranks, self.queue, *what, *where))
 
     def _values(self, tensor: Tensor) -> Tensor | None:
-        return tensor if tensor.device.type == "cpu" else self.journal.device.shadow(tensor)
+        return tensor if tensor.device.type == "cpu" else self.journal.device.values_of(tensor)
 
     def _give(self, tensor: Tensor, values: Tensor) -> None:
         if tensor.device.type == "cpu":
             tensor.copy_(values)
         else:
-            self.journal.device.give(tensor, values.clone())
+            self.journal.device.set_values(tensor, values.clone())
 
     def all_reduce_async(self, tensor: Tensor, *, op: str = "sum") -> Work:
         values = self._values(tensor)
@@ -171,7 +171,7 @@ class RehearsedCopy(HostCopy):
     """A read in the action that started the copy synchronises; a read in a later action counts as a late read."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
-        values = device.shadow(tensor)
+        values = device.values_of(tensor)
         super().__init__(torch.zeros(tensor.shape, dtype=tensor.dtype) if values is None else values.clone())
         self._device: Device | None = device
         self._began = device.running, device.launched
@@ -196,7 +196,7 @@ class RehearsedHeartbeat(Heartbeat):
     def phase(self, name: str, *, patient: bool = False) -> None:
         self._device.running = name
 
-    def act(self, action: bytes, position: int) -> None:
+    def begin_action(self, action: bytes, position: int) -> None:
         self._device.running = action.decode()
 
 

@@ -28,7 +28,7 @@ from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_o
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack
-from megalite.sweep.spec import RANKS, SweepSpec, entries, fix, ignored, mapping, plain_settings
+from megalite.sweep.spec import RANKS, SweepSpec, entries, fix_settings, ignored, mapping, plain_settings
 from megalite.tokenizers.build import build_tokenizer
 
 
@@ -91,7 +91,7 @@ def expand(spec: SweepSpec) -> Expansion:
     for source, changes in _points(spec):
         # Merging resolves derived settings in the levels, differently for each configuration.
         merged = merge([*map(_fresh, levels), level_of(changes, source)])
-        config, fixed = fix(merged.config, spec.steps)
+        config, fixed = fix_settings(merged.config, spec.steps)
         p = config.parallel
         candidate = Candidate(
             source=source,
@@ -109,7 +109,7 @@ def expand(spec: SweepSpec) -> Expansion:
             f"sweep {spec.path}: exclude and only remove all {left_out} configurations; relax one of them"
         )
     base = merge([*map(_fresh, levels)]).config
-    return Expansion(tuple(candidates), fix(base, spec.steps)[0], left_out, tuple(ignored(base)))
+    return Expansion(tuple(candidates), fix_settings(base, spec.steps)[0], left_out, tuple(ignored(base)))
 
 
 def _fresh(level: Level) -> Level:

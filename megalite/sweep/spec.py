@@ -131,7 +131,7 @@ def _why(name: str) -> str | None:
     return _FIXED["min_lr"] if name.startswith("lr_") else _FIXED.get(name)
 
 
-def fix(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
+def fix_settings(config: RunConfig, steps: int) -> tuple[RunConfig, frozenset[str]]:
     """Return the config as a sweep runs it, without the run folder, and the settings that the sweep fixes."""
     fixed = _decided() | {"train_iters": steps, "log_interval": 1}
     return replace(config, **fixed), frozenset(fixed)

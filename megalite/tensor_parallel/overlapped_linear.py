@@ -23,7 +23,7 @@ from megalite.tensor_parallel.parameter import ShardedParameter, linear_weight_g
 from megalite.topology.group import DONE, Group, Work
 
 
-def arriving(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
+def receive_parts(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, part) for each rank's contiguous part, this rank's first, during the transfer of the next part.
 
     Collectives: tp - 1 exchanges with the neighbours.
@@ -90,7 +90,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor | None]:
         y = x.new_empty(self._tp.size, *x.shape[:-1], columns.shape[1])
         whole = x.new_empty(self._tp.size, *x.shape) if keep else None
-        for rank, part in arriving(x.contiguous(), self._tp):
+        for rank, part in receive_parts(x.contiguous(), self._tp):
             self._matmul(part.flatten(0, -2), columns, bias, out=y[rank].flatten(0, -2))
             if whole is not None:
                 whole[rank] = part

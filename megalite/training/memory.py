@@ -68,7 +68,7 @@ def explaining_out_of_memory(config: RunConfig, explicit: frozenset[str], launch
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, config, explicit, launch) from error
+        raise oom_error(error, config, explicit, launch) from error
 
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB|\d+ bytes)")
@@ -78,7 +78,7 @@ class OutOfMemoryError(RankError):
     """This rank's device or host ran out of memory."""
 
 
-def explained(error: BaseException, config: RunConfig, explicit: frozenset[str], launch: Launch) -> OutOfMemoryError:
+def oom_error(error: BaseException, config: RunConfig, explicit: frozenset[str], launch: Launch) -> OutOfMemoryError:
     """Return the error with its message in one line; with record_memory_history write the history first."""
     on_cuda = isinstance(error, torch.OutOfMemoryError)
     asked = _ASKED.search(str(error))

@@ -162,7 +162,7 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
             raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
     read_as = "" if source.quantization is None else f", of which {source.quantization}"
     log(f"loaded the weights of {folder}{read_as}; training begins at step 0")
-    replica.strategy.loaded()
+    replica.strategy.after_load()
     return Progress(0, 0)
 
 
@@ -201,7 +201,7 @@ def load(replica: Replica, folder: Path, *, tokenizer: str | None, log: Callable
         if not with_optimizer:
             log("the optimizer states start from their initial values because of load_optimizer")
         progress = _load_counters(replica, checkpoint, with_optimizer=with_optimizer)
-    replica.strategy.loaded()
+    replica.strategy.after_load()
     return progress
 
 

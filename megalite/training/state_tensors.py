@@ -200,7 +200,7 @@ def _writes(replica: Replica, shard: OptimizerShard, state: TensorState) -> bool
 
 def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> ShardSpec | None:
     """Return the part of a parameter that this replica writes; None: nothing."""
-    spec, (rank, size) = placed.parameter.info.spec, replica.strategy.groups.place(bucket.kind)
+    spec, (rank, size) = placed.parameter.info.spec, replica.strategy.groups.replica_position(bucket.kind)
     shape = spec.shape
     # If a rank has fewer experts than there are writers, split a later dimension.
     dim = next((dim for dim, extent in enumerate(shape) if extent >= size), None)

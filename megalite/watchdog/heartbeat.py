@@ -90,7 +90,7 @@ class Heartbeat:
     def begin_step(self, step: int) -> None:
         """Report that a training step begins."""
 
-    def act(self, action: bytes, position: int) -> None:
+    def begin_action(self, action: bytes, position: int) -> None:
         """Report that the pipeline begins an action, at index `position` of this rank's list."""
 
     def lane(self, kind: str, ranks: tuple[int, ...]) -> Lane:
@@ -137,7 +137,7 @@ class FileHeartbeat(Heartbeat):
     def phase(self, name: str, *, patient: bool = False) -> None:
         patient = patient or self._step < 0
         PLACE.pack_into(self._memory, PLACE_AT, self._step, patient, name.encode())
-        self.act(b"", -1)
+        self.begin_action(b"", -1)
 
     def begin_step(self, step: int) -> None:
         # The first step of a run compiles kernels and opens connections.
@@ -146,7 +146,7 @@ class FileHeartbeat(Heartbeat):
             lane.begin_step()
         self.phase("step", patient=first)
 
-    def act(self, action: bytes, position: int) -> None:
+    def begin_action(self, action: bytes, position: int) -> None:
         ACTION.pack_into(self._memory, ACTION_AT, action, position)
         self.beat()
 

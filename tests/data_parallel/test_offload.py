@@ -10,7 +10,7 @@ import torch
 
 from megalite.config.optimizer import HOST_SLOTS
 from megalite.data_parallel import shards
-from megalite.data_parallel.facts import in_host_memory
+from megalite.data_parallel.facts import choose_offloaded
 from megalite.optimizers import base, lamb
 from megalite.partition.memory import held_buckets, rank_memory, stages_of_rank
 from megalite.rehearsal.run import rehearse
@@ -196,10 +196,10 @@ def test_device_memory_decreases_as_planned(settings: dict[str, Any]) -> None:
 
 
 def test_fraction_selects_whole_ranges_from_the_first() -> None:
-    assert in_host_memory([5, 0, 5, 10], 1.0) == [True, False, True, True]
-    assert in_host_memory([5, 0, 5, 10], 0.3) == [True, False, True, False]
-    assert in_host_memory([5, 5, 10], 0.25) == [True, False, False]
-    assert in_host_memory([5, 5], 0.0) == [False, False]
+    assert choose_offloaded([5, 0, 5, 10], 1.0) == [True, False, True, True]
+    assert choose_offloaded([5, 0, 5, 10], 0.3) == [True, False, True, False]
+    assert choose_offloaded([5, 5, 10], 0.25) == [True, False, False]
+    assert choose_offloaded([5, 5], 0.0) == [False, False]
 
 
 def params_norms(context: RankContext) -> set[float]:

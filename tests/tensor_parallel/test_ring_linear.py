@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlapped_linear import Ring, arriving, sum_of_parts
+from megalite.tensor_parallel.overlapped_linear import Ring, receive_parts, sum_of_parts
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
@@ -96,7 +96,7 @@ def test_ring_layers_equal_plain_layers(tp: int) -> None:
 def parts_and_sums(context: RankContext, size: int) -> None:
     tp = context.topology(tp=size).tp
     order, total = [], {}
-    for rank, part in arriving(torch.full((2, 3), float(tp.rank)), tp):
+    for rank, part in receive_parts(torch.full((2, 3), float(tp.rank)), tp):
         order.append(rank)
         total[rank] = part.clone()
     assert order == [(tp.rank - step) % size for step in range(size)]

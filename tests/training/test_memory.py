@@ -16,9 +16,9 @@ from megalite.topology.topology import Launch
 from megalite.training import trainer
 from megalite.training.memory import (
     OutOfMemoryError,
-    explained,
     explaining_out_of_memory,
     keep_freed_memory,
+    oom_error,
     predicted,
     remedies,
 )
@@ -62,7 +62,7 @@ def test_out_of_gpu_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     config = replace(CONFIG, record_memory_history=True, run_dir=str(tmp_path), device="auto")
     launch = Launch(rank=1, world_size=2, local_rank=1)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of")
-    said = str(explained(error, config, frozenset(), launch))
+    said = str(oom_error(error, config, frozenset(), launch))
     history = tmp_path / "out-of-memory-rank-1.pickle"
     assert "rank 1 (host " in said and " ran out of GPU memory when it asked for 2.50 GiB; " in said
     assert "; the device has 80.00 GiB, at most 79.00 GiB were allocated; the planner counts " in said

@@ -38,7 +38,7 @@ def test_state_of_a_rank(tmp_path: Path) -> None:
     beats.begin_step(7)
     assert look(tmp_path / "b").patient  # the first step compiles
     beats.begin_step(8)
-    beats.act(b"2SEND_F13", 5)
+    beats.begin_action(b"2SEND_F13", 5)
     beats.lane("tp", (3, 4)).start(lambda: WORK, "all_reduce", 4096).wait()
     after = look(tmp_path / "b")
     assert (after.step, after.phase, after.patient) == (8, "step", False)

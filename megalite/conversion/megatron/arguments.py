@@ -70,7 +70,7 @@ class Arguments:
             return value
         raise ConversionError(f"{self.path}: args.{name} is {value!r}; {what}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """Return a positive whole number below 2^31."""
         what = f"a whole number above 0 and up to {_LARGEST_WHOLE} is needed"
         return int(self._needed(name, default, int, lambda value: 0 < value <= _LARGEST_WHOLE, what))
@@ -78,9 +78,9 @@ class Arguments:
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._needed(name, default, bool, lambda value: True, "True or False is needed"))
 
-    def whole_or_none(self, name: str) -> int | None:
+    def integer_or_none(self, name: str) -> int | None:
         """Return a positive whole number, or None if the argument is 0 or missing."""
-        return self.whole(name) if self.get(name) else None
+        return self.integer(name) if self.get(name) else None
 
     def number(self, name: str, default: float) -> float:
         """Return a finite number of magnitude at most 1e30."""
@@ -119,20 +119,20 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
     wrong = [f"{name} = {args.get(name)!r}" for name, allowed in _MUST_BE.items() if args.get(name) not in allowed]
     if wrong:
         raise ConversionError(f"{args.path} has a model that megalite does not support: args.{', args.'.join(wrong)}")
-    h, heads = args.whole("hidden_size"), args.whole("num_attention_heads")
+    h, heads = args.integer("hidden_size"), args.integer("num_attention_heads")
     biases = args.flag("add_bias_linear", not args.flag("disable_bias_linear", False))
-    groups = args.whole("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
+    groups = args.integer("num_query_groups", heads) if args.flag("group_query_attention", False) else heads
     vocabulary, multiple = _vocabulary(args, padded_vocabulary, tp)
     settings: dict[str, Any] = {
-        "num_layers": args.whole("num_layers"),
+        "num_layers": args.integer("num_layers"),
         "hidden_size": h,
         "num_attention_heads": heads,
         "num_query_groups": groups,
-        "kv_channels": args.whole("kv_channels", h // heads),
-        "ffn_hidden_size": args.whole("ffn_hidden_size", 4 * h),
+        "kv_channels": args.integer("kv_channels", h // heads),
+        "ffn_hidden_size": args.integer("ffn_hidden_size", 4 * h),
         "vocab_size": vocabulary,
         "make_vocab_size_divisible_by": multiple,
-        "max_position_embeddings": args.whole("max_position_embeddings"),
+        "max_position_embeddings": args.integer("max_position_embeddings"),
         "sliding_window": _window(args),
         **{name: _layers(args, name) for name in LAYER_LISTS},
         "normalization": args.get("normalization", "LayerNorm"),
@@ -162,7 +162,7 @@ def read_model(args: Arguments, *, padded_vocabulary: int, tp: int) -> ModelConf
             f"{args.path}: args.rope_type is yarn without multi_latent_attention; only that supports it"
         )
     model = ModelConfig(**settings, **positions, **_experts(args, biases))
-    length = args.whole("seq_length", args.whole("max_position_embeddings"))
+    length = args.integer("seq_length", args.integer("max_position_embeddings"))
     try:
         validate(RunConfig(model=model, training=TrainingConfig(seq_length=length)), 1)
     except ConfigError as error:
@@ -215,11 +215,11 @@ def _activation(args: Arguments, biases: bool) -> str:
 def _vocabulary(args: Arguments, padded: int, tp: int) -> tuple[int, int]:
     """Return vocabulary size and padding multiple, with which our padded size equals theirs. If the true size is
     unknown, the padded size is returned as the size."""
-    stated = args.whole("padded_vocab_size", padded)
+    stated = args.integer("padded_vocab_size", padded)
     if stated != padded:
         raise ConversionError(f"{args.path}: args.padded_vocab_size is {stated}, the embedding has {padded} rows")
-    multiple = args.whole("make_vocab_size_divisible_by", 128) * tp
-    size = None if args.get("vocab_size") is None else args.whole("vocab_size")
+    multiple = args.integer("make_vocab_size_divisible_by", 128) * tp
+    size = None if args.get("vocab_size") is None else args.integer("vocab_size")
     # Some versions include the end-of-document token in the NullTokenizer's vocab_size, others do not.
     if size is not None and args.get("tokenizer_type") != "NullTokenizer" and -(-size // multiple) * multiple == padded:
         return size, multiple
@@ -265,8 +265,8 @@ def _yarn(args: Arguments) -> dict[str, Any]:
 
 
 def _latent_attention(args: Arguments) -> dict[str, Any]:
-    q_rank = None if args.get("q_lora_rank") is None else args.whole("q_lora_rank")
-    sizes = {name: args.whole(name) for name in LATENT_SIZES if name != "q_lora_rank"}
+    q_rank = None if args.get("q_lora_rank") is None else args.integer("q_lora_rank")
+    sizes = {name: args.integer(name) for name in LATENT_SIZES if name != "q_lora_rank"}
     unused = {"kv_channels": None, "num_query_groups": None, "add_qkv_bias": False}
     return {"multi_latent_attention": True, "q_lora_rank": q_rank, **sizes, **unused}
 
@@ -313,17 +313,17 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
     return {
         "num_experts": experts,
         "moe_add_bias_linear": biases,
-        "moe_router_topk": args.whole("moe_router_topk", 2),
-        "moe_ffn_hidden_size": args.whole("moe_ffn_hidden_size", args.whole("ffn_hidden_size")),
-        "moe_shared_expert_intermediate_size": args.whole_or_none("moe_shared_expert_intermediate_size"),
+        "moe_router_topk": args.integer("moe_router_topk", 2),
+        "moe_ffn_hidden_size": args.integer("moe_ffn_hidden_size", args.integer("ffn_hidden_size")),
+        "moe_shared_expert_intermediate_size": args.integer_or_none("moe_shared_expert_intermediate_size"),
         "moe_first_dense_layers": first,
         "moe_layer_freq": every,
         "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False) and not sigmoid,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_enable_expert_bias": args.flag("moe_router_enable_expert_bias", False),
         "moe_router_bias_update_rate": args.number("moe_router_bias_update_rate", 1e-3),
-        "moe_router_num_groups": args.whole_or_none("moe_router_num_groups"),
-        "moe_router_group_topk": args.whole_or_none("moe_router_group_topk"),
+        "moe_router_num_groups": args.integer_or_none("moe_router_num_groups"),
+        "moe_router_group_topk": args.integer_or_none("moe_router_group_topk"),
         "moe_shared_expert_gate": args.flag("moe_shared_expert_gate", False),
         "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,
@@ -341,9 +341,9 @@ def _coefficient(args: Arguments, name: str) -> float:
 
 def _expert_layers(args: Arguments) -> tuple[int, int]:
     """Return the number of dense layers at the start, and n if every n-th layer after them has experts."""
-    pattern, layers = args.get("moe_layer_freq", 1), args.whole("num_layers")
+    pattern, layers = args.get("moe_layer_freq", 1), args.integer("num_layers")
     if isinstance(pattern, int):
-        return 0, args.whole("moe_layer_freq", 1)
+        return 0, args.integer("moe_layer_freq", 1)
     if isinstance(pattern, list | tuple) and len(pattern) == layers and (found := expert_layers(pattern)) is not None:
         return found
     raise ConversionError(f"{args.path}: args.moe_layer_freq is {pattern!r}; only every n-th layer after dense ones")

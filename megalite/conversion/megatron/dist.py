@@ -298,7 +298,7 @@ class MegatronDistWeights(MegatronModel):
         if word is None or len(word[0].shape) != 2:
             raise ConversionError(f"{step} has no {WORD}: it is not a GPT")
         self.vocabulary = word[0].shape[0]
-        self.describe(args, padded_vocabulary=self.vocabulary, tp=args.whole("tensor_model_parallel_size", 1))
+        self.describe(args, padded_vocabulary=self.vocabulary, tp=args.integer("tensor_model_parallel_size", 1))
         self._files: dict[StoredPiece, TorchFile] = {}
         self._sources = self._of_whole_tensors(by_name)
 
@@ -379,7 +379,7 @@ def _by_common_name(
     step: Path, stored: dict[str, StoredTensor], args: Arguments
 ) -> dict[str, tuple[StoredTensor, tuple[int, ...]]]:
     """Return the model's tensors and their indices, by the names of megatron.core's local layers."""
-    layers = args.whole("num_layers")
+    layers = args.integer("num_layers")
     files = {step / piece.file for tensor in stored.values() for piece in tensor.pieces}
     room = sum(path.stat().st_size for path in files if path.is_file())
     numbers: set[str] = set()

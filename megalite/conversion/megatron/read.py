@@ -65,7 +65,7 @@ class MegatronModel(Weights):
     def describe(self, args: Arguments, *, padded_vocabulary: int, tp: int) -> None:
         """Set the model config, sequence length and tensor shapes from the args."""
         self.model = read_model(args, padded_vocabulary=padded_vocabulary, tp=tp)
-        self.seq_length = args.whole("seq_length", args.whole("max_position_embeddings"))
+        self.seq_length = args.integer("seq_length", args.integer("max_position_embeddings"))
         self.shapes = parameter_shapes(self.model)
 
 
@@ -300,7 +300,7 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
     """Read the metadata of every file, and check that all belong to one run."""
     grid = rank_files(step)
     first = RankFile(grid.files[0, 0, 0])
-    experts = first.args.whole("expert_model_parallel_size", 1)
+    experts = first.args.integer("expert_model_parallel_size", 1)
     if experts > 1:
         grid = rank_files(step, expert_parallel=experts)
     for name, old, size, default in (
@@ -308,7 +308,7 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
         ("pipeline_model_parallel_size", None, grid.pp, grid.pp),
         ("expert_model_parallel_size", None, grid.ep, 1),
     ):
-        stated = first.args.whole(name, first.args.whole(old, default) if old else default)
+        stated = first.args.integer(name, first.args.integer(old, default) if old else default)
         if stated != size:
             raise ConversionError(f"{first.path}: args.{name} is {stated}, but {step} has the files of {size}")
     files = {place: first if place == (0, 0, 0) else RankFile(path) for place, path in sorted(grid.files.items())}
@@ -322,7 +322,7 @@ def _open_grid(step: Path) -> tuple[Grid, dict[Place, RankFile]]:
 def _stages(grid: Grid, files: Mapping[Place, RankFile]) -> dict[tuple[int, int], Stage]:
     """Return the layers of each (pipeline rank, chunk), as found in the files. Chunk v of all ranks precedes chunk v + 1."""
     first = files[0, 0, 0]
-    chunks, layers = len(first.chunks), first.args.whole("num_layers")
+    chunks, layers = len(first.chunks), first.args.integer("num_layers")
     for place, file in files.items():
         if len(file.chunks) != chunks:
             raise ConversionError(f"{file.path} has {len(file.chunks)} model chunks; rank 0 has {chunks} ({place})")

@@ -112,8 +112,8 @@ class _Buckets:
                     self._slices[piece.piece.parameter].append(piece)
 
     def _stages(self, args: Arguments) -> Iterator[tuple[tuple[int, int], Shard, Stage]]:
-        tp, pp = args.whole("tensor_model_parallel_size", 1), args.whole("pipeline_model_parallel_size", 1)
-        chunks = args.whole("virtual_pipeline_model_parallel_size", 1)
+        tp, pp = args.integer("tensor_model_parallel_size", 1), args.integer("pipeline_model_parallel_size", 1)
+        chunks = args.integer("virtual_pipeline_model_parallel_size", 1)
         layers = self._weights.model.num_layers
         each = layers // (pp * chunks)
         for index in range(pp * chunks):

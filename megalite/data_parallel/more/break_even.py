@@ -245,7 +245,7 @@ class BreakEven:
         param.grad = param.data.clone()
         segment = Segment("scratch", 0, size, 0, (size,), ((0, size),), counts=True)
         flat = FlatParameter(param, True, (segment,))
-        alone = None if self.optimizer is None else self.optimizer.alone([flat], freeze_step=3)
+        alone = None if self.optimizer is None else self.optimizer.for_measurement([flat], freeze_step=3)
         if alone is None:
             return 0.0
         taken = []

@@ -408,8 +408,8 @@ class Gossip(LocalWeights):
         size = self.replicas.size
         self._same_replicas = counters.get("gossip_replicas", size) == size
 
-    def loaded(self) -> None:
-        super().loaded()
+    def after_load(self) -> None:
+        super().after_load()
         if not self._same_replicas:
             self._publish()  # all start from the mean, which may differ in its last bits from a mean of the copies
 

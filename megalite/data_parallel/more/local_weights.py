@@ -209,7 +209,7 @@ class OwnWeights(DataParallelStrategy):
         own = {shard.bucket: self._own.get(shard.bucket, shard.main_param.data) for shard in self.shards}
         return super().states() + flat_states("replica_param", own) + flat_states("main_param", self._means)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         self.publish_parameters()
 
 

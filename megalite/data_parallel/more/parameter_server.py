@@ -309,7 +309,7 @@ class AsyncParameterServer(OneServer):
             for each in copies
         ]
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         for shard in self.shards:
             if not shard.is_copy:
                 shard.main_param.data.copy_(shard.bucket.data[shard.start : shard.stop])

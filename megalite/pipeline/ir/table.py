@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.run import IdentityKey, once_per_object
+from megalite.config.run import IdentityKey, cache_by_object
 from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
 from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, SEND_OF, ActionLists, Need, Schedule
 
@@ -212,7 +212,7 @@ def _integers(actions: list[Action], field: int) -> IntArray:
         return np.array([max(-_HUGE, min(action[field], _HUGE)) for action in actions])
 
 
-@once_per_object(maxsize=4)
+@cache_by_object(maxsize=4)
 def _table(rows: ActionLists, schedule: IdentityKey[Schedule]) -> Table:
     # Cached, because simulations with other costs and the memory replay use the same table.
     flat = list(chain.from_iterable(rows))

@@ -5,7 +5,7 @@ from itertools import compress
 
 import numpy as np
 
-from megalite.config.run import once_per_object
+from megalite.config.run import cache_by_object
 from megalite.pipeline.ir.actions import NO_MICROBATCH, RECVS, SENDS, Action, Kind
 from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
@@ -46,7 +46,7 @@ class Wiring:
         return posts
 
 
-@once_per_object(maxsize=4)
+@cache_by_object(maxsize=4)
 def wire(program: Program) -> Wiring:
     """Match and check the program's messages in time linear in its length. Raise Fault for the first error. Checked in
     this order: sizes, legality of each action, agreement with the schedule, completeness, order on each rank, messages,

@@ -416,7 +416,7 @@ class Judge:
         """Test whether all stages fit into a device's memory."""
         return max(self.memory(plan)) <= self.problem.memory
 
-    def promise(self, stages: Stages) -> float:
+    def lower_bound(self, stages: Stages) -> float:
         """Return a lower bound for the step with these stages and any microbatches; infinite if no plan fits."""
         bounds = (self.bound(plan) for plan in self._variants(stages) if self.fits(plan))
         return min(bounds, default=float("inf"))

@@ -326,8 +326,8 @@ def _judge(judge: Judge, candidates: dict[Stages, None], judged: dict[Stages, Ju
     """Add the candidates that may come within `_REACH` of the fastest."""
     judged = dict(judged)
     fastest = min((plan.seconds for plan in judged.values()), default=float("inf"))
-    for promise, stages in sorted((judge.promise(stages), stages) for stages in candidates):
-        if stages in judged or promise == float("inf"):
+    for bound, stages in sorted((judge.lower_bound(stages), stages) for stages in candidates):
+        if stages in judged or bound == float("inf"):
             continue
         found = judge.best(stages, below=_REACH * fastest)
         if found is not None:

@@ -18,7 +18,7 @@ import numpy as np
 from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
-from megalite.config.run import RunConfig, once_per_object
+from megalite.config.run import RunConfig, cache_by_object
 from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.pipeline import placement_of
 from megalite.partition.stages import parts_of_message
@@ -122,7 +122,7 @@ class Workload:
         return self.tokens * self.hidden * self.element
 
 
-@once_per_object()
+@cache_by_object()
 def workload_of(config: RunConfig) -> Workload:
     """Return the workload of a validated config with a known vocabulary."""
     assert config.parallel.dp is not None, "validate() resolves dp"
@@ -311,7 +311,7 @@ def spine_crosses(stride: Number, pp: Number, cluster: Cluster) -> Number:
     return np.maximum(cluster.network.oversubscription / members_within(cluster.pod, pp, stride), 1.0)
 
 
-def are_apart(stride: int, first: int, second: int, size: float) -> bool:
+def on_different_nodes(stride: int, first: int, second: int, size: float) -> bool:
     """Test whether any pipeline has its ranks `first` and `second` on different nodes, or pods, of `size` accelerators;
     neighbours are `stride` global ranks apart."""
     if stride * abs(second - first) >= size:
@@ -328,8 +328,8 @@ def links_of(config: RunConfig, cluster: Cluster) -> dict[tuple[int, int], Link]
     for source, destination in itertools.pairwise(placement):
         if source == destination or (source, destination) in links:
             continue
-        crosses = float(are_apart(stride, source, destination, cluster.node.accelerators))
-        if are_apart(stride, source, destination, cluster.pod):
+        crosses = float(on_different_nodes(stride, source, destination, cluster.node.accelerators))
+        if on_different_nodes(stride, source, destination, cluster.pod):
             crosses = float(spine_crosses(stride, config.parallel.pp, cluster))
         if crosses not in known:
             known[crosses] = Link(*map(float, activation_message_seconds(work, crosses, cluster)))

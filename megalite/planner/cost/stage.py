@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megalite.config.run import IdentityKey, RunConfig, once_per_object
+from megalite.config.run import IdentityKey, RunConfig, cache_by_object
 from megalite.partition.activations import offloaded_activation_bytes, recompute_units
 from megalite.partition.pipeline import has_recompute_actions
 from megalite.partition.stages import StagePlan
@@ -73,7 +73,7 @@ class StageCost:
         return self.forward_parts + self.backward_parts + self.recompute_parts
 
 
-@once_per_object()
+@cache_by_object()
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.PassCosts, Parts]:
     """Price a block (`moe`: with experts) for a microbatch, and its recomputed part (selective or full)."""
     work = price.work
@@ -203,7 +203,7 @@ def _pricing(
     return operations.Pricing.of(Workload(**dict(numbers)), cluster.value, stack.value)
 
 
-@once_per_object(maxsize=256)
+@cache_by_object(maxsize=256)
 def _priced(price: operations.Pricing, kind: StageKind) -> StageCost:
     return stage_cost(price, **kind._asdict())
 

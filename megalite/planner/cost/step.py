@@ -14,7 +14,7 @@ import numpy as np
 
 from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import matrix_sides
-from megalite.config.run import IdentityKey, RunConfig, once_per_object, once_per_reading
+from megalite.config.run import IdentityKey, RunConfig, cache_by_object, cache_by_reading
 from megalite.data_parallel.facts import wire_width
 from megalite.models.shapes import Convention, ParameterShape, flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
@@ -111,7 +111,7 @@ class _DataParallel:
         return max(end + beyond, _last_arrival(exchanges, plans, course, run.shift, self.microbatches)), late
 
 
-@once_per_reading
+@cache_by_reading
 def _exchange(
     config: RunConfig,
     plan: StagePlan,
@@ -148,7 +148,7 @@ def _exchange(
     return Exchange(reduce, gather, max(1, pieces))
 
 
-@once_per_reading
+@cache_by_reading
 def _optimizer_seconds(
     config: RunConfig, plans: tuple[StagePlan, ...], machine: IdentityKey[Cluster], stack: IdentityKey[SoftwareStack]
 ) -> float:
@@ -210,7 +210,7 @@ class _Course(NamedTuple):
     backwards: dict[int, Event]  # stage -> its last B or W
 
 
-@once_per_object(maxsize=8)
+@cache_by_object(maxsize=8)
 def _courses(timeline: Timeline) -> list[_Course]:
     """Return one entry per pipeline rank."""
     rows: list[list[Event]] = [[] for _ in timeline.busy]

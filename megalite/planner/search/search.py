@@ -286,13 +286,13 @@ def describe(layout: Layout) -> str:
         f"dp {layout.dp}" + (f" ({layout.strategy}{instances})" if layout.dp * layout.cp > 1 else ""),
         f"micro batch {layout.micro_batch_size}",
         f"recompute {layout.recompute}",
-        f"activations of {counted(pipeline.offloaded, 'layer')} per stage in host memory" if pipeline.offloaded else "",
+        f"activations of {plural(pipeline.offloaded, 'layer')} per stage in host memory" if pipeline.offloaded else "",
         "optimizer states in host memory" if layout.offload else "",
     ]
     return ", ".join(word for word in words if word)
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' if count > 1 else ''}"
 
 

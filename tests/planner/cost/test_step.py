@@ -17,7 +17,7 @@ from megalite.pipeline.ir.actions import Kind
 from megalite.pipeline.ir.simulate import simulate
 from megalite.planner import clock
 from megalite.planner.communication import matrix_volumes
-from megalite.planner.cost.rates import are_apart, links_of, slowest_share
+from megalite.planner.cost.rates import links_of, on_different_nodes, slowest_share
 from megalite.planner.cost.stage import simulator_costs, stage_costs
 from megalite.planner.cost.step import matrix_flops, predict
 from tests.planner.cost.machines import BASE, ENDLESS, STACK, cluster_with, config_of, free_communication, without_host
@@ -185,10 +185,10 @@ def test_messages_cost_what_they_send() -> None:
 
 
 def test_pipeline_neighbours_on_other_nodes() -> None:
-    assert not are_apart(2, 0, 3, 8)  # ranks 0, 2, 4, 6 of 8
-    assert are_apart(2, 3, 4, 8)
-    assert are_apart(8, 0, 1, 8)
-    assert are_apart(3, 1, 2, 8)  # 3, 4, 5 and 6, 7, 8
+    assert not on_different_nodes(2, 0, 3, 8)  # ranks 0, 2, 4, 6 of 8
+    assert on_different_nodes(2, 3, 4, 8)
+    assert on_different_nodes(8, 0, 1, 8)
+    assert on_different_nodes(3, 1, 2, 8)  # 3, 4, 5 and 6, 7, 8
     inside = links_of(config_of(4, pp=4, global_batch_size=8), BASE)[0, 1]
     whole = {"scatter_gather_tensors_in_pipeline": False}
     across = links_of(config_of(32, tp=8, pp=4, global_batch_size=8, **whole), BASE)[0, 1]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
-from megalite.config.run import once_per_object
+from megalite.config.run import cache_by_object
 from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.generators.auto_search import search
 from megalite.pipeline.ir.generators.list_scheduler import ROUNDING, Problem
@@ -172,7 +172,7 @@ def _bounds(
     return sorted(((least_makespan(each, costs), each) for each in complete), key=itemgetter(0))
 
 
-@once_per_object(maxsize=16)
+@cache_by_object(maxsize=16)
 def _run(
     schedule: Schedule, costs: Costs, sizes: Sizes, recv_prefetch: int, send_window: int
 ) -> tuple[Timeline, tuple[float, ...]]:

@@ -6,12 +6,12 @@ import pytest
 
 from megalite.config import run
 from megalite.config.describe import replace, values_of
-from megalite.config.run import RunConfig, once_per_reading
+from megalite.config.run import RunConfig, cache_by_reading
 
 asked: list[tuple[int, int]] = []
 
 
-@once_per_reading
+@cache_by_reading
 def width(config: RunConfig, times: int) -> int:
     asked.append((config.parallel.tp, times))
     if config.training.recompute_granularity == "selective":
@@ -49,7 +49,7 @@ def test_branches_read_different_settings() -> None:
 
 
 def test_results_from_files_or_redefinable_code_are_not_cached() -> None:
-    @once_per_reading
+    @cache_by_reading
     def path(config: RunConfig) -> str | None:
         asked.append((0, 0))
         return config.parallel.pipeline_schedule_file
@@ -67,8 +67,8 @@ def test_reads_of_nested_functions_count(monkeypatch: pytest.MonkeyPatch) -> Non
     """A function that keeps no result, or raises, still records its reads for its caller."""
     with monkeypatch.context() as patch:
         patch.setattr(run, "_MOST_ANSWERS", 0)
-        size = once_per_reading(lambda config: config.model.hidden_size)
-    refused = once_per_reading(lambda config: 1 // (config.training.seq_length - 8))
+        size = cache_by_reading(lambda config: config.model.hidden_size)
+    refused = cache_by_reading(lambda config: 1 // (config.training.seq_length - 8))
 
     def ask(config: RunConfig) -> int:
         with contextlib.suppress(ZeroDivisionError):
@@ -76,13 +76,13 @@ def test_reads_of_nested_functions_count(monkeypatch: pytest.MonkeyPatch) -> Non
         return size(config)
 
     given = [replace(RunConfig(), hidden_size=width, seq_length=length) for width, length in ((8, 8), (16, 8), (8, 9))]
-    assert list(map(once_per_reading(ask), given)) == [8, 16, 1]
+    assert list(map(cache_by_reading(ask), given)) == [8, 16, 1]
 
 
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_MOST_ANSWERS", 2)
 
-    @once_per_reading
+    @cache_by_reading
     def size(config: RunConfig) -> int:
         asked.append((0, 0))
         hidden: int = vars(config.model)["hidden_size"]  # for which the whole section counts as read
@@ -94,7 +94,7 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_iterating_a_section_reads_all_of_it() -> None:
-    @once_per_reading
+    @cache_by_reading
     def total(config: RunConfig) -> int:
         asked.append((0, 0))
         return int(vars(config.model)["num_layers"]) + len(values_of(config)["pipeline_layers"] or [])
