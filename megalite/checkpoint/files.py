@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import stat
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,6 +50,20 @@ class BackgroundWork(Generic[T]):
     def close(self) -> None:
         """Cancel pending work and stop the threads. May be called several times."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def run_in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` on a thread that is a daemon (an executor's is not), so the process can exit before it ends."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def create(path: Path) -> int:

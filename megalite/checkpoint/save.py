@@ -4,10 +4,8 @@ import errno
 import os
 import platform
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -90,33 +88,6 @@ def git_revision(root: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
-
-
-class BackgroundSave:
-    """A save that runs on a thread: `work` returns the checkpoint's folder or address, or raises.
-
-    The thread is a daemon (an executor's is not), so the process can exit. The next save removes unfinished files.
-    """
-
-    def __init__(self, work: Callable[[], Path | str]) -> None:
-        self._future: Future[Path | str] = Future()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended, so that `result` returns immediately."""
-        return self._future.done()
-
-    def result(self) -> Path | str:
-        """Wait for the save; return or raise its outcome."""
-        return self._future.result()
-
-    def _run(self, work: Callable[[], Path | str]) -> None:
-        try:
-            self._future.set_result(work())
-        except BaseException as error:
-            self._future.set_exception(error)
 
 
 FILE_KINDS = {"weight": "weights", "optimizer": "optimizer"}

@@ -6,9 +6,10 @@ written after the process groups are closed. So neither a slow disk nor a failed
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
-from megalite.checkpoint.save import BackgroundSave
+from megalite.checkpoint.files import run_in_daemon
 from megalite.config.errors import ConfigError
 from megalite.config.exit_codes import NOT_SAVED
 from megalite.config.registry import imported
@@ -40,7 +41,7 @@ class Exporter:
         self._total, self._stops, self._log = total, stops, log
         self._ema = replica.config.optimizer.eval_ema
         self._is_rank_0 = topology.rank == 0
-        self._running: tuple[int, float, BackgroundSave] | None = None
+        self._running: tuple[int, float, Future[Path]] | None = None
         self._given_up = False
         self.held: set[int] = set()
         """Steps of checkpoints that an export is reading; they must not be removed."""
@@ -62,12 +63,12 @@ class Exporter:
             self._log(f"warning: step {self._running[0]} is still being exported; {self._by_hand(step, target)}")
         elif (self._checkpoints / f"step-{step:07d}").is_dir():
             self.held.add(step)
-            work = BackgroundSave(lambda: self._write(step, target, self._advance))
+            work = run_in_daemon(lambda: self._write(step, target, self._advance), "export")
             self._running = step, time.monotonic(), work
 
     def poll(self) -> None:
         """Log the outcome of the export in the background once it has ended."""
-        if self._running is not None and self._running[2].done:
+        if self._running is not None and self._running[2].done():
             (step, started, work), self._running = self._running, None
             self.held.discard(step)
             try:
@@ -106,7 +107,7 @@ class Exporter:
     def give_up(self) -> None:
         """Cancel the export in the background; a later export to the same folder reuses its finished files."""
         self._given_up, end = True, time.monotonic() + _PATIENCE
-        while self._running is not None and not self._running[2].done and time.monotonic() < end:
+        while self._running is not None and not self._running[2].done() and time.monotonic() < end:
             time.sleep(0.01)
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:

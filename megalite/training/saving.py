@@ -3,17 +3,17 @@
 import datetime
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megalite.checkpoint.files import free_bytes
+from megalite.checkpoint.files import free_bytes, run_in_daemon
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.checkpoint.save import (
-    BackgroundSave,
     SavedTensor,
     planned_bytes,
     preamble,
@@ -209,7 +209,7 @@ class Saver:
         self.name = str(self.folder) if self._destination is None else self._destination.name
         """Folder or address, for messages."""
         self._world = replica.topology.world
-        self._under_way: tuple[int, float, BackgroundSave] | None = None
+        self._under_way: tuple[int, float, Future[Path | str]] | None = None
         self._memory = HostCopies()
         # Used for all saves: a disk may be slower than the timeout for training.
         self._background = host_group(self._world, "background", timeout=datetime.timedelta(days=1))
@@ -296,7 +296,7 @@ class Saver:
                 return
             # The thread writes only the copies, because the next step changes the parameters.
             copies = self._memory.copy(tensors)
-        work = BackgroundSave(lambda: write(plan, copies, group))
+        work = run_in_daemon(lambda: write(plan, copies, group), "save")
         self._under_way = (progress.step, started, work)
 
     def poll(self) -> None:
@@ -306,7 +306,7 @@ class Saver:
         at the same step on every rank.
         """
         if self._under_way is not None:
-            done = torch.tensor([int(self._under_way[2].done)], device=self._world.device)
+            done = torch.tensor([int(self._under_way[2].done())], device=self._world.device)
             self._world.all_reduce(done, op="min")
             if done.item():
                 self.wait()

@@ -6,6 +6,7 @@ import platform
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megalite.checkpoint.files import replace_durably
+from megalite.checkpoint.files import replace_durably, run_in_daemon
 from megalite.config import files
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.compute import kernels_in_words
@@ -203,7 +204,7 @@ def fetch_remote_files(
     places: dict[str, str] = {}
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(fetch_all, config, say=log, **fits) if turn else lambda stopped: None
-        places |= _Task(work).run(world) or {}
+        places |= _run_task(work, world) or {}
     local: RunConfig = imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
     return local
 
@@ -230,7 +231,7 @@ def tokenize_texts(
     leads = is_first_on_node(world)
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(tokenize, config, prefixes, say=log) if turn else lambda stopped: None
-        made = _Task(work).run(world)
+        made = _run_task(work, world)
         prefixes = world.broadcast_json(made if prefixes is None else prefixes)
     assert prefixes is not None
     with world.errors_on_all_ranks():
@@ -246,34 +247,19 @@ def tokenize_texts(
     return dataclasses.replace(config, data=config.data.with_paths(prefixes))
 
 
-class _Task:
-    """Work of some ranks in a daemon thread."""
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work, self._stop = work, threading.Event()
-        self._found: Any = None
-        self._fault: Exception | None = None
-
-    def _do(self) -> None:
-        try:
-            self._found = self._work(stopped=self._stop.is_set)
-        except Exception as fault:
-            self._fault = fault
-
-    def run(self, world: Group) -> Any:
-        """Return this rank's result, once the work of all ranks is done."""
-        thread = threading.Thread(target=self._do, name="megalite-text", daemon=True)
-        thread.start()
-        try:
-            while True:
-                thread.join(_MEETING_SECONDS)
-                if all(world.gather_json(not thread.is_alive())):
-                    break
-        finally:
-            self._stop.set()
-            thread.join(_PATIENCE)
-        world.raise_on_all_ranks(self._fault)
-        return self._found
+def _run_task(work: Callable[..., Any], world: Group) -> Any:
+    """Run work of some ranks in a daemon thread. Return this rank's result, once the work of all ranks is done."""
+    stop = threading.Event()
+    future = run_in_daemon(partial(work, stopped=stop.is_set), "megalite-text")
+    try:
+        ended = False
+        while not ended:
+            ended = all(world.gather_json(bool(wait([future], _MEETING_SECONDS).done)))
+    finally:
+        stop.set()
+        wait([future], _PATIENCE)
+    world.raise_on_all_ranks(future.exception())
+    return future.result()
 
 
 def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:

@@ -107,8 +107,8 @@ def failing_save(context: RankContext, folder: str, **settings: Any) -> tuple[li
                 if runner.progress.step == 2 and context.rank == 1:
                     full_disk(patch)
                 saver.begin(runner.progress)
-                while settings.get("async_save") and saver._under_way and not saver._under_way[2].done:
-                    saver._under_way[2]._thread.join(0.01)
+                if settings.get("async_save") and saver._under_way:
+                    saver._under_way[2].exception()  # wait for it
     except SaveError as found:
         error, at = str(found), [runner.progress.step]
     else:
