@@ -13,7 +13,7 @@ from megalite.config.batch import (
     batch_sizes,
     microbatch_counts,
     samples_per_microbatch,
-    schedule_in_samples,
+    size_changes,
     tokens_after,
     total_samples,
     total_steps,
@@ -221,19 +221,12 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
         "seq_length": t.seq_length,
         "tokens_per_step": sizes[-1] * t.seq_length,
         "batch_sizes": list(sizes),
-        "rampup_samples": _rampup_samples(config),
+        "rampup_samples": t.rampup_batch_size[2] if t.rampup_batch_size else size_changes(config)[-1][0],
         "train_steps": total_steps(config) if length_known else None,
         "train_samples": samples,
         "train_tokens": None if samples is None else tokens_after(config, total_steps(config), samples),
         "seq_length_warmup": t.seq_length_warmup,
     }
-
-
-def _rampup_samples(config: RunConfig) -> int:
-    """Return the number of samples after which the batch has its final size."""
-    if schedule := schedule_in_samples(config):
-        return schedule[-1][0]
-    return config.training.rampup_batch_size[2] if config.training.rampup_batch_size else 0
 
 
 def _model_report(config: RunConfig) -> dict[str, Any]:

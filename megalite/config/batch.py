@@ -3,10 +3,13 @@
 Everything is a pure function of the resolved config and of the samples consumed so far, so a resumed run, the dry run
 and the learning-rate schedule agree."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
+from operator import itemgetter
 
 from megalite.config.errors import ConfigError
-from megalite.config.run import RunConfig
+from megalite.config.run import RunConfig, cache_by_object
 from megalite.config.training import parse_batch_schedule
 
 
@@ -16,22 +19,30 @@ def samples_per_microbatch(config: RunConfig) -> int:
     return config.training.micro_batch_size * config.parallel.dp
 
 
-def batch_size(config: RunConfig, consumed_samples: int) -> int:
-    """Return the batch size of the step that starts after `consumed_samples` (validated config).
+@cache_by_object()
+def size_changes(config: RunConfig) -> list[tuple[int, int]]:
+    """Return (first sample, batch size) for each batch size of the run, in order: one, or those of the ramp-up or the
+    schedule (validated config).
 
     With rampup_batch_size START INCREMENT SAMPLES the batch grows in n = (global - START) / INCREMENT increments, the
-    k-th after k·SAMPLES/n samples (Megatron-LM's rule, in integers). With step_batch_size_schedule it is the last size
-    reached."""
-    final = config.training.global_batch_size
+    k-th after k·SAMPLES/n samples, rounded up (Megatron-LM's rule, in integers)."""
+    training, final = config.training, config.training.global_batch_size
+    if training.step_batch_size_schedule is not None:
+        pairs = parse_batch_schedule(training.step_batch_size_schedule)
+        return [(tokens // training.seq_length, size) for tokens, size in pairs]
     assert final is not None, "validate() resolves global_batch_size"
-    if schedule := schedule_in_samples(config):
-        return next(size for start, size in reversed(schedule) if consumed_samples >= start)
-    if not config.training.rampup_batch_size:
-        return final
-    start, increment, samples = config.training.rampup_batch_size
-    if consumed_samples >= samples or start >= final:
-        return final
-    return start + consumed_samples * ((final - start) // increment) // samples * increment
+    start, increment, samples = training.rampup_batch_size or (final, 1, 0)
+    growing = range(start, final, increment) if samples else ()
+    return [
+        *((-(-k * samples // len(growing)), size) for k, size in enumerate(growing)),
+        (samples if growing else 0, final),
+    ]
+
+
+def batch_size(config: RunConfig, consumed_samples: int) -> int:
+    """Return the batch size of the step that starts after `consumed_samples` (validated config)."""
+    changes = size_changes(config)
+    return changes[bisect_right(changes, consumed_samples, key=itemgetter(0)) - 1][1]
 
 
 def sequence_length(config: RunConfig, step: int) -> int:
@@ -59,14 +70,7 @@ def tokens_after(config: RunConfig, step: int, samples: int) -> int:
 
 def batch_sizes(config: RunConfig) -> tuple[int, ...]:
     """Return all batch sizes of the run, in order: one, or those of the ramp-up or the schedule."""
-    final = config.training.global_batch_size
-    assert final is not None, "validate() resolves global_batch_size"
-    if schedule := schedule_in_samples(config):
-        return tuple(size for _, size in schedule)
-    if not config.training.rampup_batch_size:
-        return (final,)
-    start, increment, samples = config.training.rampup_batch_size
-    return (*range(start, final, increment), final) if samples else (final,)
+    return tuple(size for _, size in size_changes(config))
 
 
 def microbatch_counts(config: RunConfig) -> tuple[int, ...]:
@@ -78,30 +82,11 @@ def ramp(config: RunConfig, consumed: int = 0) -> Iterator[tuple[int, int]]:
     """Yield (batch size, number of steps with it) from `consumed` samples until the batch has its final size.
 
     The number of pairs depends on the sizes of the ramp-up or the schedule, not on the number of steps."""
-    while (ends := _next_size(config, consumed)) is not None:
-        size = batch_size(config, consumed)
-        steps = -(-(ends - consumed) // size)
-        yield size, steps
-        consumed += steps * size
-
-
-def _next_size(config: RunConfig, consumed: int) -> int | None:
-    """Return the sample count at which the batch size changes next; None: it is final."""
-    if schedule := schedule_in_samples(config):
-        return next((start for start, _ in schedule if start > consumed), None)
-    final, size = config.training.global_batch_size, batch_size(config, consumed)
-    if not config.training.rampup_batch_size or size == final:
-        return None
-    assert final is not None, "validate() resolves global_batch_size"
-    start, increment, samples = config.training.rampup_batch_size
-    # The next size starts at k·SAMPLES/n samples, rounded up.
-    return -(-((size - start) // increment + 1) * samples // ((final - start) // increment))
-
-
-def schedule_in_samples(config: RunConfig) -> list[tuple[int, int]]:
-    """Return step_batch_size_schedule as (first sample, batch size) pairs; empty if it is not set."""
-    text, length = config.training.step_batch_size_schedule, config.training.seq_length
-    return [] if text is None else [(tokens // length, size) for tokens, size in parse_batch_schedule(text)]
+    for (_, size), (ends, _) in pairwise(size_changes(config)):
+        if consumed < ends:
+            steps = -(-(ends - consumed) // size)
+            yield size, steps
+            consumed += steps * size
 
 
 def total_steps(config: RunConfig) -> int:
