@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.conversion.inference import InferenceModel, load_model
@@ -44,7 +44,7 @@ def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> Para
     if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):
         works = (tp, world_size // tp) if world_size % tp == 0 else (world_size, 1)
         raise ConfigError(
-            f"tp {tp} x pp {pp} = {tp * pp} does not fit the {world_size} rank{'s' if world_size > 1 else ''} that were "
+            f"tp {tp} x pp {pp} = {tp * pp} does not fit the {plural(world_size, 'rank')} that were "
             f"started; use --tp {works[0]} --pp {works[1]}, or start {tp * pp} (torchrun --nproc-per-node {tp * pp})"
         )
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))

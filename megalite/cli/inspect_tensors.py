@@ -12,7 +12,7 @@ from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
 from megalite.checkpoint.survey import FoundCheckpoint
 from megalite.cli.display import short, table
-from megalite.config.errors import CheckpointError
+from megalite.config.errors import CheckpointError, plural
 
 _SHOWN = 20  # maximum rows of a list of differences
 _IGNORED = (
@@ -143,7 +143,7 @@ class CheckpointDiff:
             (len(tensors.only_second), "tensor", " only in B"),
             (len(tensors.declared), "tensor", " of another dtype or shape"),
         ]
-        parts = [f"{count} {what}{'s' if count > 1 else ''}{where}" for count, what, where in counts if count]
+        parts = [f"{plural(count, what)}{where}" for count, what, where in counts if count]
         parts.append(f"values of {len(tensors.differing)} of the {tensors.compared} tensors in both")
         return f"different: {', '.join(parts)}"
 

@@ -187,6 +187,11 @@ class Problems:
             raise ConfigError(*self.found)
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 rank` or `2 ranks`."""
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
 @contextmanager
 def raise_at_end(problems: Problems | None) -> Iterator[Problems]:
     """Yield the caller's `problems` to add to; if None, yield new ones and raise them together at the end."""

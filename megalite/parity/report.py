@@ -9,7 +9,7 @@ import numpy as np
 
 from megalite.config.batch import batch_size, samples_after
 from megalite.config.describe import sectioned
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.config.run import RunConfig
 from megalite.parity.pool import RankFailure, RankPool
 from megalite.parity.shrink import Shrunk
@@ -183,7 +183,7 @@ def format_report(report: Report) -> str:
     p, t = config.parallel, config.training
     count = report.shrunk.world_size
     rows = [
-        f"{count} rank{'s' if count > 1 else ''} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}"
+        f"{plural(count, 'rank')} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} (vpp {p.vpp}"
         + (f", ep {p.ep}, etp {p.expert_tp}" if config.model.num_experts else "")
         + f") against one rank; {t.precision}, {report.steps} steps of {_batch(report)} samples"
     ]

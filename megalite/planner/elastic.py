@@ -19,13 +19,13 @@ from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace, settings, value_of
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError, ConfigError, plural
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, cluster_of_device, load_cluster, load_stack
-from megalite.planner.search.search import Candidate, describe, find, plural, survey
+from megalite.planner.search.search import Candidate, describe, find, survey
 from megalite.planner.search.space import (
     AS_GIVEN,
     HOST,

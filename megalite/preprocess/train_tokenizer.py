@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from megalite.checkpoint.files import replace_durably
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
@@ -54,7 +54,7 @@ class TrainingText:
             else:
                 yield text
         if not self.documents and self.bad:
-            lines = f"{self.bad} line{'s' if self.bad > 1 else ''} left out"
+            lines = f"{plural(self.bad, 'line')} left out"
             raise ConfigError(f"no text to train a tokenizer on: {lines}, the first {self.first_bad}")
 
     def _texts(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import gemm_seconds, workload_of
@@ -220,18 +220,14 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
 
 
 def describe(machine: between.Machine) -> str:
-    ranks = f"{_count(machine.ranks, 'rank')} on {_count(machine.nodes, 'node')}"
-    threads = f", {_count(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
+    ranks = f"{plural(machine.ranks, 'rank')} on {plural(machine.nodes, 'node')}"
+    threads = f", {plural(machine.threads, 'thread')} per rank" if machine.device_type == "cpu" else ""
     shared = (
         f"; all ranks of a node measured at once on {machine.cores} shared cores: rates are per rank under this load"
         if machine.shares_cores
         else ""
     )
     return f"{machine.device_name}, {ranks}{threads}{shared}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _fit_accelerator(

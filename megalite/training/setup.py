@@ -20,7 +20,7 @@ from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.compute import kernels_in_words
 from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import imported
@@ -386,7 +386,7 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
     world_size = replica.topology.world.size
     assert t.global_batch_size is not None and p.dp is not None
     log(
-        f"megalite: {world_size} rank{'s' if world_size > 1 else ''} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} "
+        f"megalite: {plural(world_size, 'rank')} = tp {p.tp} x cp {p.cp} x dp {p.dp} x pp {p.pp} "
         f"(vpp {p.vpp}) on {replica.topology.device.type}, {t.precision}, {p.dp_strategy}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
     )

@@ -15,7 +15,7 @@ import numpy as np
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, plural
 from megalite.config.reading import gc_paused
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import validate
@@ -290,10 +290,6 @@ def describe(layout: Layout) -> str:
         "optimizer states in host memory" if layout.offload else "",
     ]
     return ", ".join(word for word in words if word)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _word(value: Any) -> str:
