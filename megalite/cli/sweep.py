@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TextIO
 
+from megalite.checkpoint.files import replace_durably
 from megalite.cli.display import ProgressLine, Redrawn, duration, short, table
 from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.output import notify, show
@@ -21,7 +22,7 @@ from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import require_new_file
 from megalite.sweep.candidates import Expansion, Run, check_all, expand, read_machine, usable_bytes
 from megalite.sweep.execute import Launcher, LocalLauncher, Progress, execute, launchable
-from megalite.sweep.report import REPORT, calibrate, summary, write_report
+from megalite.sweep.report import REPORT, calibrate, report, summary
 from megalite.sweep.results import RESULTS, TABLE, Result, Store, refused
 from megalite.sweep.spec import SweepSpec, read_spec
 
@@ -143,7 +144,8 @@ def _execute(flags: Namespace, spec: SweepSpec, runs: Sequence[Run], store: Stor
 
 def _write(spec: SweepSpec, runs: Sequence[Run], store: Store) -> None:
     store.write_table(runs)
-    write_report(store.folder / REPORT, f"Sweep {spec.path.name}", runs, store.results)
+    page = report(f"Sweep {spec.path.name}", runs, store.results)
+    replace_durably(store.folder / REPORT, page.encode())
 
 
 def format_table(

@@ -17,7 +17,7 @@ _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT"}
 
 def basic_help(program: str) -> str:
     """Return the settings that most runs need, on one screen."""
-    lines = [_usage_line(program), _example_line(program)]
+    lines = _head(program)
     for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
         lines.append(_row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1]))
     for section in sections():
@@ -31,8 +31,7 @@ def basic_help(program: str) -> str:
 def full_help(program: str) -> str:
     """Return every setting with all spellings, choices and its default."""
     lines = [
-        _usage_line(program),
-        _example_line(program),
+        *_head(program),
         "Later ones win: default < preset < config files < flags. `none` unsets a setting that is none by default.",
         "",
     ]
@@ -61,12 +60,9 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
-def _usage_line(program: str) -> str:
-    return f"usage: {program} [--preset NAME] [--config FILE ...] [--SETTING VALUE ...]"
-
-
-def _example_line(program: str) -> str:
-    return f"  example: {program} --preset gpt2-124m --tp 2 --dry-run"
+def _head(program: str) -> list[str]:
+    usage = f"usage: {program} [--preset NAME] [--config FILE ...] [--SETTING VALUE ...]"
+    return [usage, f"  example: {program} --preset gpt2-124m --tp 2 --dry-run"]
 
 
 def _row(section: str, usage: str, text: str) -> str:

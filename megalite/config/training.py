@@ -167,7 +167,7 @@ WRITERS: Registry[Callable[..., Any]] = Registry(
     "metrics",
     {
         "csv": "megalite.training.writers:csv_writer",
-        "prometheus": "megalite.training.writers:prometheus_writer",
+        "prometheus": "megalite.training.writers:Prometheus",
         "mlflow": "megalite.training.writers:MLflow",
         "comet": "megalite.training.writers:Comet",
         "wandb": "megalite.training.writers:Wandb",

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.files import replace_durably
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.calibrate import Machine, Measured, fit
@@ -104,11 +103,6 @@ def calibrate(runs: Sequence[Run], results: Mapping[str, Result], machine: Machi
 
 
 REPORT = "report.html"
-
-
-def write_report(path: Path, title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> None:
-    """Write `report` to a file atomically."""
-    replace_durably(path, report(title, runs, results).encode())
 
 
 def report(title: str, runs: Sequence[Run], results: Mapping[str, Result]) -> str:

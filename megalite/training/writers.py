@@ -172,8 +172,9 @@ def _is_kept(row: dict[str, Any], step: int) -> bool:
 class Prometheus:
     """`metrics.prom` for node_exporter's text-file collector: the newest value of each field, replaced atomically."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._known = folder / "metrics.prom", dict[str, float]()
+    def __init__(self, config: RunConfig, *, step: int) -> None:
+        folder = Path(config.logging.run_dir or "")
+        self._path, self._known = folder / _FILES["prometheus"], dict[str, float]()
         name = folder.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", " ")
         self._label = f'{{run="{name}"}}'
 
@@ -305,10 +306,6 @@ _FILES = {"csv": "metrics.csv", "prometheus": "metrics.prom"}
 
 def csv_writer(config: RunConfig, *, step: int) -> MetricSink:
     return CSVFile(Path(config.logging.run_dir or "") / _FILES["csv"], step=step)
-
-
-def prometheus_writer(config: RunConfig, *, step: int) -> MetricSink:
-    return Prometheus(Path(config.logging.run_dir or ""))
 
 
 _REMEDIES = {

@@ -11,7 +11,7 @@ from megalite.planner.cost.calibrate import Machine
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, load_stack, require_new_file, stack_file
 from megalite.sweep.candidates import Predicted, Run, read_machine
-from megalite.sweep.report import calibrate, judge, report, spearman, summary, write_report
+from megalite.sweep.report import calibrate, judge, report, spearman, summary
 from megalite.sweep.results import OOM, Result
 from tests.sweep.sweeps import measured, read_runs, write_sweep
 
@@ -95,8 +95,6 @@ def test_report_of_an_unfinished_sweep(tmp_path: Path) -> None:
     assert summary(runs, {}) == ["4 configurations: 4 not run yet."]
     one = {runs[0].key: measured(runs[0], 0.5)}
     assert "svg" in Page(report("Sweep", runs, one)).counts
-    write_report(tmp_path / "report.html", "Sweep", runs, one)
-    assert (tmp_path / "report.html").read_text() == report("Sweep", runs, one)
 
 
 def predicted(run: Run, seconds: float) -> Run:
