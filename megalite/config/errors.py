@@ -189,7 +189,7 @@ class Problems:
 
 def plural(count: int, noun: str) -> str:
     """Return `1 rank` or `2 ranks`."""
-    return f"{count} {noun}{'s' if count > 1 else ''}"
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 @contextmanager

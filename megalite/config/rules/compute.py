@@ -192,7 +192,7 @@ COMPUTE: tuple[Check, ...] = (
             "{?fp8_param_gather} needs one scale per tensor, not {fp8_recipe}; use fp8_recipe tensorwise, or remove it": (
                 lambda c: c.fp8_recipe != "tensorwise"
             ),
-            "{?fp8_param_gather} has no effect with one data-parallel rank, where nothing is raise_at_end; remove it": (
+            "{?fp8_param_gather} has no effect with one data-parallel rank, where nothing is gathered; remove it": (
                 lambda c: c.dp is not None and c.dp * c.cp == c.instances
             ),
             "{?fp8_param_gather} does not go with {block}: its fp8 layers are unknown; remove it": (
