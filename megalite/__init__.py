@@ -20,7 +20,7 @@ _MODULES = {
     "STRATEGIES": "megalite.config.strategies",
     "Trainer": "megalite.training.trainer",
     "WRITERS": "megalite.config.training",
-    "configure": "megalite.config.files",
+    "configure": "megalite.conversion.start",
     "validate": "megalite.config.validate",
 }
 __all__ = [*_MODULES]

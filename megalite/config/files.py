@@ -41,13 +41,6 @@ def level_from_text(text: str, source: str, problems: Problems | None = None) ->
         return level_of(load_mapping(text, source, "num_layers: 4", found), source, found)
 
 
-def configure(**settings: Any) -> RunConfig:
-    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. Raises
-    ConfigError: a key or value is not legal."""
-    with raise_at_end(None) as problems:
-        return merge([level_of(settings, "configure", problems)], problems).config
-
-
 def imports_of(path: str) -> list[str]:
     """Return the modules that a config file imports; empty if it cannot be read, which `read_level` reports."""
     try:

@@ -123,7 +123,7 @@ def _read(
                 levels.append(read(name, problems=problems))
     levels.append(level)
     with problems.collecting(() if "--use-checkpoint-args" in options else _MODEL):
-        levels += _loaded_model(levels, shape, overrides="--use-checkpoint-args" in options)
+        levels += loaded_model(levels, shape, overrides="--use-checkpoint-args" in options)
     merged = merge(levels, problems)
     dry_run = "--dry-run" in options
     numbers: dict[str, int] = {}
@@ -151,7 +151,7 @@ def _read(
     )
 
 
-def _loaded_model(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
+def loaded_model(levels: Sequence[Level], shape: Shape | None, *, overrides: bool) -> list[Level]:
     """Return the model settings of `load`, to override all others: of a Hugging Face folder always, of a checkpoint if
     no size is set. Other settings that differ are errors, unless `overrides`, as in Megatron-LM."""
     given = {name: value for level in levels for name, value in level.given.items() if value.value is not None}

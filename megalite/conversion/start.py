@@ -5,6 +5,7 @@ Imports no torch, because a dry run needs them too."""
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.config.data import DataConfig, is_address
-from megalite.config.errors import CheckpointError
+from megalite.config.errors import CheckpointError, raise_at_end
+from megalite.config.files import level_of
+from megalite.config.flags import loaded_model
+from megalite.config.merge import merge
 from megalite.config.model import TRAINING_FIELDS
 from megalite.config.registry import imported
-from megalite.config.run import HUGGING_FACE, hugging_face_folder
+from megalite.config.run import HUGGING_FACE, RunConfig, hugging_face_folder
 from megalite.conversion.huggingface.config_json import find_file
 from megalite.conversion.huggingface.families import read_config
 from megalite.conversion.tokenizer_files import (
@@ -49,6 +53,25 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     files = [folder / name for name in TOKENIZER_FILES if find_file(folder, name) is not None]
     tokenizer = {"tokenizer_model": str(folder)} if has_tokenizer(files) else {}
     return {**_architecture(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
+
+
+def configure(**settings: Any) -> RunConfig:
+    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. Without
+    sizes of the model, it is the model in `load`. Raises ConfigError: a key or value is not legal, or differs from that
+    model."""
+
+    def read(load: str, step: int | None) -> Mapping[str, Any] | None:
+        work = partial(settings_in, load, step)  # of a remote store, only rank 0 reads
+        found: Mapping[str, Any] | None = (
+            imported("megalite.topology.topology:run_on_rank_0")(work) if is_address(load) else work()
+        )
+        return found
+
+    with raise_at_end(None) as problems:
+        levels = [level_of(settings, "configure", problems)]
+        with problems.collecting():
+            levels += loaded_model(levels, read, overrides=False)
+        return merge(levels, problems).config
 
 
 def _of_checkpoint(manifests: Iterable[tuple[str, Path | str]], home: Path) -> Mapping[str, Any] | None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megalite import configure
 from megalite.config import registry
 from megalite.config.data import DATASETS
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.config.files import configure, load
+from megalite.config.files import load
 from megalite.config.flags import parse_arguments
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
