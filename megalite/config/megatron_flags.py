@@ -265,7 +265,7 @@ layers of other kinds are not supported; all layers are attention and an MLP |
     --spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
     --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=
     --embed-layernorm
-this is a preset; use --preset gpt-oss-20b or gpt-oss-120b | --enable-gpt-oss
+it scales RoPE of ModelOpt's models alone; leave it out, or use --preset gpt-oss-20b | --enable-gpt-oss
 the residual stream has the format of --precision and bypasses the norm |
     --fp32-residual-connection --apply-residual-connection-post-layernorm
 this initialization is not supported; use --init-method-std for all matrices |
@@ -284,7 +284,7 @@ use --fp8-format hybrid --fp8-recipe tensorwise, for linear layers only |
     --fp8-quantizer-factory= --fp8-output-proj --fp4-format= --fp4-quantizer-factory= --te-precision-config-file=
     --kitchen-config-file= --kitchen-recipe-number=
 the cross-entropy and its logits are computed in fp32 | --fp16-lm-cross-entropy --output-logit-dtype=
-matrix products accumulate as in torch by default | --disable-bf16-reduced-precision-matmul --batch-invariant-mode
+matrix products accumulate as in torch by default | --batch-invariant-mode
 messages are formatted by the tokenizer's chat template | --sft-tokenizer-prompt-format=
 samples are cut from unchanged documents; see --packing and --reset-attention-mask |
     --fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel
@@ -326,6 +326,7 @@ use --config FILE | --yaml-cfg=
 FP8 = "fp8 scales come from the current tensors, without a history; first and last layer, experts and head are in bf16"
 _DIFFERS = f"""
 {FP8} | --fp8-amax-history-len= --fp8-amax-compute-algo=
+bf16 matrix products accumulate as in torch by default | --disable-bf16-reduced-precision-matmul
 DeepSpeed's file is not read: flags set precision, loss scale, clipping and batch sizes | --deepspeed-config=
 """
 
