@@ -46,7 +46,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "recompute_modules": "mlp_act also covers dense MLPs and shared experts",
         "fine_grained_activation_offloading": "goes with `--cpu-offloading-num-layers`",
         "offload_modules": "as `--recompute-modules`; offloads tensors of any size",
-        "eval_interval": "none unless given; theirs is 1000",
+        "eval_interval": "none without `--valid-data-path`; theirs is 1000",
         "eval_iters": "theirs is 100",
         "exit_duration_in_mins": "status 75; theirs is 0",
         "exit_signals": "always active; theirs takes one, and only if given",

@@ -67,7 +67,6 @@ def names_text(entry: str) -> bool:
     )
 
 
-_SPLITS = {"train": "train_data_path", "valid": "valid_data_path", "test": "test_data_path"}
 _FORMS = "[a, b], [0.3, a, 0.7, b], {a: 0.3, b: 0.7} or '0.3 a 0.7 b'"
 
 
@@ -150,15 +149,12 @@ def read_split_file(path: str, where: str) -> dict[str, list[str]]:
     cannot be read or is malformed; the message starts with `where`."""
     example = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}'
     tree = read_json(path, where, example)
-    if not isinstance(tree, dict) or not tree or set(tree) - set(_SPLITS):
+    if not isinstance(tree, dict) or not tree or set(tree) - set(SPLITS):
         raise ConfigError(
             f"{where} {path} must hold paths for train, valid and test, e.g. {example}; found {shortened(tree)}"
         )
-    found = {}
-    for split, value in tree.items():
-        if value is not None:  # Megatron-LM's way to leave a split out
-            found[_SPLITS[split]] = words_of(split, value, f"{where} {path}")
-    return found
+    given = {split: value for split, value in tree.items() if value is not None}  # None: Megatron-LM leaves it out
+    return {f"{split}_data_path": words_of(split, value, f"{where} {path}") for split, value in given.items()}
 
 
 DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = MappingProxyType(

@@ -96,7 +96,7 @@ def validate(
                 config = replace(config, dp=resolve_dp(rule_settings(config, explicit, found.wrong), world_size))
         check(*_REQUEST_CHECKS)
         if config.training.eval_iters == 0:
-            found.unused |= {"eval_interval", "eval_iters"}
+            found.unused.add("eval_interval")
         # When the config is read back from a file, an ignored setting of a preset would be an error.
         config = replace(config, **{name: settings()[name].default for name in found.unused})
         config = _resolve(config, found)
@@ -152,6 +152,9 @@ _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
         "kv_channels": lambda c: c.head_size,
         "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP
         "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
+        "eval_interval": lambda c: (
+            c.eval_interval or (1000 if c.valid_data_path and c.eval_iters and not c.dataset else None)
+        ),
     }
 )
 """Setting that may be left open -> its derived value."""

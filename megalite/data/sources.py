@@ -35,8 +35,7 @@ def open_run_datasets(
 ) -> tuple[Datasets, list[str]]:
     """Return the splits that the run reads, and notes for the log.
 
-    The test split is read once, at the end of a run that also validates. The default split 969,30,1 has one, so a test
-    split that is too short is not an error.
+    The default split 969,30,1 has a test split, so one that is too short is not an error.
 
     `config`: validated, with a length and a vocab_size. `tokenizer`: its EOD token pads samples of packed documents.
     `log`: called, also later, if indices could not be stored. Raises ConfigError as `build_datasets`, and if a split
@@ -44,8 +43,7 @@ def open_run_datasets(
     if config.data.dataset is None:
         datasets, notes = _build_for_run(config, tokenizer, log)
     else:
-        wanted = SPLITS if config.training.eval_interval is not None else SPLITS[:1]
-        open_split = partial(open_plugged, config, tokenizer=tokenizer)
+        open_split, wanted = partial(open_plugged, config, tokenizer=tokenizer), _splits_read(config)
         datasets, notes = Datasets(**{split: open_split(split) if split in wanted else None for split in SPLITS}), []
         if datasets.train is None:
             raise ConfigError(f"dataset {config.data.dataset} has no split train")
@@ -81,28 +79,30 @@ def _build_for_run(
         num_samples=megatron_lengths(config),
         log=log,
     )
-    if config.training.eval_interval is None:
-        return build(splits=("train",)), []
-    if not data.data_path and not data.test_data_path:
-        return build(splits=("train", "valid")), []
+    splits = _splits_read(config)
     try:
-        return build(splits=("train", "valid", "test")), []
+        return build(splits=splits), []
     except ConfigError as fault:
-        if data.test_data_path or data.split is not None:
+        if "valid" not in splits or not data.data_path or data.split is not None:
             raise
         # An error of the other splits, or of the files, is raised again here.
         return build(splits=("train", "valid")), [f"no test loss at the end of the run: {fault}"]
+
+
+def _splits_read(config: RunConfig) -> Sequence[str]:
+    """Return the splits that the run reads: all if it evaluates, the test split at its end."""
+    if config.training.eval_interval is not None:
+        return SPLITS[:2] if config.data.mock_data else SPLITS
+    return ("train", "test") if config.data.test_data_path and config.training.eval_iters else ("train",)
 
 
 def samples_to_read(config: RunConfig, *, step: int = 0, samples: int = 0) -> dict[str, tuple[int, int]]:
     """Return the samples [first, stop) of each split that a run reads after `step` steps and `samples` samples."""
     left = steps_left(config, step=step, samples=samples)
     found = {"train": (samples, samples_after(config, left, consumed=samples))}
-    if config.training.eval_interval is not None:
-        # Each evaluation reads the same samples.
-        evaluation = config.training.eval_iters * batch_sizes(config)[-1]
-        found |= {"valid": (0, evaluation), "test": (0, evaluation)}
-    return found
+    # Each evaluation reads the same samples.
+    evaluation = config.training.eval_iters * batch_sizes(config)[-1]
+    return found | dict.fromkeys(_splits_read(config)[1:], (0, evaluation))
 
 
 def megatron_lengths(config: RunConfig) -> dict[str, int]:
@@ -114,11 +114,9 @@ def megatron_lengths(config: RunConfig) -> dict[str, int]:
     training, size = config.training, batch_sizes(config)[-1]
     steps = total_steps(config)
     train = steps * size if training.train_samples is None else training.train_samples
-    lengths = {"train": train}
+    lengths = {"train": train} | dict.fromkeys(_splits_read(config)[1:], training.eval_iters * size)
     if training.eval_interval is not None:
-        evaluation = training.eval_iters * size
-        evaluations = steps // training.eval_interval + 1
-        lengths |= {"valid": evaluations * evaluation, "test": evaluation}
+        lengths["valid"] *= steps // training.eval_interval + 1
     return lengths
 
 

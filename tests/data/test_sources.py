@@ -197,7 +197,7 @@ def test_short_unused_split_is_not_an_error(folder: Path) -> None:
 
 
 def config(**settings: Any) -> RunConfig:
-    values = {"train_iters": 100, "global_batch_size": 8, "vocab_size": 64, "mock_data": True} | settings
+    values = {"train_iters": 100, "global_batch_size": 8, "vocab_size": 64, "data_path": ["a"]} | settings
     return validate(replace(RunConfig(), **values), 1, frozenset(values))
 
 

@@ -25,9 +25,9 @@ RUNS = {
         (4, "--tp 2 --cp 2"),
         (2, "--cp 2 --cp-comm-type allgather --context-parallel-load-balancer area"),
     ),
-    "ZeRO-3 in a pipeline, states and activations in host memory": (
-        "quickstart",
-        "",
+    "ZeRO-3 in a pipeline, states and activations in host memory, a blend for each split": (
+        "shakespeare",
+        "--lr-warmup-iters 1 --train-data-path 0.3 {data} 0.7 {data} --valid-data-path {data} {data} --test-data-path 1 {data}",
         (4, "--pp 2 --vpp 2 --dp-strategy fully-sharded --optimizer-cpu-offload --cpu-offloading-num-layers 1"),
         (2, "--cp 2"),
     ),
@@ -44,7 +44,9 @@ def test_losses_after_resume_on_another_layout_equal_one_rank(
 
     def words(folder: object) -> list[str]:
         resume = f"--run-dir {folder} --load {folder}/checkpoints --fresh-if-missing"
-        return f"--config examples/{example}/run.yaml {SMALL} {model} {resume}".split() + corpus.flags
+        data = corpus.flags[4:] if "{data}" in model else corpus.flags
+        line = f"--config examples/{example}/run.yaml {SMALL} {model} {resume}"
+        return line.format(data=corpus.prefix).split() + data
 
     for (ranks, layout), stop in zip(layouts, ([f"--exit-interval={SWITCH}"], []), strict=True):
         train_forked(ranks, *words(switched), *layout.split(), *stop, seconds=240).require_success()

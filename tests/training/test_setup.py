@@ -50,7 +50,13 @@ def test_test_split_is_opened_if_there_is_one(prefix: str) -> None:
     loaders = alone(train_data_path=[prefix], valid_data_path=[prefix], eval_interval=5)
     assert loaders.valid and loaders.test is None
     settings = {"train_data_path": [prefix], "valid_data_path": [prefix], "test_data_path": [prefix]}
-    assert alone(**settings, eval_interval=5).test
+    for changes, read in (
+        ({}, [True, True]),
+        ({"valid_data_path": []}, [False, True]),
+        ({"eval_iters": 0}, [False, False]),
+    ):
+        loaders = alone(**{**settings, **changes})
+        assert [loaders.valid is not None, loaders.test is not None] == read
     assert alone(data_path=[prefix], split="9,1,0", eval_interval=5).test is None
     assert alone(mock_data=True, eval_interval=5).test is None
 

@@ -72,7 +72,6 @@ DATA: tuple[Check, ...] = (
     parsed(parse_split, "split"),
     _end_of_document,
     _bpe_files,
-    *without({"!eval_iters": "--eval-interval 100"}),
     *owned("position_embedding_type", {"?reset_position_ids": ("rope", "learned_absolute")}),
     *rules(
         {
@@ -82,8 +81,9 @@ DATA: tuple[Check, ...] = (
             "{?eval_interval} needs validation data; add --valid-data-path or remove it": (
                 lambda c: _from_splits(c) and not c.valid_data_path
             ),
-            "{?test_data_path} has no effect without eval_interval: the test split is evaluated at the end of a run that also "
-            "validates; add --eval-interval 100 or remove it": lambda c: _from_splits(c) and c.eval_interval is None,
+            "{!eval_iters} has no effect without eval_interval; add --eval-interval 100 or remove it": (
+                lambda c: c.eval_iters and c.eval_interval is None and not c.test_data_path
+            ),
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
             f"{{!packing|data_order|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use data_path or remove "
             "it": lambda c: c.mock_data and not c.data_path,
