@@ -1,6 +1,6 @@
 """Pipeline stages that sleep instead of computing: many ranks run truly in parallel on a machine with few cores.
 
-Executor, channels and gloo are real; forward, input gradient and weight gradient of a stage sleep for a given time and pass
+The executor, its messages and gloo are real; forward, input gradient and weight gradient of a stage sleep for a given time and pass
 a real tensor on.
 """
 

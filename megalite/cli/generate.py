@@ -44,8 +44,8 @@ def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> Para
     if world_size % (tp * pp) or (world_size != tp * pp and not data_parallel):
         works = (tp, world_size // tp) if world_size % tp == 0 else (world_size, 1)
         raise ConfigError(
-            f"tp {tp} x pp {pp} = {tp * pp} does not fit the {plural(world_size, 'rank')} that were "
-            f"started; use --tp {works[0]} --pp {works[1]}, or start {tp * pp} (torchrun --nproc-per-node {tp * pp})"
+            f"tp {tp} x pp {pp} = {tp * pp} does not fit {plural(world_size, 'started rank')}; "
+            f"use --tp {works[0]} --pp {works[1]}, or start {tp * pp} (torchrun --nproc-per-node {tp * pp})"
         )
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))
 

@@ -136,7 +136,7 @@ class CheckpointDiff:
         tensors = self.tensors
         if self.same:
             but = ", except fields that do not count" if self.ignored else ""
-            return f"equal: {tensors.compared} tensor{'s' if tensors.compared != 1 else ''}, bit for bit{but}"
+            return f"equal: {plural(tensors.compared, 'tensor')}, bit for bit{but}"
         counts = [
             (len(self.fields), "field", ""),
             (len(tensors.only_first), "tensor", " only in A"),

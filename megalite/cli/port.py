@@ -286,7 +286,9 @@ def _has_effect(name: str, config: RunConfig, named: set[str]) -> bool:
         case "data_order":
             return bool(config.data.data_path or config.data.train_data_path) and not config.data.mock_data
         case "eval_iters":
-            return config.training.eval_interval is not None
+            return config.training.eval_interval is not None or bool(
+                config.data.valid_data_path or config.data.test_data_path
+            )
         case "fresh_if_missing":
             return config.checkpoint.load is not None
         case "initial_loss_scale":

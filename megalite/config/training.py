@@ -91,7 +91,7 @@ class TrainingConfig:
     imports: list[str] = option([], flags=("--import",), basic=True)
     """Your modules that register parts (docs/extend.md); e.g. my_package.my_module. May be repeated."""
     eval_interval: int | None = option(None, at_least=1, basic=True)
-    """Steps between evaluations on the validation split; default: 1000 with valid_data_path, else none."""
+    """Steps between evaluations on the validation split; default: 1000 with valid_data_path and no dataset, else none."""
     eval_iters: int = option(10, at_least=0)
     """Global batches per evaluation; 0: no evaluation."""
     exit_interval: int | None = option(None, at_least=1)

@@ -66,7 +66,7 @@ def validate(
     """Check a config for `world_size` ranks and fill in dp, global_batch_size and the derived sizes of the model.
 
     Filled in: dp, etp (with experts), global_batch_size, num_query_groups, kv_channels, ffn_hidden_size,
-    max_position_embeddings. vocab_size stays open if a tokenizer provides it: validate again once it is known.
+    max_position_embeddings, eval_interval (with valid_data_path). vocab_size stays open if a tokenizer provides it: validate again once it is known.
     Validating the result again changes nothing.
 
     Args:
@@ -97,6 +97,8 @@ def validate(
         check(*_REQUEST_CHECKS)
         if config.training.eval_iters == 0:
             found.unused.add("eval_interval")
+            if not (config.data.valid_data_path or config.data.test_data_path):  # which are evaluated by default
+                found.unused.add("eval_iters")
         # When the config is read back from a file, an ignored setting of a preset would be an error.
         config = replace(config, **{name: settings()[name].default for name in found.unused})
         config = _resolve(config, found)

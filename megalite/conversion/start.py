@@ -1,6 +1,7 @@
-"""Read the model, sequence length and tokenizer of the folder that a run loads, for settings that the user left out.
+"""Read the model, sequence length and tokenizer of the folder that a run loads, for settings that the user left out, and
+`configure` a run from Python.
 
-Imports no torch, because a dry run needs them too."""
+Imports no torch, except for an address, because a dry run needs them too."""
 
 import contextlib
 from collections.abc import Iterable, Mapping
@@ -56,8 +57,9 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
 
 
 def configure(**settings: Any) -> RunConfig:
-    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. Without
-    sizes of the model, it is the model in `load`. Raises ConfigError: a key or value is not legal, or differs from that
+    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. The model
+    is that in `load` without sizes, and of a Hugging Face folder always. Collectives: an address in `load` is read by
+    rank 0, and all ranks call it. Raises ConfigError: a key or value is not legal, or differs from that
     model."""
 
     def read(load: str, step: int | None) -> Mapping[str, Any] | None:

@@ -52,7 +52,7 @@ def part_at(*index: int) -> View:
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """A tensor of the other format, its `name` and `shape`: a `view` of our `parameter`, in the same element order. Its
+    """A tensor of the other format with its `name` and `shape`. It is a `view` of our `parameter`, in the same element order. Its
     elements beyond the view's are padding of the vocabulary: written as zeros, and not read."""
 
     name: str

@@ -143,7 +143,7 @@ class Device(TorchDispatchMode):
     """Dispatch mode in which `meta` tensors act as a device: operators are counted, and reads by the host get values.
 
     Values read by the host are made up: results are 0 and finite, and each expert has the same number of tokens. Further
-    operators on these token counts also run on the CPU (`shadow`).
+    operators on these token counts also run on the CPU (`values_of`).
     """
 
     def __init__(self) -> None:

@@ -235,6 +235,12 @@ def test_missing_value_names_its_cause(capsys: Captured, tmp_path: Path) -> None
     assert launch.words == ["--num-layers", "32", "--mock-data"]
 
 
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_evaluation_data_has_the_default_batches_of_megatron(split: str) -> None:
+    found = port(Launch(f"--train-data-path a --{split}-data-path b --vocab-size 64 --train-iters 9".split()))
+    assert (found.problems, found.config.training.eval_iters) == ([], 100)
+
+
 def test_flags_of_megatron_forks() -> None:
     """DeepSpeed's flags, and those that a launcher passes on."""
     words = (

@@ -58,7 +58,7 @@ def verdict(name: str, chooser: str, value: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "chooser", "named"), OWNED, ids=[f"{row[0]}" for row in OWNED])
-def test_setting_without_an_owner_is_refused(name: str, chooser: str, named: frozenset[str]) -> None:
+def test_setting_is_refused_unless_its_owner_is_chosen(name: str, chooser: str, named: frozenset[str]) -> None:
     for value in (*CHOOSERS[chooser], *(("none",) if chooser == "grad_compression" else ())):
         says = verdict(name, chooser, value)
         if value in named:

@@ -39,9 +39,12 @@ def test_settings_without_effect_are_reported(row: str) -> None:
 
 
 def test_settings_without_effect_are_reset() -> None:
-    invocation = parse_arguments(["--sequence-parallel", "--tp-comm-overlap", "--etp", "1", "--tiktoken-pattern", "x+"])
+    invocation = parse_arguments(
+        ["--sequence-parallel", "--tp-comm-overlap", "--etp", "1", "--tiktoken-pattern", "x+", "--eval-iters", "0"]
+    )
     config = validate(invocation.config, 1, invocation.explicit)
     assert not (config.parallel.sequence_parallel or config.compute.tp_comm_overlap or config.parallel.etp)
+    assert config.training.eval_iters == RunConfig().training.eval_iters
 
 
 def test_table_has_sixty_invalid_combinations() -> None:

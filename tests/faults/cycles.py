@@ -82,11 +82,11 @@ class Cycles:
     def _draw_kill(self, ranks: int, before: int, seconds: float) -> Kill | None:
         """Draw a signal to all ranks, as launchers send it, after a step or at any time; every fourth life gets none."""
         kind = self.random.random()
-        everybody, number = tuple(range(ranks)), self.random.choice(list(SIGNALS))
+        all_ranks, number = tuple(range(ranks)), self.random.choice(list(SIGNALS))
         if kind < 0.5 and before < STEPS - 1:
-            return Kill(everybody, after_step=self.random.randint(before + 1, STEPS - 1), number=number)
+            return Kill(all_ranks, after_step=self.random.randint(before + 1, STEPS - 1), number=number)
         if kind < 0.75:
-            return Kill(everybody, after_seconds=self.random.uniform(0.05, 0.8 * seconds), number=number)
+            return Kill(all_ranks, after_seconds=self.random.uniform(0.05, 0.8 * seconds), number=number)
         return None
 
     def _check_end(self, life: Life, kill: Kill | None, log: Path, run_dir: Path, before: int) -> str:

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_086,
+    "megalite: lines": 76_092,
     "megalite: files": 364,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
     "tests: lines": 69_755,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_604,
+    "docs: words": 34_625,
 }
 
 

@@ -37,7 +37,7 @@ def _activate(z: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
         density = tl.exp2(-0.7213475204444817 * z * z)
         tail = density * (near * powers)
         share = tl.where(z > 0.0, 1.0 - tail, tail)
-        return tl.maximum(z, 0.0) - size * tail, share + z * (0.3989422804014327 * density)
+        return tl.maximum(z, 0.0) - tl.minimum(size, 30.0) * tail, share + z * (0.3989422804014327 * density)
     else:
         share = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return z * share, share + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)

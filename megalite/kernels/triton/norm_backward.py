@@ -204,7 +204,7 @@ def gradients(
     branch: torch.dtype | None = None,
     bias: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (dz, dbranch, sums [kinds, n]) of `backward_kernel` for the outputs of `normalise`.
+    """Return (dz, dbranch, sums [kinds, n] in weight's type, promoted with `bias`) of `backward_kernel` for the outputs of `normalise`.
 
     Args:
         dy, dtotal, z: [rows, n] with contiguous rows.

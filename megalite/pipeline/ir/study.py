@@ -131,7 +131,7 @@ def study(schedule: Schedule, conditions: Conditions) -> Study:
 
 
 def study_written(schedule: Schedule, conditions: Conditions) -> Study:
-    """Study a schedule that someone wrote; errors show its cells."""
+    """Study a schedule from a file; errors show its cells."""
     _check_amount(schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches)
     try:
         validate_written(schedule)
