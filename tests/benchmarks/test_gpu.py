@@ -1,4 +1,4 @@
-"""The GPU benchmark where there is no GPU: its dry run whole, and what decides about its numbers."""
+"""The GPU benchmark without a GPU: a complete dry run, and the functions that judge its numbers."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ TRIED = {"rmsnorm", "swiglu", "cross_entropy", "softmax", "weight_grad", "adam"}
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """One dry run of everything."""
+    """Run all parts of the benchmark once, as a dry run."""
     folder = tmp_path_factory.mktemp("gpu")
     files = folder / "gpu.json", folder / "preferences.yaml"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -44,7 +44,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(code=code, text=printed.getvalue(), result=result, preferences=files[1])
 
 
-def test_the_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
+def test_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
     rows = dry.result["rows"]
     assert dry.code == 0
     assert dry.result["dry"]
@@ -58,26 +58,26 @@ def test_the_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
     assert all(math.isfinite(row["last_loss"]) for row in runs)
 
 
-def test_the_dry_run_checks_each_kernel(dry: SimpleNamespace) -> None:
-    """Triton's too, interpreted: as exact as the type is, and the same twice."""
+def test_dry_run_checks_each_kernel(dry: SimpleNamespace) -> None:
+    """Also Triton's, interpreted: errors are within rounding, and two runs are bitwise equal."""
     kernels = [row for row in dry.result["rows"] if row["part"] == "kernels" and "ms" in row]
     with_triton = {row["operation"] for row in kernels if row["backend"] == "triton"}
     assert {row["case"] for row in kernels} == TRIED
     assert with_triton == TRIED - {"weight_grad", "softmax"}
     for row in kernels:
         assert row["bitwise"], row
-        # The interpreter cuts digits off where a device rounds; a CPU's weight gradient is rounded to bf16.
+        # The interpreter truncates where a device rounds; on a CPU the weight gradient is rounded to bf16.
         assert row["error_steps"] < 1.0 or row["case"] in ("weight_grad", "fp8"), row
 
 
-def test_the_dry_run_says_where_a_step_spends_its_time(dry: SimpleNamespace) -> None:
+def test_dry_run_profiles_a_step(dry: SimpleNamespace) -> None:
     profile = [row for row in dry.result["rows"] if "profile" in row]
     assert [row["profile"] for row in profile] == list(gpu_profile.ROWS)
     assert sum(row["share"] for row in profile) == pytest.approx(1.0, abs=1e-6)
     assert {row["profile"] for row in profile if row["ms"] > 0} >= {"GEMM", "attention", "cross-entropy", "optimizer"}
 
 
-def test_the_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) -> None:
+def test_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) -> None:
     for title in ("Ceilings", "Kernels", "Profile: megalite", "Steps", "A dry run"):
         assert f"\n{title}" in f"\n{dry.text}"
     table = read_preferences(dry.preferences.read_text(), "written")
@@ -86,7 +86,7 @@ def test_the_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) 
     assert because.startswith("measured on a dry run on")
 
 
-def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_errors_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert gpu.main([]) == 2
         assert "no CUDA device; --dry" in capsys.readouterr().err
@@ -98,39 +98,39 @@ def test_every_operation_of_the_registry_has_a_case() -> None:
     assert gpu_kernels.without_case() == []
 
 
-def test_all_legs_together_fit_their_time() -> None:
-    """What matters most comes first, and each task names what its process must import."""
+def test_legs_start_with_the_most_important_and_cover_all_parts() -> None:
+    """Each task names a part that its process can import, and the flags of steps are valid."""
     legs = gpu.legs_of(gpu.parse(["--fp8"]), "cuda")
     assert [leg.name for leg in legs][:3] == ["ceilings", "megalite GPT 1.3B", "kernels"]
     assert {task["part"] for leg in legs for task in leg.tasks} == set(gpu_child.PARTS)
     flags = [task["flags"] for leg in legs for task in leg.tasks if "flags" in task]
     for extra in flags:
-        if "--fp8" not in extra:  # for which this machine's device is asked
+        if "--fp8" not in extra:  # validated only on a GPU that supports it
             gpu_step.config_of("GPT 1.3B", device="cpu", microbatch=8, accumulation=8, extra=extra)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_errors_are_those_of_the_kernel_however_it_is_cut(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain kernels are as exact as their type; one that is off by 1 % in one output is found out."""
+def test_errors_do_not_depend_on_the_chunk_size(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain kernels have errors within rounding; an output with an error of 5 % is reported."""
     operation = flat.CASES[case]
     torch.manual_seed(0)
     size = 64 if case == "rope" else 20
     tensors = operation.make(Shape(24, size), operation.dtype, CPU)
     plain = operation.plain if operation.fused else gpu_kernels.IMPLEMENTATIONS[case]["torch"].load()
     found = operation.outputs(plain, tensors)
-    off = gpu_kernels.errors(operation, tensors, found)
+    error = gpu_kernels.errors(operation, tensors, found)
     # On a CPU torch rounds the product to bf16 before it adds it to the fp32 gradient.
-    assert off.steps < 4.0 or case == "weight_grad"
-    assert off.largest < 4 * torch.finfo(operation.dtype).eps
+    assert error.steps < 4.0 or case == "weight_grad"
+    assert error.largest < 4 * torch.finfo(operation.dtype).eps
     monkeypatch.setattr(gpu_kernels, "CHUNK", 200)
-    assert gpu_kernels.errors(operation, tensors, found).relative == pytest.approx(off.relative, rel=1e-6)
+    assert gpu_kernels.errors(operation, tensors, found).relative == pytest.approx(error.relative, rel=1e-6)
     for name, value in found.items():
         scaled = gpu_kernels.errors(operation, tensors, {**found, name: value * 1.05})
         assert scaled.worst == name
         assert scaled.relative == pytest.approx(0.05, rel=0.2)
 
 
-def test_nothing_that_is_not_a_number_passes() -> None:
+def test_nan_and_differing_runs_are_rejected() -> None:
     row, of_torch = {"error_steps": float("nan"), "bitwise": True}, {"error_steps": 0.3}
     assert gpu_kernels.acceptable(row, of_torch) is not None
     assert gpu_kernels.acceptable({**row, "error_steps": 0.72}, of_torch) is None
@@ -143,7 +143,7 @@ def kernel_row(backend: str, size: int, ms: float, **more: Any) -> Row:
     return {**row, "ms": ms, "error_steps": 0.3, "bitwise": True, **more}
 
 
-def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) -> None:
+def test_rules_prefer_fast_kernels_and_reject_wrong_kernels(tmp_path: Path) -> None:
     rows = [
         *(kernel_row("torch", 1024, 1.0), kernel_row("triton", 1024, 0.99)),  # not clearly faster
         *(kernel_row("torch", 2048, 2.0), kernel_row("triton", 2048, 0.5), kernel_row("triton", 2048, 0.5)),
@@ -167,10 +167,10 @@ def test_rules_follow_from_the_times_and_refuse_what_is_wrong(tmp_path: Path) ->
         ("triton", "torch"),
         ("torch",),
     ]
-    assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), "the shipped ones stay"
+    assert any(rule.operation == "adam" and rule.device == "cuda" for rule in table.rules), "shipped rules stay"
 
 
-def test_the_device_decides_about_much_work_and_the_host_about_little() -> None:
+def test_device_time_decides_only_for_large_work() -> None:
     def first(moved: int, **of_torch: float) -> str:
         rows = [kernel_row("torch", 1024, 0.2, bytes=moved, **of_torch)]
         rows.append(kernel_row("triton", 1024, 0.3, bytes=moved, graph_ms=0.1))
@@ -180,15 +180,15 @@ def test_the_device_decides_about_much_work_and_the_host_about_little() -> None:
     assert first(1 << 24, graph_ms=0.2) == first(1 << 25) == "torch"
 
 
-def test_a_step_that_was_not_run_has_a_line() -> None:
-    """Its task asked for a profile, which it does not have."""
+def test_failed_step_has_a_row_but_no_profile() -> None:
+    """The step's task requested a profile."""
     row = {"part": "step", "who": "megalite", "model": "GPT 1.3B", "precision": "fp8", "microbatch": 8, "profile": True}
     assert profiles_table([{**row, "failed": "late"}]) == []
     assert steps_table([{**row, "failed": "late"}])[-1].endswith("- late")
 
 
-def test_every_module_of_triton_kernels_has_a_row() -> None:
-    """A kernel without one would count as other."""
+def test_every_triton_module_has_a_profile_row() -> None:
+    """A kernel without a row would count as other."""
     known = {name for names in gpu_profile.OURS for name in names.split()}
     assert known == {module.name for module in pkgutil.iter_modules(triton.__path__)} - {"launch"}
     assert set(gpu_profile.triton_kernels().values()) == set(gpu_profile.OURS.values())

@@ -1,4 +1,4 @@
-"""Processes and clock of the GPU benchmark: whatever a task does, it becomes a row."""
+"""Processes and clock of the GPU benchmark: every task becomes a row, even if it is killed or hangs."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def run_stub(*legs: tuple[str, ...], seconds: float = 20.0, until: float = 60.0)
     )
 
 
-def test_a_task_that_kills_its_process_is_a_row_and_the_rest_goes_on() -> None:
+def test_killed_task_is_a_row_and_the_next_tasks_run() -> None:
     rows = run_stub(("a", "die", "b", "leave", "c"), ("d",))
     assert [row.get("did", row.get("failed")) for row in rows] == [
         "a",
@@ -59,14 +59,14 @@ def test_a_task_that_kills_its_process_is_a_row_and_the_rest_goes_on() -> None:
     assert rows[1]["do"] == "die"
 
 
-def test_a_task_that_hangs_ends_its_leg_and_no_other() -> None:
+def test_hanging_task_ends_only_its_leg() -> None:
     rows = run_stub(("a", "hang", "b"), ("c",), seconds=2.0)
     assert [row.get("did") for row in rows] == ["a", None, None, "c"]
     assert rows[1]["failed"] == "not done after the leg's 2 s"
     assert rows[2]["failed"] == "not run: the leg's time is spent"
 
 
-def test_a_process_that_cannot_start_its_tasks_is_not_started_for_ever() -> None:
+def test_process_that_cannot_start_fails_its_tasks() -> None:
     rows = run_legs(
         [Leg("x", ({"part": "stub"}, {"part": "stub"}), 20.0)],
         until=time.monotonic() + 60.0,
@@ -76,7 +76,7 @@ def test_a_process_that_cannot_start_its_tasks_is_not_started_for_ever() -> None
     assert [row["failed"] for row in rows] == ["exit status 1: no such module"] * 2
 
 
-def test_a_step_out_of_memory_is_tried_with_half_the_microbatch(
+def test_out_of_memory_step_is_retried_with_half_the_microbatch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rows(task: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def test_a_step_out_of_memory_is_tried_with_half_the_microbatch(
     task = {"part": "stub", "microbatch": 8, "accumulations": [1, 8]}
     monkeypatch.setitem(sys.modules, "stub_part", SimpleNamespace(rows=rows))
     monkeypatch.setattr(gpu_child, "PARTS", {"stub": "stub_part"})
-    monkeypatch.setattr(gpu_child.gc, "collect", lambda: 0)  # of all that other tests have imported: seconds
+    monkeypatch.setattr(gpu_child.gc, "collect", lambda: 0)  # takes seconds with the imports of other tests
     monkeypatch.setattr(sys, "argv", ["gpu_child.py", "stub"])
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([task])))
     gpu_child.main()
@@ -100,8 +100,8 @@ def test_a_step_out_of_memory_is_tried_with_half_the_microbatch(
     ]
 
 
-def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a capture that fails torch draws no random numbers: no later task would run."""
+def test_synchronizing_calls_are_errors_before_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed capture, torch draws no random numbers, and every later task would fail."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 

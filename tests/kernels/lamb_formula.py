@@ -9,7 +9,7 @@ TERMS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_deca
 NAMES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 
-def piece(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[Tensor]:
+def draw_tensors(n: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> list[Tensor]:
     """Draw the tensors of NAMES, with moments as after some steps."""
     generator = torch.Generator().manual_seed(n)
     values = [torch.randn(n, dtype=torch.float64, generator=generator) for _ in range(4)]
@@ -30,7 +30,7 @@ def exact(
 
 
 def run(kernel: Any, tensors: list[Tensor], *, rate: float, **terms: Any) -> dict[str, Tensor]:
-    """Run both halves in place; return the same results as `exact`."""
+    """Run both functions of the kernel in place; return the same results as `exact`."""
     moments, step = kernel
     norms = moments(*tensors, **terms, norms=True)
     assert all(norm.dtype == torch.float64 and norm.shape == () for norm in norms)
@@ -39,7 +39,7 @@ def run(kernel: Any, tensors: list[Tensor], *, rate: float, **terms: Any) -> dic
     return {**dict(zip(NAMES, tensors, strict=True)), "norms": torch.stack(norms)}
 
 
-def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Return ‖found - wanted‖/‖wanted‖ of each result."""
     return {
         name: ((found[name].double() - right).norm() / right.norm().clamp(min=1e-300)).item()

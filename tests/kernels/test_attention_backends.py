@@ -1,4 +1,4 @@
-"""Pinned attention kernels against torch's own choice, and the errors for unavailable ones."""
+"""Requested attention backends against torch's choice, and the errors for unavailable backends."""
 
 from typing import Any
 
@@ -26,25 +26,25 @@ from megalite.topology.group import Group
 CPU = torch.device("cpu")
 
 
-def shape(dtype: torch.dtype = torch.float64, groups: int = 4, device: torch.device = CPU) -> AttentionShape:
+def make_shape(dtype: torch.dtype = torch.float64, groups: int = 4, device: torch.device = CPU) -> AttentionShape:
     return AttentionShape(device=device, dtype=dtype, heads=4, groups=groups, head_size=16)
 
 
-def drawn(of: AttentionShape, s_q: int, s_k: int) -> list[Tensor]:
+def draw(shape: AttentionShape, s_q: int, s_k: int) -> list[Tensor]:
     """Draw inputs in the model's memory order: views of [s, b, heads, d]."""
     generator = torch.Generator().manual_seed(s_q)
-    sizes = [(s_q, 2, of.heads, 16), (s_k, 2, of.groups, 16), (s_k, 2, of.groups, 16)]
+    sizes = [(s_q, 2, shape.heads, 16), (s_k, 2, shape.groups, 16), (s_k, 2, shape.groups, 16)]
     tensors = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
-    return [t.to(of.device, of.dtype).permute(1, 2, 0, 3).detach().requires_grad_() for t in tensors]
+    return [t.to(shape.device, shape.dtype).permute(1, 2, 0, 3).detach().requires_grad_() for t in tensors]
 
 
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("backend", ["flash", "math"])
-def test_pinned_kernels_give_the_same_numbers(backend: str, groups: int) -> None:
-    of = shape(groups=groups)
-    kernel = choose_attention(backend, of, seq=12).kernel
+def test_requested_backends_equal_torchs_choice(backend: str, groups: int) -> None:
+    shape = make_shape(groups=groups)
+    kernel = choose_attention(backend, shape, seq=12).kernel
     for causal, s_q in ((True, 12), (False, 1)):
-        given = drawn(of, s_q, 12)
+        given = draw(shape, s_q, 12)
         ours, expected = kernel(*given, causal=causal), causal_attention(*given, causal=causal)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
         grad = torch.linspace(-1.0, 1.0, ours.numel(), dtype=torch.float64).view(ours.shape)
@@ -53,8 +53,8 @@ def test_pinned_kernels_give_the_same_numbers(backend: str, groups: int) -> None
         )
 
 
-class _Seen(TorchDispatchMode):
-    """Record the operators that run inside."""
+class _RecordOperators(TorchDispatchMode):
+    """Record the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,65 +65,65 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_pinned_kernel_is_the_one_that_runs() -> None:
+def test_requested_backend_runs() -> None:
     flash = "_scaled_dot_product_flash_attention_for_cpu"
-    for backend, runs, not_there in (("flash", flash, "_softmax"), ("math", "_safe_softmax", flash)):
-        kernel = choose_attention(backend, shape(), seq=12).kernel
-        with _Seen() as seen:
-            kernel(*drawn(shape(), 12, 12))
-        assert runs in seen.names and not_there not in seen.names, (backend, seen.names)
+    for backend, runs, absent in (("flash", flash, "_softmax"), ("math", "_safe_softmax", flash)):
+        kernel = choose_attention(backend, make_shape(), seq=12).kernel
+        with _RecordOperators() as seen:
+            kernel(*draw(make_shape(), 12, 12))
+        assert runs in seen.names and absent not in seen.names, (backend, seen.names)
 
 
-def test_auto_says_what_torch_takes() -> None:
-    choice = choose_attention("auto", shape(groups=2), seq=12)
+def test_auto_reports_torchs_choice() -> None:
+    choice = choose_attention("auto", make_shape(groups=2), seq=12)
     assert choice.kernel is causal_attention
     assert (choice.backend, choice.why) == ("flash", "torch's choice")
     flash = torch.backends.cuda.flash_sdp_enabled()
     try:
         torch.backends.cuda.enable_flash_sdp(False)
-        assert choose_attention("auto", shape(), seq=12).backend == "math"
+        assert choose_attention("auto", make_shape(), seq=12).backend == "math"
     finally:
         torch.backends.cuda.enable_flash_sdp(flash)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "efficient"])
-def test_what_a_cpu_lacks(backend: str) -> None:
+def test_cuda_backends_are_errors_on_cpu(backend: str) -> None:
     with pytest.raises(ConfigError) as error:
-        choose_attention(backend, shape(), seq=12)
+        choose_attention(backend, make_shape(), seq=12)
     assert str(error.value) == (
         f"attention_backend {backend} cannot be used: it does not exist on cpu, which has flash, blocked, math; "
         "use attention_backend auto"
     )
 
 
-def test_a_kernel_that_fails_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_kernel_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel image\nmore lines")
 
     kernels = {**attention_backends._KERNELS, ("math", "cpu"): fails}
     monkeypatch.setattr(attention_backends, "_KERNELS", kernels)
     with pytest.raises(ConfigError, match=r"math cannot be used: no kernel image; use attention_backend auto"):
-        choose_attention("math", shape(), seq=12)
+        choose_attention("math", make_shape(), seq=12)
 
 
-def test_what_cuda_kernels_refuse_whatever_the_card() -> None:
+def test_types_and_head_sizes_that_cuda_kernels_lack_are_errors() -> None:
     cuda = torch.device("cuda")
-    for of, says in (
-        (shape(torch.float32, device=cuda), "it supports bfloat16 and float16, not float32"),
+    for shape, message in (
+        (make_shape(torch.float32, device=cuda), "it supports bfloat16 and float16, not float32"),
         (AttentionShape(cuda, torch.bfloat16, 4, 4, 12), "it supports head sizes that are multiples of 8, not 12"),
     ):
         for backend in ("flash", "cudnn"):
-            with pytest.raises(ConfigError, match=says):
-                choose_attention(backend, of, seq=12)
+            with pytest.raises(ConfigError, match=message):
+                choose_attention(backend, shape, seq=12)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn", "math"])
-def test_pinned_kernels_on_cuda(backend: str, groups: int) -> None:
-    of = AttentionShape(torch.device("cuda"), torch.bfloat16, 4, groups, 16)
-    kernel = choose_attention(backend, of, seq=128).kernel
-    given = drawn(of, 128, 128)
+def test_requested_backends_on_cuda_are_within_rounding(backend: str, groups: int) -> None:
+    shape = AttentionShape(torch.device("cuda"), torch.bfloat16, 4, groups, 16)
+    kernel = choose_attention(backend, shape, seq=128).kernel
+    given = draw(shape, 128, 128)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     ours, expected = kernel(*given), causal_attention(*exact)
     grad = torch.randn_like(ours)
@@ -137,7 +137,7 @@ def test_pinned_kernels_on_cuda(backend: str, groups: int) -> None:
 
 WHY_NOT = why_not_blocked(CPU, torch.bfloat16)
 BLOCKED = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-# [batch, heads, groups, sequence, head size]: one block and less, several with a rest, larger blocks, few and many heads.
+# [batch, heads, groups, sequence, head size]: one block or less, several with a remainder, large blocks, few and many heads.
 SHAPES = [
     (2, 4, 4, 1, 16),
     (2, 4, 2, 100, 16),
@@ -148,7 +148,7 @@ SHAPES = [
 ]
 
 
-def inputs(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
+def draw_inputs(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
     """Draw queries with large scores, keys, values and the output's gradient, in the model's memory order."""
     b, heads, groups, seq, size = shape
     generator = torch.Generator().manual_seed(seq)
@@ -158,7 +158,7 @@ def inputs(shape: tuple[int, int, int, int, int]) -> list[Tensor]:
     return [tensor.bfloat16().permute(1, 2, 0, 3) for tensor in tensors]
 
 
-def results(kernel: object, given: list[Tensor]) -> list[Tensor]:
+def outputs_and_gradients(kernel: object, given: list[Tensor]) -> list[Tensor]:
     """Return output and gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in given[:3]]
     out = kernel(*leaves)  # type: ignore[operator]
@@ -167,11 +167,11 @@ def results(kernel: object, given: list[Tensor]) -> list[Tensor]:
 
 @BLOCKED
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_as_exact_as_torchs(shape: tuple[int, int, int, int, int]) -> None:
-    given = inputs(shape)
-    exact = results(causal_attention, [tensor.double() for tensor in given])
-    ours = results(blocked_attention, given)
-    theirs = results(causal_attention, given)
+def test_blocked_attention_is_as_accurate_as_torch(shape: tuple[int, int, int, int, int]) -> None:
+    given = draw_inputs(shape)
+    exact = outputs_and_gradients(causal_attention, [tensor.double() for tensor in given])
+    ours = outputs_and_gradients(blocked_attention, given)
+    theirs = outputs_and_gradients(causal_attention, given)
     for mine, their, right in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
         error, other = ((each.double() - right).norm() / right.norm().clamp(min=1e-3) for each in (mine, their))
@@ -179,8 +179,8 @@ def test_as_exact_as_torchs(shape: tuple[int, int, int, int, int]) -> None:
 
 
 @BLOCKED
-def test_no_query_sees_what_comes_later() -> None:
-    given = inputs((1, 2, 2, 300, 16))
+def test_blocked_attention_is_causal() -> None:
+    given = draw_inputs((1, 2, 2, 300, 16))
     whole = blocked_attention(*given[:3])
     changed = [tensor.clone() for tensor in given[:3]]
     changed[1][:, :, 200:] += 5.0
@@ -191,24 +191,24 @@ def test_no_query_sees_what_comes_later() -> None:
 
 
 @BLOCKED
-def test_without_a_mask() -> None:
-    q, k, v, _ = inputs((2, 4, 2, 50, 16))
+def test_blocked_attention_without_a_mask_equals_torch() -> None:
+    q, k, v, _ = draw_inputs((2, 4, 2, 50, 16))
     found = blocked_attention(q[:, :, :1], k, v, causal=False)
     assert torch.equal(found, causal_attention(q[:, :, :1], k, v, causal=False))
 
 
 @BLOCKED
-def test_nothing_is_kept_but_the_inputs() -> None:
-    q, k, v, _ = (tensor.requires_grad_() for tensor in inputs((2, 4, 4, 256, 16)))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+def test_blocked_attention_saves_only_its_inputs() -> None:
+    q, k, v, _ = (tensor.requires_grad_() for tensor in draw_inputs((2, 4, 4, 256, 16)))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         blocked_attention(q, k, v)
-    assert sorted(tensor.numel() for tensor in kept) == [q.numel()] * 3
+    assert sorted(tensor.numel() for tensor in saved) == [q.numel()] * 3
 
 
 @BLOCKED
 @pytest.mark.parametrize("kinds, backend", [(("amd-avx512",), "blocked"), ((), "flash")])
-def test_auto_takes_it_where_it_is_quicker(
+def test_auto_uses_blocked_where_it_is_faster(
     kinds: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_backends, "cpu_kinds", lambda: kinds)
@@ -218,7 +218,7 @@ def test_auto_takes_it_where_it_is_quicker(
 
 
 @BLOCKED
-def test_what_it_does_not_take() -> None:
+def test_blocked_needs_bfloat16_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r"blocked cannot be used: it requires bfloat16, not float32; use"):
         choose_attention("blocked", AttentionShape(CPU, torch.float32, 4, 4, 16), seq=12)
     assert why_not_blocked(torch.device("cuda"), torch.bfloat16) == "it does not exist on cuda"
@@ -238,28 +238,28 @@ def dense_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Implements torch's varlen_attn as documented, one sequence at a time."""
+    """Implement torch's varlen_attn as documented, one sequence at a time."""
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert longest_q == longest_k == int(bounds_q.diff().max())
     assert window_size[1] == 0 and enable_gqa
     found = []
     for first, stop in zip(bounds_q.tolist(), bounds_q.tolist()[1:]):
-        places = torch.arange(stop - first)
-        distance = places.unsqueeze(1) - places
-        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        positions = torch.arange(stop - first)
+        distance = positions.unsqueeze(1) - positions
+        visible = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
         rows = (tensor[first:stop].transpose(0, 1) for tensor in (q, k, v))
-        found.append(torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True))
+        found.append(torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=visible, enable_gqa=True))
     return torch.cat(found, dim=1).transpose(0, 1)
 
 
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("starts", [None, ((0, 5, 6), (0,))])
-def test_documents_and_windows_in_one_kernel(
+def test_varlen_attention_equals_ring_attention(
     starts: tuple[tuple[int, ...], ...] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's arguments describe the same attention as the tiles, including gradients."""
+    """One kernel for documents and windows has the values and gradients of the tiles."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
-    given = drawn(shape(groups=2), 12, 12)
+    given = draw(make_shape(groups=2), 12, 12)
     rule = Visibility(window=window, document_starts=starts)
     right = ring_attention(*given, cp=Group.solo("cp"), spans=(((0, 12),),), visibility=rule)
     grad = torch.linspace(-1.0, 1.0, right.numel(), dtype=torch.float64).view(right.shape)
@@ -270,27 +270,27 @@ def test_documents_and_windows_in_one_kernel(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_wrong_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = AttentionShape(CPU, torch.bfloat16, 4, 2, 16)
+def test_varlen_check_finds_wrong_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(CPU, torch.bfloat16, 4, 2, 16)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
-    with torch.no_grad():  # as where text is generated
-        assert varlen_fault(of) is None
+    with torch.no_grad():  # as in generation
+        assert varlen_fault(shape) is None
     for other in (lambda window: (window[0] + 1, 0), lambda window: (-1, 0)):
 
         def wrong(*inputs: Any, window_size: Any, other: Any = other, enable_gqa: bool = False) -> Tensor:
             return dense_varlen(*inputs, window_size=other(window_size), enable_gqa=enable_gqa)
 
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
-        assert "has a relative error of" in (varlen_fault(of) or "")
+        assert "has a relative error of" in (varlen_fault(shape) or "")
 
 
-def test_it_is_for_halves_on_cuda() -> None:
-    assert why_not_varlen(shape(torch.bfloat16)) == "it does not exist on cpu"
-    on_cuda = shape(torch.float32, device=torch.device("cuda"))
+def test_varlen_needs_half_types_on_cuda() -> None:
+    assert why_not_varlen(make_shape(torch.bfloat16)) == "it does not exist on cpu"
+    on_cuda = make_shape(torch.float32, device=torch.device("cuda"))
     assert "it supports bfloat16 and float16" in (why_not_varlen(on_cuda) or "")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
-def test_its_numbers_on_a_gpu(groups: int) -> None:
-    assert why_not_varlen(shape(torch.bfloat16, groups, torch.device("cuda"))) is None
+def test_varlen_passes_its_check_on_cuda(groups: int) -> None:
+    assert why_not_varlen(make_shape(torch.bfloat16, groups, torch.device("cuda"))) is None

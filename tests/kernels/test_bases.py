@@ -26,19 +26,19 @@ from tests.support.measures import ROOT
 MOE = varied(LLAMA, num_experts=4)
 
 
-def bucket(stage: GPTStage) -> None:
+def put_in_buckets(stage: GPTStage) -> None:
     """Put the stage into buckets, like a run."""
     make_buckets(parameters_of(stage), bucket_size=10**6, replicas=lambda kind: 1, grad_dtype=torch.float64)
 
 
-def same_gradients(one: GPTStage, other: GPTStage) -> None:
+def assert_same_gradients(one: GPTStage, other: GPTStage) -> None:
     one.zero_grad()
     other.zero_grad()
     (loss, grads), (again, others) = gradients(one), gradients(other)
     assert torch.equal(loss, again) and all(torch.equal(grad, others[name]) for name, grad in grads.items())
 
 
-def test_a_model_called_with_other_weights_uses_these() -> None:
+def test_functional_call_uses_the_given_weights() -> None:
     stage, (tokens, labels, _) = build(LLAMA), batch()
     other = copy.deepcopy(stage)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_a_model_called_with_other_weights_uses_these() -> None:
     assert torch.equal(given, other(*inputs, labels=labels)) and not torch.equal(given, stage(*inputs, labels=labels))
 
 
-def test_a_copied_model_gives_the_same_bits_by_itself() -> None:
+def test_deep_copy_is_independent_and_bitwise_equal() -> None:
     stage = build(LLAMA)
     other = copy.deepcopy(stage)
     loss, grads = gradients(stage)
@@ -61,7 +61,7 @@ def test_a_copied_model_gives_the_same_bits_by_itself() -> None:
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA, MOE], ids=["gpt", "llama", "experts"])
-def test_plain_tensors_may_stand_in_the_place_of_all_weights(model: ModelConfig) -> None:
+def test_functional_call_accepts_plain_tensors(model: ModelConfig) -> None:
     stage, (tokens, labels, weights) = build(model), batch()
     loss, grads = gradients(stage)
     plain = {name: parameter.detach().requires_grad_() for name, parameter in stage.named_parameters()}
@@ -75,14 +75,14 @@ def test_plain_tensors_may_stand_in_the_place_of_all_weights(model: ModelConfig)
         torch.testing.assert_close(tensor.grad, grads[found])
 
 
-def test_a_model_made_without_memory_gets_it_and_keeps_what_it_is() -> None:
+def test_model_moved_through_the_meta_device_keeps_tied_weights() -> None:
     stage, other = build(GPT), build(GPT, seed=6)
     other.to("meta").to_empty(device="cpu").load_state_dict(stage.state_dict())
     assert other.head.weight is other.embedding.word.weight
-    same_gradients(stage, other)
+    assert_same_gradients(stage, other)
 
 
-def test_what_its_derivatives_do_not_know_is_refused() -> None:
+def test_autocast_transforms_and_wrong_lengths_are_errors() -> None:
     stage, (tokens, labels, _) = build(LLAMA), batch()
     loss = partial(stage, tokens, stage.context((4, 5)), labels=labels)
     with torch.autocast("cpu"), pytest.raises(RuntimeError, match=r"supports neither autocast nor torch\.func"):
@@ -93,7 +93,7 @@ def test_what_its_derivatives_do_not_know_is_refused() -> None:
         stage(tokens, stage.context((4, 5), seq_length=5), labels=labels)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivatives_are_errors() -> None:
     """torch would return a second derivative that ignores how saved tensors were computed."""
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     for y in (rms_norm(x, torch.ones(3, dtype=torch.float64), 1e-5), conjugate(x, torch.clone, torch.clone)):
@@ -103,8 +103,8 @@ def test_a_second_derivative_is_refused() -> None:
     assert bare == {"megalite.kernels.bases", "megalite.topology.group"}
 
 
-def test_what_is_kept_and_overwritten_is_not_taken_for_what_it_was() -> None:
-    """A kernel that overwrites logits with the gradient, or a user, may change a saved tensor."""
+def test_overwritten_saved_tensors_are_errors() -> None:
+    """A kernel that overwrites logits with their gradient, or user code, may change a saved tensor."""
     stage, inputs = build(LLAMA), list[Tensor]()
     stage.layers["1"].attention.out.register_forward_hook(lambda module, given, output: inputs.append(given[0]))
     tokens, labels, _ = batch()
@@ -117,21 +117,21 @@ def test_what_is_kept_and_overwritten_is_not_taken_for_what_it_was() -> None:
             each.sum().backward()
 
 
-def test_a_model_is_pickled_and_saved_whole(tmp_path: Path) -> None:
-    """Outside a run. In a run its parameters are views of a bucket."""
+def test_model_can_be_pickled_outside_a_run(tmp_path: Path) -> None:
+    """In a run, parameters are views of a bucket, and pickling is an error."""
     stage = build(GPT)
     torch.save(stage, tmp_path / "model.pt")
     for other in (pickle.loads(pickle.dumps(stage)), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert other.head.weight is other.embedding.word.weight
         assert [parameter.info for parameter in other.parameters()] == [each.info for each in stage.parameters()]
-        same_gradients(stage, other)
-    bucket(stage)
+        assert_same_gradients(stage, other)
+    put_in_buckets(stage)
     with pytest.raises(TypeError, match=r"embedding\.\w+\.weight is in a bucket .* save model\.state_dict\(\)"):
         pickle.dumps(stage)
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["tied", "untied"])
-def test_weights_are_assigned_as_well_as_copied(model: ModelConfig) -> None:
+def test_load_state_dict_can_assign_weights(model: ModelConfig) -> None:
     stage, other = build(model, seed=6), build(model)
     state = {name: value.clone() for name, value in other.state_dict().items()}
     stage.load_state_dict(state, assign=True)
@@ -140,15 +140,15 @@ def test_weights_are_assigned_as_well_as_copied(model: ModelConfig) -> None:
     assert {name: each.info for name, each in named(stage).items()} == {
         name: each.info for name, each in named(other).items()
     }
-    same_gradients(other, stage)
-    bucket(stage)
+    assert_same_gradients(other, stage)
+    put_in_buckets(stage)
     with pytest.raises(RuntimeError, match=r"embedding\.word\.weight is in a bucket .* without assign=True"):
         stage.load_state_dict(other.state_dict(), assign=True)
     assert all(parameter.main_grad is not None for parameter in stage.parameters())
 
 
-def test_a_weight_may_be_computed_from_others() -> None:
-    """Parametrization and pruning: the layer uses the computed weight, and its gradient reaches the original one."""
+def test_parametrized_and_pruned_weights_have_gradients() -> None:
+    """The layer uses the computed weight, and the gradient reaches the original weight."""
 
     class Twice(torch.nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ def test_a_weight_may_be_computed_from_others() -> None:
     assert not pruned.weight_orig.grad[pruned.weight_mask == 0].any()
 
 
-def test_a_weight_that_changes_between_forward_and_backward_is_noticed() -> None:
-    """Each dense and expert layer runs by itself, also with overlapped communication."""
+def test_weight_changes_between_forward_and_backward_are_errors() -> None:
+    """Every dense and expert layer checks its weight in the backward."""
     for model, kinds in ((LLAMA, ("qkv", "out", "up", "down")), (MOE, ("router", "up", "down"))):
         stage, (tokens, labels, _) = build(model), batch()
         seen = set()
@@ -190,8 +190,8 @@ def test_a_weight_that_changes_between_forward_and_backward_is_noticed() -> None
         assert seen >= set(kinds), seen
 
 
-def test_a_whole_model_is_not_for_torch_compile() -> None:
-    """Compiling a model or a layer as a whole is refused with the setting that works."""
+def test_compiling_a_whole_model_is_an_error() -> None:
+    """The error for a whole model or layer names the setting that works."""
     stage = build(LLAMA)
     for ask in (lambda: torch.compile(stage), lambda: torch.compile(stage.layers["0"].mlp.up), stage.compile):
         with pytest.raises(TypeError, match="use compile=True of configure"):

@@ -1,4 +1,4 @@
-"""Compiled formulas against the kernels that they replace: formulas, graphs, and one of them through the compiler."""
+"""Compiled kernels against the eager kernels that they replace: traced graphs, and generated code of one kernel."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,31 +25,31 @@ from megalite.kernels.layer_ops import (
 
 ROWS, WIDTH = (6, 2), 32
 
-# The tracer looks at .grad of what it is given; outside of tests the warning is not an error.
+# The tracer reads .grad of its inputs, which gives a warning; only tests treat warnings as errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
+def draw(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    x, residual = (drawn(seed, *ROWS, WIDTH).to(dtype).requires_grad_() for seed in (1, 2))
-    weight, bias, late = (torch.nn.Parameter(drawn(seed, WIDTH).to(dtype)) for seed in (3, 4, 5))
-    keep = drawn(6, *ROWS, WIDTH) > -1.0
-    heads = drawn(7, *ROWS, 4, 8).to(dtype).requires_grad_()
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = (drawn(seed, ROWS[0], 1, 1, 4).to(wide) for seed in (8, 9))
+def kernel_calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    x, residual = (draw(seed, *ROWS, WIDTH).to(dtype).requires_grad_() for seed in (1, 2))
+    weight, bias, branch_bias = (torch.nn.Parameter(draw(seed, WIDTH).to(dtype)) for seed in (3, 4, 5))
+    keep = draw(6, *ROWS, WIDTH) > -1.0
+    heads = draw(7, *ROWS, 4, 8).to(dtype).requires_grad_()
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = (draw(seed, ROWS[0], 1, 1, 4).to(table_dtype) for seed in (8, 9))
     eps = 1e-5
     return {
         "rmsnorm": (rms_norm, (x, weight, eps)),
         "rmsnorm, zero-centered": (partial(rms_norm, zero_centered=True), (x, weight, eps)),
         "layernorm": (layer_norm, (x, weight, bias, eps)),
-        "add_norm, dropout and bias": (add_norm, (x, late, keep, 0.2, residual, weight, bias, eps)),
+        "add_norm, dropout and bias": (add_norm, (x, branch_bias, keep, 0.2, residual, weight, bias, eps)),
         "add_norm, RMSNorm": (add_norm, (x, None, None, 0.0, residual, weight, None, eps)),
-        "residual sum": (add_dropped, (residual, x, late, keep, 0.2)),
-        "gelu": (partial(bias_gelu, tanh=True), (x, late)),
+        "residual sum": (add_dropped, (residual, x, branch_bias, keep, 0.2)),
+        "gelu": (partial(bias_gelu, tanh=True), (x, branch_bias)),
         "swiglu": (swiglu, (x,)),
         "geglu": (partial(geglu, tanh=True), (x,)),
         "clamped": (partial(gated, kind="quick", limit=0.8, offset=1.0), (x,)),
@@ -57,55 +57,55 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, 
     }
 
 
-def numbers(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
+def results(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
     """Return outputs and the gradient of each differentiable argument."""
     outputs = kernel(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    grads = [drawn(20 + index, *out.shape).to(out.dtype) for index, out in enumerate(outputs)]
+    grads = [draw(20 + index, *out.shape).to(out.dtype) for index, out in enumerate(outputs)]
     return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, grads)]
 
 
 @pytest.fixture
-def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whole graphs, forward and backward, run by torch's operators, without code generation."""
+def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace whole graphs, forward and backward, and run them with torch's operators, without code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     module._compile.cache_clear()
-    torch.compiler.reset()  # what other tests compiled counts towards the limit of variants
+    torch.compiler.reset()  # graphs of other tests count towards the recompile limit
     yield
     module._compile.cache_clear()
     torch.compiler.reset()
 
 
-@pytest.mark.usefixtures("traced_alone")
-def test_graphs_give_the_kernels_numbers() -> None:
+@pytest.mark.usefixtures("without_code_generation")
+def test_traced_graphs_equal_the_eager_kernels() -> None:
     for dtype, bound in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
-        for name, (kernel, args) in calls(dtype).items():
+        for name, (kernel, args) in kernel_calls(dtype).items():
             if dtype == torch.bfloat16 and name not in ("add_norm, dropout and bias", "rope"):
                 continue
-            ours = numbers(compiled(kernel), args)
-            for one, other in zip(ours, numbers(kernel, args), strict=True):
+            ours = results(compiled(kernel), args)
+            for one, other in zip(ours, results(kernel, args), strict=True):
                 assert one.dtype == other.dtype, name
                 error = (one.double() - other.double()).norm() / other.double().norm()
                 assert error <= bound, (name, dtype, float(error))
 
 
-def test_the_compiler_gives_the_kernels_numbers() -> None:
-    """Generated code in fp32; the only test that runs the compiler."""
-    kernel, args = calls(torch.float32)["rmsnorm"]
+def test_generated_code_equals_the_eager_kernel() -> None:
+    """The only test that generates code, in fp32."""
+    kernel, args = kernel_calls(torch.float32)["rmsnorm"]
     assert why_not_compile(torch.device("cpu")) is None
-    for one, other in zip(numbers(compiled(kernel), args), numbers(kernel, args), strict=True):
+    for one, other in zip(results(compiled(kernel), args), results(kernel, args), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.usefixtures("traced_alone")
-def test_scales_of_fp8_are_the_same_to_the_bit() -> None:
-    x = drawn(1, 16, 16).bfloat16()
+@pytest.mark.usefixtures("without_code_generation")
+def test_fp8_scales_are_bitwise_equal() -> None:
+    x = draw(1, 16, 16).bfloat16()
     for ours, expected in zip(compiled(cast_rows)(x, E4M3), cast_rows(x, E4M3), strict=True):
         assert torch.equal(ours.float(), expected.float())
 
 
-def test_kernels_of_others_are_left_alone() -> None:
+def test_only_known_kernels_are_compiled() -> None:
     def other(x: Tensor) -> Tensor:
         return x
 
@@ -116,7 +116,7 @@ def test_kernels_of_others_are_left_alone() -> None:
     assert compiled([]) == []
 
 
-def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Callable[..., Any]:
         def call(*_: Any) -> None:
             raise RuntimeError("No working C++ compiler found\nin a long text")

@@ -20,7 +20,7 @@ def sizes(counts: list[int]) -> GroupSizes:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_group_meets_its_own_matrix(counts: list[int], transposed: bool) -> None:
+def test_each_group_is_multiplied_by_its_matrix(counts: list[int], transposed: bool) -> None:
     x, weight = draw(1, sum(counts), IN), draw(2, 4, IN, OUT)
     given = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
     expected = torch.einsum("ni,nio->no", x, weight[sizes(counts).owners(sum(counts))])
@@ -28,7 +28,7 @@ def test_each_group_meets_its_own_matrix(counts: list[int], transposed: bool) ->
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_weight_gradients_are_added(counts: list[int]) -> None:
+def test_weight_gradients_accumulate(counts: list[int]) -> None:
     x, grad_y = draw(1, sum(counts), IN), draw(3, sum(counts), OUT)
     main_grad = draw(4, 4, OUT, IN)
     expected = main_grad.clone().index_add_(0, sizes(counts).owners(sum(counts)), torch.einsum("no,ni->noi", grad_y, x))
@@ -39,8 +39,8 @@ def test_weight_gradients_are_added(counts: list[int]) -> None:
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
 @pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_fused_kernel_gives_the_same_in_bf16(counts: list[int], transposed: bool) -> None:
-    """torch has the same function on CPU, so its arguments can be checked here."""
+def test_fused_kernel_equals_the_loop_in_bf16(counts: list[int], transposed: bool) -> None:
+    """torch has the fused function on CPU too, so its arguments are checked here."""
     x = draw(1, sum(counts), IN, dtype=torch.bfloat16)
     weight = draw(2, 4, OUT, IN, dtype=torch.bfloat16).transpose(1, 2)
     if not transposed:

@@ -17,12 +17,12 @@ def frequencies(head_size: int, base: float, scaling: str = "none", original: in
     return rope_frequencies(ModelConfig(kv_channels=head_size, rotary_base=base, **scaled))
 
 
-def rows(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def tables_of(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return tables of positions [s] in the shape of apply_rope."""
     return [table[:, None, None] for table in rope_tables(positions, theta, dtype)]
 
 
-def turned(x: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, base: float) -> Tensor:
     s, d = x.shape[0], x.shape[3]
     out = torch.empty_like(x)
     for position in range(s):
@@ -34,13 +34,13 @@ def turned(x: Tensor, base: float) -> Tensor:
     return out
 
 
-def test_it_turns_each_pair_by_its_angle() -> None:
+def test_rope_rotates_each_pair_by_its_angle() -> None:
     x = torch.randn(7, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tables = rows(torch.arange(7), frequencies(8, 500.0), torch.float64)
-    torch.testing.assert_close(apply_rope(x, *tables), turned(x, 500.0), rtol=1e-13, atol=1e-13)
+    tables = tables_of(torch.arange(7), frequencies(8, 500.0), torch.float64)
+    torch.testing.assert_close(apply_rope(x, *tables), rotate(x, 500.0), rtol=1e-13, atol=1e-13)
 
 
-def test_each_sequence_may_have_positions_of_its_own() -> None:
+def test_sequences_may_have_separate_positions() -> None:
     x = torch.randn(6, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     theta = frequencies(8, 500.0)
     positions = torch.tensor([[0, 0], [1, 1], [2, 0], [3, 1], [0, 2], [1, 3]])
@@ -48,11 +48,11 @@ def test_each_sequence_may_have_positions_of_its_own() -> None:
     assert cos.shape == sin.shape == (6, 2, 4)
     both = apply_rope(x, cos[:, :, None], sin[:, :, None])
     for i in range(2):
-        tables = rows(positions[:, i], theta, torch.float64)
+        tables = tables_of(positions[:, i], theta, torch.float64)
         assert torch.equal(both[:, i : i + 1], apply_rope(x[:, i : i + 1], *tables))
 
 
-def test_far_positions_keep_their_digits() -> None:
+def test_angles_of_large_positions_are_exact() -> None:
     """Angles are computed in fp64: in fp32 position 1,000,003 would have an error of a hundredth of a radian."""
     position = 1_000_003
     cos, sin = rope_tables(torch.tensor([position]), frequencies(4, 1e4), torch.float32)
@@ -60,33 +60,33 @@ def test_far_positions_keep_their_digits() -> None:
     assert math.isclose(float(sin[0, 1]), math.sin(position * 1e-2), abs_tol=1e-6)
 
 
-def test_half_precision_is_turned_in_the_precision_of_the_tables() -> None:
+def test_half_types_are_rotated_in_the_precision_of_the_tables() -> None:
     x = torch.randn(5, 1, 2, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
-    ours = apply_rope(x, *rows(torch.arange(5), frequencies(8, 1e4), torch.float32))
+    ours = apply_rope(x, *tables_of(torch.arange(5), frequencies(8, 1e4), torch.float32))
     assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, turned(x.double(), 1e4).bfloat16())
+    assert torch.equal(ours, rotate(x.double(), 1e4).bfloat16())
 
 
-def test_linear_scaling_is_positions_divided() -> None:
+def test_linear_scaling_divides_positions() -> None:
     plain, scaled = frequencies(16, 1e4), frequencies(16, 1e4, "linear")
     assert scaled.dtype == torch.float64
     torch.testing.assert_close(scaled * 80, plain * 10, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize(("wavelength", "slowed"), [(15.9, 1.0), (32.0, 2.4), (64.1, 8.0)])
-def test_llama3_scaling_by_wavelength(wavelength: float, slowed: float) -> None:
-    """64 original positions, factors 1 and 4: full beyond 64, nothing below 16, mixed in frequency between.
+@pytest.mark.parametrize(("wavelength", "divisor"), [(15.9, 1.0), (32.0, 2.4), (64.1, 8.0)])
+def test_llama3_scaling_depends_on_the_wavelength(wavelength: float, divisor: float) -> None:
+    """64 original positions, factors 1 and 4: full scaling above 64, none below 16, interpolated frequencies between.
 
-    A wavelength of 32 turns twice: a third of the way from 1 turn to 4, so θ·(1/3 + 2/3/8) = θ / 2.4.
+    A wavelength of 32 fits twice into 64, a third of the way from 1 to 4, so θ·(1/3 + 2/3/8) = θ / 2.4.
     """
     base = (wavelength / (2 * math.pi)) ** 2  # the second of the two pairs of a head of 4 has this wavelength
     plain, scaled = frequencies(4, base), frequencies(4, base, "llama3")
     assert math.isclose(2 * math.pi / float(plain[1]), wavelength, rel_tol=1e-12)
-    assert math.isclose(float(plain[1] / scaled[1]), slowed, rel_tol=1e-12)
+    assert math.isclose(float(plain[1] / scaled[1]), divisor, rel_tol=1e-12)
     assert scaled[0] == plain[0]
 
 
-def test_dropout_with_a_given_mask() -> None:
+def test_dropout_scales_kept_elements() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 7, dtype=torch.float64, generator=generator).requires_grad_()
     keep = torch.rand(5, 2, 7, generator=generator) >= 0.25
@@ -98,8 +98,8 @@ def test_dropout_with_a_given_mask() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_dropout_keeps_one_byte_an_element(dtype: torch.dtype) -> None:
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def test_dropout_saves_one_byte_per_element(dtype: torch.dtype) -> None:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         masked_dropout(torch.ones(40, dtype=dtype).requires_grad_(), torch.ones(40, dtype=torch.bool), 0.1)
-    assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bool, 40)]
+    assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.bool, 40)]

@@ -18,11 +18,11 @@ OPERATIONS = ("matmul", "weight_grad")
 pytestmark = pytest.mark.skipif(why_not_onednn("cpu") is not None, reason=str(why_not_onednn("cpu")))
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
+def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_right(found: Tensor, exact: Tensor) -> None:
+def assert_accurate(found: Tensor, exact: Tensor) -> None:
     """Compare within fp32's rounding of the largest element."""
     assert found.dtype == torch.float32 and found.shape == exact.shape
     assert (found.double() - exact).abs().max() <= 1e-5 * exact.abs().max().clamp(min=1e-3)
@@ -31,35 +31,35 @@ def assert_right(found: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (65,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("size", [(1, 1), (33, 17)], ids=str)
-def test_products(shape: tuple[int, ...], transposed: bool, size: tuple[int, int]) -> None:
+def test_products_are_accurate(shape: tuple[int, ...], transposed: bool, size: tuple[int, int]) -> None:
     inner, outer = size
-    a, bias = drawn(1, *shape, inner), drawn(2, outer)
-    b = drawn(3, outer, inner).t() if transposed else drawn(3, inner, outer)
+    a, bias = draw(1, *shape, inner), draw(2, outer)
+    b = draw(3, outer, inner).t() if transposed else draw(3, inner, outer)
     exact = a.double() @ b.double()
     if not a.numel():
         assert onednn_matmul(a, b).shape == exact.shape
         return
-    assert_right(onednn_matmul(a, b), exact)
-    assert_right(onednn_matmul(a, b, bias), exact + bias.double())
+    assert_accurate(onednn_matmul(a, b), exact)
+    assert_accurate(onednn_matmul(a, b, bias), exact + bias.double())
     if a.dim() == 2:
         out = torch.full_like(exact, 9.0, dtype=torch.float32)
         assert onednn_matmul(a, b, bias, out=out) is out
-        assert_right(out, exact + bias.double())
+        assert_accurate(out, exact + bias.double())
 
 
 @pytest.mark.parametrize(
     "outputs, rows, blocks", [(48, 3, False), (48, 4, True), (48, 16, True), (48, 17, False), (50, 8, False)]
 )
-def test_few_rows_are_multiplied_by_blocks_of_a_weight(
+def test_products_of_few_rows_use_blocks_of_the_weight(
     outputs: int, rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside autograd, and only with torch's kernel: MKL would copy the weight first."""
-    x, weight, bias = drawn(1, 1, rows, 40), drawn(2, outputs, 40), drawn(3, outputs)
+    """Only outside autograd and with torch's kernel: MKL would copy the weight first."""
+    x, weight, bias = draw(1, 1, rows, 40), draw(2, outputs, 40), draw(3, outputs)
     exact = x.double() @ weight.double().t()
     for stacked in (False, True):
         products = Products(matmul.matmul, stacked=stacked)
-        assert_right(products.output_alone(x, weight.view(2, -1, 40) if stacked else weight, None), exact)
-        assert_right(products.output_alone(x, weight, bias), exact + bias.double())
+        assert_accurate(products.output_alone(x, weight.view(2, -1, 40) if stacked else weight, None), exact)
+        assert_accurate(products.output_alone(x, weight, bias), exact + bias.double())
     for kernel, passed_on in ((matmul.matmul, not blocks), (onednn_matmul, True)):
         for stacked in (False, True):
             products = Products(kernel, stacked=stacked)
@@ -70,25 +70,25 @@ def test_few_rows_are_multiplied_by_blocks_of_a_weight(
                 assert same == passed_on
 
 
-def test_parts_of_larger_tensors() -> None:
-    """Inputs like a slice of a tied embedding, and activations in another memory order."""
-    table, x = drawn(1, 50, 40), drawn(2, 9, 6, 20).transpose(0, 1)
-    assert_right(onednn_matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
-    assert_right(
+def test_products_accept_views() -> None:
+    """Inputs are a slice of a tied embedding, and activations in another memory order."""
+    table, x = draw(1, 50, 40), draw(2, 9, 6, 20).transpose(0, 1)
+    assert_accurate(onednn_matmul(x, table[10:30, 8:31]), x.double() @ table[10:30, 8:31].double())
+    assert_accurate(
         onednn_matmul(x[..., :15], table[10:30, 8:23].t()), x[..., :15].double() @ table[10:30, 8:23].double().t()
     )
 
 
-def test_what_is_no_number_is_seen() -> None:
-    a, b = drawn(1, 4, 8), drawn(2, 8, 3)
+def test_non_finite_inputs_give_non_finite_outputs() -> None:
+    a, b = draw(1, 4, 8), draw(2, 8, 3)
     a[1, 2], a[3, 0] = torch.nan, torch.inf
     found = onednn_matmul(a, b)
     assert found[1].isnan().all() and not found[3].isfinite().any() and found[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [0, 1, LEAST_ROWS - 1, LEAST_ROWS, 200])
-def test_weight_gradients_are_added(rows: int) -> None:
-    x, grad_y = drawn(1, rows, 40), drawn(2, rows, 24)
+def test_weight_gradients_accumulate(rows: int) -> None:
+    x, grad_y = draw(1, rows, 40), draw(2, rows, 24)
     flat = torch.full((30 + 24 * 40,), 0.5)
     main_grad = flat[10:-20].view(24, 40)
     for _ in range(2):
@@ -103,12 +103,12 @@ def test_weight_gradients_are_added(rows: int) -> None:
     [
         (("amd-avx512",), torch.float32, 128, "onednn"),
         ((), torch.float32, 128, "torch"),
-        (("amd-avx512",), torch.float32, 127, "torch"),  # the operator's 15 microseconds are what counts
+        (("amd-avx512",), torch.float32, 127, "torch"),  # the operator's overhead of 15 microseconds dominates
         (("amd-avx512",), torch.bfloat16, 1024, "torch"),
         (("amd-avx512",), torch.float64, 1024, "torch"),
     ],
 )
-def test_taken_where_mkl_leaves_half_behind(
+def test_rules_choose_onednn_for_fp32_on_amd(
     kind: tuple[str, ...], dtype: torch.dtype, size: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "cpu_kinds", lambda: kind)
@@ -127,7 +127,7 @@ def test_taken_where_mkl_leaves_half_behind(
         (None, "AVX512", ()),
     ],
 )
-def test_which_processor(
+def test_cpu_kinds_of_processors(
     vendor: str | None, capability: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -137,15 +137,15 @@ def test_which_processor(
     assert cpu_kinds(about) == kinds
 
 
-def test_there_is_none_on_other_devices() -> None:
+def test_onednn_needs_a_cpu_and_fp32() -> None:
     assert why_not("matmul", "onednn", KernelUse("cuda", torch.float32, 256)) == "onednn needs a CPU, not cuda"
     with pytest.raises(ConfigError, match=r"cannot be used: it supports float32, not bfloat16; use matmul=torch"):
         Kernels({"matmul": "onednn"}).get("matmul", device=CPU, dtype=torch.bfloat16, size=256)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operator_of_another_meaning_is_refused(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not document this operator."""
+def test_self_check_rejects_a_wrong_operator(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not document this operator, so its meaning may change."""
     right = matmul._onednn_product
     monkeypatch.setattr(matmul, "_onednn_product", lambda a, b, bias: 1.001 * right(a, b, bias))
     self_check._why_wrong.cache_clear()

@@ -1,4 +1,4 @@
-"""The choice of a kernel: by preference, by request, and the errors."""
+"""The choice of a kernel by preference or by request, and its errors."""
 
 import inspect
 import re
@@ -26,7 +26,7 @@ from tests.support.plugins import registered
 
 CPU = torch.device("cpu")
 
-# Two operations. All their backends use torch's kernels, so that each is available.
+# All backends use torch's kernels, so that each is available.
 NORMS = {
     "torch": Implementation("rmsnorm", "torch", "layer_ops:rms_norm"),
     "triton": Implementation("rmsnorm", "triton", "layer_ops:layer_norm", FLOATS),
@@ -38,25 +38,25 @@ NORMS = {
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend runs on this CPU; rmsnorm has a kernel of each."""
+def all_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every backend available on this CPU, each with a kernel for rmsnorm."""
     monkeypatch.setattr(registry, "why_not_triton", lambda device: None)
     monkeypatch.setattr(registry, "why_not_apex", lambda device: None)
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", MappingProxyType({**IMPLEMENTATIONS, "rmsnorm": NORMS}))
 
 
-def rules(*rows: str) -> Kernels:
-    """Build kernels from rules on rmsnorm, each the rest of a YAML mapping."""
+def kernels_with_rules(*rows: str) -> Kernels:
+    """Return kernels with one rule for rmsnorm per row; a row is the end of a YAML mapping."""
     text = "\n".join(f'- {{operation: rmsnorm, device: cpu, because: "rule {n}", {row}}}' for n, row in enumerate(rows))
     return Kernels(preferences=read_preferences(text, "test"))
 
 
-def chosen(kernels: Kernels, dtype: torch.dtype = torch.float32, size: int = 8) -> tuple[str, str]:
+def choose(kernels: Kernels, dtype: torch.dtype = torch.float32, size: int = 8) -> tuple[str, str]:
     kernels.get("rmsnorm", device=CPU, dtype=dtype, size=size)
     return kernels.chosen[-1].backend, kernels.chosen[-1].why
 
 
-def test_every_operation_has_torchs_kernel() -> None:
+def test_every_operation_has_a_torch_kernel() -> None:
     assert set(IMPLEMENTATIONS) == set(OPERATIONS)
     for backends in IMPLEMENTATIONS.values():
         assert backends["torch"].dtypes == (torch.float64, *FLOATS)
@@ -65,7 +65,7 @@ def test_every_operation_has_torchs_kernel() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_kernels_of_an_operation_are_called_alike(operation: str) -> None:
+def test_kernels_of_an_operation_have_the_same_signature(operation: str) -> None:
     """All kernels of an operation have the same argument names, order and defaults."""
 
     def parameters(implementation: Implementation) -> list[list[tuple[str, object]]]:
@@ -78,7 +78,7 @@ def test_kernels_of_an_operation_are_called_alike(operation: str) -> None:
         assert parameters(backends[backend]) == parameters(backends["torch"]), backend
 
 
-def test_one_choice_for_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_chosen_once_per_use(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, loads = Kernels(), []
     load = Implementation.load
     monkeypatch.setattr(Implementation, "load", lambda self: (loads.append(self.place), load(self))[1])
@@ -88,26 +88,26 @@ def test_one_choice_for_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [choice.use.size for choice in kernels.chosen] == [8, 16]
 
 
-def test_the_first_of_the_order_that_takes_the_use(everywhere: None) -> None:
-    kernels = rules("order: [apex, triton, torch]")
-    assert chosen(kernels) == ("apex", "rule 0")
-    assert chosen(kernels, size=4097) == ("triton", "rule 0")
-    assert chosen(kernels, torch.bfloat16) == ("triton", "rule 0")
-    assert chosen(kernels, torch.float64) == ("torch", "rule 0")
-    assert chosen(rules("order: [apex]"), torch.float64) == ("torch", "no other backend supports it")
+def test_first_backend_that_supports_the_use_is_chosen(all_backends: None) -> None:
+    kernels = kernels_with_rules("order: [apex, triton, torch]")
+    assert choose(kernels) == ("apex", "rule 0")
+    assert choose(kernels, size=4097) == ("triton", "rule 0")
+    assert choose(kernels, torch.bfloat16) == ("triton", "rule 0")
+    assert choose(kernels, torch.float64) == ("torch", "rule 0")
+    assert choose(kernels_with_rules("order: [apex]"), torch.float64) == ("torch", "no other backend supports it")
 
 
-def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = rules(
+def test_rules_match_by_type_size_and_device(all_backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_with_rules(
         "order: [torch]",
         "order: [triton], from_size: 1024, dtypes: [bfloat16, float16]",
         "order: [apex], from_size: 512",
     )
-    assert chosen(kernels, size=511) == ("torch", "rule 0")
-    assert chosen(kernels, size=512) == ("apex", "rule 2")
-    assert chosen(kernels, torch.bfloat16, size=1024) == ("triton", "rule 1")
-    assert chosen(kernels, size=1024) == ("apex", "rule 2")
-    assert chosen(rules("order: [apex], from_size: 9")) == ("torch", "no rule: torch")
+    assert choose(kernels, size=511) == ("torch", "rule 0")
+    assert choose(kernels, size=512) == ("apex", "rule 2")
+    assert choose(kernels, torch.bfloat16, size=1024) == ("triton", "rule 1")
+    assert choose(kernels, size=1024) == ("apex", "rule 2")
+    assert choose(kernels_with_rules("order: [apex], from_size: 9")) == ("torch", "no rule: torch")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     text = "".join(
         f'- {{operation: rmsnorm, device: {device}, order: [{backend}], because: "on {device}"}}\n'
@@ -118,61 +118,61 @@ def test_rules_by_type_size_and_device(everywhere: None, monkeypatch: pytest.Mon
     assert order == (("triton",), "on sm_90")
 
 
-def test_what_is_asked_for_serves_every_use(everywhere: None) -> None:
+def test_request_applies_only_to_its_operation(all_backends: None) -> None:
     kernels = Kernels({"rmsnorm": "triton"}, preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
-    assert chosen(kernels) == ("triton", "requested")
+    assert choose(kernels) == ("triton", "requested")
     assert kernels.get("rmsnorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.get("layernorm", device=CPU, dtype=torch.float32, size=8) is layer_ops.layer_norm
     assert kernels.chosen[-1].why == "no rule: torch"
 
 
-def test_one_backend_goes_first_for_all_operations(everywhere: None) -> None:
+def test_backend_can_be_requested_for_all_operations(all_backends: None) -> None:
     kernels = Kernels(kernel_requests(["apex", "layernorm=torch"]), preferences=read_preferences("[]", "test"))
     kernels.check(CPU)
-    assert chosen(kernels) == ("apex", "requested for all operations")
+    assert choose(kernels) == ("apex", "requested for all operations")
     assert kernels.fallback_summary() is None
     for operation in ("layernorm", "swiglu", "geglu", "matmul"):
         kernels.get(operation, device=CPU, dtype=torch.float32, size=8)
-    assert kernels.chosen[1].why == "requested"  # by its name
-    assert chosen(kernels, torch.bfloat16) == ("torch", "no rule: torch")
-    assert chosen(kernels, size=5000) == ("torch", "no rule: torch")
+    assert kernels.chosen[1].why == "requested"  # by its operation
+    assert choose(kernels, torch.bfloat16) == ("torch", "no rule: torch")
+    assert choose(kernels, size=5000) == ("torch", "no rule: torch")
     assert kernels.fallback_summary() == (
         "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it supports float32, not "
         "bfloat16); torch for rmsnorm (it takes sizes up to 4096)"
     )
 
 
-def test_a_first_that_cannot_run_here() -> None:
+def test_unavailable_backend_for_all_operations_is_an_error() -> None:
     with pytest.raises(
         ConfigError, match=r"^kernels: apex cannot be used: apex needs a CUDA device, not cpu; remove it$"
     ):
         Kernels({ALL_OPERATIONS: "apex"}).check(CPU)
 
 
-def test_a_use_that_the_request_does_not_take(everywhere: None) -> None:
+def test_unsupported_use_of_a_requested_kernel_is_an_error(all_backends: None) -> None:
     kernels = Kernels({"rmsnorm": "apex"})
-    kernels.check(CPU)  # it can run here
+    kernels.check(CPU)  # apex is available on this device
     for dtype, size, reason in ((torch.bfloat16, 8, "float32, not bfloat16"), (torch.float32, 5000, "up to 4096")):
         with pytest.raises(ConfigError, match=f"rmsnorm=apex cannot be used: .*{reason}; use rmsnorm=torch"):
             kernels.get("rmsnorm", device=CPU, dtype=dtype, size=size)
 
 
 @pytest.mark.parametrize("backend", ["triton", "apex"])
-def test_a_request_that_cannot_run_here(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_requested_backend_is_an_error(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, f"why_not_{backend}", lambda device: f"it needs more than a {device}")
     with pytest.raises(ConfigError, match=f"adam={backend} cannot be used: it needs more than a cpu; use adam=torch"):
         Kernels({"adam": backend}).check(CPU)
     assert why_not("adam", backend, KernelUse("cpu", torch.float32, 8)) == "it needs more than a cpu"
 
 
-def test_an_operation_that_a_backend_has_not() -> None:
+def test_request_for_a_missing_kernel_is_an_error() -> None:
     assert backends_of("swiglu") == ["triton", "torch"]
     with pytest.raises(ConfigError, match=r"apex has no swiglu .*; use triton, torch"):
         Kernels({"swiglu": "apex"}).check(CPU)
 
 
-def test_a_kernel_of_one_launch_is_said_to_fuse(everywhere: None) -> None:
+def test_kernels_of_other_backends_count_as_fused(all_backends: None) -> None:
     where = {"device": CPU, "dtype": torch.float32, "size": 8}
     assert not Kernels().fuses("rmsnorm", **where)
     assert Kernels({"rmsnorm": "triton"}).fuses("rmsnorm", **where)
@@ -190,12 +190,12 @@ _RULE = "- {operation: adam, device: cpu, order: [torch], because: b}\n"
         (_RULE + _RULE.replace("b}", "b, since: 3}"), "rule 2: unknown key since"),
     ],
 )
-def test_wrong_rules_are_refused(text: str, message: str) -> None:
+def test_malformed_rules_are_errors(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_preferences(text, "mine.yaml")
 
 
-def test_the_shipped_rules_name_kernels_that_exist() -> None:
+def test_shipped_rules_name_existing_kernels() -> None:
     found = shipped_preferences().rules
     assert {rule.operation for rule in found} == set(OPERATIONS)
     for rule in found:
@@ -206,8 +206,8 @@ def test_the_shipped_rules_name_kernels_that_exist() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
-    """torch's kernel passes as a user's kernel; a failing one is refused with its error."""
+def test_user_kernel_of_each_operation_is_self_checked(operation: str) -> None:
+    """torch's kernel passes as a user's kernel; a kernel that fails is an error with its message."""
     torchs = IMPLEMENTATIONS[operation]["torch"].load()
     name, sizes = f"{operation}=mine", {"device": CPU, "dtype": torch.float32, "size": 64}
 
@@ -223,7 +223,7 @@ def test_a_users_kernel_of_each_operation_can_be_tried(operation: str) -> None:
         Kernels({operation: "mine"}).get(operation, **sizes)
 
 
-def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
+def test_user_kernel_is_used_if_requested_and_correct() -> None:
     def wrong(*inputs: Any, **options: Any) -> torch.Tensor:
         return 1.01 * layer_ops.rms_norm(*inputs, **options)
 
@@ -243,8 +243,8 @@ def test_a_users_kernel_serves_where_it_is_asked_for_and_right() -> None:
         "mine's kernel differs from torch": {},
         "it runs on cuda, not on cpu": {"devices": ("cuda",)},
     }
-    for says, facts in others.items():
-        refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be used: {says}")
+    for message, facts in others.items():
+        refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be used: {message}")
         with registered(KERNELS, "rmsnorm=mine", wrong, **facts), refused:
             Kernels({"rmsnorm": "mine"}).get("rmsnorm", **sizes)
     with registered(KERNELS, "nothing=mine", wrong):

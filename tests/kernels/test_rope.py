@@ -1,4 +1,4 @@
-"""YaRN's frequencies and attention factor equal those of transformers, to the last bit in float64."""
+"""YaRN's frequencies and attention factor are bitwise equal to those of transformers in float64."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SHORT = {"rope_original_max_positions": 12, "rope_scaling_factor": 3.0}
     ],
     ids=str,
 )
-def test_bits_of_transformers(settings: dict[str, Any], head_size: int) -> None:
+def test_yarn_is_bitwise_equal_to_transformers(settings: dict[str, Any], head_size: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.configuration_llama import LlamaConfig
 
@@ -45,13 +45,13 @@ def test_bits_of_transformers(settings: dict[str, Any], head_size: int) -> None:
         rope_parameters=parameters,
     )
     with all_float64():
-        theirs, growth = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     assert theirs.dtype == torch.float64
     assert torch.equal(rope_frequencies(model), theirs)
-    assert attention_factor(model) == growth
+    assert attention_factor(model) == factor
 
 
-def test_tables_grow_by_the_factor_before_they_are_rounded() -> None:
+def test_tables_are_scaled_before_they_are_rounded() -> None:
     theta = rope_frequencies(ModelConfig(kv_channels=8, rope_scaling="yarn", **QWEN))
     positions = torch.arange(50)
     exact = [table * 1.37 for table in rope_tables(positions, theta, torch.float64)]
@@ -59,14 +59,14 @@ def test_tables_grow_by_the_factor_before_they_are_rounded() -> None:
         assert torch.equal(ours, expected.float())
 
 
-def test_other_scalings_do_not_grow() -> None:
+def test_attention_factor_of_other_scalings_is_one() -> None:
     assert {attention_factor(ModelConfig(rope_scaling=kind)) for kind in ("none", "linear", "llama3", "dynamic")} == {
         1.0
     }
 
 
 @pytest.mark.parametrize("length", [1, 4096, 4097, 8192, 100_000])
-def test_the_dynamic_base_is_that_of_transformers_at_the_length_of_the_run(length: int) -> None:
+def test_dynamic_scaling_equals_transformers(length: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.configuration_llama import LlamaConfig
 
@@ -75,6 +75,6 @@ def test_the_dynamic_base_is_that_of_transformers_at_the_length_of_the_run(lengt
     parameters = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}
     config = LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=parameters)
     with all_float64():
-        theirs, growth = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
-    assert growth == 1.0
+        theirs, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+    assert factor == 1.0
     torch.testing.assert_close(rope_frequencies(model, length=length), theirs, rtol=1e-14, atol=0.0)

@@ -17,8 +17,8 @@ ADAPTERS = ("layers", "multi_tensor")  # modules that import an extension
 Adapter = Callable[[str], ModuleType]
 
 
-def forget() -> None:
-    """Run in a process without cached apex probes."""
+def clear_probes() -> None:
+    """Remove apex's modules and the cached results of all probes."""
     for name in ("apex", *EXTENSIONS, *(f"megalite.kernels.apex.{adapter}" for adapter in ADAPTERS)):
         sys.modules.pop(name, None)
     for probe in (probes.apex_extensions, probes.why_not_extension, why_not_apex, self_check._why_wrong):
@@ -29,9 +29,9 @@ def forget() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Clear all apex probes before and after the test."""
-    forget()
+    clear_probes()
     yield
-    forget()
+    clear_probes()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""What the C++ functions of apex (commit 6424da3b) take: the stand-ins in `recorded` refuse everything else.
+"""Checks of arguments like those of apex's C++ functions (commit 6424da3b), for the stand-ins in `recorded`.
 
-They also refuse what the real ones would take and then read wrong: other types behind a raw pointer, strides they do not
-look at, an empty grid. That tensors must be on CUDA is the one thing that is not checked.
+They also reject arguments that apex accepts but reads wrongly: other types behind a raw pointer, ignored strides, an
+empty grid. Only the device is not checked: apex requires CUDA tensors.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF_TYPES)
 
 
-def bound(values: Sequence[Any], kinds: str) -> None:
-    """What pybind11 checks: one letter an argument, t tensor, o tensor or None, i int, f float, b bool, s sizes,
+def check_kinds(values: Sequence[Any], kinds: str) -> None:
+    """Check like pybind11: one letter per argument, t tensor, o tensor or None, i int, f float, b bool, s sizes,
     l lists of tensors."""
     if len(values) != len(kinds):
         raise TypeError(f"incompatible function arguments: {len(values)} instead of {len(kinds)}")
@@ -60,6 +60,6 @@ def of_type(tensor: Tensor, *dtypes: torch.dtype) -> None:
     require(tensor.dtype in dtypes, f"expected scalar type {dtypes} but found {tensor.dtype}")
 
 
-def some_blocks(count: int) -> None:
-    """Require elements: an empty grid cannot be launched."""
+def not_empty(count: int) -> None:
+    """Require at least one element: an empty grid cannot be launched."""
     require(count > 0, "CUDA error: invalid configuration argument")

@@ -20,7 +20,7 @@ SOFTMAX = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 """Scores, probabilities and dropped probabilities are each rounded."""
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -30,7 +30,7 @@ def assert_near(found: list[Tensor], exact: list[Tensor], limit: float) -> None:
         assert (ours.double() - right).norm() <= limit * right.norm()
 
 
-def through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def run(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Return output and gradients, for a gradient that is not contiguous, like that of a permuted output."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
     y = function(*leaves)
@@ -41,23 +41,23 @@ def through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tenso
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("size", [17, 1000])  # in no list of sizes that were compiled
+@pytest.mark.parametrize("size", [17, 1000])  # apex has no specialized kernel for these sizes
 @pytest.mark.parametrize("name, torchs", [("rmsnorm", rms_norm), ("layernorm", layer_norm)])
-def test_norms(
+def test_norms_equal_torch(
     adapter: Adapter, name: str, torchs: Callable[..., Tensor], size: int, dtype: torch.dtype, zero_centered: bool
 ) -> None:
-    x = drawn(size, 3, 5, dtype=dtype).permute(2, 1, 0)
-    inputs = [x, 0.1 * drawn(size, dtype=dtype, seed=1) + (not zero_centered)]
+    x = draw(size, 3, 5, dtype=dtype).permute(2, 1, 0)
+    inputs = [x, 0.1 * draw(size, dtype=dtype, seed=1) + (not zero_centered)]
     if name == "layernorm":
-        inputs.append(drawn(size, dtype=dtype, seed=2))
+        inputs.append(draw(size, dtype=dtype, seed=2))
     ours = getattr(adapter("layers"), name)
-    found = through(lambda *given: ours(*given, 1e-5, zero_centered=zero_centered), inputs)
+    found = run(lambda *given: ours(*given, 1e-5, zero_centered=zero_centered), inputs)
     wide = [tensor.double() for tensor in inputs]
-    exact = through(lambda *given: torchs(*given, 1e-5, zero_centered=zero_centered), wide)
+    exact = run(lambda *given: torchs(*given, 1e-5, zero_centered=zero_centered), wide)
     assert_near(found, exact, ROUNDING[dtype])
 
 
-def test_more_than_an_int_can_address(adapter: Adapter) -> None:
+def test_too_many_elements_are_an_error(adapter: Adapter) -> None:
     layers = adapter("layers")
     layers.check_elements("rmsnorm", torch.empty(1, dtype=torch.bfloat16).expand(2**16, 2**15))  # no memory
     x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta").view(-1, 8)
@@ -67,36 +67,36 @@ def test_more_than_an_int_can_address(adapter: Adapter) -> None:
 
 
 def tables(s: int, d: int) -> tuple[Tensor, Tensor]:
-    angles = drawn(s, 1, 1, d // 2, seed=3)
+    angles = draw(s, 1, 1, d // 2, seed=3)
     return angles.cos(), angles.sin()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_rope(adapter: Adapter, dtype: torch.dtype) -> None:
-    x, (cos, sin) = drawn(7, 2, 3, 24, dtype=dtype)[..., 8:16], tables(7, 8)  # a part of a wider row
-    found = through(lambda x: adapter("layers").rope(x, cos, sin), [x])
-    exact = through(lambda x: apply_rope(x, cos.double(), sin.double()), [x.double()])
+def test_rope_equals_torch(adapter: Adapter, dtype: torch.dtype) -> None:
+    x, (cos, sin) = draw(7, 2, 3, 24, dtype=dtype)[..., 8:16], tables(7, 8)  # a part of a wider row
+    found = run(lambda x: adapter("layers").rope(x, cos, sin), [x])
+    exact = run(lambda x: apply_rope(x, cos.double(), sin.double()), [x.double()])
     assert_near(found, exact, ROUNDING[dtype])
 
 
-def test_positions_of_each_sequence_are_refused(adapter: Adapter) -> None:
+def test_separate_positions_per_sequence_are_an_error(adapter: Adapter) -> None:
     cos = torch.ones(4, 3, 1, 4)
     with pytest.raises(ConfigError, match=r"rope=apex supports one table for all sequences.*use rope=torch"):
         adapter("layers").rope(torch.ones(4, 3, 2, 8), cos, cos)
 
 
 @pytest.mark.parametrize("dtype", SOFTMAX)
-@pytest.mark.parametrize("head_size", [16, 24])  # a scale that a half type holds, and one that it does not
+@pytest.mark.parametrize("head_size", [16, 24])  # the scale of 16 is exact in half types, that of 24 is not
 @pytest.mark.parametrize("drops", [False, True])
-def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: bool) -> None:
-    q, k, v = (drawn(20, 2, n, head_size, dtype=dtype, seed=n + i).permute(1, 2, 0, 3) for i, n in enumerate((4, 2, 2)))
-    keep = drawn(2, 4, 20, 20) >= -0.5 if drops else None
+def test_attention_equals_float64(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: bool) -> None:
+    q, k, v = (draw(20, 2, n, head_size, dtype=dtype, seed=n + i).permute(1, 2, 0, 3) for i, n in enumerate((4, 2, 2)))
+    keep = draw(2, 4, 20, 20) >= -0.5 if drops else None
     layers, visible = adapter("layers"), torch.ones(20, 20, dtype=torch.bool).tril()
     causal = layers.causal_softmax_forward, layers.causal_softmax_backward
     given = {"keep": keep, "p": 0.3}
-    found = through(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), [q, k, v])
+    found = run(lambda *x: unfused_attention(*x, visible=None, causal=causal, **given), [q, k, v])
     wide = [tensor.double() for tensor in (q, k, v)]
-    exact = through(lambda *x: unfused_attention(*x, visible=visible, **given), wide)
+    exact = run(lambda *x: unfused_attention(*x, visible=visible, **given), wide)
     assert_near(found, exact, SOFTMAX[dtype])
 
 
@@ -109,14 +109,14 @@ def test_attention(adapter: Adapter, dtype: torch.dtype, head_size: int, drops: 
         ((1, 3, 132), "it requires a multiple of 4 matrices of 132 x 132 scores, but got 3"),
     ],
 )
-def test_scores_that_are_refused(adapter: Adapter, shape: tuple[int, int, int], reason: str) -> None:
+def test_unsupported_scores_are_errors(adapter: Adapter, shape: tuple[int, int, int], reason: str) -> None:
     scores = torch.zeros(*shape, shape[-1], dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=f"softmax=apex cannot be used: {reason}; use softmax=torch"):
         adapter("layers").causal_softmax_forward(scores, 0.25)
     assert [n for n in (16, 17, 20, 16384, 16388) if probes.softmax_limit(n) is None] == [20, 16384]
 
 
-def test_the_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softmax_scale_is_not_rounded(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own scale parameter has the scores' type."""
     layers, seen = adapter("layers"), []
     kernels = probes.extension("scaled_upper_triang_masked_softmax_cuda")
@@ -130,17 +130,17 @@ def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Draw [n, v] logits, and labels with some zeros."""
     labels = torch.randint(40, (12,), generator=torch.Generator().manual_seed(0))
     labels[::4] = 0
-    return (5 * drawn(12, 40)).to(dtype), labels
+    return (5 * draw(12, 40)).to(dtype), labels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_parts_of_the_vocabulary_add_up(adapter: Adapter, dtype: torch.dtype, parts: int) -> None:
+def test_vocabulary_shards_equal_the_whole(adapter: Adapter, dtype: torch.dtype, parts: int) -> None:
     module, (logits, labels) = adapter("layers"), logits_and_labels(dtype)
-    grad, exact = drawn(12, seed=1).abs(), logits.double().requires_grad_()
+    grad, exact = draw(12, seed=1).abs(), logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     (right,) = torch.autograd.grad(losses, exact, grad.double())
-    pieces = list(enumerate(logits.chunk(parts, dim=1)))  # not dense: the kernel must not see their strides
+    pieces = list(enumerate(logits.chunk(parts, dim=1)))  # not contiguous: the kernel would ignore their strides
     width = 40 // parts
     found = [module.cross_entropy_forward(part, labels, width * place) for place, part in pieces]
     stats = torch.stack([each for each, _ in found])
@@ -158,7 +158,7 @@ def test_parts_of_the_vocabulary_add_up(adapter: Adapter, dtype: torch.dtype, pa
     assert_near([torch.cat(grads, dim=1)], [right], ROUNDING[dtype])
 
 
-def test_token_0_is_a_token(adapter: Adapter) -> None:
+def test_label_0_is_not_padding(adapter: Adapter) -> None:
     """apex's own wrapper treats label 0 as padding, without loss or gradient."""
     module, (logits, labels) = adapter("layers"), logits_and_labels(torch.float32)
     logits.requires_grad_()
@@ -172,17 +172,17 @@ def test_token_0_is_a_token(adapter: Adapter) -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("wide", [True, False])
-def test_weight_gradients_are_added(adapter: Adapter, dtype: torch.dtype, wide: bool) -> None:
+def test_weight_gradients_accumulate(adapter: Adapter, dtype: torch.dtype, wide: bool) -> None:
     main = torch.float32 if wide else dtype
-    # Rows that are not dense: the kernel reads plain memory.
-    grad_y, x = drawn(6, 33, dtype=dtype).t(), drawn(33, 20, dtype=dtype, seed=1)[:, ::2]
-    main_grad = drawn(6, 10, dtype=main, seed=2)
+    # Not contiguous: the kernel would ignore their strides.
+    grad_y, x = draw(6, 33, dtype=dtype).t(), draw(33, 20, dtype=dtype, seed=1)[:, ::2]
+    main_grad = draw(6, 10, dtype=main, seed=2)
     exact = main_grad.double() + grad_y.double().t() @ x.double()
     adapter("layers").accumulate_weight_grad(main_grad, grad_y, x)
     assert_near([main_grad], [exact], ROUNDING[main])
 
 
-def test_no_rows(adapter: Adapter) -> None:
+def test_empty_inputs_are_accepted(adapter: Adapter) -> None:
     """Empty inputs launch no kernel, which would fail."""
     layers = adapter("layers")
     x, factors = torch.empty(4, 0, 32, requires_grad=True), [torch.ones(32, requires_grad=True) for _ in "ab"]

@@ -1,4 +1,4 @@
-"""apex kernels are chosen only after they matched torch."""
+"""apex kernels are chosen only if they match torch in a self-check."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +11,16 @@ from megalite.kernels.registry import IMPLEMENTATIONS, Kernels, KernelUse, why_n
 from tests.kernels.apex.conftest import Adapter
 
 CPU = torch.device("cpu")
-OF_APEX = [operation for operation, backends in IMPLEMENTATIONS.items() if "apex" in backends]
+APEX_OPERATIONS = [operation for operation, backends in IMPLEMENTATIONS.items() if "apex" in backends]
 SIZES = {"softmax": 32, "rope": 16}
 
 
 def uses() -> list[tuple[str, torch.dtype]]:
-    return [(name, dtype) for name in OF_APEX for dtype in IMPLEMENTATIONS[name]["apex"].dtypes]
+    return [(name, dtype) for name in APEX_OPERATIONS for dtype in IMPLEMENTATIONS[name]["apex"].dtypes]
 
 
 @pytest.mark.parametrize("operation, dtype", uses())
-def test_a_right_kernel_serves(installed: Adapter, operation: str, dtype: torch.dtype) -> None:
+def test_correct_kernels_are_used(installed: Adapter, operation: str, dtype: torch.dtype) -> None:
     kernels = Kernels({operation: "apex"})
     kernels.check(CPU)
     found = kernels.get(operation, device=CPU, dtype=dtype, size=SIZES.get(operation, 40))
@@ -57,8 +57,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("operation", OF_APEX)
-def test_a_wrong_kernel_is_refused(installed: Adapter, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", APEX_OPERATIONS)
+def test_wrong_kernels_are_errors(installed: Adapter, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extension, name, spoil = WRONG[operation]
     module = __import__(extension)
     monkeypatch.setattr(module, name, spoil(getattr(module, name)))
@@ -70,8 +70,8 @@ def test_a_wrong_kernel_is_refused(installed: Adapter, operation: str, monkeypat
         Kernels({operation: "apex"}).get(operation, device=CPU, dtype=use.dtype, size=use.size)
 
 
-def test_another_version_is_a_reason(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate an apex with a backward that lacks a parameter."""
+def test_another_version_of_apex_fails_the_self_check(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of this apex lacks a parameter."""
     module = __import__("fused_layer_norm_cuda")
     real = module.rms_backward_affine
     monkeypatch.setattr(module, "rms_backward_affine", lambda a, b, c, d, e, f: real(a, b, c, d, e, f, False))
@@ -79,21 +79,21 @@ def test_another_version_is_a_reason(installed: Adapter, monkeypatch: pytest.Mon
     assert reason.startswith("apex's kernel failed in its self-check (") and "\n" not in reason
 
 
-def test_nan_is_wrong(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fails_the_self_check(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__("amp_C")
     monkeypatch.setattr(module, "multi_tensor_adam", lambda *given: given[2][1][0].fill_(float("nan")))
     reason = why_not("adam", "apex", KernelUse("cpu", torch.float32, 16))
     assert reason is not None and "a relative error of nan" in reason
 
 
-def test_torchs_own_generator_is_left_alone(installed: Adapter) -> None:
+def test_self_check_does_not_change_torchs_generator(installed: Adapter) -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     assert why_not("rmsnorm", "apex", KernelUse("cpu", torch.float32, 16)) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_one_try_serves_all_flat_buffers(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_check_runs_once_for_all_flat_buffers(installed: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__("amp_C")
     real, calls = module.multi_tensor_adam, []
     monkeypatch.setattr(module, "multi_tensor_adam", lambda *given: (calls.append(1), real(*given)))

@@ -1,9 +1,9 @@
-"""Compiles our Triton kernels for a Hopper GPU, on a machine without one, and says what the assembler made of them.
+"""Compiles our Triton kernels for a Hopper GPU, on a machine without one, and reports registers, spills and loads.
 
-The launchers themselves run, on tensors of the meta device at the sizes of real models: types, constants, warps and
-divisibility are thus those of a real launch. Only the launch is left out. A program, since its process must not interpret
-the kernels: `python -m tests.kernels.triton.compiled`, in an environment without TRITON_INTERPRET. It prints a line of
-JSON a kernel, and last the names of all kernels that there are.
+The launchers run on meta tensors at the sizes of real models, so types, constants, warps and divisibility are those of a
+real launch; only the launch is skipped. This is a separate program because its process must not interpret the kernels:
+`python -m tests.kernels.triton.compiled`, in an environment without TRITON_INTERPRET. It prints one line of JSON per
+kernel, then one line with the names of all kernels.
 """
 
 import importlib
@@ -38,15 +38,15 @@ class Compiled:
     call: str
     kernel: str
     warps: int
-    registers: int  # A thread
-    stack: int  # bytes a thread, which is where registers are spilled to
+    registers: int  # per thread
+    stack: int  # bytes per thread; spilled registers are stored here
     local: int
-    loads: Mapping[int, int]  # loads from global memory: bits that a thread gets at once -> number of instructions
+    loads: Mapping[int, int]  # loads from global memory: bits per thread -> number of instructions
     stores: Mapping[int, int]
 
 
 class Hopper:
-    """The part of a driver that compiling needs."""
+    """The part of a driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -70,8 +70,8 @@ def entry_kernels() -> Iterator[str]:
         for name in kernel.fn.__code__.co_names
         if isinstance(callee := kernel.fn.__globals__.get(name), JITFunction)
     }
-    handed = {name for name, kernel in kernels.items() if "UPDATE" in kernel.arg_names}
-    yield from sorted(kernels.keys() - called - handed)
+    templates = {name for name, kernel in kernels.items() if "UPDATE" in kernel.arg_names}
+    yield from sorted(kernels.keys() - called - templates)
 
 
 def describe(call: str, kernel: JITFunction, compiled: Any) -> Compiled:
@@ -94,7 +94,7 @@ def describe(call: str, kernel: JITFunction, compiled: Any) -> Compiled:
 
 
 def widths(instruction: str, ptx: str) -> dict[int, int]:
-    """Return bits of a thread's access -> number of such instructions; `ld.global.v4.b32` has 128."""
+    """Return bits per thread -> number of such instructions; `ld.global.v4.b32` has 128 bits."""
     found: Counter[int] = Counter()
     for count, bits in re.findall(rf"\b{re.escape(instruction)}\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx):
         found[int(count or 1) * int(bits)] += 1
@@ -105,14 +105,14 @@ def compile_all(calls: Mapping[str, Callable[[], object]]) -> Iterator[Compiled]
     """Yield every kernel that the calls launch, each variant once."""
     launched: list[tuple[JITFunction, Any]] = []
 
-    def compile_alone(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+    def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             launched.append((kwargs.get("UPDATE", kernel), kernel.warmup(*args, grid=grid, **kwargs)))
 
         return launch
 
     driver.set_active(Hopper())
-    JITFunction.__getitem__ = compile_alone
+    JITFunction.__getitem__ = compile_only
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     described: list[Any] = []
     for name, call in calls.items():

@@ -18,12 +18,12 @@ def _rounding_to_fp8() -> None:
     formats = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
     convert = interpreter._convert_float
 
-    def right(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def convert_with_carry(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if str(target) not in formats:
             return convert(values, source, target, rounding)
         return torch.from_numpy(values).to(formats[str(target)]).view(torch.uint8).numpy()
 
-    interpreter._convert_float = right
+    interpreter._convert_float = convert_with_carry
 
 
 @pytest.fixture

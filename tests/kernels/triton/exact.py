@@ -14,15 +14,13 @@ Tensors = Sequence[Tensor | None]
 Outputs = Tensor | tuple[Tensor, ...]
 
 
-def numbers(
-    *shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0
-) -> Tensor:
-    """Draw normal numbers, the same each time on a device. Drawn on the device: large ones take minutes on a host."""
+def draw(*shape: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+    """Draw normal numbers, the same on each call, on the device: on a host, large tensors take minutes."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, device=device, generator=generator).to(dtype)
 
 
-def distance(ours: Tensor, exact: Tensor) -> float:
+def relative_error(ours: Tensor, exact: Tensor) -> float:
     """Return |ours - exact| / |exact|, or |ours| if exact is 0."""
     ours, exact = ours.detach().double(), exact.detach().double()
     scale = exact.norm().item()
@@ -30,9 +28,9 @@ def distance(ours: Tensor, exact: Tensor) -> float:
 
 
 def assert_near(ours: Tensor, exact: Tensor, limit: float | None = None) -> None:
-    """Check shapes, NaN, and the distance to `limit`, by default that of our type."""
+    """Check the shape and a relative error of at most `limit`, by default that of our type; NaN fails."""
     assert ours.shape == exact.shape
-    found = distance(ours, exact)
+    found = relative_error(ours, exact)
     assert found <= (LIMITS[ours.dtype] if limit is None else limit), found
 
 
@@ -64,7 +62,7 @@ def compare(
         made = exact(*wide)
     shapes = [output.shape for output in (made if isinstance(made, tuple) else (made,))]
     like = next(value for value in inputs if value is not None)
-    grads = [numbers(*shape, dtype=like.dtype, device=like.device, seed=90 + i) for i, shape in enumerate(shapes)]
+    grads = [draw(*shape, dtype=like.dtype, device=like.device, seed=90 + i) for i, shape in enumerate(shapes)]
     found = run(ours, inputs, grads)
     expected = run(exact, wide, [grad.double() for grad in grads])
     for one, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):

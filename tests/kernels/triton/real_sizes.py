@@ -22,36 +22,36 @@ def empty(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad and dtype.is_floating_point)
 
 
-def back(*outputs: Tensor) -> None:
+def run_backward(*outputs: Tensor) -> None:
     torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
 def norms(n: int, dtype: torch.dtype = BF16) -> None:
     x, weight, bias = empty(S, B, n, dtype=dtype), empty(n, dtype=dtype), empty(n, dtype=dtype)
-    back(rmsnorm(x, weight, 1e-5))
-    back(layernorm(x, weight, bias, 1e-5, zero_centered=True))
+    run_backward(rmsnorm(x, weight, 1e-5))
+    run_backward(layernorm(x, weight, bias, 1e-5, zero_centered=True))
 
 
-def sums(n: int, *, rms: bool, dropout: float = 0.0) -> None:
+def add_norms(n: int, *, rms: bool, dropout: float = 0.0) -> None:
     branch, residual, weight = empty(S, B, n), empty(S, B, n), empty(n)
     bias, norm_bias = (None, None) if rms else (empty(n), empty(n))
     keep = empty(S, B, n, dtype=torch.bool) if dropout else None
-    back(*add_norm(branch, bias, keep, dropout, residual, weight, norm_bias, 1e-5))
+    run_backward(*add_norm(branch, bias, keep, dropout, residual, weight, norm_bias, 1e-5))
 
 
 def gelus(f: int, dtype: torch.dtype = BF16) -> None:
-    back(bias_gelu(empty(S, B, f, dtype=dtype), empty(f, dtype=dtype)))
-    back(bias_gelu(empty(S, B, f, dtype=dtype), None, tanh=True))
+    run_backward(bias_gelu(empty(S, B, f, dtype=dtype), empty(f, dtype=dtype)))
+    run_backward(bias_gelu(empty(S, B, f, dtype=dtype), None, tanh=True))
 
 
-def gates(f: int, dtype: torch.dtype = BF16) -> None:
-    back(swiglu(empty(S, B, 2 * f, dtype=dtype)))
-    back(geglu(empty(S, B, 2 * f, dtype=dtype)))
+def gated(f: int, dtype: torch.dtype = BF16) -> None:
+    run_backward(swiglu(empty(S, B, 2 * f, dtype=dtype)))
+    run_backward(geglu(empty(S, B, 2 * f, dtype=dtype)))
 
 
-def turns(heads: int, size: int, dtype: torch.dtype = BF16) -> None:
+def rotations(heads: int, size: int, dtype: torch.dtype = BF16) -> None:
     angles = (empty(S, 1, 1, size // 2, dtype=FP32, grad=False) for _ in range(2))
-    back(rope(empty(S, B, heads, size, dtype=dtype), *angles))
+    run_backward(rope(empty(S, B, heads, size, dtype=dtype), *angles))
 
 
 def masks(rows: int, width: int, heads: int = 1) -> None:
@@ -59,7 +59,7 @@ def masks(rows: int, width: int, heads: int = 1) -> None:
     dropout_mask(keep, empty(rows, dtype=torch.int64), key=1 << 62, samples=range(B), first_head=0, p=0.1)
 
 
-def rounded(n: int, i: int) -> None:
+def fp8_casts(n: int, i: int) -> None:
     x = empty(n, i, grad=False)
     for each, dtype in ((x, E4M3), (x.t(), E5M2)):
         cast(each, largest(each), dtype)
@@ -72,7 +72,7 @@ def losses(n: int, v: int, dtype: torch.dtype = BF16) -> None:
     cross_entropy_backward(saved, labels, v, stats[0], stats[1])
 
 
-def updates(n: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
+def adam_updates(n: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
     param, exp_avg, exp_avg_sq = (empty(n, dtype=FP32, grad=False) for _ in range(3))
     adam(
         *(param, empty(n, dtype=grad, grad=False), exp_avg, exp_avg_sq),
@@ -87,7 +87,7 @@ def updates(n: int, grad: torch.dtype, copy: torch.dtype | None) -> None:
     )
 
 
-def lambs(n: int, *, norms: bool) -> None:
+def lamb_updates(n: int, *, norms: bool) -> None:
     param, grad, exp_avg, exp_avg_sq = (empty(n, dtype=FP32, grad=False) for _ in range(4))
     terms = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1, "step": 3}
     lamb_moments(param, grad, exp_avg, exp_avg_sq, **terms, norms=norms)
@@ -98,23 +98,23 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "norms 1024 fp32": lambda: norms(1024, FP32),
     "norms 4096": lambda: norms(4096),
     "norms 16384": lambda: norms(16384),
-    "add_norm 2048 layer dropout": lambda: sums(2048, rms=False, dropout=0.1),
-    "add_norm 8192 rms": lambda: sums(8192, rms=True),
+    "add_norm 2048 layer dropout": lambda: add_norms(2048, rms=False, dropout=0.1),
+    "add_norm 8192 rms": lambda: add_norms(8192, rms=True),
     "gelu 8192": lambda: gelus(8192),
-    "swiglu and geglu 28672": lambda: gates(28672),
-    "swiglu and geglu 5504 fp16": lambda: gates(5504, FP16),
-    "rope 64 fp32": lambda: turns(16, 64, FP32),
-    "rope 128": lambda: turns(32, 128),
+    "swiglu and geglu 28672": lambda: gated(28672),
+    "swiglu and geglu 5504 fp16": lambda: gated(5504, FP16),
+    "rope 64 fp32": lambda: rotations(16, 64, FP32),
+    "rope 128": lambda: rotations(32, 128),
     "dropout_mask 4096": lambda: masks(S, 4096),
     "dropout_mask of attention, odd": lambda: masks(127, 127, heads=16),
-    "fp8 4096": lambda: rounded(S * B, 4096),
-    "fp8 11008": lambda: rounded(S * B, 11008),
+    "fp8 4096": lambda: fp8_casts(S * B, 4096),
+    "fp8 11008": lambda: fp8_casts(S * B, 11008),
     "cross_entropy 131072": lambda: losses(S * B, 131072),
     "cross_entropy 131072 fp32": lambda: losses(S * B, 131072, FP32),
     "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),
-    "adam": lambda: updates(1 << 30, FP32, BF16),
-    "adam bf16 gradients": lambda: updates(1 << 30, BF16, None),
-    "lamb": lambda: lambs(1 << 24, norms=True),
-    "lamb, no norms": lambda: lambs(1 << 24, norms=False),
+    "adam": lambda: adam_updates(1 << 30, FP32, BF16),
+    "adam bf16 gradients": lambda: adam_updates(1 << 30, BF16, None),
+    "lamb": lambda: lamb_updates(1 << 24, norms=True),
+    "lamb, no norms": lambda: lamb_updates(1 << 24, norms=False),
     "l2norm": lambda: l2norm([empty(1 << 30, dtype=dtype) for dtype in (FP32, BF16)]),
-}  # A name -> a call; each compiles one to six kernels, at a quarter of a second each
+}  # name -> call; each compiles one to six kernels, at 0.25 s per kernel

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for a Hopper GPU at the sizes of real models: no spills, and wide loads."""
+"""Every Triton kernel, compiled for a Hopper GPU at the sizes of real models: no spills, and wide loads."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from tests.kernels.triton.compiled import widths
 from tests.kernels.triton.real_sizes import CALLS
 
 ROOT = Path(__file__).parents[3]
-NO_STREAMS = ("cross_entropy._merge", "dropout.dropout_mask_kernel")
-"""Kernels with few numbers per row, few rows, random draws, or that read only row positions."""
+NARROW_LOADS = ("cross_entropy._merge", "dropout.dropout_mask_kernel")
+"""Kernels without wide loads: one reads few numbers per row, the other only row positions."""
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return the program's output, with an empty cache."""
+    """Run the program with an empty cache and return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     done = subprocess.run(
@@ -35,25 +35,25 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def bits(accesses: Mapping[str, int]) -> int:
+def total_bits(accesses: Mapping[str, int]) -> int:
     return sum(int(width) * count for width, count in accesses.items())
 
 
 SPILLED = {"add_norm 2048 layer dropout": 96}
-"""Bytes per thread. Triton 3.6 spills nothing here either; 3.7 spills 88, or 8 without prefetching."""
+"""Bytes per thread that may be spilled: Triton 3.7 spills 88, or 8 without prefetching; 3.6 spills none."""
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_spills_and_memory_is_streamed(lines: list[Any], call: str) -> None:
+def test_kernels_do_not_spill_and_use_wide_loads(lines: list[Any], call: str) -> None:
     kernels = [kernel for kernel in lines[:-1] if kernel["call"] == call]
-    assert kernels, "the call launches nothing that those before it did not: give it another size"
+    assert kernels, "this call compiles no new kernel: give it another size"
     for kernel in kernels:
         assert kernel["stack"] <= SPILLED.get(call, 0) and not kernel["local"], kernel
-        # A multiprocessor has 65,536 registers: with less than four warps a scheduler the memory is not kept busy.
+        # A multiprocessor has 65,536 registers; fewer than four warps per scheduler do not keep the memory busy.
         assert 65536 // kernel["registers"] >= 16 * 32, kernel
-        # Sixteen bytes at a time, all but a number or two a row.
-        if not kernel["kernel"].endswith(NO_STREAMS):
-            assert kernel["loads"].get("128", 0) * 128 >= 0.6 * bits(kernel["loads"]), kernel
+        # Loads of 16 bytes, except for one or two numbers per row.
+        if not kernel["kernel"].endswith(NARROW_LOADS):
+            assert kernel["loads"].get("128", 0) * 128 >= 0.6 * total_bits(kernel["loads"]), kernel
 
 
 def test_every_kernel_is_compiled(lines: list[Any]) -> None:
@@ -61,7 +61,7 @@ def test_every_kernel_is_compiled(lines: list[Any]) -> None:
     assert {kernel["kernel"] for kernel in lines[:-1]} == set(lines[-1])
 
 
-def test_widths_are_read() -> None:
+def test_load_widths_are_parsed() -> None:
     ptx = (
         "@%p1 ld.global.v4.b32 { %r1 };\n ld.global.L1::evict_first.v2.b64 {};\nld.global.b16 a;\nst.global.v4.b32 [x];"
     )

@@ -1,4 +1,4 @@
-"""Dropout masks against the generator's published definition in plain integers, by numpy and by Triton."""
+"""Dropout masks by numpy and Triton against the generator's published definition in plain integers."""
 
 import math
 
@@ -27,7 +27,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def defined(sample: int, head: int, row: int, width: int, p: float) -> list[bool]:
+def expected_row(sample: int, head: int, row: int, width: int, p: float) -> list[bool]:
     kept, blocks = [], math.ceil(width / 8)
     for block in range(blocks):
         for word in philox([row * blocks + block + 1, 0, head, 0], [KEY, sample]):
@@ -35,8 +35,8 @@ def defined(sample: int, head: int, row: int, width: int, p: float) -> list[bool
     return kept[:width]
 
 
-def test_the_generator_is_that_of_the_paper() -> None:
-    """One line of the authors' known answers."""
+def test_generator_equals_the_paper() -> None:
+    """One of the authors' known-answer tests."""
     assert philox([0] * 4, [0] * 2) == [
         *(0x16554D9ECA36314C, 0xDB20FE9D672D0FDC),
         *(0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
@@ -44,11 +44,11 @@ def test_the_generator_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 13, 40])
-def test_a_mask_is_as_defined(width: int) -> None:
+def test_mask_equals_its_definition(width: int) -> None:
     rows, samples = [0, 1, 2, 7, 8, 30_000_000_000], [5, 6, 1 << 40]
     keep = torch.empty(3, 2, len(rows), width, dtype=torch.bool)
     dropout.dropout_mask(keep, torch.tensor(rows), key=KEY, samples=samples, first_head=4, p=0.3)
-    expected = [[[defined(s, h, row, width, 0.3) for row in rows] for h in (4, 5)] for s in samples]
+    expected = [[[expected_row(s, h, row, width, 0.3) for row in rows] for h in (4, 5)] for s in samples]
     assert keep.tolist() == expected
 
 
@@ -57,11 +57,11 @@ def test_a_mask_is_as_defined(width: int) -> None:
     [((2, 3, 11, 40), False), ((3, 1, 70, 96), True), ((2, 2, 9, 13), False), ((1, 1, 600, 8), True)],
 )
 @pytest.mark.parametrize("p", [0.1, 0.999])
-def test_triton_draws_the_same(shape: tuple[int, ...], transposed: bool, p: float, device: torch.device) -> None:
+def test_triton_mask_equals_numpy(shape: tuple[int, ...], transposed: bool, p: float, device: torch.device) -> None:
     rows = torch.cat((torch.arange(3, 3 + shape[2] // 2), torch.arange(1000, 1000 + shape[2] - shape[2] // 2)))
     found: dict[str, Tensor] = {}
     for name, draw, where in (("numpy", dropout.dropout_mask, CPU), ("triton", dropout_mask, device)):
-        # Of activations [s, b, h] the mask has their order of dimensions.
+        # A mask of activations [s, b, h] has their memory order.
         keep = torch.zeros(shape[2], shape[0], shape[3], dtype=torch.bool, device=where).transpose(0, 1).unsqueeze(1)
         keep = keep if transposed else torch.zeros(shape, dtype=torch.bool, device=where)
         samples = range((1 << 31) - 1, (1 << 31) - 1 + shape[0])
@@ -73,7 +73,7 @@ def test_triton_draws_the_same(shape: tuple[int, ...], transposed: bool, p: floa
 
 
 @pytest.mark.gpu
-def test_numpy_draws_for_a_device_too(device: torch.device) -> None:
+def test_numpy_fills_a_mask_on_a_device(device: torch.device) -> None:
     keep, rows = torch.empty(2, 1, 30, 24, dtype=torch.bool), torch.arange(30)
     dropout.dropout_mask(keep, rows, key=KEY, samples=(1, 2), first_head=0, p=0.5)
     there = torch.empty_like(keep, device=device)

@@ -21,7 +21,7 @@ SMALL = {
     "num_query_groups": None,
     "seq_length": 8,
     "global_batch_size": 2,
-    # Else Adam's first steps are as long for a gradient of nothing but rounding.
+    # With a small eps, Adam's first steps are just as large for gradients of only rounding errors.
     "adam_eps": 1e-2,
 }
 
@@ -54,14 +54,14 @@ def run(
     ],
     ids=["gpt, dropout", "llama", "lamb", "bf16"],
 )
-def test_steps_are_those_of_torch(settings: dict[str, Any], device: torch.device) -> None:
+def test_steps_with_triton_equal_steps_with_torch(settings: dict[str, Any], device: torch.device) -> None:
     theirs, their_weights, backends = run(settings, TORCH, device)
     assert set(backends.values()) == {"torch"}
     ours, weights, backends = run(settings, TRITON, device)
     others = [name for name, backend in backends.items() if backend != "triton"]
     assert others == ["matmul", "weight_grad"]
     half = settings["precision"] == "bf16"
-    # The interpreter cuts off what bf16 has no room for.
+    # The interpreter truncates to bf16.
     assert ours == pytest.approx(theirs, rel=4e-2 if half else 1e-5)
     for name, weight in weights.items():
         distance = (weight.float() - their_weights[name].float()).abs().max()

@@ -1,4 +1,4 @@
-"""Stands for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu,
+"""Stand-in for apex's extension amp_C: csrc/amp_C_frontend.cpp, multi_tensor_apply.cuh, multi_tensor_adam.cu,
 multi_tensor_lamb_stage_1.cu."""
 
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, bound, contiguous, of_type, require
+from tests.kernels.apex.signatures import FLOATS, check_kinds, contiguous, of_type, require
 
-_MOST_TENSORS = {1: 110, 4: 36, 5: 30}
-_MOST_BLOCKS = 320
+_MAX_TENSORS = {1: 110, 4: 36, 5: 30}
+_MAX_BLOCKS = 320
 
 
-def _launched(chunk: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> list[int]:
+def _chunks_run(chunk: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], depth: int) -> list[int]:
     """Return the number of chunks run per tensor. Gathered chunks are lost if the lists end with an empty tensor."""
     require(len(lists) == depth, "tensor_lists.size() != depth")
     require(len(lists[0]) > 0, "tensor_lists[0].size() is not > 0")
     of_type(noop, torch.int32)
-    require(noop.numel() >= 1, "no flag")
+    require(noop.numel() >= 1, "expected a flag")
     for tensors in lists:
         require(len(tensors) == len(lists[0]), "Size mismatch among tensor lists")
         for tensor, first in zip(tensors, lists[0], strict=True):
@@ -30,18 +30,18 @@ def _launched(chunk: int, noop: torch.Tensor, lists: list[list[torch.Tensor]], d
         for number in range(chunks):
             gathered[place] += 1
             last_of_tensor = number == chunks - 1
-            full = tensors_held == _MOST_TENSORS[depth] and last_of_tensor
-            if full or sum(gathered) == _MOST_BLOCKS or (last_of_tensor and place == len(lists[0]) - 1):
+            full = tensors_held == _MAX_TENSORS[depth] and last_of_tensor
+            if full or sum(gathered) == _MAX_BLOCKS or (last_of_tensor and place == len(lists[0]) - 1):
                 run = [before + now for before, now in zip(run, gathered, strict=True)]
                 gathered, tensors_held = [0] * len(lists[0]), 0 if last_of_tensor else 1
     return run
 
 
 def multi_tensor_adam(*arguments: Any) -> None:
-    bound(arguments, "itlffffiiif")
+    check_kinds(arguments, "itlffffiiif")
     chunk, noop, lists, lr, beta1, beta2, eps, step, mode, correct, decay = arguments
-    run = _launched(chunk, noop, lists, 4)
-    require(mode in (0, 1) and correct in (0, 1) and step >= 1, "mode, bias correction or step")
+    run = _chunks_run(chunk, noop, lists, 4)
+    require(mode in (0, 1) and correct in (0, 1) and step >= 1, "invalid mode, bias correction or step")
     lr, beta1, beta2, eps, decay = (np.float32(value) for value in (lr, beta1, beta2, eps, decay))
     first, second = 1.0, 1.0
     if correct:
@@ -64,20 +64,20 @@ def multi_tensor_adam(*arguments: Any) -> None:
 
 
 def multi_tensor_lamb_stage1_cuda(*arguments: Any) -> None:
-    bound(arguments, "itltiffftf")
-    chunk, noop, lists, decays, step, beta1, beta2, eps, norm, most = arguments
+    check_kinds(arguments, "itltiffftf")
+    chunk, noop, lists, decays, step, beta1, beta2, eps, norm, max_norm = arguments
     of_type(norm, torch.float32)
     require(norm.device.type == "cpu", "Segmentation fault: the host reads the norm")
     of_type(decays, torch.float32)
-    run = _launched(chunk, noop, lists, 5)
-    require(decays.numel() == len(lists[0]) and decays.device == lists[0][0].device, "a decay for each tensor")
-    require(0 <= step < 2**31 - 1, "step + 1 runs over")
+    run = _chunks_run(chunk, noop, lists, 5)
+    require(decays.numel() == len(lists[0]) and decays.device == lists[0][0].device, "expected one decay per tensor")
+    require(0 <= step < 2**31 - 1, "step + 1 overflows")
     for of in (0, 1, 4):
         of_type(lists[of][0], torch.float32, torch.float16)
     one, count = np.float32(1), np.float32(step + 1)
     beta1, beta2, eps = (np.float32(value) for value in (beta1, beta2, eps))
     first, second = (float(one - np.power(beta, count)) for beta in (beta1, beta2))
-    largest = float(np.float32(most))
+    largest = float(np.float32(max_norm))
     clip = float(norm[0]) / largest if float(norm[0]) > largest else 1.0
     for place, (g, p, m, v, update) in enumerate(zip(*lists, strict=True)):
         require(p.numel() < 2**31, "n is an int")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, HALF_TYPES, bound, contiguous, of_type, require, some_blocks
+from tests.kernels.apex.signatures import FLOATS, HALF_TYPES, check_kinds, contiguous, not_empty, of_type, require
 
 
 def _rows(x: torch.Tensor, sizes: tuple[int, ...], *factors: torch.Tensor) -> torch.Tensor:
@@ -13,10 +13,10 @@ def _rows(x: torch.Tensor, sizes: tuple[int, ...], *factors: torch.Tensor) -> to
     of_type(x, *FLOATS)
     for factor in factors:
         require(tuple(factor.shape) == tuple(sizes), "gamma.sizes().equals(normalized_shape)")
-        # Of half inputs the kernels know outputs, so factors, of the same type alone.
+        # For half types, the kernels support only outputs, and so factors, of the inputs' type.
         of_type(factor, x.dtype)
-    some_blocks(x.numel() // sizes[0])
-    require(x.numel() < 2**31, "offsets run over")
+    not_empty(x.numel() // sizes[0])
+    require(x.numel() < 2**31, "offsets overflow")
     return x.float().view(-1, sizes[0])
 
 
@@ -28,12 +28,12 @@ def _statistics(x: torch.Tensor, eps: float, centered: bool) -> tuple[torch.Tens
 def _saved(statistic: torch.Tensor, rows: int) -> torch.Tensor:
     contiguous(statistic)
     of_type(statistic, torch.float32)
-    require(tuple(statistic.shape) == (rows,), "one number a row")
+    require(tuple(statistic.shape) == (rows,), "expected one number per row")
     return statistic.unsqueeze(-1)
 
 
 def forward_affine(*arguments: Any) -> list[torch.Tensor]:
-    bound(arguments, "tsttf")
+    check_kinds(arguments, "tsttf")
     x, sizes, gamma, beta, eps = arguments
     rows = _rows(x, sizes, gamma, beta)
     mean, inverse = _statistics(rows, eps, centered=True)
@@ -42,7 +42,7 @@ def forward_affine(*arguments: Any) -> list[torch.Tensor]:
 
 
 def rms_forward_affine(*arguments: Any) -> list[torch.Tensor]:
-    bound(arguments, "tstf")
+    check_kinds(arguments, "tstf")
     x, sizes, gamma, eps = arguments
     rows = _rows(x, sizes, gamma)
     _, inverse = _statistics(rows, eps, centered=False)
@@ -50,9 +50,9 @@ def rms_forward_affine(*arguments: Any) -> list[torch.Tensor]:
 
 
 def backward_affine(*arguments: Any) -> list[torch.Tensor]:
-    bound(arguments, "tottsttfb")
+    check_kinds(arguments, "tottsttfb")
     grad, mean, inverse, x, sizes, gamma, beta, _, memory_efficient = arguments
-    require(not memory_efficient and mean is not None, "x and its mean are wanted here")
+    require(not memory_efficient and mean is not None, "expected x and its mean")
     rows, grads = _rows(x, sizes, gamma, beta), _grads(grad, x, gamma)
     normed = (rows - _saved(mean, rows.shape[0])) * _saved(inverse, rows.shape[0])
     inner = grads * gamma.float()
@@ -62,9 +62,9 @@ def backward_affine(*arguments: Any) -> list[torch.Tensor]:
 
 
 def rms_backward_affine(*arguments: Any) -> list[torch.Tensor]:
-    bound(arguments, "tttstfb")
+    check_kinds(arguments, "tttstfb")
     grad, inverse, x, sizes, gamma, _, memory_efficient = arguments
-    require(not memory_efficient, "x is wanted here")
+    require(not memory_efficient, "expected x")
     rows, grads = _rows(x, sizes, gamma), _grads(grad, x, gamma)
     normed = rows * _saved(inverse, rows.shape[0])
     inner = grads * gamma.float()
@@ -75,6 +75,6 @@ def rms_backward_affine(*arguments: Any) -> list[torch.Tensor]:
 def _grads(grad: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
     contiguous(grad)
     of_type(grad, gamma.dtype)
-    require(grad.shape == x.shape, "the gradient is another tensor's")
+    require(grad.shape == x.shape, "expected a gradient of the shape of x")
     assert gamma.dtype in (*HALF_TYPES, torch.float32)
     return grad.float().view(-1, x.shape[-1])

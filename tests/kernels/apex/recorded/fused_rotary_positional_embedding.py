@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, bound, contiguous, of_type, require, some_blocks
+from tests.kernels.apex.signatures import FLOATS, check_kinds, contiguous, not_empty, of_type, require
 
 
 def _checked(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bound(arguments, "tttb")
+    check_kinds(arguments, "tttb")
     x, cos, sin, transposed = arguments
     require(x.dim() == cos.dim() == sin.dim() == 4, "expected 4D tensor")
     for table in (cos, sin):
@@ -16,10 +16,10 @@ def _checked(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, to
         require(tuple(table.shape[1:3]) == (1, 1), "expected the second and third dims to equal 1")
         contiguous(table)  # read as [s, d2] by a raw pointer
         of_type(table, *((torch.float32,) if x.dtype == torch.float32 else (torch.float32, x.dtype)))
-    require(cos.shape == sin.shape and cos.dtype == sin.dtype, "expected cos and sin tensor alike")
-    require(cos.shape[3] == x.shape[3], "here all of the head turns")
+    require(cos.shape == sin.shape and cos.dtype == sin.dtype, "expected cos and sin of the same shape and type")
+    require(cos.shape[3] == x.shape[3], "expected a table for the whole head")
     of_type(x, *FLOATS)
-    some_blocks(x.numel())
+    not_empty(x.numel())
     assert not transposed
     # The kernel multiplies in the type of x.
     return x.contiguous(), cos.to(x.dtype), sin.to(x.dtype)

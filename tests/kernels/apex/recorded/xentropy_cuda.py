@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 
-from tests.kernels.apex.signatures import FLOATS, bound, contiguous, of_type, require
+from tests.kernels.apex.signatures import FLOATS, check_kinds, contiguous, of_type, require
 
 
 def forward(*arguments: Any) -> list[torch.Tensor]:
-    bound(arguments, "ttfb")
+    check_kinds(arguments, "ttfb")
     logits, labels, smoothing, half_to_float = arguments
     contiguous(labels)
     of_type(labels, torch.int64)
     of_type(logits, *FLOATS)
     require(not half_to_float or logits.dtype == torch.float16, "conversion is supported for Half type only")
-    require(logits.dim() == 2 and labels.shape == logits.shape[:1], "sizes")
+    require(logits.dim() == 2 and labels.shape == logits.shape[:1], "unexpected sizes")
     require(logits.numel() > 0, "Number of classes in input should not be 0")
     require(bool(((labels >= 0) & (labels < logits.shape[1])).all()), "CUDA error: illegal memory access")
     assert smoothing == 0
@@ -24,10 +24,10 @@ def forward(*arguments: Any) -> list[torch.Tensor]:
 
 
 def backward(*arguments: Any) -> torch.Tensor:
-    bound(arguments, "ttttf")
+    check_kinds(arguments, "ttttf")
     grad, logits, log_sum, labels, smoothing = arguments
     contiguous(log_sum, labels)
-    contiguous(logits)  # the result has its strides, and is written as if it were dense
+    contiguous(logits)  # the result gets its strides but is written as contiguous
     of_type(labels, torch.int64)
     half_to_float = grad.dtype != logits.dtype
     require(
@@ -35,7 +35,7 @@ def backward(*arguments: Any) -> torch.Tensor:
         "expected input and grad types to match, or input to be at::Half and grad to be at::Float",
     )
     of_type(log_sum, grad.dtype)
-    require(grad.shape == log_sum.shape == labels.shape == logits.shape[:1], "sizes")
+    require(grad.shape == log_sum.shape == labels.shape == logits.shape[:1], "unexpected sizes")
     assert smoothing == 0
     at_label = torch.arange(logits.shape[1]) == labels.unsqueeze(1)
     probabilities = (logits.float() - log_sum.float().unsqueeze(1)).exp()
