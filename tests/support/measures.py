@@ -14,9 +14,9 @@ CEILINGS = {
     "megalite: files": 364,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_755,
+    "tests: lines": 69_771,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_625,
+    "docs: words": 34_628,
 }
 
 

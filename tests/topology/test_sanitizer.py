@@ -46,7 +46,9 @@ PLANTS = {
     "gathered inputs before they are there": Plant(
         "sp", "tensor_parallel.parameter:linear_weight_gradient", "gathering.wait()"
     ),
-    "pieces of overlapped products": Plant("overlapped", "tensor_parallel.overlapped_linear:receive_parts", "work.wait()"),
+    "pieces of overlapped products": Plant(
+        "overlapped", "tensor_parallel.overlapped_linear:receive_parts", "work.wait()"
+    ),
     "the next keys of a ring": Plant("cp", "context_parallel.ring:_Ring.keys_and_values", "exchange.wait()"),
     "gradients of keys written while they travel": Plant(
         "cp",

@@ -418,6 +418,14 @@ def test_activations_of_large_values_do_not_overflow(name: str, dtype: torch.dty
     assert not gated or torch.equal(grad[7:], relu)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's about infinity
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_gelu_of_infinity_is_infinity(name: str, device: torch.device) -> None:
+    z = torch.tensor([[math.inf, math.nan, 1.0]], dtype=torch.bfloat16, device=device)
+    y = CASES[name].ours(z, None)[0].tolist()
+    assert y[0] == math.inf and math.isnan(y[1]) and y[2] == pytest.approx(0.84, rel=0.01)
+
+
 @pytest.mark.gpu
 @OURS
 def test_more_than_2_to_the_31_elements(name: str, device: torch.device) -> None:
