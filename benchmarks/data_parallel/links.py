@@ -74,7 +74,7 @@ class ShapedLinks:
                     _inside(namespace, "tc", *_tbf(device, megabits))
 
     def start(self, rank: int, argv: Sequence[str]) -> "subprocess.Popen[str]":
-        """Start a process in a rank's namespace with torchrun's environment variables."""
+        """Start a process in the namespace of one rank with torchrun's environment variables."""
         number, network = (str(rank), {"MASTER_ADDR": address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"})
         environment = common.environment(RANK=number, LOCAL_RANK=number, WORLD_SIZE=str(self.ranks), **network)
         return subprocess.Popen(["ip", "netns", "exec", _name(f"rank{rank}"), *argv], env=environment, text=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.megatron [--json FILE] [--write FOLDER]
 
-megatron.csv, beside this file, has their rows: model, layout, tokens per second and GPU, or FLOP/s per GPU.
+megatron.csv, in this folder, has their rows: model, layout, tokens per second and GPU, or FLOP/s per GPU.
 
 lm           Megatron-LM's README, July 2024: 1.7B to 462B in bf16 on 48 to 6,144 H100
 nemo         performance summary of NeMo 24.12: GPT-3, Llama and Nemotron in fp8 on 8 to 512 H100

@@ -51,7 +51,7 @@ def sample(pid: int) -> Sample:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether a process is a rank, not torchrun or the watchdog."""
+    """Whether the process is one of the ranks, not torchrun or the watchdog."""
     try:
         return b"pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -84,7 +84,7 @@ def step_times(metrics: Path) -> list[float]:
 
 
 def rank_row(samples: list[Sample], ended: float) -> dict[str, Any]:
-    """Resources of a rank; samples of the run's last second are excluded, as it is ending."""
+    """Resources per rank; samples of the run's last second are excluded, as it is ending."""
     at_work = [one for one in samples if one.seconds < ended - 1.0] or samples
     early, late = early_and_late([float(one.resident_bytes) for one in at_work])
     steady = at_work[len(at_work) // 5 :]

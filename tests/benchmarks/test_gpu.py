@@ -46,8 +46,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 def test_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
     rows = dry.result["rows"]
-    assert dry.code == 0
-    assert dry.result["dry"]
+    assert dry.code == 0 and dry.result["dry"]
     assert dry.result["command"].startswith("python -m benchmarks.gpu.run --dry")
     assert {row["part"] for row in rows} == {"machine", "ceilings", "kernels", "step"}
     assert dry.result["gpu"]["torch"] == torch.__version__
@@ -61,9 +60,8 @@ def test_dry_run_measures_every_part(dry: SimpleNamespace) -> None:
 def test_dry_run_checks_each_kernel(dry: SimpleNamespace) -> None:
     """Also Triton's, interpreted: errors are within rounding, and two runs are bitwise equal."""
     kernels = [row for row in dry.result["rows"] if row["part"] == "kernels" and "ms" in row]
-    with_triton = {row["operation"] for row in kernels if row["backend"] == "triton"}
     assert {row["case"] for row in kernels} == TRIED
-    assert with_triton == TRIED - {"weight_grad", "softmax"}
+    assert {row["operation"] for row in kernels if row["backend"] == "triton"} == TRIED - {"weight_grad", "softmax"}
     for row in kernels:
         assert row["bitwise"], row
         # The interpreter truncates where a device rounds; on a CPU the weight gradient is rounded to bf16.
@@ -80,10 +78,12 @@ def test_dry_run_profiles_a_step(dry: SimpleNamespace) -> None:
 def test_dry_run_prints_tables_and_writes_preferences(dry: SimpleNamespace) -> None:
     for title in ("Ceilings", "Kernels", "Profile: megalite", "Steps", "A dry run"):
         assert f"\n{title}" in f"\n{dry.text}"
+    kernel = next(row for row in dry.result["rows"] if "copy_ms" in row)
+    line = next(line for line in dry.text.splitlines() if line.startswith(kernel["case"]))
+    assert line.split()[11] == f"{100 * kernel['copy_ms'] / kernel['ms']:.0f}"
     table = read_preferences(dry.preferences.read_text(), "written")
     order, because = table.order("adam", KernelUse("cpu", torch.float32, 10**6), CPU)
-    assert order[0] == "torch"
-    assert because.startswith("measured on a dry run on")
+    assert order[0] == "torch" and because.startswith("measured on a dry run on")
 
 
 def test_invalid_arguments_are_errors_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:

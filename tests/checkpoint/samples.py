@@ -18,7 +18,7 @@ from megalite.topology.layout import ShardSpec, Slice
 CPU = torch.device("cpu")
 SOLO = Group.solo("world")
 
-# A scheme maps (shape, ranks) to the slice of each rank; an empty slice or None is a rank without a part.
+# A scheme maps (shape, ranks) to the slice of each rank; an empty slice or None: the rank has no part.
 Scheme = Callable[[tuple[int, ...], int], Sequence[Slice | None]]
 
 

@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(folder: Path) -> Sources:
-    """Train in all layouts, and write each writer's full state in memory beside its checkpoints."""
+    """Train in all layouts, and write each writer's full state in memory in addition to its checkpoints."""
     found = {}
     for layout, (world, _) in LAYOUTS.items():
         ranks = run_ranks(world, write, layout, str(folder))

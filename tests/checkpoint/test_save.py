@@ -316,7 +316,7 @@ class Counting(Heartbeat):
 
 
 def test_heartbeat_during_a_large_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the watchdog would report a rank with a slow disk as hanging."""
+    """Without it the watchdog would report ranks with a slow disk as hanging."""
     synced: list[int] = []
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), sync(descriptor))[1])

@@ -37,9 +37,9 @@ def test_sequence_lengths_of_a_ramp_up() -> None:
 
 
 def test_ramp_up_grows_by_the_increment_over_the_samples() -> None:
-    config = config_of("--rampup-batch-size 4 4 30 --global-batch-size 16")
-    # Three increments over 30 samples: one every 10 samples.
-    found = [batch_size(config, consumed) for consumed in (0, 9, 10, 19, 20, 29, 30, 1000)]
+    config = config_of("--rampup-batch-size 4 4 31 --global-batch-size 16")
+    # Three increments over 31 samples: after 31/3, 62/3 and 31 samples, rounded up.
+    found = [batch_size(config, consumed) for consumed in (0, 10, 11, 20, 21, 30, 31, 1000)]
     assert found == [4, 4, 8, 8, 12, 12, 16, 16]
     assert batch_sizes(config) == (4, 8, 12, 16)
 

@@ -166,7 +166,7 @@ class TestWriting:
 
 
 def finetuned(context: RankContext, folder: str, world: int) -> dict[str, Any]:
-    """Load weights only in a run with the settings beside them, on another layout."""
+    """Load weights only in a run with the same settings, on another layout."""
     given = [*("--config", f"{folder}/config.yaml", "--load", folder, "--finetune", "--micro-batch-size", "1")]
     given += ["--tp", "2", "--mock-data", "--train-iters", "2", "--device", "cpu"]
     config = validate(parse_arguments(given).config, world)

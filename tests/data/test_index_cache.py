@@ -63,7 +63,7 @@ def test_index_is_built_once_and_mapped(tmp_path: Path) -> None:
     assert type(arrays["a"]) is np.ndarray and not arrays["a"].flags.writeable
     assert (arrays["a"].dtype, arrays["b"].shape) == (np.int32, (COUNT, 2))
     assert [(one.nbytes, one.built) for one in [*first.kept, *second.kept]] == [(COUNT * 20, True), (COUNT * 20, False)]
-    # The entry contains its recipe, and other entries are beside it.
+    # The entry contains its recipe, and other entries are in the same folder.
     assert json.loads((first.kept[0].folder / "entry.json").read_text())["about"]["seed"] == 1
     assert is_right(cache(tmp_path / "c").get(recipe(built, seed=2)), seed=2) and built == [1, 2]
     assert len(list((tmp_path / "c").iterdir())) == 2

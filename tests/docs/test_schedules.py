@@ -1,4 +1,4 @@
-"""docs/schedules.md: every command runs, prints the shown output and draws the images beside the page."""
+"""docs/schedules.md: every command runs, prints the shown output and draws the images of the page."""
 
 import json
 import re

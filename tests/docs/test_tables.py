@@ -82,7 +82,7 @@ def test_features_are_distinct_settings(load: Load) -> None:
 
 
 def test_flags_of_each_feature_equal_its_settings(load: Load) -> None:
-    """The flags beside the names are those of the validated settings."""
+    """The flags after the names are those of the validated settings."""
     composition = load("composition")
     for feature in composition.FEATURES:
         given = parse_arguments(feature.flags.split())

@@ -32,7 +32,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
         The common exit status; the output of the ranks, in rank order.
 
     Raises:
-        AssertionError: a rank was still running after `seconds`, or the statuses differ.
+        AssertionError: one of the ranks was still running after `seconds`, or the statuses differ.
     """
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()

@@ -22,9 +22,9 @@ LONGEST = 120.0
 LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
 STACKS = signal.SIGUSR2
-"""The signal that makes a rank print its stacks."""
+"""The signal that makes ranks print their stacks."""
 CONNECTS = ("in fresh_prefix_store", "in _new_process_group_helper")
-"""Functions in the stacks of a rank that waits for peers to join or to connect."""
+"""Functions in the stacks of ranks that wait for peers to join or to connect."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ OF_A_CHECKPOINT = ("manifest.json", ".safetensors")
 
 @dataclass(frozen=True)
 class Point:
-    """A point in the life of a rank: `where` (before, inside, after) its `count`-th (from 1) call of a kind."""
+    """A point in the life of one rank: `where` (before, inside, after) its `count`-th (from 1) call of a kind."""
 
     call: str
     where: str

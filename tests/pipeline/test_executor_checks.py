@@ -106,7 +106,7 @@ def test_tracer_starts_after_the_wait_for_a_message() -> None:
 
 
 def test_reduction_is_enabled_right_before_the_last_backward() -> None:
-    """On each stage of a rank, after its last forward and all but one of its backwards."""
+    """On each stage of the rank, after its last forward and all but one of its backwards."""
     me = Watched(lower(Schedule.from_csv("0F0,0F1,0F2,0B1,0B0,0B2\n")), 0, {})
     me.step()
     assert me.events == ["B1", "B0", "enable 0", "B2", "start 0"]

@@ -1,7 +1,7 @@
 """Run a job repeatedly and kill it before its first, second, ... call that changes the disk, then once more without a kill.
 
 A killed process loses what it wrote and did not sync. The job must then continue to the same bytes as an undisturbed run
-(without --restart if anything was kept), and at any time an .idx or .json must be beside the .bin that it describes.
+(without --restart if anything was kept), and at any time an .idx or .json must be in the folder of the .bin that it describes.
 Prints its results as JSON.
 
 A separate program, because it forks, which is only safe without threads.
@@ -73,7 +73,7 @@ def run_until(folder: Path, point: int) -> None:
 
 
 def mismatch(prefix: str, whole: Sequence[Sequence[bytes]]) -> bool:
-    """Find an .idx or side file beside a .bin of another output; `whole`: the valid outputs (.bin, .idx, .json)."""
+    """Find an .idx or side file with a .bin of another output; `whole`: the valid outputs (.bin, .idx, .json)."""
     found = [path.read_bytes() if path.exists() else None for path in (Path(prefix + suffix) for suffix in SUFFIXES)]
     for place in (1, 2):
         known = [(output[0], output[place]) for output in whole]

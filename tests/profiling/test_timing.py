@@ -63,7 +63,7 @@ def test_short_operations_are_repeated_within_a_sample() -> None:
 
 
 def test_samples_on_shared_cores_are_longer_than_a_time_slice() -> None:
-    """Short samples of a rank that runs 3 ms of every 12 ms look fast; the mean over many time slices is right."""
+    """Short samples of one rank that runs 3 ms of every 12 ms look fast; the mean over many time slices is right."""
     turn = [1e-3] * 3 + [1e-3 + 9e-3]
     clock = Clock()
     assert timer(clock).each(clock.takes(*turn), seconds=2.0).seconds == pytest.approx(1e-3)

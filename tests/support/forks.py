@@ -1,6 +1,6 @@
 """Imported last and only into the fork server: makes its forks, including ranks of pools, cheaper.
 
-All process groups of a rank share one gloo device. A device is a thread that wakes up a hundred times per second; gloo makes one
+All process groups of each rank share one gloo device. A device is a thread that wakes up a hundred times per second; gloo makes one
 per group, and the ranks of a few pools have hundreds of groups.
 
 The garbage collector ignores objects that exist before the fork: collecting them would copy their pages into each fork.

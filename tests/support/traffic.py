@@ -1,4 +1,4 @@
-"""Count the communication of a rank's groups by wrapping their collectives."""
+"""Count the communication of the rank's groups by wrapping their collectives."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ class Conditions:
     """Costs, memory limit and communication under which schedules are studied."""
 
     table: CostTable = field(default_factory=CostTable)
-    limit: float | None = None  # bytes per rank; if the table has no sizes, microbatches of a rank's whole share
+    limit: float | None = None  # bytes per rank; if the table has no sizes, microbatches of the rank's whole share
     recv_prefetch: int = 1
     send_window: int = 1
 
@@ -71,7 +71,7 @@ class Study:
 
     @cached_property
     def peak_shares(self) -> float:
-        """Maximum live activations over ranks, in microbatches of a rank's whole share of the model."""
+        """Maximum live activations over ranks, in microbatches of the rank's whole share of the model."""
         peaks = enumerate(self.timeline.peak_activations)
         return max(peak / max(1, len(self.schedule.stages_of(rank))) for rank, peak in peaks)
 
@@ -205,7 +205,7 @@ def _placements(request: ScheduleRequest) -> Iterator[tuple[int, ...]]:
 
 
 def _shares(placement: tuple[int, ...]) -> Sizes:
-    """Return sizes in which one microbatch takes 1 over all stages of a rank, and nothing else takes memory."""
+    """Return sizes in which one microbatch takes 1 over all stages of each rank, and nothing else takes memory."""
     sizes = CostTable(memory=MemoryTable(activation=1.0)).sizes(placement)
     assert sizes is not None
     return sizes

@@ -180,7 +180,7 @@ def significant_config(folder: Path) -> dict[str, Any]:
     heads = config.get("num_attention_heads")
     config["head_dim"] = config.get("head_dim") or (heads and config["hidden_size"] // heads)
     config["n_inner"] = config.get("n_inner") or (config.get("n_embd") and 4 * config["n_embd"])
-    # A Phi-3 keeps partial_rotary_factor beside rope_parameters if it was there.
+    # A Phi-3 keeps partial_rotary_factor next to rope_parameters if it was there.
     for free in (
         "partial_rotary_factor",
         "max_window_layers",

@@ -186,7 +186,7 @@ def save(
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: content,
     **args: Any,
 ) -> Path:
-    """Save iter_0000003 and the tracker beside it. `stages`: layers per pipeline stage, by default all in one; `change`:
+    """Save iter_0000003 and the tracker. `stages`: layers per pipeline stage, by default all in one; `change`:
     applied to a file's content before it is saved; `args`: changed arguments."""
     counts = stages or (weights.model.num_layers,)
     pp, done = len(counts), 0

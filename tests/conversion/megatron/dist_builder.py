@@ -73,12 +73,12 @@ def _dim(name: str) -> int | None:
 
 
 def _halves(name: str, part: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
-    """Split a rank's fc1 of a gated MLP, which is saved as two blocks."""
+    """Split one rank's fc1 of a gated MLP, which is saved as two blocks."""
     return part.chunk(2) if gated and ("linear_fc1.weight" in name or "linear_fc1.bias" in name) else (part,)
 
 
 def save(folder: Path, weights: MadeUp, *, tp: int = 1, stacked: bool = True, **args: Any) -> Path:
-    """Save iter_0000007 and the tracker beside it, with one file of blocks per rank."""
+    """Save iter_0000007 and the tracker, with one file of blocks per rank."""
     step = folder / "iter_0000007"
     step.mkdir(parents=True)
     torch.save(

@@ -43,7 +43,7 @@ def fused(content: Content) -> Content:
 
 
 def older(content: Content) -> Content:
-    """Nested dicts and names from before megatron.core, with the training state beside the weights."""
+    """Nested dicts and names from before megatron.core, with training state and weights."""
     nested: Content = {"language_model": {"embedding": {}, "encoder": {}}}
     parts = nested["language_model"]
     for name, tensor in content["model"].items():

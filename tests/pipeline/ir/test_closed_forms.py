@@ -1,7 +1,7 @@
 """Each named schedule compared with its closed forms at many sizes: time, memory and messages.
 
 F, I, W are the times of one stage, B = I + W, with v stages per rank. The bubble is the makespan minus v m (F+B), the computing
-time of a rank.
+time of one rank.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def test_makespans_equal_the_closed_forms(name: str) -> None:
 
 
 def test_rank_spans_of_split_schedules() -> None:
-    """From a rank's first action to its last: the time of a step if the next one need not wait for all ranks."""
+    """From the rank's first action to its last: the time of a step if the next one need not wait for all ranks."""
     for p, m in product(range(1, 5), range(1, 9)):
         for f, i, w in product((1, 2, 3), repeat=3):
             ideal = m * (f + i + w)
@@ -113,7 +113,7 @@ def test_rank_spans_of_split_schedules() -> None:
 
 
 def activations(size: Size, rank: int) -> int:
-    """Maximum number of live stage activations on a rank; an upper bound with few microbatches."""
+    """Maximum number of live stage activations per rank; an upper bound with few microbatches."""
     name, p, v, m, group = size
     left = p - rank
     if name in ("gpipe", "looped-bfs"):
@@ -128,7 +128,7 @@ def activations(size: Size, rank: int) -> int:
 
 
 def deferred(size: Size, rank: int) -> int:
-    """Microbatches with a deferred W on a rank when most activations are live."""
+    """Microbatches with a deferred W per rank when most activations are live."""
     if size.name == "zb-h1":
         return min(rank, size.m)
     if size.name == "zb-h2":
@@ -219,6 +219,6 @@ def test_latency_of_1f1b() -> None:
 def test_latency_equals_an_independent_simulator(
     name: str, v: int, group: int | None, latency: float, ratio: float
 ) -> None:
-    """Makespan / ideal for p = 8, m = 16, with message times relative to a rank's forward."""
+    """Makespan / ideal for p = 8, m = 16, with message times relative to the rank's forward."""
     schedule = Size(name, 8, v, 16, group).schedule()
     assert run(schedule, 1 / v, 1 / v, 1 / v, p2p=latency).makespan / 48 == pytest.approx(ratio, abs=1e-3)

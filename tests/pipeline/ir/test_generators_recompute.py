@@ -53,7 +53,7 @@ def test_expected_orders() -> None:
     ids=lambda schedule: schedule.name,
 )
 def test_each_backward_follows_its_forward_or_recomputation(schedule: Schedule) -> None:
-    """Only R is added, and at most one graph is live on a rank."""
+    """Only R is added, and at most one graph is live per rank."""
     ahead = with_recompute_ahead(schedule)
     for row, before in zip(ahead.actions, schedule.actions, strict=True):
         assert tuple(action for action in row if action.kind is not Kind.R) == before

@@ -149,7 +149,7 @@ def test_durations_of_halves_and_recomputation() -> None:
 
 
 def test_span_is_from_first_start_to_last_end_of_a_rank() -> None:
-    """ZB-H2 never idles between a rank's first and last action, although a synchronous step has the ramp."""
+    """ZB-H2 never idles between each rank's first and last action, although a synchronous step has the ramp."""
     timeline = simulate(lower(zb_h2(4, 8)), Costs.uniform(4))
     assert timeline.spans == (24.0,) * 4 and timeline.makespan == 27.0
     assert timeline.span_bubble_fraction == 0.0
@@ -179,7 +179,7 @@ def uneven(schedule: Schedule) -> Costs:
 
 
 def test_two_ranks_on_one_core_never_idle() -> None:
-    """Alone a rank is twice as fast: 0F0 until 1; 0F1 beside 1F0 until 3; 1B0 alone until 5; ...: 24 s of work in 12."""
+    """One rank alone is twice as fast: 0F0 until 1; 0F1 with 1F0 until 3; 1B0 alone until 5; ...: 24 s of work in 12."""
     costs = Costs(forward=(2.0, 2.0), backward=(4.0, 4.0))
     assert shared_makespan(one_f_one_b(2, 2), costs, 2.0) == pytest.approx(12.0)
     assert simulate(lower(one_f_one_b(2, 2)), costs).makespan == pytest.approx(18.0)
