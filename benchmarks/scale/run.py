@@ -34,8 +34,8 @@ from megalite.config.flags import Invocation, parse_arguments
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of
 from megalite.planner.page import Line, draw_curves
+from megalite.rehearsal.communication import Journal, rehearsed_topology
 from megalite.rehearsal.device import Device
-from megalite.rehearsal.groups import Journal, rehearsed_topology
 from megalite.rehearsal.run import rehearse
 from megalite.topology.group import host_group
 from megalite.topology.layout import ParallelLayout

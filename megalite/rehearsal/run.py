@@ -21,9 +21,15 @@ from megalite.data.loader import Microbatch
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.preprocess.workers import WorkerPool
+from megalite.rehearsal.communication import (
+    Journal,
+    RehearsedGroup,
+    asymmetries,
+    deadlock,
+    mismatches,
+    rehearsed_topology,
+)
 from megalite.rehearsal.device import Device
-from megalite.rehearsal.groups import Journal, RehearsedGroup, rehearsed_topology
-from megalite.rehearsal.proof import asymmetries, deadlock, mismatches
 from megalite.topology.layout import ParallelLayout
 from megalite.training.replica import Programs, Replica, build_replica, consensus
 from megalite.training.saving import HostCopies, tensors_to_save

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.doctor.network import GLOO, NCCL, Interface, adapters, chosen, examine, host_name, interfaces, master
+from megalite.doctor.host import GLOO, NCCL, Interface, adapters, chosen, examine_network, host_name, interfaces, master
 
 LO = Interface(name="lo", address="127.0.0.1", is_up=True, megabits=None)
 ETH = Interface(name="eth0", address="10.0.0.7", is_up=True, megabits=100_000)
@@ -21,7 +21,7 @@ def nowhere(name: str) -> str:
 def test_network_of_this_host() -> None:
     found = {each.name: each for each in interfaces()}
     assert found["lo"].address == "127.0.0.1" and found["lo"].is_loopback
-    rows = {finding.name: finding for finding in examine({"NCCL_DEBUG": "INFO", "HOME": "/secret"})}
+    rows = {finding.name: finding for finding in examine_network({"NCCL_DEBUG": "INFO", "HOME": "/secret"})}
     assert rows["variables"].text == "NCCL_DEBUG=INFO"
     assert {"interfaces", "host name", "infiniband"} <= set(rows)
     assert GLOO not in rows and "MASTER_ADDR" not in rows

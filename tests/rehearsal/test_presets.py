@@ -8,7 +8,7 @@ import pytest
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of
-from megalite.rehearsal.proof import asymmetries, covered, mismatches
+from megalite.rehearsal.communication import asymmetries, covered, mismatches
 from megalite.rehearsal.run import corners, rehearse
 from megalite.training.replica import Programs
 

@@ -13,9 +13,16 @@ from megalite.config.errors import ConfigError
 from megalite.partition.pipeline import layout_of
 from megalite.preprocess import workers
 from megalite.rehearsal import run
+from megalite.rehearsal.communication import (
+    Journal,
+    Operation,
+    RehearsedGroup,
+    asymmetries,
+    covered,
+    deadlock,
+    mismatches,
+)
 from megalite.rehearsal.device import Device
-from megalite.rehearsal.groups import Journal, Operation, RehearsedGroup
-from megalite.rehearsal.proof import asymmetries, covered, deadlock, mismatches
 from megalite.rehearsal.run import check, corners, rehearse, rehearse_world
 from megalite.topology import topology
 from megalite.topology.group import Group
