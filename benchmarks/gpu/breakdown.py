@@ -35,7 +35,7 @@ OPERATIONS = {  # the same for torch's operations on a CPU
 OURS = {  # modules of megalite.kernels.triton -> row
     "optimizer_ops": "optimizer",
     "cross_entropy": "cross-entropy",
-    "norms norm_backward partial_sums activations rope dropout": "norms and activations",
+    "norms norm_backward launch elementwise": "norms and activations",
     "fp8": "copies",
 }
 OTHER = "other"

@@ -12,9 +12,8 @@ import torch
 
 from benchmarks.gpu.clock import Work
 from megalite.kernels.compiled import FORMULAS
-from megalite.kernels.dropout import dropout_mask
-from megalite.kernels.fp8 import E4M3, Rounded, cast, cast_rows, largest
-from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, dropout_mask, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.quantization import E4M3, Rounded, cast, cast_rows, largest
 
 Tensors = dict[str, Any]  # name -> tensor, or None for an omitted input
 EPS = 1e-5

@@ -12,7 +12,7 @@ from megalite.data_parallel.facts import Placement
 from megalite.data_parallel.shards import PIECE, OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.data_parallel.wire import Channel
-from megalite.kernels.fp8 import E4M3, cast
+from megalite.kernels.quantization import E4M3, cast
 from megalite.topology.group import DONE, Work
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.attention import HALF_TYPES
-from megalite.kernels.fp8 import cast, cast_rows, largest
 from megalite.kernels.layer_ops import (
     activate,
     add_dropped,
@@ -30,6 +29,7 @@ from megalite.kernels.layer_ops import (
     rms_norm,
     swiglu,
 )
+from megalite.kernels.quantization import cast, cast_rows, largest
 
 Kernel = Callable[..., Any]
 

@@ -12,13 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels.attention import causal_softmax_backward, causal_softmax_forward
 from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.dropout import dropout_mask
-from megalite.kernels.fp8 import E4M3, E5M2, cast, cast_rows, largest
-from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.layer_ops import (
+    add_norm,
+    apply_rope,
+    bias_gelu,
+    dropout_mask,
+    geglu,
+    layer_norm,
+    rms_norm,
+    swiglu,
+)
 from megalite.kernels.matmul import accumulate_weight_grad, matmul
 from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
-from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
+from megalite.kernels.quantization import E4M3, E5M2, cast, cast_rows, largest
 
 ROWS = 64
 # Upper bound on the checked size of operations without rows, or with as many rows as columns.

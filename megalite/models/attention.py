@@ -10,9 +10,8 @@ from megalite.config.model import ModelConfig
 from megalite.context_parallel.ring import largest_logits, ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
-from megalite.kernels.attention import cached_attention, causal_attention
+from megalite.kernels.attention import cached_attention, causal_attention, unfused_attention
 from megalite.kernels.bases import Module
-from megalite.kernels.unfused_attention import unfused_attention
 from megalite.models.context import CAUSAL, ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import AllHeadsNorm, Norm
 from megalite.models.recompute import Recompute, recomputed

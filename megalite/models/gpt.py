@@ -13,11 +13,9 @@ from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.registry import imported
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.bases import Module
-from megalite.kernels.dropout import dropout_mask
-from megalite.kernels.fp8 import Fp8Products
-from megalite.kernels.layer_ops import masked_dropout
+from megalite.kernels.layer_ops import attention_factor, dropout_mask, masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
-from megalite.kernels.rope import attention_factor, rope_frequencies, rope_tables
+from megalite.kernels.quantization import Fp8Products
 from megalite.models.block import Block, run_layers
 from megalite.models.context import (
     AuxiliaryLosses,

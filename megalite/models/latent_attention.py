@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
-from megalite.kernels.rope import latent_score_factor
+from megalite.kernels.layer_ops import latent_score_factor
 from megalite.models.attention import AttentionCore
 from megalite.models.context import ForwardContext, KeyValueCache, NextTokens
 from megalite.models.norm import Norm

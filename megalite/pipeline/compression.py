@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from megalite.config.parallel import message_bytes, parse_pipeline_compression
-from megalite.kernels.integers import Integers
+from megalite.kernels.quantization import Integers
 
 
 class MessageCodec(ABC):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.kernels.dropout import DropoutMask, dropout_mask
+from megalite.kernels.layer_ops import DropoutMask, dropout_mask
 from megalite.topology.layout import ShardSpec
 
 BLOCK = 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.data_parallel import zero
-from megalite.kernels.fp8 import Fp8Products
+from megalite.kernels.quantization import Fp8Products
 from megalite.models import compute
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import plan_stages

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megalite.kernels import compiled as module
 from megalite.kernels.compiled import compiled, why_not_compile
-from megalite.kernels.fp8 import E4M3, cast_rows
 from megalite.kernels.layer_ops import (
     add_dropped,
     add_norm,
@@ -22,6 +21,7 @@ from megalite.kernels.layer_ops import (
     rms_norm,
     swiglu,
 )
+from megalite.kernels.quantization import E4M3, cast_rows
 
 ROWS, WIDTH = (6, 2), 32
 

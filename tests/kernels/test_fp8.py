@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.fp8 import (
+from megalite.kernels.matmul import PLAIN
+from megalite.kernels.quantization import (
     E4M3,
     E5M2,
     BlockProducts,
@@ -19,7 +20,6 @@ from megalite.kernels.fp8 import (
     why_not_blockwise,
     why_not_fp8,
 )
-from megalite.kernels.matmul import PLAIN
 
 SHAPE = (6, 2, 64, 48)  # rows in two dimensions, i, o
 

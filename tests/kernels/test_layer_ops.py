@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.layer_ops import apply_rope, masked_dropout
-from megalite.kernels.rope import rope_frequencies, rope_tables
+from megalite.kernels.layer_ops import apply_rope, masked_dropout, rope_frequencies, rope_tables
 
 
 def frequencies(head_size: int, base: float, scaling: str = "none", original: int = 64) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
-from megalite.kernels.rope import attention_factor, rope_frequencies, rope_tables
+from megalite.kernels.layer_ops import attention_factor, rope_frequencies, rope_tables
 from tests.models.test_families import all_float64
 
 QWEN = {"rotary_base": 1e6, "rope_scaling_factor": 4.0, "rope_original_max_positions": 32768}

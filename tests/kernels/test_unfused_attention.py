@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.unfused_attention import unfused_attention
+from megalite.kernels.attention import unfused_attention
 
 P = 0.3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.unfused_attention import causal_softmax_backward, causal_softmax_forward
+from megalite.kernels.attention import causal_softmax_backward, causal_softmax_forward
 from megalite.models.attention import Attention
 from tests.models.stages import GPT, B, S, build, varied
 

@@ -11,7 +11,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.kernels import compiled as compiled_module
 from megalite.kernels.attention import causal_attention
-from megalite.kernels.fp8 import Fp8Products
+from megalite.kernels.quantization import Fp8Products
 from megalite.models import compute
 from megalite.models.attention import Attention
 from megalite.models.compute import apply_compute

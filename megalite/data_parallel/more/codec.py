@@ -12,7 +12,7 @@ from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import STATES, low_rank_pays
 from megalite.data_parallel.strategy import FlatState, TensorState, flat_state
 from megalite.data_parallel.wire import Channel
-from megalite.kernels.integers import Integers
+from megalite.kernels.quantization import Integers
 
 
 class Codec(ABC):

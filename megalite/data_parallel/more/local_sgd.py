@@ -14,7 +14,7 @@ from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, flat_states, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
-from megalite.kernels.integers import Integers
+from megalite.kernels.quantization import Integers
 from megalite.optimizers.base import Optimizer, Update
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.group import WorkList

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.fp8 import E4M3, E5M2, Rounded
+from megalite.kernels.quantization import E4M3, E5M2, Rounded
 from megalite.kernels.triton.launch import Tile, row_tile, warps
 
 _TOP = {E4M3: 8, E5M2: 15}
@@ -104,7 +104,7 @@ def _tile_of(x: Tensor, *, rowwise: bool) -> Tile:
 
 
 def largest(x: Tensor) -> Tensor:
-    """See `megalite.kernels.fp8.largest`, for x [n, i]."""
+    """See `megalite.kernels.quantization.largest`, for x [n, i]."""
     maximum = torch.zeros((), dtype=torch.float32, device=x.device)
     tile = _tile_of(x, rowwise=False)
     grid = triton.cdiv(x.shape[0], tile.rows), triton.cdiv(x.shape[1], tile.block)
@@ -119,12 +119,12 @@ def largest(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
-    """See `megalite.kernels.fp8.cast`."""
+    """See `megalite.kernels.quantization.cast`."""
     return _cast(x, largest.view(torch.int32), dtype)
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
-    """See `megalite.kernels.fp8.cast_rows`."""
+    """See `megalite.kernels.quantization.cast_rows`."""
     return _cast(x, None, dtype)
 
 

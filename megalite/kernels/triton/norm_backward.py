@@ -11,8 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, row_tile
-from megalite.kernels.triton.partial_sums import sum_of_programs
+from megalite.kernels.triton.launch import (
+    Tile,
+    accumulator,
+    multiprocessors,
+    next_power_of_2,
+    row_tile,
+    sum_of_programs,
+)
 
 REGISTERS = 128
 """Registers per thread of `backward_kernel`, so that a multiprocessor with 65 536 runs RESIDENT_WARPS at once."""

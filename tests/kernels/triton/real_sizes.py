@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megalite.kernels.fp8 import E4M3, E5M2
-from megalite.kernels.triton.activations import bias_gelu, geglu, swiglu
+from megalite.kernels.quantization import E4M3, E5M2
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.triton.dropout import dropout_mask
+from megalite.kernels.triton.elementwise import bias_gelu, dropout_mask, geglu, rope, swiglu
 from megalite.kernels.triton.fp8 import cast, cast_rows, largest
 from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
 from megalite.kernels.triton.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
-from megalite.kernels.triton.rope import rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 S, B = 2048, 8

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import dropout
-from megalite.kernels.triton.dropout import dropout_mask
+from megalite.kernels import layer_ops
+from megalite.kernels.triton.elementwise import dropout_mask
 
 KEY, HALF = 0x5A17_C0DE_1234_5678, 1 << 64
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def expected_row(sample: int, head: int, row: int, width: int, p: float) -> list
     kept, blocks = [], math.ceil(width / 8)
     for block in range(blocks):
         for word in philox([row * blocks + block + 1, 0, head, 0], [KEY, sample]):
-            kept += [word % (1 << 32) >= dropout.threshold(p), word >> 32 >= dropout.threshold(p)]
+            kept += [word % (1 << 32) >= layer_ops.drop_threshold(p), word >> 32 >= layer_ops.drop_threshold(p)]
     return kept[:width]
 
 
@@ -47,7 +47,7 @@ def test_generator_equals_the_paper() -> None:
 def test_mask_equals_its_definition(width: int) -> None:
     rows, samples = [0, 1, 2, 7, 8, 30_000_000_000], [5, 6, 1 << 40]
     keep = torch.empty(3, 2, len(rows), width, dtype=torch.bool)
-    dropout.dropout_mask(keep, torch.tensor(rows), key=KEY, samples=samples, first_head=4, p=0.3)
+    layer_ops.dropout_mask(keep, torch.tensor(rows), key=KEY, samples=samples, first_head=4, p=0.3)
     expected = [[[expected_row(s, h, row, width, 0.3) for row in rows] for h in (4, 5)] for s in samples]
     assert keep.tolist() == expected
 
@@ -60,7 +60,7 @@ def test_mask_equals_its_definition(width: int) -> None:
 def test_triton_mask_equals_numpy(shape: tuple[int, ...], transposed: bool, p: float, device: torch.device) -> None:
     rows = torch.cat((torch.arange(3, 3 + shape[2] // 2), torch.arange(1000, 1000 + shape[2] - shape[2] // 2)))
     found: dict[str, Tensor] = {}
-    for name, draw, where in (("numpy", dropout.dropout_mask, CPU), ("triton", dropout_mask, device)):
+    for name, draw, where in (("numpy", layer_ops.dropout_mask, CPU), ("triton", dropout_mask, device)):
         # A mask of activations [s, b, h] has their memory order.
         keep = torch.zeros(shape[2], shape[0], shape[3], dtype=torch.bool, device=where).transpose(0, 1).unsqueeze(1)
         keep = keep if transposed else torch.zeros(shape, dtype=torch.bool, device=where)
@@ -75,7 +75,7 @@ def test_triton_mask_equals_numpy(shape: tuple[int, ...], transposed: bool, p: f
 @pytest.mark.gpu
 def test_numpy_fills_a_mask_on_a_device(device: torch.device) -> None:
     keep, rows = torch.empty(2, 1, 30, 24, dtype=torch.bool), torch.arange(30)
-    dropout.dropout_mask(keep, rows, key=KEY, samples=(1, 2), first_head=0, p=0.5)
+    layer_ops.dropout_mask(keep, rows, key=KEY, samples=(1, 2), first_head=0, p=0.5)
     there = torch.empty_like(keep, device=device)
-    dropout.dropout_mask(there, rows.to(device), key=KEY, samples=(1, 2), first_head=0, p=0.5)
+    layer_ops.dropout_mask(there, rows.to(device), key=KEY, samples=(1, 2), first_head=0, p=0.5)
     assert torch.equal(there.cpu(), keep)

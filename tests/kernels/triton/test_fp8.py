@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import fp8 as by_torch
+from megalite.kernels import quantization as by_torch
 from megalite.kernels.triton import fp8 as by_triton
 from tests.kernels.triton.exact import draw
 

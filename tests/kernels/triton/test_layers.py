@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import layer_ops
-from megalite.kernels.triton import activations, norms, rope
-from megalite.kernels.triton.partial_sums import sum_of_programs
+from megalite.kernels.triton import elementwise, norms
+from megalite.kernels.triton.launch import sum_of_programs
 from tests.kernels.triton.exact import DTYPES, LIMITS, Outputs, assert_near, compare, draw, norm, relative_error, run
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -98,7 +98,7 @@ def gated_case(ours: Any, activate: Callable[[Tensor], Tensor]) -> Case:
 def rope_case(own_positions: bool) -> Case:
     """Bind the tables to the function, because they get no gradient."""
     return Case(
-        lambda x: rope.rope(x, *tables(x, own_positions)),
+        lambda x: elementwise.rope(x, *tables(x, own_positions)),
         lambda x: exact_rope(x, *tables(x, own_positions)),
         lambda full, vector: [full(1)],
         saved=0,
@@ -120,13 +120,13 @@ CASES = {
     "layernorm, zero-centered": norm_case(norms.layernorm, bias=True, zero_centered=True),
     "add_norm, layer": sum_case(norms.add_norm, bias=True, keep=True, norm_bias=True),
     "add_norm, rms": sum_case(norms.add_norm, bias=True, keep=True, norm_bias=False),
-    "bias_gelu": gelu_case(activations.bias_gelu, tanh=False),
-    "bias_gelu_tanh": gelu_case(activations.bias_gelu, tanh=True),
-    "gelu": gelu_case(activations.bias_gelu, tanh=False, bias=False),
-    "gelu_tanh": gelu_case(activations.bias_gelu, tanh=True, bias=False),
-    "swiglu": gated_case(activations.swiglu, lambda z: z / (1.0 + torch.exp(-z))),
-    "geglu": gated_case(activations.geglu, ERF),
-    "geglu_tanh": gated_case(partial(activations.geglu, tanh=True), TANH),
+    "bias_gelu": gelu_case(elementwise.bias_gelu, tanh=False),
+    "bias_gelu_tanh": gelu_case(elementwise.bias_gelu, tanh=True),
+    "gelu": gelu_case(elementwise.bias_gelu, tanh=False, bias=False),
+    "gelu_tanh": gelu_case(elementwise.bias_gelu, tanh=True, bias=False),
+    "swiglu": gated_case(elementwise.swiglu, lambda z: z / (1.0 + torch.exp(-z))),
+    "geglu": gated_case(elementwise.geglu, ERF),
+    "geglu_tanh": gated_case(partial(elementwise.geglu, tanh=True), TANH),
     "rope": rope_case(own_positions=False),
     "rope, own positions": rope_case(own_positions=True),
 }
@@ -393,7 +393,7 @@ def test_partial_sums_are_added(programs: int, device: torch.device) -> None:
 def test_error_function_of_half_types_is_accurate(device: torch.device) -> None:
     """Before rounding, Φ(z) has a relative error of 3e-6 in exact arithmetic, and GELU's slope an absolute one."""
     z = torch.linspace(-12, 12, 4001, dtype=torch.float32, device=device)[None].requires_grad_()
-    y = activations._BiasGelu.apply(z, None, activations.HALF_ERF.value)
+    y = elementwise._BiasGelu.apply(z, None, elementwise.HALF_ERF.value)
     y.sum().backward()
     wide = z.detach().double()
     below = torch.special.erfc(-wide / 2**0.5) / 2
@@ -440,7 +440,7 @@ def test_more_than_2_to_the_31_elements(name: str, device: torch.device) -> None
     if "rope" in name:  # the last rows alone would have the first rows' angles
         cos, sin = tables(draw(64, 1, 1, 128, device=device))
         cos, sin = (table.repeat(rows // 64 + 1, 1, 1, 1)[:rows] for table in (cos, sin))
-        ours, exact = partial(rope.rope, cos=cos, sin=sin), partial(exact_rope, cos=cos[-3:], sin=sin[-3:])
+        ours, exact = partial(elementwise.rope, cos=cos, sin=sin), partial(exact_rope, cos=cos[-3:], sin=sin[-3:])
     else:
         ours, exact = case.ours, case.exact
     grads = [torch.zeros_like(out) for out in outputs(ours(*inputs))]

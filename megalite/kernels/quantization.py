@@ -1,19 +1,22 @@
-"""Matrix products of linear layers in fp8: e4m3 for activations and weights, e5m2 for gradients, sums in fp32.
+"""Matrix products of linear layers in fp8, and 8-bit integers with one scale per block for messages.
 
-Scales are powers of two, computed from the tensors of the product itself, so no scaling state exists between steps.
-Tensorwise: one scale per tensor, which takes one pass over it. Rowwise: one scale per row of the first factor and per
-column of the second; one kernel computes and applies them. Blockwise (arXiv 2412.19437): one scale per 128 elements
-along the summed dimension, and per 128 x 128 block of a weight; every factor is e4m3.
+fp8: e4m3 for activations and weights, e5m2 for gradients, sums in fp32. Scales are powers of two, computed from the
+tensors of the product itself, so no scaling state exists between steps. Tensorwise: one scale per tensor, which takes one
+pass over it. Rowwise: one scale per row of the first factor and per column of the second; one kernel computes and applies
+them. Blockwise (arXiv 2412.19437): one scale per 128 elements along the summed dimension, and per 128 x 128 block of a
+weight; every factor is e4m3.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.strategies import INTEGER_BLOCK, integer_bytes
 from megalite.kernels.matmul import Products, WeightProduct
 from megalite.kernels.probes import why_not_capability
 
@@ -211,3 +214,81 @@ def _restored(factor: Rounded) -> Tensor:
     for dim in range(2):
         undo = undo.repeat_interleave(data.shape[dim] // undo.shape[dim], dim)
     return data.float() * undo
+
+
+INTEGER_CHUNK = 128 * INTEGER_BLOCK
+"""Elements that go through all passes together, so that they stay in a CPU's cache."""
+
+LARGEST_INTEGER = 127
+
+TINY_BLOCK = 1e-30
+"""A block of smaller values is encoded as zeros, because the inverse of its scale could overflow."""
+
+
+@dataclass
+class Integers:
+    """Encoder and decoder of `size` values.
+
+    In a block of x, s = max|x|/127 and q = round(x/s), so |x - s·q| <= s/2 and 0 stays 0. The encoded row contains all
+    s in the type of the values, then all q.
+    """
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    _chunks: list[tuple[int, int, int]] = field(init=False)
+    """(start, stop, elements per block)."""
+    _scratch: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.size // INTEGER_BLOCK * INTEGER_BLOCK
+        step = INTEGER_CHUNK if self.device.type == "cpu" else max(whole, 1)
+        self._chunks = [(start, min(start + step, whole), INTEGER_BLOCK) for start in range(0, whole, step)]
+        if whole < self.size:
+            self._chunks.append((whole, self.size, self.size - whole))
+        widest = max(stop - start for start, stop, _ in self._chunks)
+        self._scratch = torch.empty(widest, dtype=self.dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        return integer_bytes(self.size, self.dtype.itemsize)
+
+    def _split(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a row's integers and scales; the row must be aligned for the scales' type."""
+        return row[-self.size :].view(torch.int8), row[: -self.size].view(self.dtype)
+
+    def encode(self, values: torch.Tensor, row: torch.Tensor, *, more: torch.Tensor | None = None) -> None:
+        """Encode `values` [size] into the integers and scales of `row` [nbytes], uint8; `values` becomes the error.
+
+        Args:
+            more: added to `values` first.
+        """
+        codes, scales = self._split(row)
+        for start, stop, block in self._chunks:
+            x = values[start:stop].view(-1, block)
+            y = self._scratch[: stop - start].view(-1, block)
+            if more is not None:
+                x.add_(more[start:stop].view(-1, block))
+            torch.abs(x, out=y)
+            scale = y.amax(dim=1, keepdim=True).div_(LARGEST_INTEGER)
+            # Not ">=": a NaN must stay a NaN, to show in the gradient norm.
+            scale.masked_fill_(scale < TINY_BLOCK / LARGEST_INTEGER, 0.0)
+            inverse = scale.reciprocal()
+            inverse.masked_fill_(scale == 0.0, 0.0)
+            torch.mul(x, inverse, out=y)
+            codes[start:stop].view(-1, block).copy_(y.round_())
+            x.sub_(y.mul_(scale))
+            scales[start // INTEGER_BLOCK : -(-stop // INTEGER_BLOCK)].copy_(scale.view(-1))
+
+    def decode(self, row: torch.Tensor, values: torch.Tensor, *, factor: float | None = None) -> None:
+        """Write the decoded row into `values` [size]; with a factor, add factor times the decoded row to `values`."""
+        codes, scales = self._split(row)
+        if factor is not None:
+            scales = scales * factor
+        for start, stop, block in self._chunks:
+            x = values[start:stop].view(-1, block)
+            y = x if factor is None else self._scratch[: stop - start].view(-1, block)
+            y.copy_(codes[start:stop].view(-1, block))
+            y.mul_(scales[start // INTEGER_BLOCK : -(-stop // INTEGER_BLOCK)].view(-1, 1))
+            if factor is not None:
+                x.add_(y)

@@ -1,16 +1,28 @@
-"""Triton kernels of MLP activations: one pass each in forward and backward; gated ones save only their input."""
+"""Triton kernels without sums along rows: activations of MLPs, RoPE (arXiv 2104.09864) in its half-split form, dropout masks.
+
+Each is one pass in forward and backward; gated activations save only their input."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.random import philox_impl
 
 from megalite.kernels.bases import Function
-from megalite.kernels.triton.launch import Tile, accumulator, multiprocessors, next_power_of_2, rows_of, warps
-from megalite.kernels.triton.partial_sums import sum_of_programs
+from megalite.kernels.layer_ops import DROPOUT_COLUMNS, drop_threshold
+from megalite.kernels.triton.launch import (
+    Tile,
+    accumulator,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    sum_of_programs,
+    warps,
+)
 
 SILU, ERF, TANH, HALF_ERF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 RESIDENT = 8  # programs of bias_gelu's backward per multiprocessor, limited by registers
@@ -217,3 +229,155 @@ def swiglu(x: Tensor) -> Tensor:
 def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.geglu`; saves only x."""
     return _Gated.apply(x, _gelu(tanh, x.dtype))
+
+
+@triton.jit
+def rope_kernel(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    batch: tl.tensor,
+    strides: tl.tuple,
+    cos_strides: tl.tuple,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """Rotate ROWS heads by their positions' angles, or back with BACK; a row is (position, sequence, head)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    here = (row < rows)[:, None] & (column < HALF)
+    token = row // HEADS
+    position = (token // batch).to(tl.int64)
+    sequence = (token % batch).to(tl.int64)
+    angle = (position * cos_strides[0] + sequence * cos_strides[1])[:, None] + column
+    c = tl.load(cos + angle, mask=here, other=0.0).to(ACC)
+    s = tl.load(sin + angle, mask=here, other=0.0).to(ACC)
+    if BACK:
+        s = -s
+    place = position * strides[0] + sequence * strides[1] + (row % HEADS).to(tl.int64) * strides[2]
+    first_at = x + place[:, None] + column
+    first = tl.load(first_at, mask=here, other=0.0).to(ACC)
+    second = tl.load(first_at + HALF, mask=here, other=0.0).to(ACC)
+    out_at = y + row.to(tl.int64)[:, None] * (2 * HALF) + column
+    tl.store(out_at, (first * c - second * s).to(y.dtype.element_ty), mask=here)
+    tl.store(out_at + HALF, (second * c + first * s).to(y.dtype.element_ty), mask=here)
+
+
+@functools.cache
+def rope_tile(half: int, itemsize: int) -> Tile:
+    """Return the heads per program: one 16-byte load per thread, half and tensor in 2 warps."""
+    block = next_power_of_2(half)
+    return Tile(max(2 * 32 * 16 // itemsize // block, 1), block, 2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    length, batch, heads, size = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        rows, half = length * batch * heads, size // 2
+        tile = rope_tile(half, x.element_size())
+        rope_kernel[(triton.cdiv(rows, tile.rows),)](
+            *(x, cos, sin, y, rows, batch, x.stride()[:3], (cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1))),
+            HEADS=heads,
+            HALF=half,
+            BACK=back,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            ACC=accumulator(x.dtype),
+            num_warps=tile.warps,
+        )
+    return y
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(dy, *ctx.saved_tensors, back=True), None, None
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
+
+    x may be a slice of the fused projection: only its last stride must be 1. The tables get no gradient.
+    """
+    return _Rope.apply(x, cos, sin)
+
+
+CALLS = 512
+"""Generator calls per program, for dropout masks."""
+
+
+@triton.jit
+def _two(words: tl.tensor, below: tl.tensor) -> tl.tensor:
+    """Return one byte for each half of a 64-bit word, the low half first."""
+    low = ((words & 0xFFFFFFFF) >= below).to(tl.uint64)
+    high = ((words >> 32) >= below).to(tl.uint64)
+    return low | (high << 8)
+
+
+@triton.jit(do_not_specialize=["key", "sample", "first_head"])
+def dropout_mask_kernel(
+    keep: tl.tensor,
+    rows: tl.tensor,
+    strides: tl.tuple,
+    key: tl.tensor,
+    sample: tl.tensor,
+    first_head: tl.tensor,
+    below: tl.tensor,
+    count: tl.tensor,
+    heads: tl.tensor,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Draw eight elements of a row per generator call; WHOLE: store them as one int64 (see `dropout_mask`)."""
+    blocks: tl.constexpr = (WIDTH + 7) // 8
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = index // blocks, index % blocks
+    here = row < count
+    one, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    place = tl.load(rows + row, mask=here, other=0)
+    first = (place * blocks + column + 1).to(tl.uint64)
+    nothing = first * 0
+    third = nothing + (first_head + head).to(tl.uint64)
+    own = nothing + (sample.to(tl.int64) + one).to(tl.uint64)
+    a, b, c, d = philox_impl(first, nothing, third, nothing, nothing + key.to(tl.uint64), own)
+    limit = nothing + below.to(tl.uint64)
+    eight = _two(a, limit) | (_two(b, limit) << 16) | (_two(c, limit) << 32) | (_two(d, limit) << 48)
+    at = keep + one.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+    if WHOLE:
+        tl.store(at + column, eight.to(tl.int64, bitcast=True), mask=here)
+    else:
+        for k in tl.static_range(8):
+            inside = here & (column * 8 + k < WIDTH)
+            tl.store(at + column * 8 + k, ((eight >> (8 * k)) & 1).to(tl.uint8), mask=inside)
+
+
+def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int], first_head: int, p: float) -> None:
+    """See `megalite.kernels.layer_ops.dropout_mask`; the sample indices must be consecutive."""
+    assert list(samples) == list(range(samples[0], samples[0] + len(samples))), samples
+    _, heads, count, width = keep.shape
+    whole = width % DROPOUT_COLUMNS == 0 and all(stride % DROPOUT_COLUMNS == 0 for stride in keep.stride()[:3])
+    elements = keep.view(torch.int64 if whole else torch.uint8)
+    grid = triton.cdiv(count * -(-width // DROPOUT_COLUMNS), CALLS), len(samples) * heads
+    dropout_mask_kernel[grid](
+        *(elements, rows, elements.stride()[:3], key, samples[0], first_head, drop_threshold(p), count, heads),
+        WIDTH=width,
+        WHOLE=whole,
+        BLOCK=CALLS,
+        num_warps=warps(CALLS, per_thread=4),
+    )

@@ -1,1 +1,0 @@
-"""Adapters to the kernels of NVIDIA's apex."""
