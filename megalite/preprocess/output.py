@@ -1,110 +1,28 @@
-"""Tokenize pieces of input and append them to the files of an output, with statistics and the side file."""
+"""The files of an output: tokens, statistics and side file; the folder and the state from which a killed run resumes."""
 
+import contextlib
+import json
 import os
+import re
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder
+from megalite.checkpoint.manifest import seal
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
 from megalite.data.token_files import SUFFIXES
-from megalite.preprocess.documents import BadLine, PieceTexts, read_piece
-from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, Progress, job_inputs, require_tokenizer
-from megalite.preprocess.pieces import Piece
+from megalite.preprocess.inputs import Input
+from megalite.preprocess.job import PreprocessJob, Progress, job_inputs
+from megalite.preprocess.pieces import Place
 from megalite.tokenizers.base import Tokenizer
-
-
-@dataclass(frozen=True)
-class TokenizedPiece:
-    """The tokens of a piece's good documents, and its bad lines."""
-
-    lines: int  # lines of the piece, including bad and blank ones
-    first_line: int | None  # line in the piece of the first good document
-    tokens: list[NDArray]  # for each key the concatenated tokens of all documents, in the stored type
-    lengths: list[NDArray[np.int64]]  # for each key the length of each document `[documents]`
-    bad: dict[str, int]  # bad lines, by kind
-    faults: list[tuple[int, str]]  # (line in the piece, reason) of the first of them, in order
-
-
-class PieceTokenizer:
-    def __init__(self, job: PreprocessJob, tokenizer: Tokenizer | None = None) -> None:
-        self._keys, self._limits = job.json_keys, job.limits
-        self._tokenizer = tokenizer or require_tokenizer(job)
-        self._ending = [self._tokenizer.eod] if job.append_eod else []
-        self._dtype = token_dtype(self._tokenizer.vocab_size)
-
-    def __call__(self, piece: Piece) -> TokenizedPiece:
-        """Parse and tokenize a piece. A bad document is left out under all keys. Raises ConfigError if the tokenizer
-        returns ids outside its vocabulary."""
-        read = self._read(piece)
-        left_out: dict[int, tuple[str, str]] = {}
-        encoded = self._encode_all(read, left_out)
-        good = [i for i in range(len(encoded[0])) if i not in left_out]
-        bad = sorted([*read.bad, *(BadLine(read.at[i], kind, reason) for i, (kind, reason) in left_out.items())])
-        joined = [self._join([ids[i] for i in good]) for ids in encoded]
-        return TokenizedPiece(
-            lines=read.lines,
-            first_line=read.at[good[0]] if good else None,
-            tokens=[tokens for tokens, _ in joined],
-            lengths=[lengths for _, lengths in joined],
-            bad=dict(Counter(kind for _, kind, _ in bad)),
-            faults=[(line, reason) for line, _, reason in bad[:MAX_FAULTS]],
-        )
-
-    def _read(self, piece: Piece) -> PieceTexts:
-        return read_piece(piece, self._keys, self._limits)
-
-    def _encode_all(
-        self, read: PieceTexts, left_out: dict[int, tuple[str, str]]
-    ) -> list[Sequence[Sequence[int] | NDArray]]:
-        """Return [key][document] ids; add document -> (kind, reason) to `left_out` for documents without ids."""
-        return [self._encode(key, texts, left_out) for key, texts in zip(self._keys, read.texts, strict=True)]
-
-    def _encode(
-        self, key: str, texts: Sequence[str], left_out: dict[int, tuple[str, str]]
-    ) -> Sequence[Sequence[int] | NDArray]:
-        """Return [document] ids; add document -> (kind, reason) to `left_out` for documents without ids."""
-        try:
-            encoded: Sequence[Sequence[int] | NDArray] = self._tokenizer.encode_batch(texts)
-        except ConfigError:
-            encoded = [self._encode_one(i, text, left_out) for i, text in enumerate(texts)]
-        where = f" under {key!r}" if len(self._keys) > 1 else ""
-        for i, document in enumerate(encoded):
-            if not len(document):
-                left_out.setdefault(i, ("no tokens", f"no tokens{where}"))
-        return encoded
-
-    def _encode_one(self, i: int, text: str, left_out: dict[int, tuple[str, str]]) -> list[int]:
-        try:
-            return self._tokenizer.encode(text)
-        except ConfigError as error:
-            left_out.setdefault(i, ("not tokenized", str(error)))
-            return []
-
-    def _join(self, documents: Sequence[Sequence[int] | NDArray]) -> tuple[NDArray, NDArray[np.int64]]:
-        """Return (all tokens in the stored type, length of each document), including EOD tokens."""
-        lengths = np.array([len(ids) + len(self._ending) for ids in documents], dtype=np.int64)
-        if documents and isinstance(documents[0], np.ndarray):
-            ending = np.array(self._ending, dtype=self._dtype)
-            tokens = np.concatenate([part for ids in documents for part in (ids, ending)])
-        else:
-            flat: list[int] = []
-            for ids in documents:
-                flat += ids
-                flat += self._ending
-            tokens = np.fromiter(flat, np.int64, len(flat))
-        size = self._tokenizer.vocab_size
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-            wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
-            raise ConfigError(f"{self._tokenizer.name} returns token id {wrong}, beyond its {size} ids; fetch it again")
-        return tokens.astype(self._dtype), lengths
 
 
 class LengthStatistics:
@@ -225,3 +143,184 @@ def make_folder(prefix: str | Path) -> Path:
     except OSError as error:
         raise ConfigError(f"output_prefix {prefix}: cannot write to {folder}: {error.strerror}") from None
     return folder
+
+
+STATE = "state.json"
+_OWN_FILES = re.compile(r"\.?state\.json(\.new)?|[0-9]+\.(bin|idx|json|lengths)")
+_BLOCK = 1 << 22
+_REMEDY = "add --restart to drop it and start again, or choose another --output-prefix"
+
+Facts = Mapping[str, Any]
+Stamp = list[Any]  # [absolute path, bytes, mtime in ns] of an input; [-, None, None] for standard input
+
+
+class FolderInUse(ConfigError):
+    """Raised if another process works in the folder."""
+
+
+class UnfinishedFolder:
+    """`{output_prefix}.unfinished`, locked against other processes. Raises ConfigError if another process works there,
+    the folder contains other files, or it cannot be created."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.state = path, path / STATE
+        self._lock: int | None = None
+        # If a process that has just finished removed the locked folder, create it again.
+        while not self._open():
+            self.close()
+        foreign = sorted(file.name for file in path.iterdir() if not _OWN_FILES.fullmatch(file.name))
+        if foreign:
+            self.close()
+            raise ConfigError(f"{path} contains an unknown file {foreign[0]!r}; choose another --output-prefix")
+
+    def clear(self) -> None:
+        """Remove all files, the state first, because it describes the others."""
+        self.state.unlink(missing_ok=True)
+        for file in self.path.iterdir():
+            file.unlink()
+
+    def remove(self) -> None:
+        self.clear()
+        self.path.rmdir()
+        sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def _open(self) -> bool:
+        remedy = "choose another --output-prefix"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(self.path)
+        except FileExistsError:
+            raise ConfigError(f"{self.path} is not a folder; move it away or {remedy}") from None
+        except BlockingIOError:
+            raise FolderInUse(f"{self.path} is in use by another process; wait for it, or {remedy}") from None
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be created: {error.strerror}; {remedy}") from None
+        if self._lock is None:
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._lock), self.path.stat())
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The part of a run that is on disk. It is replaced atomically after the files that it describes, so a kill leaves
+    the previous state. It contains its sha256: a damaged state is ignored."""
+
+    job: Facts  # everything that the output depends on, except the inputs
+    inputs: list[Stamp]
+    place: Place  # end of the processed input
+    input_bytes: int
+    disk_bytes: int
+    bad: dict[str, int]  # bad lines, by kind
+    faults: list[str]  # the first bad lines
+    outputs: list[OutputState]  # in the order of the keys
+
+    def write(self, path: Path) -> None:
+        replace_durably(path, seal({**vars(self), "place": vars(self.place)}).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "State | None":
+        """Read the state of an earlier run; return None if it is missing or damaged. Raises OSError if it cannot be
+        read."""
+        try:
+            text = path.read_bytes().decode("ascii")
+            body = json.loads(text)
+            del body["sha256"]
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return None
+        if seal(body) != text:
+            return None
+        outputs = [OutputState(*output) for output in body["outputs"]]
+        return cls(**{**body, "place": Place(**body["place"]), "outputs": outputs})
+
+
+def input_stamp(item: Input) -> Stamp:
+    """Return the identity of an input; stdin is identified by its content instead. Raises ConfigError if it is
+    missing."""
+    if item.size is None:
+        return [item.path, None, None]
+    try:
+        status = Path(item.path).stat()
+    except OSError as error:
+        raise ConfigError(f"input {item.path} cannot be read: {error.strerror}; put it back") from None
+    path = os.path.abspath(item.path)  # noqa: PTH100 resolve() would name another path than the user gave
+    return [path, status.st_size, status.st_mtime_ns]
+
+
+def require_same(folder: Path, state: State, facts: Facts, stamps: Sequence[Stamp]) -> None:
+    """Raise ConfigError if the state belongs to another job, or its inputs have changed."""
+    for name, value in facts.items():
+        if state.job.get(name) != value:
+            raise ConfigError(f"{folder} holds another job: {name} was {state.job.get(name)}, now {value}; {_REMEDY}")
+    for number in range(state.place.source + 1):
+        before, now = state.inputs[number], stamps[number] if number < len(stamps) else None
+        if now != before:
+            found = _stamp_text(now) if now else "missing"
+            raise ConfigError(f"{folder} holds work on {_stamp_text(before)}, now it is {found}; {_REMEDY}")
+        if before[1] is None and number < state.place.source:
+            raise ConfigError(f"{folder} holds work on standard input, which cannot be compared; {_REMEDY}")
+
+
+def recover_outputs(
+    folder: Path, job: PreprocessJob, states: Sequence[OutputState], vocab_size: int
+) -> list[tuple[TokenCounts, LengthStatistics]] | None:
+    """Read the files of each key up to their saved states; return None if they do not match the states. If the run was
+    killed while it renamed its files, finished files are moved back into the folder."""
+    kept = []
+    renamed = []
+    for number, (prefix, state) in enumerate(zip(job.prefixes, states, strict=True)):
+        unfinished, finished = folder / f"{number}.bin", Path(f"{prefix}.bin")
+        if not unfinished.exists():
+            renamed.append((unfinished, finished))
+        one = _read_kept(
+            unfinished if unfinished.exists() else finished, folder / f"{number}.lengths", state, vocab_size
+        )
+        if one is None:
+            return None
+        kept.append(one)
+    for unfinished, finished in renamed:
+        for suffix in (".json", ".idx"):
+            finished.with_name(f"{finished.stem}{suffix}").unlink(missing_ok=True)
+        finished.replace(unfinished)
+        sync_folder(finished.parent)
+    return kept
+
+
+def _read_kept(
+    tokens_file: Path, lengths_file: Path, state: OutputState, vocab_size: int
+) -> tuple[TokenCounts, LengthStatistics] | None:
+    counts, statistics = TokenCounts(token_dtype(vocab_size)), LengthStatistics()
+    try:
+        with tokens_file.open("rb") as file:
+            for tokens in _blocks(file, counts.dtype, state.tokens):
+                if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+                    return None
+                counts.add_tokens(tokens.view(np.uint8).data)
+        with lengths_file.open("rb") as file:
+            for lengths in _blocks(file, LENGTH, state.documents):
+                counts.add_lengths(lengths)
+                statistics.add(lengths)
+    except FileNotFoundError:
+        return None
+    return (counts, statistics) if OutputState.of(counts) == state else None
+
+
+def _blocks(file: BinaryIO, dtype: np.dtype, count: int) -> Iterator[NDArray]:
+    """Yield the next `count` items of a file, or fewer if it ends."""
+    while count and len(data := file.read(min(count * dtype.itemsize, _BLOCK))) >= dtype.itemsize:
+        block = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
+        count -= len(block)
+        yield block
+
+
+def _stamp_text(stamp: Stamp) -> str:
+    state = "" if stamp[1] is None else f" ({stamp[1]} bytes of {np.datetime64(stamp[2] // 10**9, 's')} UTC)"
+    return f"{stamp[0]}{state}"

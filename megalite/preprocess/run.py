@@ -12,11 +12,9 @@ from typing import Any
 
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
-from megalite.config.registry import imported
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import TokenCounts, move_into_place
 from megalite.data.token_files import SUFFIXES, encode_side_file
-from megalite.preprocess import resume
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import (
     MAX_FAULTS,
@@ -28,7 +26,19 @@ from megalite.preprocess.job import (
     require_free,
     require_tokenizer,
 )
-from megalite.preprocess.output import LengthStatistics, Output, PieceTokenizer, TokenizedPiece
+from megalite.preprocess.output import (
+    STATE,
+    Facts,
+    LengthStatistics,
+    Output,
+    Stamp,
+    State,
+    UnfinishedFolder,
+    input_stamp,
+    recover_outputs,
+    require_same,
+)
+from megalite.preprocess.piece_tokenizer import ExampleEncoder, ExampleTokenizer, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
@@ -54,7 +64,7 @@ def plan(job: PreprocessJob) -> Plan:
     check_settings(job)
     inputs, _ = job_inputs(job)
     check_target(job, inputs)
-    if resume.State.read(job.unfinished / resume.STATE) is None:
+    if State.read(job.unfinished / STATE) is None:
         require_free(job)
     tokenizer = require_tokenizer(job)
     files = [item for item in inputs if item.size is not None]
@@ -73,12 +83,12 @@ def plan(job: PreprocessJob) -> Plan:
 
 
 def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
-    return imported("megalite.preprocess.sft:ExampleTokenizer") if job.sft else PieceTokenizer
+    return ExampleTokenizer if job.sft else PieceTokenizer
 
 
 def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return everything that the output depends on, except the inputs."""
-    encoder = imported("megalite.preprocess.sft:ExampleEncoder")(tokenizer) if job.sft else None
+    encoder = ExampleEncoder(tokenizer) if job.sft else None
     return {
         "format": _JOB_FORMAT,
         "json keys": list(job.json_keys),
@@ -112,15 +122,15 @@ def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] = lam
         assert part is not None and job.shard is not None
         return Progress(notice=f"shard {job.shard[0]}/{job.shard[1]} is empty: the input is cut into {part[1]} parts")
     tokenizer = require_tokenizer(job)
-    stamps = [resume.input_stamp(item) for item in inputs]
+    stamps = [input_stamp(item) for item in inputs]
     facts = job_facts(job, tokenizer)
-    folder = resume.UnfinishedFolder(job.unfinished)
+    folder = UnfinishedFolder(job.unfinished)
     try:
-        left = None if job.restart else resume.State.read(folder.state)
+        left = None if job.restart else State.read(folder.state)
         kept = None
         if left is not None:
-            resume.require_same(folder.path, left, facts, stamps)
-            kept = resume.recover_outputs(folder.path, job, left.outputs, tokenizer.vocab_size)
+            require_same(folder.path, left, facts, stamps)
+            kept = recover_outputs(folder.path, job, left.outputs, tokenizer.vocab_size)
         if kept is None:
             try:
                 require_free(job)
@@ -145,11 +155,11 @@ class _Run:
         self,
         job: PreprocessJob,
         inputs: Sequence[Input],
-        stamps: list[resume.Stamp],
+        stamps: list[Stamp],
         tokenizer: Tokenizer,
-        folder: resume.UnfinishedFolder,
-        facts: resume.Facts,
-        left: resume.State | None,
+        folder: UnfinishedFolder,
+        facts: Facts,
+        left: State | None,
         kept: list[tuple[TokenCounts, LengthStatistics]] | None,
     ) -> None:
         self._job, self._inputs, self._stamps, self._facts = job, inputs, stamps, facts
@@ -259,7 +269,7 @@ class _Run:
         """Sync the outputs, then write the state that describes them."""
         assert self._place is not None
         begun, progress = time.monotonic(), self.progress
-        state = resume.State(
+        state = State(
             job=self._facts,
             inputs=self._stamps,
             place=self._place,
@@ -279,7 +289,7 @@ class _Run:
         self._next_save = now + (max(seconds, 19 * (now - begun)) if seconds else 0.0)
 
     def _require_unchanged(self, source: int) -> None:
-        before, now = self._stamps[source], resume.input_stamp(self._inputs[source])
+        before, now = self._stamps[source], input_stamp(self._inputs[source])
         if now != before:
             raise ConfigError(f"input {before[0]} has changed while it was read; start again with --restart")
 
@@ -320,7 +330,7 @@ def _tokenized(
         raise fault
 
 
-def _progress_at(state: resume.State | None, inputs: Sequence[Input]) -> Progress:
+def _progress_at(state: State | None, inputs: Sequence[Input]) -> Progress:
     sizes = [item.amount for item in inputs]
     progress = Progress(disk_total=None if None in sizes else sum(size or 0 for size in sizes))
     if state is not None:

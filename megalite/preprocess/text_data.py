@@ -13,9 +13,9 @@ from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.data.token_files import read_side_file
-from megalite.preprocess import resume
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.job import PreprocessJob, Progress, require_tokenizer
+from megalite.preprocess.output import FolderInUse, input_stamp
 from megalite.preprocess.run import job_facts, preprocess
 from megalite.tokenizers.base import Tokenizer
 from megalite.watchdog.processes import usable_cores
@@ -61,7 +61,7 @@ def find_texts(config: RunConfig) -> list[Text]:
         inputs = find_inputs([path])
         job = _job(config, path)
         tokenizer = tokenizer or require_tokenizer(job)
-        stamps = [resume.input_stamp(item) for item in inputs]
+        stamps = [input_stamp(item) for item in inputs]
         key = hashlib.sha256(json.dumps([job_facts(job, tokenizer), stamps], sort_keys=True).encode()).hexdigest()
         job = replace(job, output_prefix=f"{job.output_prefix}-{key[:_KEY_CHARACTERS]}")
         texts.append(Text(path, job, len(inputs), sum(item.size or 0 for item in inputs)))
@@ -124,7 +124,7 @@ def _make(
     while True:
         try:
             return preprocess(text.job, check)
-        except resume.FolderInUse:
+        except FolderInUse:
             if not waits:
                 say(f"{text.path}: another run is tokenizing it into {text.prefix}: waiting for it")
             waits = True

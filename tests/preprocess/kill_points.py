@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.preprocess.resume import State
+from megalite.preprocess.output import State
 from megalite.preprocess.run import preprocess
 from tests.preprocess.jobs import SUFFIXES, number_job, output_bytes, write_numbers
 

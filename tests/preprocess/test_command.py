@@ -13,7 +13,7 @@ from megalite.cli.model_commands import PREPROCESS as main
 from megalite.cli.preprocess import JobProgress, job_of, summary, tokenizer_kind
 from megalite.config.errors import ConfigError
 from megalite.preprocess.job import Progress
-from megalite.preprocess.resume import State
+from megalite.preprocess.output import State
 from megalite.watchdog.processes import usable_cores
 from tests.preprocess.jobs import NUMBER_FLAGS, documents, write_jsonl, write_numbers
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.preprocess.resume import State
+from megalite.preprocess.output import State
 from tests.preprocess.jobs import NUMBER_FLAGS, output_bytes, run_numbers, write_numbers
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from megalite.checkpoint.files import lock_folder
 from megalite.config.errors import ConfigError
 from megalite.preprocess import run
 from megalite.preprocess.job import Progress
-from megalite.preprocess.resume import State
+from megalite.preprocess.output import State
 from megalite.preprocess.run import preprocess
 from tests.preprocess.jobs import Stop, documents, number_job, output_bytes, run_numbers, stop_after, write_numbers
 
