@@ -187,15 +187,12 @@ NEEDS_TORCH = (
     "megalite.planner.elastic",
     "megalite.data.loader",
     "megalite.cli.generate",
-    "megalite.cli.evaluate",
-    "megalite.cli.parity",
+    "megalite.cli.layout_checks",
     "megalite.cli.convert",
     "megalite.cli.doctor",
     "megalite.cli.inspect_tensors",
-    "megalite.cli.kernels",
     "megalite.cli.lm_eval",
     "megalite.cli.profile",
-    "megalite.cli.rehearse",
 )
 TORCH_FREE_PACKAGES = ("megalite.partition", "megalite.planner", "megalite.data", "megalite.preprocess", "megalite.cli")
 """Modules beyond rows 0 and 1 of which dry run, preprocessing and help consist."""

@@ -1,14 +1,16 @@
 """`--dry-run`: report groups, stages, memory and schedule of a config on any number of ranks, or on one, as data.
+`megalite config`: show a resolved config, the source of each value, or the presets.
 
 dry_run_text.py formats the reports; docs/dry-run.md explains each key. Sizes are in bytes, layer ranges half open,
-FLOPs those of the model.
-"""
+FLOPs those of the model."""
 
 import os
+from argparse import Namespace
 from typing import Any
 
+from megalite.cli.display import table
 from megalite.cli.dry_run_text import format_rank, format_report
-from megalite.cli.output import json_text, notify
+from megalite.cli.output import json_text, notify, show
 from megalite.config.batch import (
     batch_sizes,
     microbatch_counts,
@@ -18,8 +20,9 @@ from megalite.config.batch import (
     total_samples,
     total_steps,
 )
-from megalite.config.describe import replace, sectioned
+from megalite.config.describe import replace, sectioned, settings, values_of
 from megalite.config.errors import ConfigError
+from megalite.config.files import dump, preset_names
 from megalite.config.flags import Invocation
 from megalite.config.reading import gc_paused
 from megalite.config.run import RunConfig, least_ranks
@@ -347,3 +350,34 @@ def _rank_memory(config: RunConfig, rank: int, schedule: Schedule, buckets: list
     else:
         parts["optimizer_bytes"] += matrices
     return {**parts, "total_bytes": sum(parts.values()), _HOST: host}
+
+
+def run_config(flags: Namespace) -> int:
+    invocation = flags.invocation
+    if not (flags.show or flags.explain):
+        sources = [source for source in invocation.provenance.values() if source != "default"]
+        if sources:
+            raise ConfigError(f"{sources[0].removeprefix('flag ')} has no effect with --presets; remove it")
+        show("\n".join(preset_names()))
+        return 0
+    # Resolution depends on the number of ranks; --world-size sets it, as in a dry run.
+    config = validate(invocation.config, world_size_of(invocation), invocation.explicit)
+    if flags.explain:
+        rows = _explain(config, invocation)
+        lines = table([(name, str(row["value"]), row["source"]) for name, row in rows.items()])
+        show(json_text(rows) if invocation.json else "\n".join(lines))
+    else:
+        show(json_text(sectioned(config)) if invocation.json else dump(config).removesuffix("\n"))
+    return 0
+
+
+def _explain(config: RunConfig, invocation: Invocation) -> dict[str, dict[str, Any]]:
+    """Return setting -> value and source, for settings with a source other than the default."""
+    rows = {}
+    for name, value in values_of(config).items():
+        source = invocation.provenance[name]
+        if source == "default" and value != settings()[name].default:
+            source = "derived"
+        if source != "default":
+            rows[name] = {"value": value, "source": source}
+    return rows

@@ -296,6 +296,7 @@ EVALUATE = Command(
     exclusive=(("--data-path", "--input"),),
     one_required=True,
     disables={"--data-path": "--json-key --text-documents --tokenizer-model --tiktoken-pattern"},
+    run="megalite.cli.generate:run_evaluate",
 )
 
 CONVERT = Command(

@@ -36,6 +36,7 @@ CONFIG = Command(
     one_required=True,
     settings=("--dry-run",),
     status_without_words=0,
+    run="megalite.cli.dry_run:run_config",
 )
 
 COMPLETION = Command(
@@ -78,6 +79,7 @@ REHEARSE = Command(
     "Takes any flags of megalite train, --world-size N, --rank N and --json. Exit status: 0, or 1 if ranks do not match.",
     settings=("--dry-run",),
     status_without_words=0,
+    run="megalite.cli.layout_checks:rehearsal",
 )
 
 SCHEDULE = Command(
@@ -196,6 +198,7 @@ PLAN_CHAIN = Command(
         Flag("--svg FILE", "write the timeline as a picture", Path),
     ],
     ("megalite plan-chain vgg-19 --cluster 2x8 --global-batch-size 1024",),
+    run="megalite.cli.plan:run_chain",
 )
 
 PROFILE = Command(
@@ -272,6 +275,7 @@ PARITY = Command(
     "Exit status: 0 the same, 1 different, 2 bad input.",
     settings=("--dry-run",),
     status_without_words=0,
+    run="megalite.cli.layout_checks:parity",
 )
 
 DOCTOR = Command(
@@ -307,6 +311,7 @@ KERNELS = Command(
         _JSON,
     ],
     ("megalite kernels --device cpu --json", "megalite kernels --kernels torch"),
+    run="megalite.cli.doctor:run_kernels",
 )
 
 RUNS = Command(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.evaluate import main
+from megalite.cli.model_commands import EVALUATE
 from megalite.conversion.native import write_native
 from megalite.data.token_files import encode_side_file
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
@@ -46,7 +46,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate(folder: Path, *words: str | Path) -> int:
-    return main(["--load", str(folder / "model"), "--device", "cpu", *map(str, words)])
+    return EVALUATE(["--load", str(folder / "model"), "--device", "cpu", *map(str, words)])
 
 
 def test_text_json_and_token_files_give_the_same_loss(folder: Path, capsys: Captured) -> None:
