@@ -44,23 +44,22 @@ def folded(names: Iterable[str], number: re.Pattern[str] = NUMBER) -> list[tuple
     found = []
     for texts, members in groups.items():
         columns = zip(*(number.findall(name) for name in members))
-        ranges = [_range(sorted(set(column), key=int)) for column in columns]
+        ranges = [number_ranges(sorted(set(column), key=int), "..") for column in columns]
+        ranges = [span if span.isdecimal() else f"{{{span}}}" for span in ranges]
         pattern = "".join(text + span for text, span in zip(texts, [*ranges, ""], strict=True))
         found.append((pattern, members))
     return found
 
 
-def _range(numbers: Sequence[str]) -> str:
-    """Return `{0..3,7}`, or a single number unchanged."""
-    if len(numbers) == 1:
-        return numbers[0]
+def number_ranges(numbers: Iterable[str], to: str) -> str:
+    """Return ascending numbers as `0-3,8`, here with `to` "-"."""
     runs: list[list[str]] = []
     for number in numbers:
         if runs and int(number) == int(runs[-1][-1]) + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return "{" + ",".join(run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs) + "}"
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in runs)
 
 
 def short(value: object) -> str:

@@ -22,11 +22,11 @@ def json_text(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2)
 
 
-def notify(text: str, end: str = "\n") -> None:
+def notify(text: str) -> None:
     """Print a message to stderr. A closed stderr is no error."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(text, end=end, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.display import table, working
+from megalite.cli.display import number_ranges, table, working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import json_text, show
 from megalite.config.byte_size import format_bytes
@@ -302,7 +302,14 @@ class _Answer:
         for number, stage in enumerate(plan.stages):
             first, last = self.profile.layers[stage.first].name, self.profile.layers[stage.last - 1].name
             times = [f"{1e3 * seconds[number]:.4g}" for seconds in (costs.forward, costs.backward, costs.reduce)]
-            row = [str(number), str(stage.last - stage.first), first, last, str(stage.replicas), _ranges(ids[number])]
+            row = [
+                str(number),
+                str(stage.last - stage.first),
+                first,
+                last,
+                str(stage.replicas),
+                number_ranges(map(str, ids[number]), "-"),
+            ]
             rows.append([*row, *times, format_bytes(judged.memory[number])])
         ahead = f", warm-up {plan.warm_up}" if len(plan.stages) > 1 else ""
         unused = f", idle devices: {idle}" if (idle := self.cluster.num_gpus - sum(map(len, ids))) else ""
@@ -359,14 +366,3 @@ class _Answer:
                 for number, stage in enumerate(plan.stages)
             ],
         }
-
-
-def _ranges(ids: tuple[int, ...]) -> str:
-    """Return device numbers as `0-3,8`."""
-    parts: list[list[int]] = []
-    for number in ids:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

@@ -2,7 +2,6 @@
 
 import datetime
 import shlex
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -13,7 +12,6 @@ import torch
 
 from megalite.cli.display import duration, rate, table
 from megalite.cli.output import show
-from megalite.cli.tool_commands import PROFILE
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.values import nearest
@@ -39,9 +37,6 @@ from megalite.topology.topology import Launch, Topology, joined
 LEAST_SECONDS = 1.0
 
 _BASE_STACK = "fused"  # as megalite: flash attention, gradients reduced during the last backward
-
-
-main = PROFILE
 
 
 def run(flags: Namespace) -> int:
@@ -264,7 +259,3 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
         f"  mean error of the planner's formulas: {errors}",
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -225,7 +225,7 @@ PROFILE = Command(
     ],
     (
         "megalite profile --output my-cluster.yaml",
-        "torchrun --nproc-per-node 4 -m megalite.cli.profile --output my-cluster.yaml",
+        "torchrun --nproc-per-node 4 -m megalite.cli.main profile --output my-cluster.yaml",
     ),
 )
 

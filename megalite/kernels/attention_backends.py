@@ -20,8 +20,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.kernels.attention import HALF_TYPES, causal_attention, readable, repeat_kv_heads
 from megalite.kernels.bases import Function
-from megalite.kernels.probes import cpu_kinds
-from megalite.kernels.self_check import LIMITS, Inputs, relative, through
+from megalite.kernels.probes import LIMITS, Inputs, cpu_kinds, relative, through
 
 SCORES = 1 << 20  # elements of scores per block, which sets the heads per block: a few MB, small enough for CPU caches
 

@@ -26,8 +26,8 @@ from megalite.kernels.probes import (
     why_not_extension,
     why_not_onednn,
     why_not_triton,
+    why_wrong,
 )
-from megalite.kernels.self_check import why_wrong
 
 FLOATS = (torch.float32, *HALF_TYPES)
 ALL = (torch.float64, *FLOATS)

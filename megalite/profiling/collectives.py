@@ -192,9 +192,10 @@ def _first_pair(topology: Topology) -> tuple[Group, Group] | None:
     return None if topology.pp.rank > 1 else (topology.edges[0, 1], topology.edges[1, 0])
 
 
-def message_sizes(*, smallest: int = 1 << 10, largest: int, count: int) -> list[int]:
-    """Return `count` powers of two, in bytes, evenly spread from smallest to largest."""
-    low, high = smallest.bit_length() - 1, max(smallest, largest).bit_length() - 1
+def message_sizes(*, largest: int, count: int) -> list[int]:
+    """Return `count` powers of two, in bytes, evenly spread from 1 KiB to `largest`."""
+    low = 10
+    high = max(low, largest.bit_length() - 1)
     steps = max(1, min(count - 1, high - low))
     return sorted({1 << (low + round((high - low) * index / steps)) for index in range(steps + 1)})
 

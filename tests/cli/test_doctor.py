@@ -1,16 +1,19 @@
-"""Test `megalite doctor`: report, JSON, flags, status."""
+"""Test `megalite doctor` (report, JSON, flags, status), `megalite kernels`, and messages of a run about unavailable kernels."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.cli import doctor
 from megalite.cli.main import main
+from megalite.config.compute import OPERATIONS
 from megalite.doctor import host
 from megalite.doctor.host import Finding
+from megalite.kernels.registry import backends_of
 from tests.support.ranks import forked_pools
 
 Captured = pytest.CaptureFixture[str]
@@ -71,3 +74,74 @@ def test_errors_are_reported_with_status_1(monkeypatch: pytest.MonkeyPatch, caps
     ]
     assert main(["doctor", "--device", "cpu", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["verdict"] == "error"
+
+
+def asked(capsys: Captured, *words: str) -> dict[str, Any]:
+    assert main(["kernels", "--json", "--device", "cpu", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_table_of_backends(capsys: Captured) -> None:
+    assert main(["kernels", "--device", "cpu"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")[1:]
+    lines = first.splitlines()
+    assert len(lines) == 1 + sum(len(backends_of(operation)) for operation in OPERATIONS)
+    assert lines[1].split(maxsplit=2)[:2] == ["rmsnorm", "apex"]
+    assert lines[1].endswith(" apex needs a CUDA device, not cpu")
+    assert lines[3].split() == ["torch", "ready"]
+    chosen = [line.split()[:4] for line in second.splitlines()[1:]]
+    assert ["rmsnorm", "4096", "bfloat16", "torch"] in chosen
+    assert ["rope", "128", "float32", "torch"] in chosen
+    assert {row[0] for row in chosen} == set(OPERATIONS)
+
+
+def test_json_output(capsys: Captured) -> None:
+    found = asked(capsys)
+    assert found["device"] == "cpu" and found["torch"] == torch.__version__
+    rows = {(row["operation"], row["backend"]): row for row in found["kernels"]}
+    assert set(rows) == {(name, backend) for name in OPERATIONS for backend in backends_of(name)}
+    assert rows["adam", "torch"] == {"operation": "adam", "backend": "torch", "reason": None, "not_for": {}}
+    assert rows["adam", "apex"]["reason"] == "apex needs a CUDA device, not cpu"
+    adam = [row for row in found["chosen"] if row["operation"] == "adam"]
+    assert adam == [
+        {"operation": "adam", "size": 1 << 24, "dtype": "torch.float32", "backend": "torch", "why": "no rule: torch"}
+    ]
+
+
+def test_result_of_a_choice(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: None)
+    rows = {(row["operation"], row["dtype"]): row for row in asked(capsys, "--kernels", "triton,adam=torch")["chosen"]}
+    assert rows["swiglu", "torch.bfloat16"]["backend"] == "triton"
+    assert rows["swiglu", "torch.bfloat16"]["why"] == "requested for all operations"
+    assert (rows["adam", "torch.float32"]["backend"], rows["adam", "torch.float32"]["why"]) == ("torch", "requested")
+    assert rows["softmax", "torch.float32"]["backend"] == "torch"
+    assert rows["softmax", "torch.float32"]["why"] == "no rule: torch; triton: it has none"
+
+
+def test_run_logs_unserved_operations_once(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN, which every CPU has, implements only matrix products."""
+    monkeypatch.setattr("megalite.kernels.registry.why_not_onednn", lambda device: None)
+    words = [*TINY.split(), "--train-iters", "2", "--device", "cpu", "--kernels", "onednn"]
+    assert main(["train", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "kernels: not onednn but " in line]
+    assert len(lines) == 1
+    assert "torch for layernorm, " in lines[0] and "(it has none)" in lines[0] and "matmul" not in lines[0]
+
+
+TINY = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
+
+
+@pytest.mark.parametrize(
+    "kernel, reason",
+    [
+        ("adam=apex", "adam=apex cannot be used: apex needs a CUDA device, not cpu; use adam=torch"),
+        ("bias_gelu=apex", "apex has no bias_gelu (bias and GELU); use triton, torch"),
+    ],
+)
+def test_unavailable_kernel_is_an_error(
+    capsys: Captured, kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.kernels.registry.why_not_triton", lambda device: "not interpreted")
+    status = main(["train", *TINY.split(), "--train-iters", "1", "--device", "cpu", "--kernels", kernel])
+    assert status == 2
+    assert capsys.readouterr().err == f"error: kernels: {reason}\n"

@@ -14,7 +14,7 @@ from megalite.cli.failures import BAD_INPUT, DEBUG_VARIABLE
 from megalite.cli.main import COMMANDS, main
 from megalite.config.describe import settings as all_settings
 from megalite.conversion.native import write_native
-from tests.cli.test_plan_chain import PROFILE
+from tests.cli.test_plan import PROFILE
 from tests.cli.test_schedule import COSTS
 from tests.config.rows import lines, parts_of, says
 from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer

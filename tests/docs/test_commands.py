@@ -37,8 +37,8 @@ RUN_BY = {
 READ_ONLY = {
     "make ": "minutes; what it runs is tested by itself",
     "megalite profile": "a minute of measuring: tests/profiling",
-    "torchrun --nproc-per-node 4 -m megalite.cli.profile": "a minute of measuring: tests/profiling",
-    "torchrun --nnodes 2 --nproc-per-node 8 -m megalite.cli.profile": "two hosts: tests/profiling",
+    "torchrun --nproc-per-node 4 -m megalite.cli.main profile": "a minute of measuring: tests/profiling",
+    "torchrun --nnodes 2 --nproc-per-node 8 -m megalite.cli.main profile": "two hosts: tests/profiling",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m megalite.cli.main doctor": "two hosts: tests/doctor",
     "NODES=": "hosts: tests/examples runs the script with a torchrun that records, tests/e2e/test_two_hosts.py really",
     **dict.fromkeys(("sbatch ", "kubectl ", "sky ", "torchx "), "a scheduler: tests/examples plays it"),

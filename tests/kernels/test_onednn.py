@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import ConfigError
-from megalite.kernels import matmul, registry, self_check
+from megalite.kernels import matmul, probes, registry
 from megalite.kernels.matmul import LEAST_ROWS, Products, onednn_accumulate_weight_grad, onednn_matmul
 from megalite.kernels.probes import cpu_kinds, why_not_onednn
 from megalite.kernels.registry import Kernels, KernelUse, why_not
@@ -148,9 +148,9 @@ def test_self_check_rejects_a_wrong_operator(operation: str, monkeypatch: pytest
     """torch does not document this operator, so its meaning may change."""
     right = matmul._onednn_product
     monkeypatch.setattr(matmul, "_onednn_product", lambda a, b, bias: 1.001 * right(a, b, bias))
-    self_check._why_wrong.cache_clear()
+    probes._why_wrong.cache_clear()
     try:
         reason = why_not(operation, "onednn", KernelUse("cpu", torch.float32, 256))
     finally:
-        self_check._why_wrong.cache_clear()
+        probes._why_wrong.cache_clear()
     assert reason is not None and reason.startswith("onednn's kernel differs from torch in its self-check")

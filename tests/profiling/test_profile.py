@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megalite.cli.display import rate
-from megalite.cli.profile import _dtypes, format_profile, main, profile
+from megalite.cli.profile import _dtypes, format_profile, profile
+from megalite.cli.tool_commands import PROFILE
 from megalite.config.errors import ConfigError
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_groups
@@ -29,7 +30,7 @@ def _profile(context: RankContext, words: list[str], size: int) -> tuple[str, st
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            arguments, device = main.parse(words), torch.device("cpu")
+            arguments, device = PROFILE.parse(words), torch.device("cpu")
             profile(arguments, launch, device, _dtypes(arguments, device), reuse=context.groups)
     except ConfigError as error:
         return said.getvalue(), str(error)
@@ -106,7 +107,7 @@ def test_bad_input_is_an_error_before_measuring(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [flag.format(tmp=tmp_path) for flag in flags]
-    assert main(words) == 2
+    assert PROFILE(words) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: ")
     assert message.format(tmp=tmp_path) in said.err
@@ -140,8 +141,7 @@ def test_page_shows_valid_commands() -> None:
     shown = [command.words for command in commands_in(page, "docs/profile.md")]
     assert len(shown) == 3
     for words in shown:
-        start = words.index("profile" if words[0] == "megalite" else "megalite.cli.profile")
-        arguments = main.parse(words[start + 1 :])
+        arguments = PROFILE.parse(words[words.index("profile") + 1 :])
         assert _dtypes(arguments, torch.device("cpu"))
 
 

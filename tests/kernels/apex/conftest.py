@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from megalite.kernels import probes, self_check
+from megalite.kernels import probes
 from megalite.kernels.probes import EXTENSIONS, why_not_apex
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -18,7 +18,7 @@ def clear_probes() -> None:
     """Remove apex's modules and the cached results of all probes."""
     for name in ("apex", *EXTENSIONS, "megalite.kernels.apex"):
         sys.modules.pop(name, None)
-    for probe in (probes.apex_extensions, probes.why_not_extension, why_not_apex, self_check._why_wrong):
+    for probe in (probes.apex_extensions, probes.why_not_extension, why_not_apex, probes._why_wrong):
         probe.cache_clear()
     importlib.invalidate_caches()
 

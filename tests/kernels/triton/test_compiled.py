@@ -14,7 +14,7 @@ from tests.kernels.triton.compiled import widths
 from tests.kernels.triton.real_sizes import CALLS
 
 ROOT = Path(__file__).parents[3]
-NARROW_LOADS = ("cross_entropy._merge", "dropout.dropout_mask_kernel")
+NARROW_LOADS = ("cross_entropy._merge", "elementwise.dropout_mask_kernel")
 """Kernels without wide loads: one reads few numbers per row, the other only row positions."""
 
 
