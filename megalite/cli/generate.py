@@ -273,7 +273,7 @@ def _evaluate(flags: Namespace, topology: Topology) -> None:
     chain = Chain(model.stage, topology, send_window=_SEND_WINDOW)
     found = measure(chain, stream, windows, topology, batch_size=flags.batch_size)
     if topology.rank == 0:
-        show(_as_json(model, windows, found) if flags.json else _as_text(model, windows, found))
+        show(_perplexity_json(model, windows, found) if flags.json else _perplexity_text(model, windows, found))
 
 
 def _stream(flags: Namespace, paths: list[str], model: InferenceModel, topology: Topology) -> TokenStream:
@@ -304,7 +304,7 @@ def _broadcast(stream: TokenStream, topology: Topology) -> TokenStream:
     return TokenStream([ids.cpu().numpy()], text_bytes)
 
 
-def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
+def _perplexity_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
     report = {
         "model": str(model.path),
         "loss": found.loss,
@@ -319,7 +319,7 @@ def _as_json(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
     return json_text(report)
 
 
-def _as_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
+def _perplexity_text(model: InferenceModel, windows: Windows, found: Perplexity) -> str:
     count = f"{found.windows:,} windows of {windows.length}, stride {windows.stride}"
     rows = [
         ("model", str(model.path)),

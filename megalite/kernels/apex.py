@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megalite.config.errors import ConfigError
+from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Function
 from megalite.kernels.optimizer_ops import AdamSettings, Direction, MomentSettings, norm
 from megalite.kernels.probes import extension, softmax_limit
 
-_HALVES = (torch.bfloat16, torch.float16)
 INT_ELEMENTS = 2**31  # with this many elements the C++ int offsets of most kernels overflow
 
 
@@ -76,7 +76,7 @@ def _parameters(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> tup
 
 def _operand(x: Tensor, zero_centered: bool) -> Tensor:
     """Cast to fp32 if the factors are fp32: for half inputs the kernel supports only factors of the same type."""
-    return x.float() if zero_centered and x.dtype in _HALVES else x
+    return x.float() if zero_centered and x.dtype in HALF_TYPES else x
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:

@@ -15,20 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.kernels import layer_ops
 from megalite.kernels.attention import HALF_TYPES
-from megalite.kernels.layer_ops import (
-    activate,
-    add_dropped,
-    add_norm,
-    apply_rope,
-    bias_gelu,
-    gate_and_up,
-    gated,
-    geglu,
-    layer_norm,
-    rms_norm,
-    swiglu,
-)
 from megalite.kernels.quantization import cast, cast_rows, largest
 
 Kernel = Callable[..., Any]
@@ -64,12 +52,12 @@ def _add_norm(
     x = _add_dropped(residual, branch, bias, keep, p)
     if norm_bias is None:
         return _rms_norm(x, weight, eps, zero_centered=zero_centered), x
-    return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
+    return layer_ops.layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x
 
 
 def _gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
-    gate, up = gate_and_up(x, limit, offset)
-    return activate(gate, kind) * up
+    gate, up = layer_ops.gate_and_up(x, limit, offset)
+    return layer_ops.activate(gate, kind) * up
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -81,13 +69,16 @@ def _geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
 
 
 FORMULAS: dict[Kernel, Kernel] = {
-    **{kernel: kernel for kernel in (layer_norm, bias_gelu, apply_rope, largest, cast, cast_rows)},
-    rms_norm: _rms_norm,
-    add_norm: _add_norm,
-    add_dropped: _add_dropped,
-    swiglu: _swiglu,
-    geglu: _geglu,
-    gated: _gated,
+    **{
+        kernel: kernel
+        for kernel in (layer_ops.layer_norm, layer_ops.bias_gelu, layer_ops.apply_rope, largest, cast, cast_rows)
+    },
+    layer_ops.rms_norm: _rms_norm,
+    layer_ops.add_norm: _add_norm,
+    layer_ops.add_dropped: _add_dropped,
+    layer_ops.swiglu: _swiglu,
+    layer_ops.geglu: _geglu,
+    layer_ops.gated: _gated,
 }  # torch kernel -> the formula that is compiled in its place
 
 

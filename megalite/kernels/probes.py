@@ -15,22 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.attention import causal_softmax_backward, causal_softmax_forward
-from megalite.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from megalite.kernels.layer_ops import (
-    add_norm,
-    apply_rope,
-    bias_gelu,
-    dropout_mask,
-    geglu,
-    layer_norm,
-    rms_norm,
-    swiglu,
-)
-from megalite.kernels.matmul import accumulate_weight_grad, matmul
-from megalite.kernels.optimizer_ops import adam, l2norm, lamb_moments, lamb_step
-from megalite.kernels.quantization import E4M3, E5M2, cast, cast_rows, largest
-
 EXTENSIONS = (
     "amp_C",
     "fused_layer_norm_cuda",
@@ -42,6 +26,16 @@ EXTENSIONS = (
 
 _FILES = ("multi_tensor_apply/multi_tensor_apply.py", "normalization/fused_layer_norm.py", "optimizers/fused_adam.py")
 """Files that identify the installed `apex` package as NVIDIA's."""
+
+
+def why_not_capability(device: torch.device, least: tuple[int, int], products: str) -> str | None:
+    """Return why a device has no `products`, which CUDA devices support from compute capability `least`, or None."""
+    if device.type != "cuda":
+        return f"{device.type} has no {products}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < least:
+        return f"it requires compute capability {least[0]}.{least[1]} or more, but this device has {major}.{minor}"
+    return None
 
 
 @cache
@@ -152,19 +146,24 @@ class Inputs:
         return torch.randint(below, (count,), generator=self._generator).to(self.device)
 
 
-def why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
-    """Return why a backend's kernel (a function, or a tuple of them) must not be used on a device, or None."""
-    return _why_wrong(backend, operation, kernel, dtype, device, min(size, LONGEST.get(operation, size)))
+def why_wrong(
+    backend: str, operation: str, kernel: Any, torchs: Any, dtype: torch.dtype, device: str, size: int
+) -> str | None:
+    """Return why a backend's kernel must not be used on a device, or None. `torchs`: torch's kernel. Both are a function or
+    a tuple of functions."""
+    return _why_wrong(backend, operation, kernel, torchs, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
 @cache
-def _why_wrong(backend: str, operation: str, kernel: Any, dtype: torch.dtype, device: str, size: int) -> str | None:
-    case, reference = _CASES[operation]
+def _why_wrong(
+    backend: str, operation: str, kernel: Any, torchs: Any, dtype: torch.dtype, device: str, size: int
+) -> str | None:
+    case = _CASES[operation]
     try:
         actual = case(kernel, Inputs(dtype, device), size)
     except (RuntimeError, TypeError, AttributeError) as raised:
         return f"{backend}'s kernel failed in its self-check ({str(raised).partition(chr(10))[0]})"
-    expected = case(reference, Inputs(dtype, device), size)
+    expected = case(torchs, Inputs(dtype, device), size)
     for name, wanted in expected.items():
         error = relative(actual[name], wanted)
         if not error <= LIMITS[dtype]:  # NaN too
@@ -250,9 +249,9 @@ def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
 def _fp8(kernel: Any, draw: Inputs, size: int) -> Results:
     x, (largest, cast, cast_rows) = draw.normal(ROWS, size), kernel
     actual = {
-        "a tensor": cast(x, largest(x), E4M3),
-        "turned": cast(x.t(), largest(x), E5M2),
-        "rows": cast_rows(x, E4M3),
+        "a tensor": cast(x, largest(x), torch.float8_e4m3fn),
+        "turned": cast(x.t(), largest(x), torch.float8_e5m2),
+        "rows": cast_rows(x, torch.float8_e4m3fn),
     }
     return {name: rounded.data.float() * rounded.undo for name, rounded in actual.items()}
 
@@ -294,23 +293,23 @@ def _lamb(kernel: Any, draw: Inputs, size: int) -> Results:
     return {"the norms": torch.stack(norms), **moments, "the weights": param, "the gradient": grad}
 
 
-_CASES: Mapping[str, tuple[Callable[[Any, Inputs, int], Results], Any]] = MappingProxyType(
+_CASES: Mapping[str, Callable[[Any, Inputs, int], Results]] = MappingProxyType(
     {
-        "rmsnorm": (partial(_norm, parameters=1), rms_norm),
-        "layernorm": (partial(_norm, parameters=2), layer_norm),
-        "add_norm": (_add_norm, add_norm),
-        "bias_gelu": (partial(_activation, gated=False), bias_gelu),
-        "swiglu": (partial(_activation, tanh=False), swiglu),
-        "geglu": (_activation, geglu),
-        "l2norm": (_l2norm, l2norm),
-        "rope": (_rope, apply_rope),
-        "softmax": (_softmax, (causal_softmax_forward, causal_softmax_backward)),
-        "cross_entropy": (_cross_entropy, (cross_entropy_forward, cross_entropy_backward)),
-        "dropout_mask": (_dropout_mask, dropout_mask),
-        "fp8": (_fp8, (largest, cast, cast_rows)),
-        "matmul": (_matmul, matmul),
-        "weight_grad": (_weight_grad, accumulate_weight_grad),
-        "adam": (_adam, adam),
-        "lamb": (_lamb, (lamb_moments, lamb_step)),
+        "rmsnorm": partial(_norm, parameters=1),
+        "layernorm": partial(_norm, parameters=2),
+        "add_norm": _add_norm,
+        "bias_gelu": partial(_activation, gated=False),
+        "swiglu": partial(_activation, tanh=False),
+        "geglu": _activation,
+        "l2norm": _l2norm,
+        "rope": _rope,
+        "softmax": _softmax,
+        "cross_entropy": _cross_entropy,
+        "dropout_mask": _dropout_mask,
+        "fp8": _fp8,
+        "matmul": _matmul,
+        "weight_grad": _weight_grad,
+        "adam": _adam,
+        "lamb": _lamb,
     }
-)  # operation -> (function that runs a kernel on inputs, torch's kernel)
+)  # operation -> function that runs a kernel on inputs

@@ -18,21 +18,12 @@ from torch import Tensor
 
 from megalite.config.strategies import INTEGER_BLOCK, integer_bytes
 from megalite.kernels.matmul import Products, WeightProduct
+from megalite.kernels.probes import why_not_capability
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # both dimensions of a weight must be multiples of it, because rows of the factors are 16-byte aligned
 BLOCK = 128
 _SMALLEST = 2.0**-100  # lower bound on the largest element when the scale is computed, for tensors of zeros
-
-
-def why_not_capability(device: torch.device, least: tuple[int, int], products: str) -> str | None:
-    """Return why a device has no `products`, which CUDA devices support from compute capability `least`, or None."""
-    if device.type != "cuda":
-        return f"{device.type} has no {products}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < least:
-        return f"it requires compute capability {least[0]}.{least[1]} or more, but this device has {major}.{minor}"
-    return None
 
 
 def why_not_fp8(device: torch.device) -> str | None:

@@ -76,7 +76,8 @@ class Implementation:
         reason = self.why_not_here() or (None if self.limit is None else self.limit(use.size))
         if reason is not None or self.backend in ("torch", "triton"):
             return reason
-        return why_wrong(self.backend, self.operation, self.load(), use.dtype, use.device, use.size)
+        kernels = self.load(), IMPLEMENTATIONS[self.operation]["torch"].load()
+        return why_wrong(self.backend, self.operation, *kernels, use.dtype, use.device, use.size)
 
 
 def _name(dtype: torch.dtype) -> str:

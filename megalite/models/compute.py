@@ -11,7 +11,8 @@ from megalite.config.run import RunConfig, attention_in_tiles
 from megalite.kernels.attention_backends import AttentionShape, choose_attention, varlen_attention, why_not_varlen
 from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.matmul import Matmul
-from megalite.kernels.quantization import BlockProducts, Fp8Products, why_not_blockwise, why_not_capability, why_not_fp8
+from megalite.kernels.probes import why_not_capability
+from megalite.kernels.quantization import BlockProducts, Fp8Products, why_not_blockwise, why_not_fp8
 from megalite.models.attention import AttentionCore
 from megalite.models.gpt import GPTStage
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
