@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -93,9 +94,9 @@ def _chosen(device: torch.device) -> Finding:
     """Return the chosen kernels in one finding: backend -> operations."""
     serves: dict[str, list[str]] = {}
     for choice in chosen_kernels(device):
-        operations = serves.setdefault(choice.backend, [])
-        if choice.operation not in operations:
-            operations.append(choice.operation)
+        operations = serves.setdefault(choice["backend"], [])
+        if choice["operation"] not in operations:
+            operations.append(choice["operation"])
     text = "; ".join(f"{backend}: {', '.join(operations)}" for backend, operations in serves.items())
     return Finding(topic=devices.KERNELS, name="chosen", text=text, data=serves)
 
@@ -139,16 +140,12 @@ _SIZES: Mapping[str, int] = MappingProxyType(
         "swiglu": 11008,
         "geglu": 11008,
         "rope": 128,
-        "softmax": 4096,
         "cross_entropy": 50304,
-        "adam": 1 << 24,
-        "lamb": 1 << 24,
-        "l2norm": 1 << 24,
+        **dict.fromkeys(("adam", "lamb", "l2norm"), 1 << 24),
     }
 )
 """Operation -> size of the last dimension or flat buffer in a model of hidden size 4096, if it is not 4096."""
 
-_TYPES = (torch.bfloat16, torch.float32)
 _FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer
 
 
@@ -160,24 +157,13 @@ class KernelRow:
     not_for: Mapping[str, str]  # dtype that the backend does not support -> reason
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The backend chosen for an operation, size and dtype."""
-
-    operation: str
-    size: int
-    dtype: str
-    backend: str
-    why: str
-
-
 def run_kernels(flags: Namespace) -> int:
     device = _device(flags.device)
     rows = [row for operation in OPERATIONS for row in _kernel_rows(operation, device.type)]
     chosen = chosen_kernels(device, [flags.kernels] if flags.kernels else [])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if flags.json:
-        lists = {"kernels": [asdict(row) for row in rows], "chosen": [asdict(choice) for choice in chosen]}
+        lists = {"kernels": [asdict(row) for row in rows], "chosen": chosen}
         show(json_text({"device": name, "torch": torch.__version__, **lists}))
     else:
         show(f"device {name}, torch {torch.__version__}\n\n{_kernel_table(rows)}\n\n{_chosen_table(chosen)}")
@@ -190,8 +176,10 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _types(operation: str) -> tuple[torch.dtype, ...]:
-    return (torch.float32,) if operation in _FLAT else _TYPES
+def _uses(operation: str, device: str) -> list[KernelUse]:
+    """Return the uses of an operation in a model of hidden size 4096."""
+    dtypes = (torch.float32,) if operation in _FLAT else (torch.bfloat16, torch.float32)
+    return [KernelUse(device, dtype, _SIZES.get(operation, 4096)) for dtype in dtypes]
 
 
 def _kernel_rows(operation: str, device: str) -> list[KernelRow]:
@@ -200,29 +188,29 @@ def _kernel_rows(operation: str, device: str) -> list[KernelRow]:
         unusable = why_not_backend(backend, device) or kernel_of(operation, backend).why_not_here()
         refused = {}
         if unusable is None:
-            uses = [KernelUse(device, dtype, _SIZES.get(operation, 4096)) for dtype in _types(operation)]
-            reasons = {str(use.dtype): why_not(operation, backend, use) for use in uses}
+            reasons = {str(use.dtype): why_not(operation, backend, use) for use in _uses(operation, device)}
             refused = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
         rows.append(KernelRow(operation, backend, unusable, refused))
     return rows
 
 
-def chosen_kernels(device: torch.device, kernels_setting: Sequence[str] = ()) -> list[Chosen]:
-    """Return the backend chosen for each operation of a model of hidden size 4096, under a setting of `kernels`."""
-    requests, found = kernel_requests([*kernels_setting]), []
+def chosen_kernels(device: torch.device, kernels_setting: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return operation, size, dtype, backend and reason of each choice, under a setting of `kernels`."""
+    requests = kernel_requests([*kernels_setting])
     for problem in unknown_kernels(requests):
         raise ConfigError(problem)
-    Kernels(requests).check(device)
+    kernels = Kernels(requests)
+    kernels.check(device)
     for operation in OPERATIONS:
-        size = _SIZES.get(operation, 4096)
-        for dtype in _types(operation):
-            kernels = Kernels(requests)
-            kernels.get(operation, device=device, dtype=dtype, size=size)
-            choice = kernels.chosen[0]
-            why = choice.why
-            if choice.why_not_requested is not None:
-                why += f"; {requests[ALL_OPERATIONS]}: {choice.why_not_requested}"
-            found.append(Chosen(operation, size, str(dtype), choice.backend, why))
+        for use in _uses(operation, device.type):
+            kernels.get(operation, device=device, dtype=use.dtype, size=use.size)
+    found = []
+    for choice in kernels.chosen:
+        why = choice.why
+        if choice.why_not_requested is not None:
+            why += f"; {requests[ALL_OPERATIONS]}: {choice.why_not_requested}"
+        at = {"size": choice.use.size, "dtype": str(choice.use.dtype)}
+        found.append({"operation": choice.operation, **at, "backend": choice.backend, "why": why})
     return found
 
 
@@ -236,9 +224,9 @@ def _kernel_table(rows: Sequence[KernelRow]) -> str:
     return "\n".join(table(cells))
 
 
-def _chosen_table(chosen: Sequence[Chosen]) -> str:
-    cells = [("chosen for", "size", "type", "backend", "because")]
-    cells += [(each.operation, str(each.size), _type_name(each.dtype), each.backend, each.why) for each in chosen]
+def _chosen_table(chosen: Sequence[Mapping[str, Any]]) -> str:
+    cells = [["chosen for", "size", "type", "backend", "because"]]
+    cells += [[_type_name(str(value)) for value in choice.values()] for choice in chosen]
     return "\n".join(table(cells, right={1}))
 
 
