@@ -253,12 +253,8 @@ def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int]
         keep.copy_(host, non_blocking=True)
     else:
         _, heads, count, width = keep.shape
-        blocks, below, places, out = (
-            -(-width // DROPOUT_COLUMNS),
-            np.uint32(drop_threshold(p)),
-            rows.numpy(),
-            keep.numpy(),
-        )
+        blocks, below = -(-width // DROPOUT_COLUMNS), np.uint32(drop_threshold(p))
+        places, out = rows.numpy(), keep.numpy()
         runs = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), count]
         for index, sample in enumerate(samples):
             for head in range(heads):
