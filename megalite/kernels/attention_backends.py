@@ -81,8 +81,8 @@ def _probabilities(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice, 
             yield heads, slice(start, stop), slice(0, stop), scores.softmax(dim=-1)
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool = False) -> Tensor:
-    """`causal_attention` for bf16 on a CPU; without a mask it calls `causal_attention`. `grouped` has no effect."""
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """`causal_attention` for bf16 on a CPU; without a mask it calls `causal_attention`."""
     if not causal:
         return causal_attention(q, k, v, causal=False)
     b, heads, seq, size = q.shape
@@ -131,14 +131,15 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
         ConfigError: the backend does not exist on this device or does not support this shape.
     """
     if shape.device.type == "meta":  # shapes alone: no kernel will run
-        return AttentionChoice(partial(_KERNELS["flash", "cuda"], grouped=True), backend, "not on a device")
+        return AttentionChoice(_KERNELS["flash", "cuda"], backend, "not on a device")
     if backend == "auto":
         if "amd-avx512" in cpu_kinds() and why_not_blocked(shape.device, shape.dtype) is None:
             return AttentionChoice(blocked_attention, "blocked", BLOCKED_BECAUSE)
         return AttentionChoice(causal_attention, _torchs_choice(shape, seq), "torch's choice")
     reason = _why_not(backend, shape)
     if reason is None:
-        kernel = partial(_KERNELS[backend, shape.device.type], grouped=_takes_groups(backend, shape))
+        kernel = _KERNELS[backend, shape.device.type]
+        kernel = kernel if _takes_groups(backend, shape) else _with_repeated_keys(kernel)
         try:
             kernel(*shape.tensors(16)).sum().backward()
         except RuntimeError as error:
@@ -186,16 +187,11 @@ def _takes_groups(backend: str, shape: AttentionShape) -> bool:
     return backend == "math" or _takes(backend, shape, grouped=True)
 
 
-def _pinned(operator: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Tensor]:
-    """Wrap a torch operator of (q, k, v, causal, grouped) as a kernel with the arguments of `causal_attention`.
+def _with_repeated_keys(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a kernel that needs as many heads of keys and values as of queries."""
 
-    The kernel's argument `grouped`: the operator supports keys and values with fewer heads than the queries.
-    """
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, grouped: bool) -> Tensor:
-        if not grouped:
-            k, v = repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1])
-        return operator(q, k, v, causal, grouped)
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+        return kernel(q, repeat_kv_heads(k, q.shape[1]), repeat_kv_heads(v, q.shape[1]), causal=causal)
 
     return attention
 
@@ -270,34 +266,35 @@ def varlen_fault(shape: AttentionShape) -> str | None:
 _aten = torch.ops.aten
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
+def _math(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
     return _aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, causal, enable_gqa=grouped)[0]
 
 
-def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     return torch._scaled_dot_product_flash_attention_for_cpu(readable(q), readable(k), readable(v), 0.0, causal)[0]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, _: bool) -> Tensor:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     return _aten._scaled_dot_product_efficient_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, causal)[0]
 
 
 _KERNELS: Mapping[tuple[str, str], Callable[..., Tensor]] = MappingProxyType(
     {
-        ("flash", "cpu"): _pinned(_flash_on_cpu),
+        ("flash", "cpu"): _flash_on_cpu,
         ("blocked", "cpu"): blocked_attention,
-        ("math", "cpu"): _pinned(_math),
-        ("flash", "cuda"): _pinned(_flash),
-        ("cudnn", "cuda"): _pinned(_cudnn),
-        ("efficient", "cuda"): _pinned(_efficient),
-        ("math", "cuda"): _pinned(_math),
+        ("math", "cpu"): _math,
+        ("flash", "cuda"): _flash,
+        ("cudnn", "cuda"): _cudnn,
+        ("efficient", "cuda"): _efficient,
+        ("math", "cuda"): _math,
     }
 )  # (backend, device) -> kernel
