@@ -340,8 +340,8 @@ def examine_network(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield adapters(Path("/sys/class/infiniband"))
 
 
-def interfaces(folder: Path = Path("/sys/class/net")) -> list[Interface]:
-    found = []
+def interfaces() -> list[Interface]:
+    folder, found = Path("/sys/class/net"), []
     for _, name in socket.if_nameindex():
         state, speed = read(folder / name / "operstate"), read(folder / name / "speed")
         address = _address_of(name)
