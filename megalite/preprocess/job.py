@@ -36,7 +36,7 @@ class PreprocessJob:
     append_eod: bool = False  # end each document with the tokenizer's end-of-document token
     max_document_bytes: int = Limits.max_document_bytes
     text_documents: TextDocuments = "file"
-    workers: int = 1  # processes that tokenize; 1 works in this process. The output does not depend on it.
+    workers: int = 1  # processes that tokenize, this one included. The output does not depend on it.
     strict: bool = False  # stop at the first bad line
     restart: bool = False  # drop the work of an unfinished run, and replace finished files
     piece_bytes: int = Limits.piece_bytes

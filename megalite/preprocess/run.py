@@ -317,13 +317,13 @@ def _tokenized(
         first.extend(itertools.islice(pieces, _FEW_PIECES))
     except Exception as error:  # raised after the pieces before it
         fault = error
-    everything = itertools.chain(first, pieces)
+    everything, tokenize = itertools.chain(first, pieces), build(job, tokenizer)
     if job.workers > 1 and len(first) == _FEW_PIECES:
         remedy = f"use megalite preprocess --workers {job.workers // 2}, or a smaller --max-document-mb"
-        with WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers, build, job, remedy=remedy) as pool:
-            yield from pool.map(everything, lambda piece: piece.num_bytes)
+        others = WorkerPool[PreprocessJob, Piece, TokenizedPiece](job.workers - 1, build, job, remedy=remedy)
+        with others as pool:
+            yield from pool.map(everything, lambda piece: piece.num_bytes, tokenize)
         return
-    tokenize = build(job, tokenizer)
     for piece in everything:
         yield piece, tokenize(piece)
     if fault is not None:

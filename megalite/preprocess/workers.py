@@ -42,11 +42,14 @@ class WorkerPool(Generic[A, P, R]):
         resource_tracker.ensure_running()
         self._executor = ProcessPoolExecutor(count, context, _start, (build, argument, reader))
 
-    def map(self, pieces: Iterator[P], size: Callable[[P], int]) -> Iterator[tuple[P, R]]:
+    def map(
+        self, pieces: Iterator[P], size: Callable[[P], int], here: Callable[[P], R] | None = None
+    ) -> Iterator[tuple[P, R]]:
         """Yield (piece, result) in the order of the pieces.
 
         Pieces in flight are bounded by number and by the sum of their `size` (bytes); one is always allowed. An
-        exception of `pieces` is raised after the results of all pieces before it, as without workers.
+        exception of `pieces` is raised after the results of all pieces before it, as without workers. `here`: the same
+        function in this process, which then takes pieces too instead of waiting.
 
         Raises ConfigError if the function raises it or a worker dies."""
         pending: deque[tuple[P, int, Future[R]]] = deque()
@@ -69,6 +72,8 @@ class WorkerPool(Generic[A, P, R]):
                 if fault is not None:
                     raise fault
                 return
+            if here is not None and not pending[0][2].done() and _process_one(pending, here):
+                continue
             done, num_bytes, future = pending.popleft()
             try:
                 result = future.result()
@@ -101,6 +106,20 @@ class WorkerPool(Generic[A, P, R]):
     def _death(self) -> ConfigError:
         self._alive.close()  # the executor sends the other workers SIGTERM, which they block, and waits for them
         return ConfigError(f"a worker process died (out of memory?); {self._remedy}")
+
+
+def _process_one(pending: "deque[tuple[P, int, Future[R]]]", here: Callable[[P], R]) -> bool:
+    """Process the first piece that is not yet sent to a worker. Returns False if there is none."""
+    for index, (piece, num_bytes, future) in enumerate(pending):
+        if future.cancel():
+            own: Future[R] = Future()
+            try:
+                own.set_result(here(piece))
+            except Exception as error:  # raised after the results of all pieces before it
+                own.set_exception(error)
+            pending[index] = (piece, num_bytes, own)
+            return True
+    return False
 
 
 _worker: dict[str, Any] = {}  # in a worker: `build`, and the function that it returned

@@ -108,7 +108,7 @@ def test_killed_command_resumes_and_leaves_no_process(folder: Path, expected: li
 
 
 def test_signal_ends_the_command_with_one_line(folder: Path, expected: list[bytes]) -> None:
-    command = Command(folder, "--workers", "2")
+    command = Command(folder, "--workers", "3")
     assert command.wait_until_kept(100)
     workers = command.workers()
     assert len(workers) == 2
@@ -126,7 +126,7 @@ def test_signal_ends_the_command_with_one_line(folder: Path, expected: list[byte
 
 
 def test_killed_worker_is_one_error(folder: Path, expected: list[bytes]) -> None:
-    command = Command(folder, "--workers", "2")
+    command = Command(folder, "--workers", "3")
     assert command.wait_until_kept(100)
     first, second = command.workers()
     for number in (signal.SIGINT, signal.SIGTERM):  # only the parent handles these

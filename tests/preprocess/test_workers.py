@@ -77,6 +77,25 @@ def test_bytes_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(drawn) <= number + (1 if number < 9 else 3)
 
 
+def test_this_process_takes_pieces_instead_of_waiting() -> None:
+    taken, pids = list[int](), list[int]()
+
+    def here(number: int) -> tuple[int, int]:
+        taken.append(number)
+        if len(taken) == 20:
+            raise ConfigError(f"{number} is refused")
+        return 2 * number, os.getpid()
+
+    with WorkerPool[str, int, tuple[int, int]](1, Doubler, "doubles", remedy="") as pool:
+        found = pool.map(iter(range(10_000)), lambda number: 1, here)
+        with pytest.raises(ConfigError, match=r"^\d+ is refused$"):
+            for number, (double, pid) in found:
+                assert double == 2 * number == 2 * len(pids)
+                pids.append(pid)
+    assert len(pids) == taken[-1] and [number for number, pid in enumerate(pids) if pid == os.getpid()] == taken[:-1]
+    assert len(set(pids)) == 2
+
+
 def test_input_error_is_raised_after_earlier_results() -> None:
     done: list[int] = []
 
