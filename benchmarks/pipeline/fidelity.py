@@ -14,13 +14,12 @@ from benchmarks.pipeline.sleep import (
     timed_steps,
 )
 from megalite.parity.pool import RankContext, RankPool
-from megalite.pipeline.ir.actions import ScheduleError
-from megalite.pipeline.ir.generators.auto import build_auto
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import build_schedule
+from megalite.pipeline.ir.auto import build_auto
+from megalite.pipeline.ir.build import build_schedule
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Program, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
 

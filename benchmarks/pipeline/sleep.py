@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megalite.parity.pool import RankContext
-from megalite.pipeline.executor import Executor, MessageFormat, Tracer
-from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.executor import Executor, Tracer
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule
 from megalite.pipeline.ir.simulate import Costs
+from megalite.pipeline.messages import MessageFormat
 from megalite.topology.group import Group
 
 SHAPE = (64, 64)  # shape of the sent activations: 16 KiB in fp32

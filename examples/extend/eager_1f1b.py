@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from megalite import PIPELINE_SCHEDULES
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, row_by_row
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.generators import loop_placement, row_by_row
+from megalite.pipeline.ir.schedule import Action, Kind, Schedule
 
 
 @PIPELINE_SCHEDULES.register("eager-1f1b")

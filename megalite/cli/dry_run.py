@@ -49,8 +49,8 @@ from megalite.partition.pipeline import (
     schedule_of,
 )
 from megalite.partition.stages import StagePlan, shapes_of_rank
+from megalite.pipeline.ir.draw import render_grid
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
-from megalite.pipeline.ir.render import render_grid
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.planner.clock import bubble_fraction
 from megalite.planner.communication import group_sizes, step_volumes, time_basis, wire_factor

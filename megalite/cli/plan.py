@@ -23,9 +23,8 @@ from megalite.config.errors import ConfigError, nearest
 from megalite.config.flags import Invocation
 from megalite.config.reading import as_yaml, write_text
 from megalite.partition.memory import USUAL_MEMORY
-from megalite.pipeline.ir.render import render_grid
+from megalite.pipeline.ir.draw import Panel, draw_svg, render_grid
 from megalite.pipeline.ir.simulate import Timeline
-from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.chain.inputs import ChainCluster, ChainProfile, find_profile, read_cluster
 from megalite.planner.chain.plan import Judged, device_ids, plan_costs, timeline
 from megalite.planner.chain.plan import run as run_plan

@@ -14,13 +14,12 @@ from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input, write_text
+from megalite.pipeline.ir.build import default_schedule
 from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
-from megalite.pipeline.ir.generators.registry import default_schedule
-from megalite.pipeline.ir.perfetto import merge_traces
-from megalite.pipeline.ir.render import render_grid, render_lists
+from megalite.pipeline.ir.draw import Panel, draw_svg, merge_traces, render_grid
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.study import ScheduleRequest, Study, compare, study_named, study_written
-from megalite.pipeline.ir.svg import Panel, draw_svg
+from megalite.pipeline.ir.table import render_lists
 from megalite.planner.page import Row, Section, Table, page
 
 _WIDTH = 240  # columns of the grid without a terminal

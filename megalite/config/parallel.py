@@ -23,18 +23,18 @@ class ScheduleFacts:
     """For a schedule with one stage per rank: the most similar one with several."""
 
 
-_HERE = "megalite.pipeline.ir.generators"
+_HERE = "megalite.pipeline.ir"
 PIPELINE_SCHEDULES: Registry[Callable[..., Any]] = Registry(
     "pipeline_schedule",
     {
-        "gpipe": (f"{_HERE}.one_chunk:gpipe", ScheduleFacts(nearest="looped-bfs (vpp 2 or more)")),
-        "1f1b": f"{_HERE}.one_chunk:one_f_one_b",
-        "interleaved": (f"{_HERE}.many_chunks:interleaved", ScheduleFacts(chunks="several")),
-        "looped-bfs": (f"{_HERE}.many_chunks:looped_bfs", ScheduleFacts(chunks="several")),
-        "zb-h1": (f"{_HERE}.one_chunk:zb_h1", ScheduleFacts(nearest="zb-v (vpp 2)")),
-        "zb-h2": (f"{_HERE}.one_chunk:zb_h2", ScheduleFacts(nearest="zb-v (vpp 2)")),
-        "zb-v": (f"{_HERE}.many_chunks:zb_v", ScheduleFacts(chunks="vee")),
-        "dualpipe-v": (f"{_HERE}.many_chunks:dualpipe_v", ScheduleFacts(chunks="vee")),
+        "gpipe": (f"{_HERE}.generators:gpipe", ScheduleFacts(nearest="looped-bfs (vpp 2 or more)")),
+        "1f1b": f"{_HERE}.generators:one_f_one_b",
+        "interleaved": (f"{_HERE}.generators:interleaved", ScheduleFacts(chunks="several")),
+        "looped-bfs": (f"{_HERE}.generators:looped_bfs", ScheduleFacts(chunks="several")),
+        "zb-h1": (f"{_HERE}.generators:zb_h1", ScheduleFacts(nearest="zb-v (vpp 2)")),
+        "zb-h2": (f"{_HERE}.generators:zb_h2", ScheduleFacts(nearest="zb-v (vpp 2)")),
+        "zb-v": (f"{_HERE}.generators:zb_v", ScheduleFacts(chunks="vee")),
+        "dualpipe-v": (f"{_HERE}.generators:dualpipe_v", ScheduleFacts(chunks="vee")),
         "auto": f"{_HERE}.auto:build_auto",
     },
     ScheduleFacts,

@@ -17,7 +17,7 @@ from megalite.generation.continuation import (
     continuations_of,
 )
 from megalite.models.gpt import GPTStage
-from megalite.pipeline.executor import P2PCommunicator
+from megalite.pipeline.messages import P2PCommunicator
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 

@@ -11,7 +11,7 @@ from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import PlannedBucket, all_replicas, local_size, planned_buckets
 from megalite.partition.pipeline import schedule_of
 from megalite.partition.stages import StagePlan, shapes_of, shares_embedding
-from megalite.pipeline.ir.actions import COMPUTE, Kind
+from megalite.pipeline.ir.schedule import COMPUTE, Kind
 
 WORD = "embedding.word.weight"
 

@@ -33,7 +33,7 @@ from megalite.partition.buckets import (
 from megalite.partition.gathers import WORD, fp8_weight_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.pipeline import layout_of, plan_stages, schedule_of
 from megalite.partition.stages import StagePlan, cut_stages, kind_of_stage, shapes_of, shares_embedding
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.topology.layout import ParallelLayout, ShardSpec

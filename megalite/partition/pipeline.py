@@ -22,13 +22,12 @@ from megalite.models.shapes import (
 from megalite.partition.activations import recompute_units, stage_sizes
 from megalite.partition.buckets import persistent_bytes, planned_buckets
 from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
-from megalite.pipeline.ir.actions import ScheduleError
+from megalite.pipeline.ir.build import build_schedule, placement_for
 from megalite.pipeline.ir.costs_file import read_costs
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import build_schedule, placement_for
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import memory_peaks
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Program, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import ValidationReport, validate, validate_written
 from megalite.topology.layout import ParallelLayout

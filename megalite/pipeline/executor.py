@@ -1,112 +1,20 @@
 """Execute one pipeline rank's actions of a lowered program, in order, for any schedule."""
 
 import itertools
-import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.autograd import Variable
 
 from megalite.config.errors import ConfigError
-from megalite.config.registry import imported
-from megalite.pipeline.ir.actions import COMPUTE, Action, Kind
-from megalite.pipeline.ir.render import render_grid
-from megalite.pipeline.ir.schedule import LiveUnits, Program, live_units
+from megalite.pipeline.ir.draw import render_grid
+from megalite.pipeline.ir.schedule import COMPUTE, Action, Kind, LiveUnits, Program, live_units
+from megalite.pipeline.messages import MessageFormat, P2PCommunicator
 from megalite.topology.group import Group, Work
 from megalite.watchdog.heartbeat import UNWATCHED, Heartbeat
-
-if TYPE_CHECKING:  # imported at run time only if a config selects compression
-    from megalite.pipeline.compression import MessageCodec
-
-
-@dataclass(kw_only=True, eq=False)
-class MessageFormat:
-    """Turns a tensor between two stages, an activation or its gradient, into this rank's message and back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    split_over: Group = field(default_factory=lambda: Group.solo("tp"))
-    """Ranks with equal tensors: each sends a part and all-gathers those received (Narayanan et al. 2021, section 4.1)."""
-    compression: str = "none"
-    """A value of `pipeline_compression`."""
-
-    def __post_init__(self) -> None:
-        self._codec: MessageCodec | None = None
-        self._count = math.prod(self.shape) // self.split_over.size
-        if self.compression != "none":
-            make = imported("megalite.pipeline.compression:make_codec")
-            self._codec = make(self.compression, self._count, self.dtype, self.device)
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's message: its contiguous part of a tensor, compressed if configured."""
-        part = tensor if self.split_over.size == 1 else tensor.view(self.split_over.size, -1)[self.split_over.rank]
-        return part if self._codec is None else self._codec.encode(part.view(-1))
-
-    def empty(self) -> torch.Tensor:
-        """Return a message to receive into."""
-        if self._codec is None:
-            return torch.empty(self._count, dtype=self.dtype, device=self.device)
-        return torch.empty(self._codec.nbytes, dtype=torch.uint8, device=self.device)
-
-    def unpack(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor. Collectives: an all-gather over `split_over`."""
-        part = message if self._codec is None else self._codec.decode(message)
-        if self.split_over.size == 1:
-            return part.view(self.shape)
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.split_over.all_gather(tensor.view(-1), part)
-        return tensor
-
-
-class _Pending(NamedTuple):
-    work: Work
-    tensor: torch.Tensor
-    sent: Callable[[], None] | None
-
-
-class P2PCommunicator:
-    """Sends and receives of one pipeline rank.
-
-    Args:
-        edges: (sender, receiver) as pipeline ranks -> the pair's group, sender first.
-        send_window: Sends that may be pending on one edge; the next send waits for the oldest.
-    """
-
-    def __init__(self, edges: dict[tuple[int, int], Group], *, rank: int, send_window: int) -> None:
-        self._edges = edges
-        self._rank = rank
-        self._window = send_window
-        self._pending: dict[int, deque[_Pending]] = {}
-
-    def send(self, tensor: torch.Tensor, *, to: int, sent: Callable[[], None] | None = None) -> None:
-        """Start a send to pipeline rank `to`, keep the tensor until it is complete, then call `sent`."""
-        pending = self._pending.setdefault(to, deque())
-        while len(pending) >= self._window:
-            self._finish(pending)
-        work = self._edges[self._rank, to].send_async(tensor, to=1)
-        pending.append(_Pending(work, tensor, sent))
-
-    def receive(self, tensor: torch.Tensor, *, source: int) -> Work:
-        """Post a receive into `tensor`; wait on the result before reading it."""
-        return self._edges[source, self._rank].receive_async(tensor, source=0)
-
-    def drain(self) -> None:
-        for pending in self._pending.values():
-            while pending:
-                self._finish(pending)
-
-    @staticmethod
-    def _finish(pending: deque[_Pending]) -> None:
-        oldest = pending.popleft()
-        oldest.work.wait()
-        if oldest.sent is not None:
-            oldest.sent()
-
 
 Key = tuple[int, int]  # (stage, microbatch)
 _RECEIVE_OF = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}

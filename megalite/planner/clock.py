@@ -14,9 +14,8 @@ from megalite.config.describe import replace
 from megalite.config.run import RunConfig, cache_by_object
 from megalite.partition.pipeline import costs_of, lowered, schedule_of
 from megalite.partition.stages import StagePlan
-from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.many_chunks import smallest_group
-from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.generators import smallest_group
+from megalite.pipeline.ir.schedule import Kind, Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
 SIMULATED_ACTIONS = 6_000  # forwards and backwards up to which a step is simulated whole

@@ -14,8 +14,8 @@ from megalite.config.describe import settings, values_of
 from megalite.config.reading import as_yaml, write_text
 from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count
+from megalite.pipeline.ir.draw import Panel, draw_svg
 from megalite.pipeline.ir.simulate import Timeline
-from megalite.pipeline.ir.svg import Panel, draw_svg
 from megalite.planner.clock import Clock
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs

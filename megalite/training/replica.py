@@ -35,7 +35,7 @@ from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment,
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan
-from megalite.pipeline.ir.generators.registry import forward_only
+from megalite.pipeline.ir.build import forward_only
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients

@@ -20,7 +20,8 @@ from megalite.models.gpt import GPTStage
 from megalite.optimizers.base import Rows, Update
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.stages import message_parts
-from megalite.pipeline.executor import Executor, MessageFormat, Tracer
+from megalite.pipeline.executor import Executor, Tracer
+from megalite.pipeline.messages import MessageFormat
 from megalite.topology.group import Group
 from megalite.training.non_finite import NonFiniteError, OutputWatch, locate, remedy
 from megalite.training.replica import Replica

@@ -12,10 +12,9 @@ import torch
 from torch.autograd.profiler import record_function
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import Action, Kind
+from megalite.pipeline.ir.draw import merge_traces
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.perfetto import merge_traces
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Schedule
 from megalite.pipeline.ir.simulate import Costs, Event, simulate
 from megalite.topology.topology import Topology
 

@@ -8,8 +8,9 @@ import torch
 
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import AllReduce
-from megalite.pipeline.executor import Executor, GradientReducer, MessageFormat, Tracer
+from megalite.pipeline.executor import Executor, GradientReducer, Tracer
 from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.messages import MessageFormat
 from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred

@@ -9,8 +9,8 @@ import torch
 
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.generators.registry import build_schedule, forward_only, with_recompute_ahead
+from megalite.pipeline.ir.build import build_schedule, forward_only, with_recompute_ahead
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate

@@ -17,7 +17,7 @@ from megalite.partition.activations import (
 )
 from megalite.partition.memory import activation_peaks, rank_memory
 from megalite.partition.pipeline import plan_stages
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1
+from megalite.pipeline.ir.generators import gpipe, one_f_one_b, zb_h1
 from tests.planner.cost.machines import from_flags as config_of
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 --vocab-size 512"

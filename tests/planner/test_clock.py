@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from megalite.pipeline.ir.generators.registry import SCHEDULES
+from megalite.pipeline.ir.build import SCHEDULES
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Link
 from megalite.planner import clock

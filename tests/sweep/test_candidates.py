@@ -12,8 +12,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition import pipeline
-from megalite.pipeline.ir.generators import auto
-from megalite.pipeline.ir.generators.auto_search import _known as list_search
+from megalite.pipeline.ir import auto
+from megalite.pipeline.ir.auto import _known as list_search
 from megalite.planner.cost import stage
 from megalite.planner.cost.step import predict
 from megalite.sweep.candidates import Expansion, check_all, expand, read_machine

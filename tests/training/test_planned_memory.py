@@ -7,8 +7,8 @@ import pytest
 from benchmarks.live_bytes import LiveBytes
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.activations import stage_sizes
-from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.memory import memory_peaks
+from megalite.pipeline.ir.schedule import Action
 from megalite.training.step import Stepper
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config

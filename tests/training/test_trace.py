@@ -12,9 +12,8 @@ import megalite.training.trace as trace_module
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Schedules
 from megalite.partition.pipeline import schedule_of
-from megalite.pipeline.ir.actions import Action
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Action, Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout

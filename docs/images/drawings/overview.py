@@ -1,9 +1,9 @@
 """overview.svg: one run from its config to its checkpoint, the ranks that train it and what they exchange."""
 
 from drawings.canvas import DARK, FAINT, GREY, INK, LIGHT, MIDDLE, MUTED, RED, Drawing
-from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
+from megalite.pipeline.ir.generators import one_f_one_b
 from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 from megalite.topology.layout import ParallelLayout
 

@@ -1,9 +1,9 @@
 """pipeline.svg: the interleaved schedule on a clock, as the generator and the simulator have it."""
 
 from drawings.canvas import FAINT, GREY, LIGHT, MIDDLE, MUTED, Drawing
-from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.many_chunks import interleaved
+from megalite.pipeline.ir.generators import interleaved
 from megalite.pipeline.ir.lower import lower
+from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
 
 PP, VPP, MICROBATCHES = 4, 2, 8

@@ -7,8 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind
-from megalite.pipeline.ir.schedule import ActionLists, Program, Schedule
+from megalite.pipeline.ir.schedule import NO_MICROBATCH, Action, ActionLists, Kind, Program, Schedule
 from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
 
 NEVER = -1

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.pipeline.ir.actions import GRADIENTS, RECVS, SENDS, Kind
-from megalite.pipeline.ir.schedule import NEEDS, Program
+from megalite.pipeline.ir.schedule import GRADIENTS, NEEDS, RECVS, SENDS, Kind, Program
 from megalite.pipeline.ir.table import CODES, NOWHERE, IntArray, Table
 
 

@@ -10,12 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.deadlock import deadlock, execute
 from megalite.pipeline.ir.lower import earliest_starts
 from megalite.pipeline.ir.memory import activation_peaks
-from megalite.pipeline.ir.schedule import Program, Schedule, dependencies
+from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, dependencies
 from megalite.pipeline.ir.table import CODES, Table
+from megalite.pipeline.ir.validate import deadlock, execute
 from megalite.pipeline.ir.wiring import wire
 
 

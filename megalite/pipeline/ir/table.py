@@ -1,5 +1,6 @@
 """Action lists as integer arrays, for the checks, the simulation, lowering and the memory replay."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -10,8 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.run import IdentityKey, cache_by_object
-from megalite.pipeline.ir.actions import COMPUTE, NO_MICROBATCH, Action, Kind, ScheduleError
-from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, SEND_OF, ActionLists, Need, Schedule
+from megalite.pipeline.ir.schedule import (
+    COMPUTE,
+    NEEDS,
+    NO_MICROBATCH,
+    RECEIVE_OF,
+    SEND_OF,
+    Action,
+    ActionLists,
+    Kind,
+    Need,
+    Schedule,
+    ScheduleError,
+)
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -20,6 +32,7 @@ CODES = {kind: code for code, kind in enumerate(Kind)}
 """Kind -> its number in a table."""
 _FORWARD_KINDS = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 _HUGE = 2**62
+CUT = "…"  # stands for what is left out
 NOWHERE = -1  # the index of an action that does not exist
 
 
@@ -226,3 +239,45 @@ def _table(rows: ActionLists, schedule: IdentityKey[Schedule]) -> Table:
         stage=_integers(flat, 1),
         microbatch=_integers(flat, 2),
     )
+
+
+def render_lists(
+    actions: Sequence[Sequence[Action]], marks: Mapping[int, int], *, width: int = 120, max_ranks: int = 16
+) -> str:
+    """Draw the plain action lists, a row per rank, for programs that cannot be simulated.
+
+    `marks` (rank -> position) are shown as `>2F3<`. Long rows are cut around their mark, or around the position of the
+    first mark. With more than `max_ranks` ranks, those without a mark are left out first.
+    """
+    around = next(iter(marks.values()), 0)
+    ranks = sorted(range(len(actions)), key=lambda rank: (rank not in marks, rank))[:max_ranks]
+    label = len(f"rank {len(actions) - 1}: ")
+    lines = []
+    for rank in sorted(ranks):
+        cells = [f">{action}<" if marks.get(rank) == i else str(action) for i, action in enumerate(actions[rank])]
+        lines.append(f"rank {rank}: ".ljust(label) + _window(cells, marks.get(rank, around), width - label))
+    if len(ranks) < len(actions):
+        lines.append(f"{CUT} {len(actions) - len(ranks)} ranks are left out")
+    return "\n".join(lines)
+
+
+def _window(cells: list[str], centre: int, width: int) -> str:
+    """Join as many cells around the centre as fit, with … at a cut."""
+    if not cells:
+        return "(nothing)"
+    low = high = min(centre, len(cells) - 1)
+    used = len(cells[low])
+    room = width - 2 * len(f" {CUT}")
+    while True:
+        left = len(cells[low - 1]) + 1 if low > 0 else None
+        right = len(cells[high + 1]) + 1 if high + 1 < len(cells) else None
+        # Grow on the shorter side, to show cells both before and after the centre.
+        if left is not None and used + left <= room and (right is None or centre - low <= high - centre):
+            low, used = low - 1, used + left
+        elif right is not None and used + right <= room:
+            high, used = high + 1, used + right
+        else:
+            break
+    before = [CUT] if low > 0 else []
+    after = [CUT] if high + 1 < len(cells) else []
+    return " ".join([*before, *cells[low : high + 1], *after])

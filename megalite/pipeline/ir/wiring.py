@@ -6,8 +6,17 @@ from itertools import compress
 import numpy as np
 
 from megalite.config.run import cache_by_object
-from megalite.pipeline.ir.actions import NO_MICROBATCH, RECVS, SENDS, Action, Kind
-from megalite.pipeline.ir.schedule import NEEDS, RECEIVE_OF, Program, Schedule
+from megalite.pipeline.ir.schedule import (
+    NEEDS,
+    NO_MICROBATCH,
+    RECEIVE_OF,
+    RECVS,
+    SENDS,
+    Action,
+    Kind,
+    Program,
+    Schedule,
+)
 from megalite.pipeline.ir.table import CODES, NOWHERE, BoolArray, Fault, IntArray, Table
 
 

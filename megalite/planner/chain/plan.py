@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.generators import gpipe, one_f_one_b
+from megalite.pipeline.ir.schedule import Action, Kind, Schedule
 from megalite.pipeline.ir.simulate import Event, Timeline
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 

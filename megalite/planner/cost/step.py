@@ -22,7 +22,7 @@ from megalite.partition.buckets import bytes_of_class, held_elements, matrices_o
 from megalite.partition.memory import RankMemory, planned_memory
 from megalite.partition.pipeline import plan_stages
 from megalite.partition.stages import StagePlan, kind_of_stage
-from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
 from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes, matrix_volumes

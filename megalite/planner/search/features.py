@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from megalite.config.run import RunConfig, stage_layers
 from megalite.models.shapes import end_forward_flops, layer_forward_flops, needs_copy
-from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v_row, smallest_group, zb_v_row
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.partition import partition_layers
+from megalite.partition.stages import partition_layers
+from megalite.pipeline.ir.generators import dualpipe_v_row, loop_placement, smallest_group, v_placement, zb_v_row
+from megalite.pipeline.ir.schedule import Kind
 from megalite.planner.search.space import VEE, Pipeline
 
 Counts = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory
 from megalite.partition.pipeline import placement_of, plan_stages
-from megalite.pipeline.ir.partition import partition_layers
+from megalite.partition.stages import partition_layers
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import workload_of
 from megalite.planner.cost.stage import layer_seconds, stage_cost

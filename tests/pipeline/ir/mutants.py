@@ -4,9 +4,8 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 
-from megalite.pipeline.ir.actions import COMPUTE, RECVS, Action, Kind
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import COMPUTE, RECVS, Action, Kind, Program, Schedule
 
 
 def rebuilt(program: Program, lists: list[list[Action]], window: int) -> Program:

@@ -6,9 +6,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from math import prod
 
-from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.memory import Sizes
-from megalite.pipeline.ir.schedule import Program
+from megalite.pipeline.ir.schedule import Action, Kind, Program
 
 EXHAUSTIBLE = 700
 """Programs with at most so many combinations of positions are run in every interleaving of their ranks."""

@@ -2,8 +2,7 @@
 
 import random
 
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Schedule
 
 
 def random_schedule(

@@ -7,16 +7,25 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import Action, Kind
-from megalite.pipeline.ir.generators import auto, auto_search
-from megalite.pipeline.ir.generators.auto import build_auto
-from megalite.pipeline.ir.generators.list_scheduler import Problem, Rules, list_schedule
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, v_placement, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import with_recompute_ahead
+from megalite.pipeline.ir import auto
+from megalite.pipeline.ir.auto import build_auto
+from megalite.pipeline.ir.build import with_recompute_ahead
+from megalite.pipeline.ir.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    loop_placement,
+    looped_bfs,
+    one_f_one_b,
+    v_placement,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from megalite.pipeline.ir.list_scheduler import Problem, Rules, list_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Schedule
 from megalite.pipeline.ir.simulate import Costs, Link, simulate
 from megalite.pipeline.ir.validate import validate
 
@@ -150,7 +159,7 @@ def test_same_arguments_same_schedule(placement: tuple[int, ...], ahead: bool) -
     case = Case(placement=placement, microbatches=6, costs=costs, sizes=sizes, ahead=ahead)
     alone = []
     for limit in limits:
-        auto_search._known.cache_clear()
+        auto._known.cache_clear()
         auto._bounds.cache_clear()
         alone.append(replace(case, limit=limit).build())
     assert [replace(case, limit=limit).build() for limit in limits] == alone

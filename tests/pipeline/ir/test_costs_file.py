@@ -8,7 +8,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.costs_file import CostTable, parse_costs, read_costs
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.simulate import Link
 
 LOOP = loop_placement(2, 2)

@@ -6,12 +6,20 @@ import re
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import Kind
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, smallest_group, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import SCHEDULES, build_schedule, default_schedule, with_recompute_ahead
+from megalite.pipeline.ir.build import SCHEDULES, build_schedule, default_schedule, with_recompute_ahead
+from megalite.pipeline.ir.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    smallest_group,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import Kind, Schedule
 from megalite.pipeline.ir.validate import validate
 
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")

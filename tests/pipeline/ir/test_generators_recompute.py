@@ -6,13 +6,20 @@ from itertools import pairwise
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    loop_placement,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import GRADIENTS, Action, Kind, Schedule
 from megalite.pipeline.ir.simulate import Costs, simulate
 
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.actions import COMPUTE, RECVS, SENDS, Action, Kind, ScheduleError
-from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, zb_h1
-from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.generators import gpipe, interleaved, loop_placement, looped_bfs, one_f_one_b, zb_h1, zb_v
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.schedule import COMPUTE, RECVS, SENDS, Action, Kind, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
 from tests.pipeline.ir.random_schedules import random_schedule

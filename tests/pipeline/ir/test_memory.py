@@ -1,6 +1,6 @@
 """The memory replay compared with hand calculation; test_validate compares it with a ledger on thousands of programs."""
 
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b
+from megalite.pipeline.ir.generators import gpipe, one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Peak, Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule

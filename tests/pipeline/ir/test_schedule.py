@@ -2,12 +2,10 @@
 
 import pytest
 
-from megalite.pipeline.ir.actions import NO_MICROBATCH, Action, Kind, ScheduleError
-from megalite.pipeline.ir.generators.many_chunks import interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, one_f_one_b, zb_h1
-from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.generators import interleaved, loop_placement, looped_bfs, one_f_one_b, zb_h1, zb_v
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import LiveUnits, Schedule, live_units
+from megalite.pipeline.ir.schedule import NO_MICROBATCH, Action, Kind, LiveUnits, Schedule, ScheduleError, live_units
 from megalite.pipeline.ir.validate import validate
 
 

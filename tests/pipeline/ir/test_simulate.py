@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
-from megalite.pipeline.ir.generators.many_chunks import interleaved
-from megalite.pipeline.ir.generators.one_chunk import gpipe, one_f_one_b, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import forward_only
+from megalite.pipeline.ir.build import forward_only
+from megalite.pipeline.ir.generators import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Program, Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, Link, shared_makespan, simulate
 
 

@@ -6,13 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.ir.actions import Action, Kind, ScheduleError
-from megalite.pipeline.ir.generators.many_chunks import dualpipe_v, interleaved, looped_bfs, zb_v
-from megalite.pipeline.ir.generators.one_chunk import gpipe, loop_placement, one_f_one_b, v_placement, zb_h1, zb_h2
-from megalite.pipeline.ir.generators.registry import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir.generators import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    loop_placement,
+    looped_bfs,
+    one_f_one_b,
+    v_placement,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
-from megalite.pipeline.ir.schedule import Program, Schedule, live_units
+from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, ScheduleError, live_units
 from megalite.pipeline.ir.validate import validate, validate_written
 from tests.pipeline.ir.mutants import late, mutant, rebuilt, reordered
 from tests.pipeline.ir.oracle import exhaustible, is_valid, peaks, shortest_circle

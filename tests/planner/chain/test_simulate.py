@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megalite.pipeline.ir.generators.one_chunk import one_f_one_b
+from megalite.pipeline.ir.generators import one_f_one_b
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, Link, simulate
 from megalite.planner.chain.plan import (

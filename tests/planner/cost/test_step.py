@@ -13,7 +13,7 @@ from megalite.models.shapes import flops_per_token, layer_shapes
 from megalite.optimizers.muon import orthogonalise
 from megalite.partition.buckets import matrices_of_ranks
 from megalite.partition.pipeline import lowered, plan_stages, schedule_of
-from megalite.pipeline.ir.actions import Kind
+from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import simulate
 from megalite.planner import clock
 from megalite.planner.communication import matrix_volumes

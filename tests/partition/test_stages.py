@@ -7,9 +7,9 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 
-import megalite.pipeline.ir.partition as partition
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.partition import partition_layers
+import megalite.partition.stages as partition
+from megalite.partition.stages import partition_layers
+from megalite.pipeline.ir.generators import loop_placement, v_placement
 
 Score = tuple[Fraction, Fraction, Fraction, tuple[int, ...]]
 

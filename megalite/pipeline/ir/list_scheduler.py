@@ -9,9 +9,8 @@ from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple
 
-from megalite.pipeline.ir.actions import Action, Kind
 from megalite.pipeline.ir.memory import Sizes
-from megalite.pipeline.ir.schedule import ActionLists
+from megalite.pipeline.ir.schedule import Action, ActionLists, Kind
 from megalite.pipeline.ir.simulate import Costs, Link
 
 _NO_MESSAGE = Link(0.0)

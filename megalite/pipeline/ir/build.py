@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES, ScheduleFacts
-from megalite.pipeline.ir.actions import GRADIENTS, Action, Kind
-from megalite.pipeline.ir.generators.one_chunk import loop_placement, v_placement
-from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.generators import loop_placement, v_placement
+from megalite.pipeline.ir.schedule import GRADIENTS, Action, Kind, Schedule
 
 
 def with_recompute_ahead(schedule: Schedule) -> Schedule:

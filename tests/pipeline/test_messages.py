@@ -8,7 +8,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.parity.trajectory import local_parts
-from megalite.pipeline.compression import MessageCodec, make_codec
+from megalite.pipeline.messages import MessageCodec, make_codec
 from megalite.training.setup import make_loader
 from tests.e2e.programs import REPOSITORY
 from tests.support.ranks import RankContext, run_ranks

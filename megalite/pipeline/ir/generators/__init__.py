@@ -1,1 +1,0 @@
-"""Generators of named schedules, as pure functions of sizes."""
