@@ -72,7 +72,7 @@ OPTIMIZERS: Registry[Any] = Registry(
             ),
         ),
         "sgd": (
-            f"{_HERE}.sgd:SGD",
+            f"{_HERE}.base:SGD",
             OptimizerFacts(
                 states=lambda c, _: {"momentum_buffer": "main"} if c.sgd_momentum else {},
                 settings="sgd_momentum sgd_nesterov",
@@ -81,7 +81,7 @@ OPTIMIZERS: Registry[Any] = Registry(
         ),
         "lamb": (f"{_HERE}.lamb:LAMB", OptimizerFacts(states=MOMENTS, settings=f"{_ADAM} {_LAMB}", host_passes=2)),
         "muon": (
-            f"{_HERE}.muon:Muon",
+            f"{_HERE}.matrix_optimizers:Muon",
             OptimizerFacts(
                 states=_muon_states,
                 settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
@@ -91,19 +91,19 @@ OPTIMIZERS: Registry[Any] = Registry(
             ),
         ),
         "soap": (
-            f"{_HERE}.soap:SOAP",
+            f"{_HERE}.matrix_optimizers:SOAP",
             OptimizerFacts(
                 states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=2, exchanged=(3, 2)
             ),
         ),
         "one-sided-soap": (
-            f"{_HERE}.soap:SOAP",
+            f"{_HERE}.matrix_optimizers:SOAP",
             OptimizerFacts(
                 states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=1, exchanged=(3, 2)
             ),
         ),
         "schedule-free-adamw": (
-            f"{_HERE}.schedule_free:ScheduleFreeAdamW",
+            f"{_HERE}.adam:ScheduleFreeAdamW",
             OptimizerFacts(states=("z", "exp_avg_sq"), averaged=True),
         ),
         "onebit-adam": (
@@ -115,7 +115,7 @@ OPTIMIZERS: Registry[Any] = Registry(
             OptimizerFacts(states=(*MOMENTS, "exp_avg_sq_fresh"), settings=f"{_ONEBIT} onebit_rule {_LAMB}"),
         ),
         "zero-one-adam": (
-            f"{_HERE}.zero_one_adam:ZeroOneAdam",
+            f"{_HERE}.onebit:ZeroOneAdam",
             OptimizerFacts(
                 states=(*MOMENTS, "local_update", "synced_param"),
                 settings=f"{_ONEBIT} local_step_clipper local_step_scaler variance_update_scaler",

@@ -1,4 +1,7 @@
-"""Define the base class of optimizers and their inputs: flat parameters, their segments, and the terms of an update."""
+"""Define the base class of optimizers and their inputs: flat parameters, their segments, and the terms of an update.
+
+SGD, the simplest optimizer, shows how they are used.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.sgd import sgd
 
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import EMA, HOST_PIECE, OptimizerConfig, state_formats
@@ -328,3 +332,31 @@ def check_states(name: str, optimizer: Optimizer) -> None:
                 "optimizer {} keeps the states {}, but is registered with {}, from which memory is planned; correct "
                 "`states` in its registration".format(name, *texts)
             )
+
+
+class SGD(Optimizer):
+    """Steps by b = μb + g,  x = (1 - lr·λ)x - lr·b; Nesterov's form steps by g + μb instead of b.
+
+    Weight decay is decoupled, as in AdamW here, and does not apply to norms and biases. torch's SGD adds λx to the
+    gradient instead, which momentum accumulates to λ/(1-μ); decoupled, `--weight-decay` means the same with every
+    optimizer. The buffer starts at 0, and there is no dampening, as in torch.
+    """
+
+    @torch.no_grad()
+    def step(self, update: Update, exchange: Exchange | None = None) -> None:
+        assert exchange is None, "SGD steps by reduced gradients"
+        for piece in self.pieces(whole_parts(self.parameters), update):
+            if piece.flat.decay and update.weight_decay != 0.0:
+                piece.param.mul_(update.decay_factor_of(piece.flat))
+            momentum: list[torch.Tensor | None] = [*piece.states]
+            sgd(
+                *([piece.param], [piece.grad], momentum),
+                fused=True,
+                lr=update.rate(piece.flat),
+                momentum=self.config.sgd_momentum,
+                nesterov=self.config.sgd_nesterov,
+                weight_decay=0.0,
+                dampening=0.0,
+                maximize=False,
+            )
+        self.updates += 1

@@ -7,8 +7,7 @@ import torch
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optimizers.adam import AdamW
-from megalite.optimizers.base import Optimizer
-from megalite.optimizers.sgd import SGD
+from megalite.optimizers.base import SGD, Optimizer
 from tests.optimizers.flats import drawn, flats_of, set_gradients, update, weights
 
 SHAPES = {"matrix": (7, 5), "one": (1,), "norm": (5,), "bias": (3,)}

@@ -12,8 +12,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.kernels.optimizer_ops import Direction
-from megalite.optimizers.onebit import FreezePoint, warmup_steps, zero_without_moment
-from megalite.optimizers.zero_one_adam import exchanges, updates_variance
+from megalite.optimizers.onebit import FreezePoint, exchanges, updates_variance, warmup_steps, zero_without_moment
 from megalite.topology.group import Group
 
 WORLD = Group.solo("world")

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.optimizers import matrices
 from megalite.optimizers.lamb import LAMB
-from megalite.optimizers.muon import Muon
+from megalite.optimizers.matrix_optimizers import Muon
 from megalite.parity.report import worst_tensor
 from megalite.parity.trajectory import RankTrajectory, Trajectory, one_rank_trajectory, rank_trajectory
 from megalite.training.state_tensors import matrix_states

@@ -9,7 +9,7 @@ import torch
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.conversion.native import NativeWeights
-from megalite.optimizers.schedule_free import ScheduleFreeAdamW
+from megalite.optimizers.adam import ScheduleFreeAdamW
 from megalite.parity.trajectory import local_parts
 from megalite.training.replica import consensus
 from tests.optimizers.flats import drawn, flats_of, set_gradients, tensors_of, update

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token, layer_shapes
-from megalite.optimizers.muon import orthogonalise
+from megalite.optimizers.matrix_optimizers import orthogonalise
 from megalite.partition.buckets import matrices_of_ranks
 from megalite.partition.pipeline import lowered, plan_stages, schedule_of
 from megalite.pipeline.ir.schedule import Kind
