@@ -1,6 +1,13 @@
-"""Sharded parameters: the slice of a global tensor, and the path of its gradients."""
+"""Sharded parameters: the slice of a global tensor, and the path of its gradients.
 
-from collections.abc import Callable
+Pipeline schedules that split the backward defer weight gradients (arXiv 2401.10241): input gradients run early, because
+other ranks wait for them; weight gradients fill idle time. Two autograd calls would run every product of a custom function
+twice, and each recomputed region once per parameter. A deferred gradient costs only two references.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +16,6 @@ from torch import Tensor
 
 from megalite.kernels.matmul import WeightProduct, accumulate_weight_grad
 from megalite.kernels.registry import Kernels
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.random import fill_normal
 from megalite.topology.group import DONE, Group
 from megalite.topology.layout import ShardSpec
@@ -51,7 +57,7 @@ class ShardedParameter(torch.nn.Parameter):
     """Called after each microbatch's contribution to `main_grad`; None while contributions are not counted."""
     after_autograd: Callable[[], None]
     """Called after autograd has written `grad`, once the parameter is in a bucket."""
-    deferred: DeferredWeightGradients | None = None
+    deferred: "DeferredWeightGradients | None" = None
     successor: torch.nn.Parameter | None = None
     """The parameter that replaced it in a module."""
     draw: Callable[[Tensor], None] | None = None
@@ -129,7 +135,7 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class WeightGradient:
-    """One contribution to a weight's gradient, with everything needed to compute it; see `DeferredGradient`.
+    """One contribution to a weight's gradient, with everything needed to compute it.
 
     The tensors in `product` are detached: they keep memory alive, but not the graph.
     """
@@ -140,14 +146,91 @@ class WeightGradient:
     start: Callable[[], None] = _nothing  # starts the communication that `product` needs
 
     def compute(self) -> Tensor | None:
+        """Add the gradient to `main_grad` and report it; without `main_grad` return it in the weight's shape."""
         return self.parameter.contribute(self.product)
 
-    def compute_or_defer(self, deferred: DeferredWeightGradients | None) -> Tensor | None:
+    def compute_or_defer(self, deferred: "DeferredWeightGradients | None") -> Tensor | None:
         """Return the backward's result: the gradient, or None if it is deferred or in `main_grad`."""
         if deferred is not None and deferred.is_deferring:
             deferred.append(self)
             return None
         return self.compute()
+
+
+class DeferredWeightGradients:
+    """Deferred weight gradients of one virtual stage, by microbatch.
+
+    Inputs and output gradients of the layers stay alive until `run`. This object contains all state, because autograd
+    runs backwards of CUDA tensors in separate threads.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[WeightGradient]] = {}
+        self._current: deque[WeightGradient] | None = None
+        self.is_deferring = False
+        """Whether a backward that defers its weight gradients is running."""
+
+    @property
+    def pending(self) -> int:
+        """Number of microbatches with deferred gradients."""
+        return len(self._waiting)
+
+    @contextmanager
+    def deferring(self, microbatch: int) -> Iterator[None]:
+        """Defer weight gradients of the backward inside, if they are matrix products (not norms, biases, tables)."""
+        assert self._current is None, f"another backward is deferred while that of microbatch {microbatch} starts"
+        assert microbatch not in self._waiting, f"microbatch {microbatch} is deferred already and has not been run"
+        self._current = self._waiting[microbatch] = deque()
+        self.is_deferring = True
+        try:
+            yield
+        finally:
+            self._current, self.is_deferring = None, False
+
+    def append(self, gradient: WeightGradient) -> None:
+        """Defer a contribution of the current microbatch."""
+        assert self._current is not None, "nothing is being deferred"
+        self._current.append(gradient)
+
+    def parameters(self, microbatch: int) -> list[torch.nn.Parameter]:
+        """Return the weights that `run` will report, in order and with repetitions."""
+        return [gradient.parameter for gradient in self._of(microbatch)]
+
+    @torch.no_grad()
+    def run(self, microbatch: int) -> None:
+        """Compute the microbatch's gradients in the order of an unsplit backward.
+
+        They are added to `main_grad`, else to `.grad`, with the same bits as in an unsplit backward.
+
+        Collectives: with sequence parallelism an all-gather of each column-parallel layer's input, each started before
+        the previous product.
+        """
+        waiting = self._of(microbatch)
+        del self._waiting[microbatch]
+        # Like autograd, sum the contributions of one backward before adding them to .grad.
+        returned: dict[torch.nn.Parameter, Tensor] = {}
+        if waiting:
+            waiting[0].start()
+        while waiting:
+            current = waiting.popleft()
+            if waiting:
+                waiting[0].start()
+            grad = current.compute()
+            if grad is not None:
+                parameter = current.parameter
+                returned[parameter] = returned[parameter] + grad if parameter in returned else grad
+        for parameter, grad in returned.items():
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def clear(self) -> None:
+        """Drop the gradients that a failed step left."""
+        self._waiting.clear()
+
+    def _of(self, microbatch: int) -> deque[WeightGradient]:
+        assert microbatch in self._waiting, (
+            f"microbatch {microbatch} is not deferred, or already run; deferred: {sorted(self._waiting)}"
+        )
+        return self._waiting[microbatch]
 
 
 def linear_weight_gradient(

@@ -38,8 +38,12 @@ from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.build import forward_only
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.tensor_parallel.parameter import (
+    DeferredWeightGradients,
+    ParameterFactory,
+    ShardedParameter,
+    attach_deferred,
+)
 from megalite.topology.group import Group
 from megalite.topology.layout import balanced_spans
 from megalite.topology.topology import Topology, fix_cublas_workspace

@@ -8,8 +8,7 @@ import torch
 from benchmarks.live_bytes import LiveBytes
 from megalite.models.context import AuxiliaryLosses
 from megalite.partition.activations import deferred_bytes
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.parameter import attach_deferred
+from megalite.tensor_parallel.parameter import DeferredWeightGradients, attach_deferred
 from tests.models.test_activation_bytes import GPT, LATENT, S, layers_alone, settled
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, tiny_config

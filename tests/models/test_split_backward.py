@@ -12,8 +12,7 @@ from megalite.models.block import Block
 from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
 from megalite.models.recompute import Recompute
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
-from megalite.tensor_parallel.parameter import attach_deferred
+from megalite.tensor_parallel.parameter import DeferredWeightGradients, attach_deferred
 from tests.models.stages import LLAMA, B, S, build, named, varied
 from tests.models.test_recompute import MODELS, PLANS, Products, full, name_of, selective
 

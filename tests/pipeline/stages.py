@@ -11,9 +11,13 @@ from megalite.data_parallel.strategy import AllReduce
 from megalite.pipeline.executor import Executor, GradientReducer, Tracer
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.messages import MessageFormat
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.tensor_parallel.parameter import (
+    DeferredWeightGradients,
+    ParameterFactory,
+    ShardedParameter,
+    attach_deferred,
+)
 from megalite.topology.group import Group
 
 ROWS, H, F_SIZE = 6, 16, 24

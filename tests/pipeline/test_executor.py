@@ -14,7 +14,7 @@ from megalite.pipeline.ir.generators import loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.parameter import DeferredWeightGradients
 from megalite.topology.group import Work
 from tests.pipeline.stages import MESSAGES, ROWS, H, Rank, Watched, gradients, one_rank
 from tests.support.ranks import RankContext, run_ranks

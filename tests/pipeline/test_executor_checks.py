@@ -9,7 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.pipeline.ir.build import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Action, Schedule
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
+from megalite.tensor_parallel.parameter import DeferredWeightGradients
 from megalite.topology.group import Group, Work
 from tests.pipeline.stages import Rank, Watched, one_rank
 

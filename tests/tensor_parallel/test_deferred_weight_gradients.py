@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, linear
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, attach_deferred
+from megalite.tensor_parallel.parameter import (
+    DeferredWeightGradients,
+    ParameterFactory,
+    ShardedParameter,
+    attach_deferred,
+)
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.traffic import counted

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.tensor_parallel.deferred_weight_gradients import DeferredWeightGradients
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.overlapped_linear import Ring, receive_parts, sum_of_parts
-from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.tensor_parallel.parameter import DeferredWeightGradients, ParameterFactory
 from megalite.topology.group import Group
 from tests.support.ranks import RankContext, run_ranks
 from tests.tensor_parallel.spies import EVENTS, SpyGroup
