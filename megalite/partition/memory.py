@@ -47,9 +47,9 @@ class RankMemory:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int  # moments and, below fp32, the fp32 main parameters
-    activation_bytes: int  # of all microbatches in flight at the peak
     # Restored activations, temporarily unsharded parameters and gradients, fp8 weights, and slots for offloaded states.
     workspace_bytes: int
+    activation_bytes: int = 0  # of all microbatches in flight at the peak
     # Offloaded main parameters, optimizer states and activations; not in the total, which counts the device.
     host_bytes: int = 0
 
@@ -83,32 +83,23 @@ def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Sched
 
 
 def rank_memory(
-    config: RunConfig,
-    stages: Sequence[StagePlan],
-    activation_bytes: int,
-    host_activation_bytes: int = 0,
-    *,
-    everywhere: tuple[StagePlan, ...] | None = None,
+    config: RunConfig, stages: Sequence[StagePlan], *, everywhere: tuple[StagePlan, ...] | None = None
 ) -> RankMemory:
-    """Return the memory of a rank with `stages`.
+    """Return the memory of a rank with `stages`, without activations, which `planned_memory` adds.
 
     The distributed optimizer divides its states by dp·cp (for experts by their data-parallel size, with several
     instances by the ranks of one): the usual 6 + 12/dp bytes per parameter in bf16. With a parameter server this is the
     server's memory.
 
-    Args:
-        activation_bytes: at the schedule's peak (`activation_peaks`).
-        host_activation_bytes: offloaded ones (`host_peaks`).
-        everywhere: the stages of all ranks; default: as the schedule places them."""
+    `everywhere`: the stages of all ranks; default: as the schedule places them."""
     held, whole = _persistent_and_temporary(config, tuple(stages), everywhere or plan_stages(config))
     return RankMemory(
         parameters=held.parameters,
         parameter_bytes=math.ceil(held.parameter),
         gradient_bytes=math.ceil(held.gradient),
         optimizer_bytes=math.ceil(held.optimizer),
-        activation_bytes=activation_bytes,
         workspace_bytes=whole + max(recompute_workspace_bytes(config, plan) for plan in stages),
-        host_bytes=math.ceil(held.host) + host_activation_bytes,
+        host_bytes=math.ceil(held.host),
     )
 
 
@@ -135,7 +126,7 @@ def planned_memory(config: RunConfig, schedule: Schedule | None = None) -> list[
     return [
         dataclasses.replace(held, activation_bytes=peak, host_bytes=held.host_bytes + host)
         for held, peak, host in zip(
-            map_by_kind(of_rank, kind, lambda own: rank_memory(config, own, 0)),
+            map_by_kind(of_rank, kind, lambda own: rank_memory(config, own)),
             activation_peaks(config, stages, schedule),
             host_peaks(config, stages, schedule),
             strict=True,
@@ -161,7 +152,7 @@ def within_memory(config: RunConfig, limit: float) -> RunConfig:
         stages = cut_stages(config, placement)
         for rank in range(p.pp):
             own = [plan for plan in stages if plan.rank == rank]
-            most = max(most, rank_memory(config, own, 0, everywhere=stages).total_bytes)
+            most = max(most, rank_memory(config, own, everywhere=stages).total_bytes)
     if most >= limit:
         raise ConfigError(
             f"needs {format_bytes(most)} per rank without activations, over {format_bytes(limit)}: no schedule that auto "

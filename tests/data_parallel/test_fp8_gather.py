@@ -118,7 +118,7 @@ def test_bytes_of_a_step_equal_the_formulas(world: int, settings: Settings) -> N
         if config.parallel.dp_strategy == "distributed-optimizer":
             without = dataclasses.replace(config.parallel, fp8_param_gather=False)
             plain, ours = (
-                rank_memory(each, plan_stages(each), 0).workspace_bytes
+                rank_memory(each, plan_stages(each)).workspace_bytes
                 for each in (dataclasses.replace(config, parallel=without), config)
             )
             assert rank["own"] == ours - plain > 0

@@ -167,7 +167,7 @@ def held_and_planned(context: RankContext) -> list[tuple[int, int, int, int]]:
         planned = sum(bucket.host_bytes for bucket in held_buckets(here, rank))
         assert held._host is not None or planned == 0
         slots = 0 if held._host is None else HOST_SLOTS * held._host._slots[0].nbytes
-        plan, without = (rank_memory(each, stages_of_rank(each, rank), 0).workspace_bytes for each in (here, there))
+        plan, without = (rank_memory(each, stages_of_rank(each, rank)).workspace_bytes for each in (here, there))
         found.append((pinned_bytes(runner.replica), planned, slots, plan - without))
         held.close()
     return found
@@ -187,8 +187,8 @@ def test_device_memory_decreases_as_planned(settings: dict[str, Any]) -> None:
     shape = {"dp": 2, "hidden_size": 64}
     there, here = (tiny_config(2, **shape, **settings, **form) for form in ({}, HOST))
     found, before = rehearse(here, 0), rehearse(there, 0)
-    plan = rank_memory(here, stages_of_rank(here, 0), 0)
-    without = rank_memory(there, stages_of_rank(there, 0), 0)
+    plan = rank_memory(here, stages_of_rank(here, 0))
+    without = rank_memory(there, stages_of_rank(there, 0))
     assert found.host_bytes == pytest.approx(plan.host_bytes, rel=0.03) and before.host_bytes == 0
     saved = without.optimizer_bytes + without.workspace_bytes - plan.optimizer_bytes - plan.workspace_bytes
     assert before.built_bytes - found.built_bytes == pytest.approx(saved, rel=0.1)

@@ -10,7 +10,7 @@ import torch
 from megalite.config.rules.compute import OFFLOAD_MODULES
 from megalite.kernels import compiled
 from megalite.models import compute, offload
-from megalite.partition.memory import activation_peaks, host_peaks, rank_memory
+from megalite.partition.memory import host_peaks, planned_memory
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.rehearsal.run import rehearse
 from megalite.topology.host_memory import pinned
@@ -175,13 +175,8 @@ def test_host_and_device_bytes_equal_the_plan(rank: int, settings: dict[str, Any
     """Measures one of two ranks; each storage uses whole blocks of 512 bytes."""
     settings = {"pipeline_schedule": "1f1b", **SHAPE, **settings}
     config, plain = (tiny_config(2, pp=2, **{**settings, **more}) for more in (form, {}))
-    stages = plan_stages(config)
     schedule = schedule_of(config, 8)
-    own = [plan for plan in stages if plan.rank == rank]
-    plan = rank_memory(
-        config, own, activation_peaks(config, stages, schedule)[rank], host_peaks(config, stages, schedule)[rank]
-    )
-    without = rank_memory(plain, own, activation_peaks(plain, stages, schedule)[rank])
+    plan, without = (planned_memory(each, schedule)[rank] for each in (config, plain))
     ours, theirs = rehearse(config, rank), rehearse(plain, rank)
     assert ours.host_bytes == pytest.approx(plan.host_bytes, rel=0.03)
     assert theirs.peak_bytes - ours.peak_bytes == pytest.approx(without.total_bytes - plan.total_bytes, rel=0.15)

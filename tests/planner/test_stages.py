@@ -177,7 +177,7 @@ def held(config: RunConfig, count: int) -> list[float]:
     return [
         peak.size + of_rank.parameter_bytes + of_rank.gradient_bytes + of_rank.optimizer_bytes
         for plan, peak in zip(stages, peaks, strict=True)
-        for of_rank in [rank_memory(config, [plan], 0)]
+        for of_rank in [rank_memory(config, [plan])]
     ]
 
 

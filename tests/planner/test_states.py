@@ -75,7 +75,7 @@ def held(context: RankContext, settings: dict[str, Any]) -> int:
 def test_state_bytes_equal_the_plan(name: str) -> None:
     """Within 3 %: buckets are padded to 64 elements per rank."""
     config = tiny_config(2, dp=2, hidden_size=64, **CASES[name])
-    memory = rank_memory(config, plan_stages(config), 0)
+    memory = rank_memory(config, plan_stages(config))
     planned = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes + memory.host_bytes
     assert max(run_ranks(2, held, CASES[name])) == pytest.approx(planned, rel=0.03)
 
@@ -135,7 +135,7 @@ def test_temporarily_unsharded_bytes_equal_the_plan(name: str) -> None:
     whole = settings["dp_strategy"] == "fully-sharded"
     for rank, data, grad in run_ranks(world, whole_at_most, settings):
         plans = [plan for plan in plan_stages(config) if plan.rank == rank]
-        planned = rank_memory(config, plans, 0).workspace_bytes
+        planned = rank_memory(config, plans).workspace_bytes
         found = grad + (data if whole else 0)
         assert 0.97 * planned < found < 1.02 * planned
         assert world > 2 or found == pytest.approx(planned, rel=0.02)

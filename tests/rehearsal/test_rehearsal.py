@@ -141,7 +141,7 @@ def test_memory_equals_the_formula(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     config = tiny_config(world, **{**settings, **larger, "ddp_bucket_size": 40_000_000})
     found = rehearse(config, 0)
-    planned = rank_memory(config, [plan for plan in plan_stages(config) if plan.rank == 0], 0)
+    planned = rank_memory(config, [plan for plan in plan_stages(config) if plan.rank == 0])
     held = planned.parameter_bytes + planned.gradient_bytes + planned.optimizer_bytes
     assert found.parameters == planned.parameters
     assert found.end_bytes == pytest.approx(held, rel=0.01)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from megalite.partition.memory import activation_peaks, rank_memory
-from megalite.partition.pipeline import plan_stages, schedule_of
+from megalite.partition.memory import planned_memory
+from megalite.partition.pipeline import schedule_of
 from megalite.planner.search.features import Counter
 from megalite.planner.search.search import config_of, survey
 from megalite.planner.search.space import Layout
@@ -18,12 +18,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --micro-batch-size 2"
 def exact_bytes(request: Asked, layout: Layout) -> int:
     """Bytes of the fullest rank, by the code for one config."""
     config = config_of(request.request, layout.settings())
-    stages = plan_stages(config)
-    peaks = activation_peaks(config, stages, schedule_of(config, layout.pipeline.microbatches))
-    return max(
-        rank_memory(config, [plan for plan in stages if plan.rank == rank], peak).total_bytes
-        for rank, peak in enumerate(peaks)
-    )
+    schedule = schedule_of(config, layout.pipeline.microbatches)
+    return max(memory.total_bytes for memory in planned_memory(config, schedule))
 
 
 def sampled(request: Asked, count: int) -> list[tuple[Layout, float, int]]:
