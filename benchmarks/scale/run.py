@@ -25,9 +25,10 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # backend "fake"
 
 from benchmarks import common
-from megalite.checkpoint.commit import _merge, write_rank_part
+from megalite.checkpoint.files import FileEntry
+from megalite.checkpoint.folders import _merge, write_rank_part
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import FileEntry, Manifest, from_pieces, in_pieces
+from megalite.checkpoint.manifest import Manifest, from_pieces, in_pieces
 from megalite.checkpoint.save import _rank_part
 from megalite.cli.dry_run import dry_run
 from megalite.config.flags import Invocation, parse_arguments

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import TensorEntry
-from megalite.checkpoint.tiling import Slice, flat_boxes
+from megalite.checkpoint.manifest import Slice, TensorEntry, flat_boxes
 
 BLOCK = 1 << 22
 """Elements read at once from each of at most two tensors: 32 MiB in float64."""

@@ -1,18 +1,47 @@
-"""Name the checkpoints in a folder and list them. Imports no torch.
+"""Name, list and commit the checkpoints of a folder. Imports no torch.
 
 step-0000100            a committed checkpoint
 step-0000100.replaced   the previous checkpoint of the same step, while a new one replaces it
 .tmp-step-100           an unfinished save, in progress or left by a crash
 latest                  text: the name of the last committed checkpoint, for people and scripts
+
+A commit is atomic. The order of its steps ensures that a crash between any two of them leaves only checkpoints that verify:
+each rank writes and fsyncs its files and a list of them -> rank 0 merges the lists into the manifest and fsyncs it ->
+the lists are removed and the folder is fsynced -> the folder is renamed and its parent is fsynced -> `latest` is updated.
+An older checkpoint of the same step is first renamed to `step-N.replaced`, which loading also accepts, and removed last.
 """
 
+import contextlib
 import difflib
+import errno
+import json
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing
+from megalite.checkpoint.files import (
+    FileEntry,
+    entry_fault,
+    read_text,
+    remove_tree,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
+from megalite.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointMissing,
+    Manifest,
+    Part,
+    TensorEntry,
+    listed_files,
+    plain_parts,
+)
 from megalite.config.errors import CheckpointError
+from megalite.config.reading import gc_paused
 
 LATEST_NAME = "latest"
 REPLACED_SUFFIX = ".replaced"
@@ -115,3 +144,165 @@ def _subfolders(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir() if path.is_dir()]
     except OSError:
         return []
+
+
+part_name = "part-{}.json".format
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Files that one rank wrote, and the tensor slices in them."""
+
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+
+
+def prepare_staging(folder: Path, step: int) -> Path:
+    """Clean up after earlier crashes in `folder` and create the empty staging folder of a save (rank 0)."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        sync_folder(folder.parent)
+    remove_unfinished(folder)
+    for path in sorted(folder.iterdir()):
+        if step_of(path.name) is not None and path.name.endswith(REPLACED_SUFFIX):
+            _finish_replacing(path)
+    staging = folder / staging_name(step)
+    remove_tree(staging)
+    staging.mkdir()
+    sync_folder(folder)
+    return staging
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the remains of interrupted saves and removals (rank 0). Ignore entries that cannot be removed."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(STAGING_PREFIX):
+            with contextlib.suppress(OSError):
+                remove_tree(path)
+
+
+def _finish_replacing(aside: Path) -> None:
+    """Finish a replacement that a crash interrupted: remove the old checkpoint `aside` if the new one verifies.
+
+    Otherwise rename `aside` back, because it may be the only sound checkpoint.
+    """
+    proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
+    if proper.exists():
+        if _verifies(proper):
+            discard(aside)
+            return
+        proper.rename(_hidden(proper))
+    aside.rename(proper)
+    sync_folder(aside.parent)
+    remove_tree(_hidden(proper))
+
+
+def _verifies(checkpoint: Path) -> bool:
+    try:
+        files = listed_files(read_text(checkpoint / MANIFEST_NAME))
+    except CheckpointError:
+        return False
+    return all(entry_fault(checkpoint / name, entry) is None for name, entry in files.items())
+
+
+def discard(checkpoint: Path) -> None:
+    """Rename a checkpoint to a name that loading ignores, then remove it: half removed, it would look damaged."""
+    if not checkpoint.is_symlink() and not os.access(checkpoint, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint))
+    checkpoint.rename(_hidden(checkpoint))
+    remove_tree(_hidden(checkpoint))
+
+
+def _hidden(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}")
+
+
+def write_rank_part(staging: Path, rank: int, part: RankPart) -> None:
+    """Write the list of the files and tensors of `rank`, which rank 0 merges."""
+    write_durably(staging / part_name(rank), json.dumps(plain_parts(part.files, part.tensors)).encode())
+    sync_folder(staging)
+
+
+def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], None]) -> Path:
+    """Merge the parts of all ranks into the manifest and rename the staging folder to its final name (rank 0).
+
+    Args:
+        log: receives a warning about errors after the rename, which do not make the save fail.
+    """
+    manifest = _merge(staging, preamble, ranks)
+    text = manifest.to_json()
+    # Parse it before the rename: a manifest that cannot be loaded must not be committed.
+    Manifest.from_json(text, source=str(staging / MANIFEST_NAME))
+    write_durably(staging / MANIFEST_NAME, text.encode())
+    for rank in range(ranks):
+        (staging / part_name(rank)).unlink()
+    sync_folder(staging)
+    folder, name = staging.parent, step_name(manifest.step)
+    final, aside = folder / name, folder / (name + REPLACED_SUFFIX)
+    replacing = final.exists() or final.is_symlink()
+    if replacing:
+        final.rename(aside)
+    staging.rename(final)
+    sync_folder(folder)
+    # The checkpoint is committed: later failures are only logged.
+    try:
+        replace_durably(folder / LATEST_NAME, f"{name}\n".encode())
+        if replacing:
+            discard(aside)
+    except OSError as error:
+        log(f"warning: {final} is saved, but {error.filename or folder}: {error.strerror}")
+    return final
+
+
+def correct_latest(folder: Path, step: int) -> None:
+    """Write the checkpoint of `step`, the newest sound one, into `latest` (rank 0).
+
+    After a crash between the rename and the update, `latest` still names the previous checkpoint.
+    """
+    path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes() == text:
+            return
+    replace_durably(path, text)
+
+
+def abandon(staging: Path) -> None:
+    """Remove the files of a failed save, to free the disk space for the next one (rank 0)."""
+    with contextlib.suppress(OSError):
+        remove_tree(staging)
+
+
+def _merge(staging: Path, preamble: Manifest, ranks: int) -> Manifest:
+    files: dict[str, Any] = {}
+    known: dict[str, TensorEntry] = {}
+    parts: dict[str, list[Part]] = {}
+    with gc_paused():
+        for rank in range(ranks):
+            part = _read_part(staging, rank)
+            files.update(part.files)
+            for key, entry in part.tensors.items():
+                first = known.setdefault(key, entry)
+                if (first.dtype, first.global_shape) != (entry.dtype, entry.global_shape):
+                    raise CheckpointError(
+                        f"{key}: rank {rank} wrote {entry.dtype} of global shape {list(entry.global_shape)}, "
+                        f"an earlier rank {first.dtype} of {list(first.global_shape)}"
+                    )
+                parts.setdefault(key, []).extend(entry.parts)
+        tensors = {key: replace(entry, parts=tuple(parts[key])) for key, entry in known.items()}
+    return replace(preamble, files=files, tensors=tensors)
+
+
+def _read_part(staging: Path, rank: int) -> RankPart:
+    path = staging / part_name(rank)
+    try:
+        body = json.loads(read_text(path))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: rank {rank} wrote its files but rank 0 does not find them ({error}): "
+            f"all ranks must write to one folder, on a shared file system if they run on several machines"
+        ) from None
+    tensors = {}
+    for key, entry in body["tensors"].items():
+        parts = tuple(Part(p["file"], tuple((start, stop) for start, stop in p["slice"])) for p in entry["parts"])
+        tensors[key] = TensorEntry(entry["name"], entry["dtype"], tuple(entry["global_shape"]), parts)
+    return RankPart({name: FileEntry(**entry) for name, entry in body["files"].items()}, tensors)

@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.digests import entry_fault
-from megalite.checkpoint.files import open_plain, read_text
+from megalite.checkpoint.files import FileEntry, entry_fault, open_plain, read_text
 from megalite.checkpoint.folders import Candidate, candidates
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointMissing,
-    FileEntry,
     Manifest,
+    Slice,
     TensorEntry,
     from_pieces,
     in_pieces,
+    overlap,
     part_keys,
+    relative,
+    within,
 )
 from megalite.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import Record
-from megalite.checkpoint.tiling import Slice, overlap, relative, within
 from megalite.config.errors import CheckpointError
 from megalite.topology.group import Group
 

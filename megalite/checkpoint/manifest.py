@@ -5,16 +5,90 @@ sha256, which detects an edited or damaged manifest.
 """
 
 import hashlib
+import itertools
 import json
+import math
 import re
 from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megalite.checkpoint.tiling import Slice, tiling_fault, volume
+from megalite.checkpoint.files import FileEntry
 from megalite.config.errors import CheckpointError
 from megalite.config.reading import gc_paused
+
+# Equal to topology.layout.Slice. Defined here too, because packages of one row do not import each other.
+Slice = tuple[tuple[int, int], ...]
+"""Per dimension, the half-open range [start, stop)."""
+
+
+def volume(bounds: Slice) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def overlap(one: Slice, other: Slice) -> Slice | None:
+    """Return the intersection of two slices of one tensor, or None if it is empty."""
+    bounds = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return bounds if all(start < stop for start, stop in bounds) else None
+
+
+def within(bounds: Slice, shape: Sequence[int], *, may_be_empty: bool = False) -> bool:
+    """Return whether a slice lies inside a tensor of this shape and, unless `may_be_empty`, is not empty."""
+    return len(bounds) == len(shape) and all(
+        0 <= start <= stop <= size and (start < stop or may_be_empty)
+        for (start, stop), size in zip(bounds, shape, strict=True)
+    )
+
+
+def relative(bounds: Slice, origin: Slice) -> tuple[slice, ...]:
+    """Return the index of `bounds` in a tensor that contains the slice `origin`, a superset of `bounds`."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(bounds, origin, strict=True))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
+    """Return boxes that cover elements [start, stop) of a flattened tensor, in order. They are the end of a row, whole
+    rows and the start of a row; incomplete rows are split recursively."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        return _in_row(shape, last, start - last * row, stop - last * row)
+    boxes = _in_row(shape, first - 1, row - (first * row - start), row)
+    if first < last:
+        boxes.append(((first, last), *((0, size) for size in shape[1:])))
+    return boxes + _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Slice]:
+    return [((index, index + 1), *box) for box in flat_boxes(shape[1:], start, stop)]
+
+
+def tiling_fault(shape: Sequence[int], slices: Sequence[Slice]) -> str | None:
+    """Return how `slices` fail to cover every element of `shape` exactly once, or None if they do.
+
+    The sum of a box's corners with alternating signs is the mixed difference of its indicator function, so the boxes
+    tile the tensor if and only if their corners add up to the corners of the whole. This takes time linear in the
+    number of boxes; comparing pairs would be quadratic.
+    """
+    for bounds in slices:
+        if not within(bounds, shape):
+            return f"slice {list(bounds)} is empty or does not lie in shape {tuple(shape)}"
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole: Slice = tuple((0, size) for size in shape)
+    for bounds, weight in itertools.chain(((bounds, 1) for bounds in slices), [(whole, -1)]):
+        for ends in itertools.product((0, 1), repeat=len(shape)):
+            corner = tuple(bound[end] for bound, end in zip(bounds, ends, strict=True))
+            corners[corner] += -weight if sum(ends) % 2 else weight
+    if not any(corners.values()):
+        return None
+    excess = sum(volume(bounds) for bounds in slices) - math.prod(shape)
+    what = "overlap" if excess > 0 else "leave a gap" if excess < 0 else "overlap and leave a gap"
+    return f"its {len(slices)} parts {what} in shape {tuple(shape)}"
+
 
 FORMAT_VERSION = 3
 """The version that is written. Older versions are read: version 2 has no hash blocks; version 1 also has no `code`, and
@@ -70,16 +144,6 @@ def part_keys(key: str, files: Sequence[str]) -> list[str]:
         before[file] += 1
         keys.append(f"{file_key(key)}#{count}" if count else file_key(key))
     return keys
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Length in bytes and hash of a file, in hexadecimal. The hash is the sha256 of the concatenated sha256 digests of
-    the file's blocks of `block` bytes. If `block` is 0 or the file has only one block, it is the sha256 of the file."""
-
-    length: int
-    sha256: str
-    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,14 +240,14 @@ def from_pieces(body: dict[str, Any], texts: dict[str, str]) -> Manifest:
     return replace(_parse_manifest(body), tensors=_Entries(texts))
 
 
-def listed_files(text: str, *, source: str = MANIFEST_NAME) -> dict[str, FileEntry]:
+def listed_files(text: str) -> dict[str, FileEntry]:
     """Return the files that a manifest lists. Checks the manifest's own sha256 and this field only."""
     try:
         with gc_paused():
             files = _typed(_unseal(text).get("files"), dict, "files")
             return {name: _parse_file(name, value) for name, value in files.items()}
     except _Fault as fault:
-        raise CheckpointError(f"{source}: {_presentable(str(fault))}") from None
+        raise CheckpointError(f"{MANIFEST_NAME}: {_presentable(str(fault))}") from None
 
 
 def seal(body: dict[str, Any]) -> str:

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.digests import BLOCK, RunningDigest
-from megalite.checkpoint.files import CHUNK, BackgroundWork, create, open_plain, sync_file, write_at
-from megalite.checkpoint.manifest import FileEntry
+from megalite.checkpoint.files import (
+    BLOCK,
+    CHUNK,
+    BackgroundWork,
+    FileEntry,
+    RunningDigest,
+    create,
+    open_plain,
+    sync_file,
+    write_at,
+)
 from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
 

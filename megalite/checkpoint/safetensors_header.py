@@ -38,8 +38,8 @@ class Record:
         return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
-def file_bytes(records: Sequence[Record], metadata: Mapping[str, str] = FORMAT_PT) -> int:
-    return len(header_bytes(records, metadata)) + sum(record.nbytes for record in records)
+def file_bytes(records: Sequence[Record]) -> int:
+    return len(header_bytes(records, FORMAT_PT)) + sum(record.nbytes for record in records)
 
 
 def header_bytes(records: Sequence[Record], metadata: Mapping[str, str]) -> bytes:

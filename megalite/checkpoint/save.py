@@ -16,13 +16,22 @@ import torch
 
 import megalite
 from megalite import __version__
-from megalite.checkpoint.commit import RankPart, abandon, discard, part_name, prepare_staging, publish, write_rank_part
-from megalite.checkpoint.files import free_bytes, read_text, write_durably
-from megalite.checkpoint.folders import candidates, staging_name, step_name
+from megalite.checkpoint.files import FileEntry, free_bytes, read_text, write_durably
+from megalite.checkpoint.folders import (
+    RankPart,
+    abandon,
+    candidates,
+    discard,
+    part_name,
+    prepare_staging,
+    publish,
+    staging_name,
+    step_name,
+    write_rank_part,
+)
 from megalite.checkpoint.load import verify_files
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     Part,
     TensorEntry,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megalite.checkpoint.digests import entry_fault
-from megalite.checkpoint.files import file_length, open_plain, read_text
+from megalite.checkpoint.files import entry_fault, file_length, open_plain, read_text
 from megalite.checkpoint.folders import STAGING_PREFIX, candidates, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest, part_keys
 from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header

@@ -11,22 +11,23 @@ import torch
 import yaml
 
 from megalite import __version__
+from megalite.checkpoint.files import FileEntry
 from megalite.checkpoint.folders import LATEST_NAME, candidates, step_name, step_of
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
 from megalite.checkpoint.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     Part,
+    Slice,
     TensorEntry,
     file_key,
+    flat_boxes,
     optimizer_key,
     weight_key,
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.checkpoint.save import code_version
-from megalite.checkpoint.tiling import Slice, flat_boxes
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import level_from_text

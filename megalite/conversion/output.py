@@ -21,6 +21,7 @@ import torch
 
 from megalite import __version__
 from megalite.checkpoint.files import (
+    FileEntry,
     file_length,
     lock_folder,
     not_writable,
@@ -30,7 +31,6 @@ from megalite.checkpoint.files import (
     sync_folder,
     write_durably,
 )
-from megalite.checkpoint.manifest import FileEntry
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
 from megalite.config.errors import CheckpointError

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.checkpoint.files import CHUNK, sync_folder, write_durably
+from megalite.checkpoint.files import CHUNK, free_bytes, sync_folder, write_durably
 from megalite.config.errors import ConfigError
 
 Arrays = dict[str, NDArray[Any]]
@@ -120,8 +120,7 @@ class IndexCache:
         large = [recipe for recipe in recipes if recipe.nbytes >= self.small_bytes]
         missing = [recipe for recipe in large if not (self.folder / recipe.key).exists()]
         nbytes = sum(recipe.nbytes for recipe in missing)
-        existing = next((folder for folder in (self.folder, *self.folder.parents) if folder.is_dir()), None)
-        if existing is not None and missing and shutil.disk_usage(existing).free < nbytes:
+        if missing and free_bytes(self.folder) < nbytes:
             text = f"no room for {nbytes / 1e6:.0f} MB in {len(missing)} indices"
             self._complain(OSError(errno.ENOSPC, text), missing[0])
 

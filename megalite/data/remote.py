@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-from megalite.checkpoint.digests import RunningDigest
+from megalite.checkpoint.files import RunningDigest
 from megalite.checkpoint.folders import LATEST_NAME, step_name, step_of
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.config.data import HUB, PATH_SETTINGS, TEXT_SUFFIXES, is_address, names_text

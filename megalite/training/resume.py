@@ -11,9 +11,8 @@ import torch
 
 from megalite.checkpoint.files import THREADS
 from megalite.checkpoint.load import Checkpoint, find_checkpoint
-from megalite.checkpoint.manifest import CheckpointMissing, Manifest, TensorEntry, optimizer_key, weight_key
+from megalite.checkpoint.manifest import CheckpointMissing, Manifest, Slice, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
-from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, is_address, parse_data_path
 from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.model import ModelConfig, free_settings

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.checkpoint.commit import correct_latest, remove_unfinished
 from megalite.checkpoint.files import lock_folder, replace_durably
+from megalite.checkpoint.folders import correct_latest, remove_unfinished
 from megalite.config.describe import redact_text, sectioned
 from megalite.config.errors import ConfigError, TakenError
 from megalite.config.exit_codes import NO_PROGRESS

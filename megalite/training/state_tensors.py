@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.manifest import optimizer_key
+from megalite.checkpoint.manifest import flat_boxes, optimizer_key, volume
 from megalite.checkpoint.save import SavedTensor
-from megalite.checkpoint.tiling import flat_boxes, volume
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement

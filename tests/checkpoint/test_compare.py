@@ -12,7 +12,7 @@ import torch
 import megalite.checkpoint.compare as compare_module
 from megalite.checkpoint.compare import BLOCK, blocks, statistics
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.tiling import Slice, tiling_fault, volume
+from megalite.checkpoint.manifest import Slice, tiling_fault, volume
 from megalite.cli.inspect import DIFFERENT, OK
 from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
 from tests.checkpoint.samples import CPU, SOLO, columns, find, sample_tensors, save_as

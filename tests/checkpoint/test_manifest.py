@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, file_key, optimizer_key, weight_key
-from megalite.checkpoint.tiling import flat_boxes, tiling_fault
+from megalite.checkpoint.files import FileEntry
+from megalite.checkpoint.manifest import (
+    Manifest,
+    Part,
+    TensorEntry,
+    file_key,
+    flat_boxes,
+    optimizer_key,
+    tiling_fault,
+    weight_key,
+)
 from megalite.config.errors import CheckpointError
 
 W = "weight:w"

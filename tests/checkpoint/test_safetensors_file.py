@@ -12,9 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megalite.checkpoint.safetensors_file as safetensors_file
-from megalite.checkpoint.digests import BLOCK, RunningDigest, entry_fault
-from megalite.checkpoint.files import CHUNK
-from megalite.checkpoint.manifest import FileEntry
+from megalite.checkpoint.files import BLOCK, CHUNK, FileEntry, RunningDigest, entry_fault
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsReader, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record, file_bytes
 from megalite.config.errors import CheckpointError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.checkpoint.commit as commit
+import megalite.checkpoint.folders as commit
 import megalite.checkpoint.safetensors_file as safetensors_file
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.safetensors_file import SafetensorsWriter

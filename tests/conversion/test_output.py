@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from megalite.checkpoint.load import Checkpoint
-from megalite.checkpoint.tiling import Slice
+from megalite.checkpoint.manifest import Slice
 from megalite.conversion import weights as blockwise
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.manifest import CheckpointMissing, FileEntry, Manifest
+from megalite.checkpoint.files import FileEntry
+from megalite.checkpoint.manifest import CheckpointMissing, Manifest
 from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.run import RunConfig

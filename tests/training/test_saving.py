@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.checkpoint.commit as commit
 import megalite.checkpoint.files as files
+import megalite.checkpoint.folders as commit
 import megalite.checkpoint.save as saving
 from megalite.checkpoint.load import find_checkpoint
 from megalite.config.errors import CheckpointError, ConfigError

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.manifest import TensorEntry, weight_key
+from megalite.checkpoint.manifest import Slice, TensorEntry, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SafetensorsReader
 from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
-from megalite.checkpoint.tiling import Slice
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig
