@@ -217,8 +217,8 @@ class DeferredWeightGradients:
                 waiting[0].start()
             grad = current.compute()
             if grad is not None:
-                parameter = current.parameter
-                returned[parameter] = returned[parameter] + grad if parameter in returned else grad
+                owner = current.parameter
+                returned[owner] = returned[owner] + grad if owner in returned else grad
         for parameter, grad in returned.items():
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
