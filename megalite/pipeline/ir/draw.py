@@ -326,7 +326,7 @@ def _fill(kind: Kind, chunk: int, chunks: int) -> str:
 
 def _box(style: str, x: float, y: float, width: float, height: float, about: str = "") -> str:
     shape = f'<rect class="{style}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" rx="2"'
-    return f"{shape}><title>{escape(about, quote=False)}</title></rect>" if about else f"{shape}/>"
+    return f"{shape}><title>{about}</title></rect>" if about else f"{shape}/>"
 
 
 def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "") -> str:
