@@ -17,7 +17,9 @@ from megalite.generation.continuation import (
     continuations_of,
 )
 from megalite.models.gpt import GPTStage
+from megalite.pipeline.executor import P2PCommunicator
 from megalite.pipeline.messages import P2PCommunicator
+from megalite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
 
@@ -169,7 +171,5 @@ def _chosen(stage: GPTStage, batch: Batch, logits: torch.Tensor, sampling: Sampl
 
 def whole_vocabulary(stage: GPTStage, logits: torch.Tensor) -> torch.Tensor:
     """Gather logits [b, V/tp] to [b, vocab_size], without padding. Collectives: an all-gather over tp."""
-    parts = logits.new_empty(stage.tp.size * logits.shape[0], logits.shape[1])
-    stage.tp.all_gather(parts, logits.contiguous())
-    whole = parts.view(stage.tp.size, *logits.shape).transpose(0, 1).flatten(1)
-    return whole[:, : stage.config.vocab_size]
+    assert stage.config.vocab_size is not None
+    return gather_from_tensor_parallel_region(logits, size=stage.config.vocab_size, tp=stage.tp)

@@ -7,6 +7,7 @@ copy.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megalite.topology.group import Group, conjugate
 
@@ -70,6 +71,26 @@ def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     if tp.size == 1:
         return x
     return conjugate(x, lambda x: gather_along_sequence(x, tp), lambda grad: grad.chunk(tp.size)[tp.rank])
+
+
+def gather_from_tensor_parallel_region(x: Tensor, *, size: int, tp: Group) -> Tensor:
+    """Gather [..., n/tp] -> [..., size] for replicated computation, without the columns from `size` on, which are padding.
+
+    Collectives: forward all-gather / backward none, because every rank has the same gradient.
+    """
+    if tp.size == 1:
+        return x[..., :size]
+    width = x.shape[-1]
+
+    def gathered(x: Tensor) -> Tensor:
+        parts = gather_along_sequence(x, tp).chunk(tp.size)
+        return torch.cat([part[..., : max(size - rank * width, 0)] for rank, part in enumerate(parts)], dim=-1)
+
+    def own(grad: Tensor) -> Tensor:
+        part = grad[..., tp.rank * width : (tp.rank + 1) * width]
+        return pad(part, (0, width - part.shape[-1]))
+
+    return conjugate(x, gathered, own)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:

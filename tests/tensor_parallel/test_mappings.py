@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.tensor_parallel.mappings import (
+    gather_from_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     replicate_from_sequence_parallel_region,
@@ -90,3 +91,22 @@ def test_autograd_pairs(tp: int) -> None:
             what = f"{name} on rank {rank} of {tp}: "
             for ours, expected in zip(found[rank][name], (outputs[rank], grads[rank]), strict=True):
                 torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14, msg=what.__add__)
+
+
+def gathered_columns(context: RankContext, tp: int) -> tuple[Tensor, Tensor]:
+    group = context.topology(tp=tp).tp
+    x = drawn(group.rank, S).requires_grad_()
+    y = gather_from_tensor_parallel_region(x, size=5, tp=group)
+    y.backward(torch.ones(S, 2, 1) * torch.arange(1.0, 6.0, dtype=torch.float64))
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gather_of_columns_omits_padding(tp: int) -> None:
+    """Of four ranks with 3 columns each the last two have only padding."""
+    found = run_ranks(tp, gathered_columns, tp)
+    joint = torch.cat([drawn(rank, S) for rank in range(tp)], dim=-1)[..., :5]
+    for rank, (y, grad) in enumerate(found):
+        assert torch.equal(y, joint) and y.is_contiguous()
+        expected = [float(column + 1) * (column < 5) for column in range(3 * rank, 3 * rank + 3)]
+        assert torch.equal(grad, torch.tensor(expected, dtype=torch.float64).expand_as(grad))
