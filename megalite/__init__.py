@@ -12,6 +12,7 @@ _MODULES = {
     "ConfigError": "megalite.config.errors",
     "DATASETS": "megalite.config.data",
     "KERNELS": "megalite.config.compute",
+    "LOSSES": "megalite.config.training",
     "LR_SCHEDULES": "megalite.config.optimizer",
     "OPTIMIZERS": "megalite.config.optimizer",
     "Optimizer": "megalite.optimizers.base",

@@ -34,6 +34,22 @@ MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """Facts about one loss."""
+
+    logits: float = 3.0
+    """Most tensors of the size of the logits, [s/cp, b, V] in fp32 (fp64), that exist at once in forward and backward, by
+    which memory is planned. Default: one that torch's cross-entropy saves, its gradient, and that of the logits."""
+
+
+LOSSES: Registry[Callable[..., Any]] = Registry(
+    "loss", {"cross-entropy": "megalite.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"}, LossFacts
+)
+"""Losses. Register a function of (logits [s/cp, b, V] in fp32 or fp64, labels [s/cp, b]) that returns each token's loss
+[s/cp, b] with `@LOSSES.register("mine")`. It gets the logits of all tp ranks; the built-in one works on each rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length, batch sizes and number format of the run."""
 
@@ -57,6 +73,8 @@ class TrainingConfig:
     """Seed of initial weights, data order and dropout."""
     precision: str = option("fp32", choices=("fp32", "bf16", "fp16", "fp64"), basic=True)
     """Number format of parameters and activations; bf16 and fp16 keep fp32 main parameters and gradients."""
+    loss: str = option("cross-entropy", choices=LOSSES)
+    """Loss of a token, of which the run minimises the mean: cross-entropy, or one registered by --import."""
     loss_scale: float | None = option(None, above=0, below=2**64)
     """Fixed loss scale for fp16; default: dynamic."""
     initial_loss_scale: float = option(65536.0, above=0, below=2**64)

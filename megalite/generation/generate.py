@@ -17,7 +17,6 @@ from megalite.generation.continuation import (
     continuations_of,
 )
 from megalite.models.gpt import GPTStage
-from megalite.pipeline.executor import P2PCommunicator
 from megalite.pipeline.messages import P2PCommunicator
 from megalite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megalite.topology.group import Group

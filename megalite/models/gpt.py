@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.registry import imported
+from megalite.config.training import LOSSES
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import attention_factor, dropout_mask, masked_dropout, rope_frequencies, rope_tables
@@ -28,9 +29,8 @@ from megalite.models.context import (
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import StageLayers
-from megalite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
-from megalite.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megalite.tensor_parallel.mappings import gather_from_tensor_parallel_region, scatter_to_sequence_parallel_region
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tensor_parallel.random import DropoutStream
 from megalite.topology.layout import Spans, sequence_spans
@@ -71,10 +71,28 @@ class Embedding(Module):
         return masked_dropout(x, keep, self.dropout)
 
 
+def token_losses(name: str, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return a registered loss of each token [s, b], of logits [s, b, V] and labels [s, b]. Raises ConfigError: it has
+    another shape or dtype, or no gradient."""
+    losses = LOSSES.get(name)(logits, labels)
+    found, wanted = (
+        f"{list(each.shape)} in {each.dtype}" if isinstance(each, Tensor) else type(each).__name__
+        for each in (losses, logits[..., 0])
+    )
+    if found != wanted:
+        raise ConfigError(
+            f"loss {name} returns {found} for logits {list(logits.shape)} and labels {list(labels.shape)}; it must "
+            f"return {wanted}, the loss of each token"
+        )
+    if logits.requires_grad and not losses.requires_grad:
+        raise ConfigError(f"loss {name} has no gradient for its logits; compute it with differentiable operations")
+    return losses
+
+
 class Head(Module):
     """Final norm and projection to the vocabulary, with a separate weight or the word embedding's.
 
-    `mtp`: the layers of multi-token prediction; they take the output of the norm and share the projection.
+    `mtp`: the layers of multi-token prediction; they take the output of the norm and share the projection and the loss.
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class Head(Module):
         *,
         factory: ParameterFactory,
         weight: ShardedParameter,
+        loss: str,
         mtp: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -94,7 +113,9 @@ class Head(Module):
         self.mtp = mtp
         self.norm = Norm("final_norm", config, factory=factory)
         self._products = Products(factory.kernel("matmul", config.hidden_size))
-        self._cross_entropy = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
+        self._loss = loss
+        if loss in LOSSES.builtin:
+            self._kernel = factory.kernel("cross_entropy", config.padded_vocab_size // factory.tp.size)
 
     def forward(self, x: Tensor, context: ForwardContext, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] (or split over s) -> logits [s, b, V/tp], or with labels [b, s] the token losses [b, s]."""
@@ -112,18 +133,19 @@ class Head(Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits, labels = self._logits(x), labels.t().contiguous()
-        first, kernel = self.tp.rank * logits.shape[-1], self._cross_entropy
-        return vocab_parallel_cross_entropy(
-            logits, labels, first=first, vocab_size=self.vocab_size, tp=self.tp, kernel=kernel
-        ).t()
+        logits, labels, size = self._logits(x), labels.t().contiguous(), self.vocab_size
+        if self._loss in LOSSES.builtin:
+            losses, first = LOSSES.get(self._loss), self.tp.rank * logits.shape[-1]
+            return losses(logits, labels, first=first, vocab_size=size, tp=self.tp, kernel=self._kernel).t()
+        logits = gather_from_tensor_parallel_region(logits, size=size, tp=self.tp)
+        return token_losses(self._loss, logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).t()
 
 
 class GPTStage(Module):
     """The layers of `part`, preceded by the embedding and followed by the head if they belong to the stage.
 
     With tied embeddings and only one of embedding and head, the weight is one of two copies. `word`: the weight of the
-    embedding if another stage of this rank has it; the head then shares it.
+    embedding if another stage of this rank has it; the head then shares it. `loss`: one of `LOSSES`.
     """
 
     def __init__(
@@ -136,6 +158,7 @@ class GPTStage(Module):
         recompute: Recompute | None = None,
         cp_comm_type: str = "p2p",
         word: ShardedParameter | None = None,
+        loss: str = "cross-entropy",
     ) -> None:
         super().__init__()
         self.config, self.factory, self.seq_length = config, factory, seq_length
@@ -175,7 +198,7 @@ class GPTStage(Module):
                 )
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + mtp_layers)
             assert head is not None
-            self.head = Head(config, factory=factory, weight=head, mtp=mtp)
+            self.head = Head(config, factory=factory, weight=head, loss=loss, mtp=mtp)
         self._rows: dict[int, tuple[tuple[Spans, ...], Tensor]] = {}
         """Sequence length -> spans of each cp rank, and this rank's positions."""
         self._rope: dict[bool, tuple[Tensor, Tensor]] = {}  # local base (rotary_base_local) or not -> cos, sin

@@ -15,7 +15,7 @@ from megalite.tensor_parallel.layers import ReplicatedLinear, vocab_parallel_loo
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""(normalized hidden states, labels [b, s/cp]) -> cross-entropy of each token [b, s/cp]."""
+"""(normalized hidden states, labels [b, s/cp]) -> loss of each token [b, s/cp]."""
 
 
 class MTPLayer(Module):

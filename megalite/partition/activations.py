@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megalite.config.describe import replace
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, cache_by_reading
+from megalite.config.training import LOSSES
 from megalite.models.shapes import map_by_kind, map_layers
 from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.memory import Sizes
@@ -282,10 +283,14 @@ def offloaded_activation_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 
 def _head(config: RunConfig) -> float:
-    """Return the bytes per token of the inputs of final norm and head, and of the logits or what the loss keeps."""
-    model, (e, _, whole) = config.model, _sizes(config)
-    capped = 1 + (model.final_logit_softcapping is not None)
-    return 2 * e * model.hidden_size / whole + capped * e * model.padded_vocab_size / config.parallel.tp
+    """Return the bytes per token of the inputs of final norm and head, and of the logits or what the loss keeps; a
+    registered loss is counted with its backward."""
+    model, (e, exact, whole) = config.model, _sizes(config)
+    vocabulary, name = model.padded_vocab_size, config.training.loss
+    own = e * vocabulary / config.parallel.tp
+    losses = own if name in LOSSES.builtin else LOSSES.facts(name).logits * exact * vocabulary
+    capped = own * (model.final_logit_softcapping is not None)
+    return 2 * e * model.hidden_size / whole + capped + losses
 
 
 def _mtp_bytes(config: RunConfig, index: int) -> int:

@@ -32,7 +32,7 @@ class Callback:
         """Called after each step with its line of metrics.jsonl: step, consumed_samples, loss, lr, grad_norm, ..."""
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Called with valid_loss and valid_perplexity, or test_loss and test_perplexity, in `record`."""
+        """Called with valid_loss or test_loss in `record`; of cross-entropy also valid_perplexity or test_perplexity."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path | str) -> None:
         """Called when the checkpoint at `path` is complete; with async_save this is some steps after its own step."""

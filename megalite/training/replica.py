@@ -16,6 +16,7 @@ from megalite.config.model import BLOCKS
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
 from megalite.config.strategies import STRATEGIES
+from megalite.config.training import LOSSES
 from megalite.data.loader import Balance
 from megalite.data_parallel.facts import bucket_size, strategy_states
 from megalite.data_parallel.shards import (
@@ -28,7 +29,7 @@ from megalite.data_parallel.shards import (
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
-from megalite.models.gpt import GPTStage
+from megalite.models.gpt import GPTStage, token_losses
 from megalite.models.recompute import Recompute
 from megalite.models.shapes import check_lr_multipliers, layer_shapes, treatment
 from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment, check_states
@@ -331,6 +332,7 @@ def build_stages(
                 cp_comm_type=config.parallel.cp_comm_type,
                 # In a V-shaped schedule one rank has the first and the last stage.
                 word=first.embedding.word.weight if first is not None and first.embedding is not None else None,
+                loss=config.training.loss,
             )
             if config.model.block not in BLOCKS.builtin:
                 _check_parameters(config, part, stage)
@@ -373,7 +375,12 @@ def build_modules(config: RunConfig, topology: Topology, programs: Programs) -> 
     numerics = use_numerics(config.compute, topology.device)
     if config.compute.deterministic:
         fix_cublas_workspace()
-    stages = build_stages(config, programs.stages, topology, Precision.of(config.training.precision), kernels)
+    precision = Precision.of(config.training.precision)
+    if config.training.loss not in LOSSES.builtin:  # try it before the run begins, on all ranks
+        logits = torch.zeros(3, 2, config.model.vocab_size or 0, dtype=precision.main, device=topology.device)
+        # A copy, because a loss may overwrite its logits.
+        token_losses(config.training.loss, logits.requires_grad_().clone(), logits[..., 0].long())
+    stages = build_stages(config, programs.stages, topology, precision, kernels)
     lines = [*numerics, *(line for stage in stages.values() for line in apply_compute(stage, config))]
     return stages, kernels, tuple(dict.fromkeys(lines))
 

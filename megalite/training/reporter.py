@@ -170,11 +170,12 @@ class Reporter:
         log_interval: int,
         total_steps: int,
         device: torch.device,
+        is_cross_entropy: bool = True,
         spikes: LossSpikes | None = None,
         instruments: Instruments | None = None,
     ) -> None:
         self._log, self._sinks, self._meter, self._device = log, sinks, meter, device
-        self._spikes, self._instruments = spikes, instruments
+        self._spikes, self._instruments, self._is_cross_entropy = spikes, instruments, is_cross_entropy
         self._interval, self._total = log_interval, total_steps
         self._known: dict[str, float] = {}
         self._begin_interval()
@@ -311,10 +312,13 @@ class Reporter:
     def evaluation(self, loss: float, *, at: Progress, split: str = "valid") -> None:
         """Report a loss on the validation or test split."""
         name = "validation" if split == "valid" else split
-        perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
-        self._log(f"{self._at(at)}  {name} loss {loss:.4f}  perplexity {perplexity:.2f}")
-        record = {"kind": split, "step": at.step, "consumed_samples": at.samples}
-        self._write({**record, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+        line = f"{self._at(at)}  {name} loss {loss:.4f}"
+        record = {"kind": split, "step": at.step, "consumed_samples": at.samples, f"{split}_loss": loss}
+        if self._is_cross_entropy:
+            record[f"{split}_perplexity"] = perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
+            line += f"  perplexity {perplexity:.2f}"
+        self._log(line)
+        self._write(record)
         self.restart_clock()
 
     def close(self) -> None:

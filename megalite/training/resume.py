@@ -238,7 +238,7 @@ SCHEDULE = (
 
 
 _NUMBERS = {
-    "training": ("precision", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    "training": ("loss", "precision", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     "optimizer": ("optimizer", *SCHEDULE, "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
     "model": ("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 }

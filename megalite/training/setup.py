@@ -26,7 +26,7 @@ from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.run import writers as wanted_writers
-from megalite.config.training import TrainingConfig
+from megalite.config.training import LOSSES, TrainingConfig
 from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
@@ -100,7 +100,7 @@ class Loaders:
     """Receives messages of the datasets about their indices."""
 
 
-def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -> RunConfig:
+def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any, loss: Any) -> RunConfig:
     """Return the config with the registered names of parts that were passed as objects."""
     if isinstance(model, ModelConfig):
         config = dataclasses.replace(config, model=model)
@@ -113,6 +113,8 @@ def with_parts(config: RunConfig, *, dataset: Any, model: Any, optimizer: Any) -
         config = replace(config, block=BLOCKS.name_of(model))
     if optimizer is not None:
         config = replace(config, optimizer=OPTIMIZERS.name_of(optimizer))
+    if loss is not None:
+        config = replace(config, loss=LOSSES.name_of(loss))
     if dataset is not None:
         config = replace(config, dataset=_named_dataset(dataset))
     return config

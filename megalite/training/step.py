@@ -71,7 +71,7 @@ class StepResult:
     """Result of a step; the same on every rank of the strategy's `scope`."""
 
     loss: float
-    """Mean cross-entropy over all unmasked tokens of the global batch, or of the scope's share of it."""
+    """Mean loss over all unmasked tokens of the global batch, or of the scope's share of it."""
     grad_norm: float
     """Global L2 norm before clipping."""
     lr: float

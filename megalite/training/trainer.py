@@ -13,6 +13,7 @@ from megalite.config.exit_codes import DONE
 from megalite.config.registry import import_modules, imported
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig, saves_at
+from megalite.config.training import LOSSES
 from megalite.config.validate import check_rules, validate
 from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
@@ -62,6 +63,7 @@ class Trainer:
             training only; or a mapping from train, valid and test to such datasets.
         model: replaces `config.model.block`: a registered layer or its name; or `config.model`: a ModelConfig.
         optimizer: replaces `config.optimizer.optimizer`: a registered class or its name.
+        loss: replaces `config.training.loss`: a registered function or its name.
         callbacks: called on rank 0.
         explicit: settings that the user set by name.
         fixed: the explicit settings that an elastic run must not change.
@@ -86,6 +88,7 @@ class Trainer:
         dataset: Any = None,
         model: Any = None,
         optimizer: Any = None,
+        loss: Any = None,
         callbacks: Sequence[Callback] = (),
         explicit: frozenset[str] = frozenset(),
         fixed: frozenset[str] = frozenset(),
@@ -101,7 +104,7 @@ class Trainer:
                 f"a Trainer takes a RunConfig, not a {type(config).__name__}; write Trainer(configure(**settings))"
             )
         import_modules(config.training.imports)
-        self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer)
+        self.config = with_parts(config, dataset=dataset, model=model, optimizer=optimizer, loss=loss)
         self._explicit, self._fixed = explicit, fixed
         self._started = time.time() if started is None else started
         self._watched, self._take_layout, self._tokenize = watched, take_layout, tokenize
@@ -265,6 +268,7 @@ class Trainer:
             log_interval=config.logging.log_interval,
             total_steps=self.total,
             device=topology.device,
+            is_cross_entropy=config.training.loss in LOSSES.builtin,
             instruments=self.instruments,
         )
         stack.callback(self._close)

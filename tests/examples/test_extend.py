@@ -33,7 +33,7 @@ def train(ranks: int, run_dir: Path, *flags: str) -> list[float]:
 
 def test_examples_are_short() -> None:
     lengths = [len(path.read_text().splitlines()) for path in EXTEND.glob("*.py")]
-    assert len(lengths) == 5 and max(lengths) < 60
+    assert len(lengths) == 6 and max(lengths) < 60
 
 
 def test_dataset_resumes_on_another_layout(tmp_path: Path) -> None:
@@ -72,6 +72,22 @@ def test_optimizer_resumes_on_another_layout(tmp_path: Path) -> None:
     assert again == pytest.approx(one[3:], rel=1e-9)
 
 
+def test_loss_resumes_on_another_layout(tmp_path: Path) -> None:
+    """Its name is in the checkpoint, so a run without it says so."""
+    flags = f"--import examples.extend.smooth_z --loss smooth-z {MOCK} --eval-interval 3 --eval-iters 1"
+    one = train(1, tmp_path / "one", flags)
+    two = tmp_path / "two"
+    saves = f"--save-interval 3 --load {two}/checkpoints --fresh-if-missing"
+    assert train(2, two, flags, saves, "--tp 2 --sequence-parallel --exit-interval 3") == pytest.approx(
+        one[:3], rel=1e-9
+    )
+    without = train_forked(1, *f"{MODEL} {STEPS} {MOCK} --load {two}/checkpoints".split())
+    assert "other settings than the checkpoint's run had: loss smooth-z -> cross-entropy" in without.out
+    assert train(2, two, flags, saves, "--pp 2") == pytest.approx(one, rel=1e-9)
+    ours, expected = losses(two, "valid"), losses(tmp_path / "one", "valid")
+    assert [ours[0], ours[-1]] == pytest.approx([expected[0], expected[-1]], rel=1e-9)
+
+
 def test_schedule_and_metrics_writer(tmp_path: Path) -> None:
     flags = f"--import examples.extend.eager_1f1b --pipeline-schedule eager-1f1b {MOCK} --micro-batch-size 1"
     writer = "--import examples.extend.best_loss --metrics best-loss --eval-interval 2 --eval-iters 1"
@@ -103,6 +119,14 @@ def test_other_commands_know_the_additions() -> None:
     assert memory["optimizer_bytes"] == 8 * memory["parameters"], "one state, of 8 bytes in fp64"
     assert said("config --show", lion)["training"]["imports"] == ["examples.extend.lion"]
     assert said("rehearse", lion)
+    loss = f"--import examples.extend.smooth_z --loss smooth-z {MOCK} {MODEL} {STEPS} --tp 2 --json"
+    assert said("rehearse", loss)
+    (planned,), (usual,) = (
+        said("train --dry-run", flags)["memory"]["pipeline_ranks"]
+        for flags in (loss, f"{MOCK} {MODEL} {STEPS} --tp 2 --json")
+    )
+    # Five tensors [16, 1, 64 columns] of 8 bytes, instead of the 64 columns of one rank.
+    assert planned["activation_bytes"] - usual["activation_bytes"] == 16 * 8 * (5 * 128 - 64)
     drawn = "schedule --import examples.extend.eager_1f1b --schedule eager-1f1b --pp 4 --microbatches 8 --json"
     assert "eager-1f1b" in json.dumps(said(drawn))
 

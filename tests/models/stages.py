@@ -56,6 +56,7 @@ def build(
     sequence_parallel: bool = False,
     seq_length: int = S,
     seed: int = 5,
+    loss: str = "cross-entropy",
 ) -> GPTStage:
     """Layers [first, last) of `cut`, by default all, on one rank of a topology, or of a tp group only."""
     first, last = cut or (0, model.num_layers)
@@ -71,6 +72,7 @@ def build(
         factory=factory,
         seq_length=seq_length,
         recompute=recompute,
+        loss=loss,
     )
 
 

@@ -103,7 +103,7 @@ def gathered_columns(context: RankContext, tp: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_gather_of_columns_omits_padding(tp: int) -> None:
-    """Of four ranks with 3 columns each the last two have only padding."""
+    """Four ranks have 3 columns each, of which the last two ranks have only padding."""
     found = run_ranks(tp, gathered_columns, tp)
     joint = torch.cat([drawn(rank, S) for rank in range(tp)], dim=-1)[..., :5]
     for rank, (y, grad) in enumerate(found):

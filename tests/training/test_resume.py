@@ -282,11 +282,13 @@ def test_changed_training_settings_are_logged() -> None:
     config = tiny_config(1, **BASE)
     longer = replace(config, train_iters=40, clip_grad=0.25)
     constant = replace(longer, lr_decay_style="constant")
-    open_batch = in_manifest(micro_batch_size=2)
+    open_batch, mine = in_manifest(micro_batch_size=2), in_manifest()
     open_batch["training"]["global_batch_size"] = None
+    mine["training"]["loss"] = "mine"
     for saved, now, dp, said in (
         (in_manifest(), config, 1, ""),
         (in_manifest(), longer, 1, "train_iters 20 -> 40, clip_grad 0.5 -> 0.25"),
+        (mine, config, 1, "loss mine -> cross-entropy"),
         (in_manifest(lr_decay_style="constant"), constant, 1, "clip_grad 0.5 -> 0.25"),
         (open_batch, config, 2, "global_batch_size 4 -> 8"),
         (open_batch, config, 4, ""),

@@ -1,0 +1,212 @@
+"""A user's loss: the same numbers on every layout, what evaluation reports, its memory, and its errors."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from examples.extend.smooth_z import smooth_z
+from megalite import LOSSES, Callback, ConfigError, RunConfig, Trainer
+from megalite.parity.trajectory import RankTrajectory, one_rank_trajectory, rank_trajectory
+from megalite.partition.activations import stage_activation_bytes
+from megalite.partition.pipeline import plan_stages
+from megalite.rehearsal.run import rehearse
+from megalite.training.replica import build_replica
+from tests.models.stages import LLAMA as STAGE
+from tests.models.stages import B, S, build, varied
+from tests.parity.factors import world_of
+from tests.support.plugins import registered
+from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import LLAMA, Z1, assert_same_numbers, rows_of, tiny_config, whole
+from tests.training.test_trainer_parts import RecordingCallback, fit, mock
+
+
+def plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Overwrites its logits, which it may."""
+    losses = plain(logits.sub_(logits.detach().amax(-1, keepdim=True)), labels)
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@contextmanager
+def losses() -> Iterator[None]:
+    """Registers them, on the ranks of a pool too."""
+    with ExitStack() as stack:
+        for loss in (plain, focal, by_hand):
+            stack.enter_context(registered(LOSSES, loss.__name__, loss))
+        yield
+
+
+def trajectory(context: RankContext, config: RunConfig) -> RankTrajectory:
+    with losses():
+        return rank_trajectory(context, config, 2)
+
+
+LAYOUTS = rows_of(
+    """
+tp2-sp: tp=2 sequence_parallel loss=smooth-z
+tp2-capped-dp2: tp=2 dp=2 final_logit_softcapping=2.0 loss=focal Z1
+tp4-ranks-of-padding: LLAMA tp=4 make_vocab_size_divisible_by=64 loss=focal
+cp2-mtp: LLAMA cp=2 mtp_num_layers=2 loss=smooth-z
+tp2-pp2-dp2-zb: tp=2 pp=2 dp=2 pipeline_schedule=zb-h1 loss=focal
+tp2-pp2-mtp-recompute: LLAMA tp=2 pp=2 vpp=2 sequence_parallel mtp_num_layers=1 recompute_granularity=full loss=smooth-z
+tp2-cp2-zero3: tp=2 cp=2 dp_strategy=fully-sharded loss=focal
+""",
+    {"LLAMA": LLAMA, "Z1": Z1},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_the_numbers_of_one_rank(layout: str) -> None:
+    with losses():
+        config = tiny_config(world_of(LAYOUTS[layout]), **LAYOUTS[layout])
+        reference = one_rank_trajectory(config, 2)
+        assert_same_numbers(whole(run_ranks(world_of(LAYOUTS[layout]), trajectory, config)), reference)
+        other = one_rank_trajectory(tiny_config(loss="cross-entropy"), 1).steps[0].loss
+    assert abs(reference.steps[0].loss / other - 1) > 1e-3, "cross-entropy would do"
+
+
+@pytest.mark.parametrize("changes", [{}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_cross_entropy_by_hand_equals_the_built_in(changes: dict[str, Any]) -> None:
+    with losses():
+        world = world_of(changes)
+        found = (tiny_config(world, **changes, loss=loss) for loss in ("by_hand", "cross-entropy"))
+        ours, built_in = (whole(run_ranks(world, trajectory, config)) for config in found)
+    assert_same_numbers(ours, built_in)
+
+
+@pytest.mark.parametrize(("loss", "function"), [("smooth-z", smooth_z), ("focal", focal)])
+@pytest.mark.parametrize("changes", [{}, {"final_logit_softcapping": 3.0}], ids=str)
+def test_gradients_equal_plain_torch(
+    loss: str, function: Callable[[Tensor, Tensor], Tensor], changes: dict[str, Any]
+) -> None:
+    """The function gets [s, b, V] without the padding of 37 to 40 columns."""
+    with losses():
+        stage = build(varied(STAGE, **changes), loss=loss)
+        tokens, weights = torch.arange(B * (S + 1)).view(B, -1) * 7 % 37, torch.rand(B, S, dtype=torch.float64)
+        each = stage(tokens[:, :-1], stage.context(), labels=tokens[:, 1:])
+    (each * weights).sum().backward()
+    ours = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    stage.zero_grad()
+    logits = stage(tokens[:, :-1], stage.context())
+    assert logits.shape == (S, B, 40)
+    expected = function(logits[..., :37].clone(), tokens[:, 1:].t())
+    (expected.t() * weights).sum().backward()
+    torch.testing.assert_close(each, expected.t(), rtol=1e-12, atol=1e-14)
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_half_precision_logits_arrive_in_fp32() -> None:
+    seen: list[torch.dtype] = []
+
+    def noting(logits: Tensor, labels: Tensor) -> Tensor:
+        seen.append(logits.dtype)
+        return plain(logits, labels)
+
+    with registered(LOSSES, "noting", noting):
+        ours, built_in = (fit(mock(precision="bf16", loss=loss)) for loss in ("noting", "cross-entropy"))
+    assert set(seen) == {torch.float32}
+    assert [one["loss"] for one in ours] == pytest.approx([one["loss"] for one in built_in], rel=1e-4)
+
+
+class Evaluations(Callback):
+    """Keeps the records of evaluations."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+
+def test_evaluation_reports_the_loss_without_a_perplexity() -> None:
+    def doubled(logits: Tensor, labels: Tensor) -> Tensor:
+        return 2 * plain(logits, labels)
+
+    def measured(loss: Any) -> tuple[float, dict[str, Any], str]:
+        noted, evaluations, said = RecordingCallback(), Evaluations(), list[str]()
+        config = mock(train_iters=1, lr=1e-12, eval_interval=1, eval_iters=1)
+        Trainer(config, loss=loss, callbacks=[noted, evaluations], log=said.append).fit()
+        return noted.records[0]["loss"], evaluations.records[-1], next(line for line in said if "validation" in line)
+
+    with registered(LOSSES, "doubled", doubled):
+        (ours, valid, line), (one, other, of_other) = measured(doubled), measured("cross-entropy")
+    assert ours == pytest.approx(2 * one, rel=1e-6) and valid["valid_loss"] == pytest.approx(2 * other["valid_loss"])
+    assert set(other) - set(valid) == {"valid_perplexity"}
+    assert "perplexity" in of_other and "perplexity" not in line
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp": 4, "precision": "bf16", "final_logit_softcapping": 9.0}], ids=str)
+@pytest.mark.parametrize("loss", ["plain", "smooth-z"])
+def test_memory_is_that_of_its_registration(loss: str, settings: dict[str, Any]) -> None:
+    sizes = {"num_layers": 1, "vocab_size": 65536, "seq_length": 128, "micro_batch_size": 2, "global_batch_size": 2}
+    with losses():
+        config = tiny_config(world_of(settings), **{"precision": "fp32", **sizes, **settings, "loss": loss})
+        found = rehearse(config, 0)
+        assert stage_activation_bytes(config, plan_stages(config)[0]) == pytest.approx(
+            found.peak_bytes - found.end_bytes, rel=0.03
+        )
+
+
+def means(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits, labels).mean(0)
+
+
+def rounded(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits, labels).bfloat16()
+
+
+def number(logits: Tensor, labels: Tensor) -> float:
+    return 1.0
+
+
+def detached(logits: Tensor, labels: Tensor) -> Tensor:
+    return plain(logits.detach(), labels)
+
+
+WRONG: dict[Callable[..., Any], str] = {
+    means: r"loss means returns \[2\] in torch.float32 for logits \[3, 2, 93\] and labels \[3, 2\]; it must return "
+    r"\[3, 2\] in torch.float32, the loss of each token",
+    rounded: r"loss rounded returns \[3, 2\] in torch.bfloat16 .* must return \[3, 2\] in torch.float32",
+    number: r"loss number returns float for .* must return \[3, 2\] in torch.float32",
+    detached: "loss detached has no gradient for its logits",
+}
+
+
+def refusal(context: RankContext, config: RunConfig, loss: Callable[..., Any]) -> str:
+    with registered(LOSSES, loss.__name__, loss), pytest.raises(ConfigError) as refused:
+        build_replica(config, context.topology_of(config))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
+def test_function_that_is_no_loss_is_refused_on_all_ranks(loss: Callable[..., Any]) -> None:
+    """Also on a rank that has no head, before the run begins."""
+    with registered(LOSSES, loss.__name__, loss):
+        config = tiny_config(2, pp=2, precision="fp32", loss=loss.__name__)
+    first, second = run_ranks(2, refusal, config, loss)
+    assert first == second and re.fullmatch(WRONG[loss] + ".*", first), first
+
+
+def test_loss_is_named_or_registered() -> None:
+    with pytest.raises(ConfigError, match=r"loss cannot be 'focal'.*one of cross-entropy.*--import MODULE registers"):
+        mock(loss="focal")
+    with pytest.raises(ConfigError, match="loss is 'focal'; it must be one of cross-entropy"):
+        Trainer(mock(), loss="focal")
+    with pytest.raises(ConfigError, match="loss: focal is not registered; decorate it"):
+        Trainer(mock(), loss=focal)
+    with losses():
+        assert Trainer(mock(), loss=focal).config == Trainer(mock(loss="focal")).config
