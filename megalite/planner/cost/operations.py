@@ -323,22 +323,25 @@ def mtp_inputs(price: Pricing) -> PassCosts:
 
 
 def head(price: Pricing) -> PassCosts:
-    """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward.
+    """Price the final norm, logits [tokens, V/t], and the loss: 4 passes over the logits in fp32 forward, 2 backward. A
+    registered loss gathers the logits, and is priced as the same passes over all of them.
 
     An unfused loss transposes the logits and copies them (3 passes, one in fp32), reads the copy for its maximum and the
     sum, reads and writes it for the difference, its exponential and the quotient; in the backward it makes a further pass
     for the product with the loss gradient before the logits' gradient."""
     work = price.work
     width, exact = work.vocabulary / work.tp, work.exact
-    elements = work.tokens * width
+    elements = work.tokens * np.where(work.gathers_logits, work.vocabulary, width)
     if price.stack.fused_loss:
         loss = price.passes(1.0 + 4.0 * exact, 2.0 * exact, elements, 6.0)
     else:
         loss = price.passes(3.0 + 9.0 * exact, 3.0 + 3.0 * exact, elements, 12.0)
-    sums = price.tensor("all-gather", work.tp * 3.0 * work.tokens * 4.0)
+    sums = np.where(work.gathers_logits, work.vocabulary * work.element, work.tp * 3.0 * 4.0)
     return (
         norm(price, work.hidden / work.split)
         + price.linear(work.tokens, width, work.hidden, wide=True)
         + loss
-        + PassCosts(price.enter() + sums, price.enter() + price.leave(), Parts())
+        + PassCosts(
+            price.enter() + price.tensor("all-gather", sums * work.tokens), price.enter() + price.leave(), Parts()
+        )
     )

@@ -19,6 +19,7 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig, cache_by_object
+from megalite.config.training import LOSSES
 from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.pipeline import placement_of
 from megalite.partition.stages import parts_of_message
@@ -58,6 +59,7 @@ class Workload:
     ffn: Number = _of(lambda c: c.model.ffn_size)
     gates: Number = _of(lambda c: 1 + c.model.is_gated)  # matrices before the MLP's nonlinearity
     vocabulary: Number = _of(lambda c: c.model.padded_vocab_size)
+    gathers_logits: Number = _of(lambda c: c.training.loss not in LOSSES.builtin)
     keys: Number = _of(lambda c: _keys(c))
     rope: Number = _of(lambda c: c.model.position_embedding_type == "rope")
     norms: Number = _of(lambda c: 2 * c.model.pre_norms + 2 * c.model.post_norms)  # over hidden size, per layer

@@ -136,6 +136,17 @@ def test_memory_passes_cost_their_bytes() -> None:
     assert turns.forward.memory == turns.input_gradient.memory == pytest.approx(1e6 * (6 + 8 + 6))
 
 
+def test_registered_loss_gathers_logits_and_passes_over_all() -> None:
+    slow = replace(SLOW_MEMORY, node=replace(SLOW_MEMORY.node, link_latency=0.0))
+    work = workload_of(config_of(4, tp=4))
+    ours, built_in = (head(Pricing.of(each, slow, STACK)) for each in (replace(work, gathers_logits=1.0), work))
+    logits = 1024 * 51200
+    assert ours.forward.memory - built_in.forward.memory == pytest.approx(logits * 3 / 4 * (2 + 4 * 4))
+    assert ours.input_gradient.memory - built_in.input_gradient.memory == pytest.approx(logits * 3 / 4 * 2 * 4)
+    sent = [4 * 3 * 1024 * 4, logits * 2]  # three fp32 numbers of each token from each rank; bf16 logits
+    assert ours.forward.tensor / built_in.forward.tensor == pytest.approx(sent[1] / sent[0])
+
+
 def test_fp8_products_are_faster_and_cast_operands() -> None:
     work = workload_of(config_of(1))
     compute = cluster_with(memory_bandwidth=ENDLESS, gemm=0.5)
