@@ -30,7 +30,10 @@ def _from_splits(c: Settings) -> bool:
 
 def _two_sources(c: Settings) -> Findings:
     if len(sources := _sources(c)) > 1:
-        yield f"{{{sources[0]}}} and {{{sources[1]}}} are two sources of tokens; keep one of them"
+        remedy = "keep one of them"
+        if sources[0] == "data_path" and sources[1] in ("valid_data_path", "test_data_path"):
+            remedy = "name the training data by --train-data-path, or use data_path with split"
+        yield f"{{{sources[0]}}} and {{{sources[1]}}} are two sources of tokens; {remedy}"
 
 
 def _split_without_data_path(c: Settings) -> Findings:
