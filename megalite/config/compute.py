@@ -74,6 +74,11 @@ class KernelFacts:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     devices: tuple[str, ...] = ("cpu", "cuda")
 
+    def __post_init__(self) -> None:
+        known = ("float64", "float32", "bfloat16", "float16")
+        if not set(self.dtypes) <= set(known):
+            raise TypeError(f"dtypes is {self.dtypes!r}; name some of {', '.join(known)}")
+
 
 KERNELS: Registry[Any] = Registry("kernels", facts=KernelFacts)
 """Kernels that users add, named OPERATION=BACKEND: a function, or a tuple if torch's kernel is a tuple. A requested

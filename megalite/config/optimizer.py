@@ -36,6 +36,10 @@ class OptimizerFacts:
     exchanged: tuple[int, int] = (0, 0)
     """Values per element of a hidden matrix that are sent to the rank that works on it, and sent back."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.states, str):
+            raise TypeError(f"states is the text {self.states!r}; write states=({self.states!r},)")
+
 
 def _adam_states(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
     formats: dict[str, Literal["main", "bf16"]] = {}

@@ -330,8 +330,8 @@ class _Plugged:
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            remedy = "ids are at least 0" if bad < 0 else f"use --vocab-size {tokens.max() + 1} or more, or correct it"
             raise ConfigError(
-                f"{self.name}: sample {k} holds token id {bad}, outside vocab_size {self.vocab_size}; use --vocab-size "
-                f"{max(int(tokens.max()) + 1, 1)} or more, or correct it"
+                f"{self.name}: sample {k} holds token id {bad}, outside vocab_size {self.vocab_size}; {remedy}"
             )
         return tokens.astype(np.int64)

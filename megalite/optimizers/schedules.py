@@ -6,8 +6,10 @@ with a length in steps has full batches.
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from megalite.config.batch import batch_sizes, total_steps
+from megalite.config.errors import ConfigError
 from megalite.config.optimizer import LR_SCHEDULES, OptimizerConfig
 from megalite.config.run import RunConfig, scales_loss
 
@@ -194,11 +196,14 @@ class Schedules:
             return c.lr_warmup_init + (peak - c.lr_warmup_init) * x / self._warmup
         if x > self._length and c.lr_decay_style != "constant":
             return least
-        return self._style(
+        rate: float = self._style(
             Decay(
                 at=x, warmup=self._warmup, length=self._length, final=self._wsd_decay, peak=peak, least=least, config=c
             )
         )
+        if not isinstance(rate, Real) or not math.isfinite(rate):
+            raise ConfigError(f"lr_decay_style {c.lr_decay_style} returned {rate!r}; it must return a finite number")
+        return rate
 
     def weight_decay(self, progress: Progress) -> float:
         """Return the weight decay at a position of `read_at`; it changes over the length of the run."""

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from megalite.config.compute import KERNELS
 from megalite.config.errors import ConfigError
+from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
 
 
@@ -40,6 +43,23 @@ def test_user_registration() -> None:
         registry.register("late", bytes=4)(Mine)
     with pytest.raises(ConfigError, match=r"thing is 'other'; it must be one of a, mine"):
         registry.get("other")
+
+
+@pytest.mark.parametrize(
+    ("registry", "facts", "says"),
+    [
+        (
+            OPTIMIZERS,
+            {"states": "momentum"},
+            r"optimizer it .* states is the text 'momentum'; write states=\('momentum',\)",
+        ),
+        (KERNELS, {"dtypes": ("fp32",)}, r"kernels it .* dtypes is \('fp32',\); name some of float64, float32"),
+        (KERNELS, {"dtypes": "float32"}, r"kernels it .* dtypes is 'float32'; name some of"),
+    ],
+)
+def test_wrong_facts_are_refused_at_registration(registry: Registry[Any], facts: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        registry.register("it", **facts)(object())
 
 
 def test_redefinition_in_a_notebook_replaces_the_entry() -> None:

@@ -41,6 +41,13 @@ def test_separate_learning_rate_of_embedding_and_head() -> None:
     assert schedules().decoupled_lr(Progress(60, 240)) is None
 
 
+@pytest.mark.parametrize("rate", [None, float("nan")])
+def test_custom_schedule_must_return_a_number(rate: Any) -> None:
+    says = f"lr_decay_style broken returned {rate}; it must return a finite number"
+    with registered(LR_SCHEDULES, "broken", lambda decay: rate), pytest.raises(ConfigError, match=says):
+        lr(50, lr_decay_style="broken")
+
+
 def test_custom_schedule_has_the_common_warm_up_and_limits() -> None:
     def steps_down(decay: Decay) -> float:
         return decay.between(1.0 if decay.ratio < 0.5 else 0.25)
