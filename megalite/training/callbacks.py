@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import ConfigError, nearest
 from megalite.training.stopping import Ending
 
 Trainer = Any
@@ -49,7 +50,9 @@ class Callbacks:
     """Calls the callbacks of a run in order. It is also a sink of metrics, for the hooks that receive records."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
-        self._callbacks, self._trainer = callbacks, trainer
+        for callback in callbacks:
+            _require_callback(callback)
+        self._callbacks, self._trainer = callbacks if trainer.launch.rank == 0 else (), trainer
         self.start: Callable[[], None] = partial(self._call, "on_start")
         self.checkpoint: Callable[[Path | str], None] = partial(self._call, "on_checkpoint")
         self.end: Callable[[Ending], None] = partial(self._call, "on_end")
@@ -69,3 +72,16 @@ class Callbacks:
                 raise CallbackError(
                     f"{hook} of {type(callback).__name__} has failed: {type(error).__name__}: {error}"
                 ) from error
+
+
+def _require_callback(given: object) -> None:
+    """Raise ConfigError unless this is a Callback, all hooks of which exist."""
+    if not isinstance(given, Callback):
+        raise ConfigError(f"callbacks take instances of subclasses of megalite.Callback, got {given!r}")
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(given):
+        if name.startswith("on_") and name not in hooks:
+            kind = type(given).__name__
+            raise ConfigError(
+                f"callback {kind}: {name} is not a hook{nearest(name, hooks)} (one of {', '.join(hooks)})"
+            )

@@ -110,7 +110,7 @@ class Trainer:
         self._watched, self._take_layout, self._tokenize = watched, take_layout, tokenize
         self.launch = Launch.from_environment()
         self.log = log if self.launch.rank == 0 else lambda line: None
-        self._callbacks = Callbacks(callbacks if self.launch.rank == 0 else (), self)
+        self._callbacks = Callbacks(callbacks, self)
         self.stops = stops or StopRequests()
         self._run_folder = RunFolder(config.logging.run_dir if self.launch.rank == 0 else None)
         if self.launch.rank != 0:

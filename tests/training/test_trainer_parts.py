@@ -157,6 +157,22 @@ def test_callback_error_ends_the_run_and_is_named(hook: str, tmp_path: Path) -> 
     assert ending["status"] == "failed" and "out of ideas" in ending["reason"]
 
 
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        (None, r"callbacks take instances of subclasses of megalite.Callback, got <class '.*Callback'>"),
+        (
+            ("on_step",),
+            r"callback Mine: on_step is not a hook: did you mean on_step_end.*one of on_start, on_step_end, ",
+        ),
+    ],
+)
+def test_callback_with_a_mistake_is_refused(members: tuple[str, ...] | None, says: str) -> None:
+    given: Any = Callback if members is None else type("Mine", (Callback,), dict.fromkeys(members))()
+    with pytest.raises(ConfigError, match=says):
+        Trainer(mock(), callbacks=[given])
+
+
 def script(words: list[str]) -> int:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 32}
     Trainer(configure(**sizes, mock_data=True, train_iters=2, log_interval=1, device="cpu")).fit()
@@ -233,7 +249,7 @@ class Inconsistent:
         (Counted(sample=np.zeros(16, dtype=int)), r"is int64 of shape \[16\], but must be 17 whole numbers"),
         (Counted(sample=np.zeros(17)), "is float64"),
         (Counted(sample=np.full(17, 64)), "holds token id 64, outside vocab_size 64; use --vocab-size 65"),
-        (Counted(sample=np.full(17, -1)), "holds token id -1"),
+        (Counted(sample=np.full(17, -1)), "holds token id -1, outside vocab_size 64; ids are at least 0"),
         (Inconsistent(), "sample 0 has other tokens when it is read again"),
         (Counted(sample={"tokens": np.zeros(17, dtype=int)}), "sample 0 is a mapping without input_ids; it has tokens"),
         ({"valid": [17 * [1]]}, "has no split train"),
