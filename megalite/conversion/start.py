@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megalite.checkpoint.files import read_text
@@ -70,10 +70,17 @@ def configure(**settings: Any) -> RunConfig:
         return found
 
     with raise_at_end(None) as problems:
-        levels = [level_of(settings, "configure", problems)]
+        levels = [level_of({name: _text(value) for name, value in settings.items()}, "configure", problems)]
         with problems.collecting():
             levels += loaded_model(levels, read, overrides=False)
         return merge(levels, problems).config
+
+
+def _text(value: Any) -> Any:
+    """Return a path, or the paths in a list, as text."""
+    if isinstance(value, list | tuple):
+        return [_text(element) for element in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _of_checkpoint(manifests: Iterable[tuple[str, Path | str]], home: Path) -> Mapping[str, Any] | None:

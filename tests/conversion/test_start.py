@@ -12,7 +12,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.conversion.native import write_native
-from megalite.conversion.start import settings_in
+from megalite.conversion.start import configure, settings_in
 from tests.conversion.huggingface.models import edit_config, saved
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 
@@ -92,6 +92,12 @@ def test_conflicting_settings_are_errors(llama: Path) -> None:
     for flag in ("--ckpt-step 3", "--fresh-if-missing"):
         with pytest.raises(ConfigError, match=f"{flag[2:].replace('-', '_').split()[0]}.* does not go with load hf:"):
             parsed(f"--load hf:{llama} {flag}")
+
+
+def test_configure_takes_paths(tmp_path: Path) -> None:
+    config = configure(data_path=[tmp_path / "a", tmp_path / "b"], run_dir=tmp_path)
+    assert config.data.data_path == [f"{tmp_path}/a", f"{tmp_path}/b"] and config.logging.run_dir == str(tmp_path)
+    assert configure(data_path=tmp_path).data.data_path == [str(tmp_path)]
 
 
 def test_settings_from_a_converted_checkpoint(tmp_path: Path) -> None:
