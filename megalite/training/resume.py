@@ -15,10 +15,12 @@ from megalite.checkpoint.manifest import CheckpointMissing, Manifest, Slice, Ten
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, is_address, parse_data_path
 from megalite.config.errors import CheckpointError, ConfigError, Problems
-from megalite.config.model import ModelConfig, free_settings
-from megalite.config.optimizer import OPTIMIZERS
+from megalite.config.model import TRAINING_FIELDS, ModelConfig, free_settings
+from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig
+from megalite.config.parallel import DataParallelConfig
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, hugging_face_folder, save_folder
+from megalite.config.strategies import STRATEGIES
 from megalite.config.validate import validate
 from megalite.data.token_files import require_recorded_tokenizer
 from megalite.data_parallel.buckets import Bucket, Placed
@@ -237,12 +239,30 @@ SCHEDULE = (
 """Settings of the learning-rate and weight-decay schedules."""
 
 
+_SAME_NUMBERS = {
+    *("eval_ema", "main_params", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("reduction_order", "shard_gradients", "fusion_threshold_mb", "server_chunk_mb", "check_replicas_interval"),
+    *("init_method_std", "mtp_num_layers", "moe_pad_expert_input_to_capacity"),
+    *("exp_avg_dtype", "exp_avg_sq_dtype"),  # logged when states are rounded
+}
 _NUMBERS = {
-    "training": ("loss", "precision", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "optimizer": ("optimizer", *SCHEDULE, "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
-    "model": ("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    "training": (
+        *("loss", "precision", "global_batch_size"),
+        *("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup"),
+    ),
+    "data": ("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
+    "compute": ("fp8", "fp8_recipe", "fp8_wgrad"),
+    "parallel": ("dp_strategy", "pipeline_compression"),
+    "data_parallel": tuple(name for name in DataParallelConfig.__dataclass_fields__ if name not in _SAME_NUMBERS),
+    "optimizer": tuple(name for name in OptimizerConfig.__dataclass_fields__ if name not in _SAME_NUMBERS),
+    "model": tuple(sorted(TRAINING_FIELDS - _SAME_NUMBERS)),
 }
 """Settings that may differ when a run resumes, but change its numbers, by section."""
+
+
+def _equal_weights(strategy: object) -> bool:
+    """Return whether replicas have equal weights after each step: such strategies give the same numbers."""
+    return strategy in STRATEGIES and STRATEGIES.facts(str(strategy)).weights == "equal"
 
 
 def changed_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
@@ -256,6 +276,8 @@ def changed_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, he
             decays = optimizer.lr_decay_style != "constant"
             if decays and optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
                 names = (*names, "train_iters", "train_samples")
+        if section == "parallel" and all(_equal_weights(values["dp_strategy"]) for values in (before, now)):
+            names = ("pipeline_compression",)
         changed = (name for name in names if before[name] != now[name])
         differ += [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in changed]
     return [f"other settings than the checkpoint's run had: {', '.join(differ)}"] if differ else []
@@ -316,6 +338,8 @@ def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
 
 def _refuse_other_model(path: Path | str, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
     free = free_settings(model.position_embedding_type, extends=finetune)
+    if model.mtp_num_layers > saved.get("mtp_num_layers", 0):
+        free -= {"mtp_num_layers"}  # --finetune may leave such layers out, not add them
     differ = [
         f"{name} {saved.get(name)} there, {value} here"
         for name, value in asdict(model).items()

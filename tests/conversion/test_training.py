@@ -142,6 +142,8 @@ def test_different_model_is_refused(tmp_path: Path) -> None:
         said := other(context, {**settings, "norm_epsilon": 1e-4, "rotary_base": 7.0, "finetune": True})
     )
     assert "rotary_base" not in said
+    more = {**settings, "mtp_num_layers": 1, "finetune": True}
+    assert f"{folder} is of another model: mtp_num_layers 0 there, 1 here. Use" in other(context, more)
     (folder / "model.safetensors").unlink()
     assert "has no model.safetensors" in other(context, settings)
 

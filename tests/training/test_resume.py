@@ -285,10 +285,19 @@ def test_changed_training_settings_are_logged() -> None:
     open_batch, mine = in_manifest(micro_batch_size=2), in_manifest()
     open_batch["training"]["global_batch_size"] = None
     mine["training"]["loss"] = "mine"
+    plugged = in_manifest()
+    plugged["parallel"]["dp_strategy"] = "mine"
     for saved, now, dp, said in (
         (in_manifest(), config, 1, ""),
         (in_manifest(), longer, 1, "train_iters 20 -> 40, clip_grad 0.5 -> 0.25"),
+        (in_manifest(), replace(config, sgd_momentum=0.5), 1, "sgd_momentum 0.9 -> 0.5"),
+        (in_manifest(), replace(config, dp_strategy="fully-sharded", wire_dtype="bf16"), 1, "wire_dtype fp32 -> bf16"),
         (mine, config, 1, "loss mine -> cross-entropy"),
+        (plugged, config, 1, "dp_strategy mine -> all-reduce"),
+        (in_manifest(), replace(config, dp_strategy="diloco"), 1, "dp_strategy all-reduce -> diloco"),
+        (in_manifest(), replace(config, eod_mask_loss=True), 1, "eod_mask_loss False -> True"),
+        (in_manifest(), replace(config, fp8=True, reduction_order="rank"), 1, "fp8 False -> True"),
+        (in_manifest(), replace(config, moe_expert_capacity_factor=2.0), 1, "moe_expert_capacity_factor None -> 2.0"),
         (in_manifest(lr_decay_style="constant"), constant, 1, "clip_grad 0.5 -> 0.25"),
         (open_batch, config, 2, "global_batch_size 4 -> 8"),
         (open_batch, config, 4, ""),
