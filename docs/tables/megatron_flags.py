@@ -18,6 +18,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "other initial weights, the same on any layout",
         "moe_aux_loss_coeff": "over each sequence; as in Megatron-LM with `--moe-router-load-balancing-type aux_loss`",
+        "moe_router_sinkhorn": "over each sequence, not over a rank's microbatch",
         "moe_expert_capacity_factor": "over each sequence, not over a rank's microbatch",
         # parallel
         "cp_comm_type": "the same for all layers",
@@ -93,7 +94,8 @@ DERIVED_MEANING = {
     "--no-position-embedding": "nothing, with `position_embedding_type` rope or none",
     "--moe-layer-freq": "with a list such as `([0]*3+[1]*9)`: `moe_first_dense_layers` and `moe_layer_freq`",
     "--moe-router-load-balancing-type": "`moe_aux_loss_sequences` is `micro_batch_size` with `aux_loss`, 1 with `seq_aux_loss`; `none`: "
-    "`moe_aux_loss_coeff: 0`",
+    "`moe_aux_loss_coeff: 0`; `sinkhorn`: `moe_router_sinkhorn` with sigmoid scores for one expert per token, else "
+    "`moe_router_pre_softmax`",
     "--rope-type": "with rope, `--rotary-scaling-factor` sets nothing",
     "--use-rope-scaling": "`rope_scaling: llama3`, without `multi_latent_attention`",
     "--rotary-scaling-factor": "with `multi_latent_attention`: `rope_scaling: yarn`, `rope_scaling_factor`, "

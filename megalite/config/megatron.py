@@ -101,6 +101,9 @@ DIFFERENCES: Mapping[str, str] = MappingProxyType(
 )
 """Flag in the tables above -> the difference, which is reported each time."""
 
+SINKHORN_SCORES = ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor")
+"""Settings that Megatron-LM does not read with Sinkhorn routing: the number of experts per token decides."""
+
 _SCALING = ("rope_scaling", "rope_scaling_factor")
 DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
     {
@@ -114,7 +117,10 @@ DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
         "--account-for-loss-in-pipeline-split": (None, ("pipeline_layers",)),
         "--eval-global-batch-size": (int, ()),
         "--moe-layer-freq": (str, ("moe_first_dense_layers", "moe_layer_freq")),
-        "--moe-router-load-balancing-type": (str, ("moe_aux_loss_coeff", "moe_aux_loss_sequences")),
+        "--moe-router-load-balancing-type": (
+            str,
+            ("moe_aux_loss_coeff", "moe_aux_loss_sequences", "moe_router_sinkhorn", *SINKHORN_SCORES),
+        ),
         "--rope-type": (str, ()),
         "--use-rope-scaling": (None, ("rope_scaling",)),
         "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),

@@ -12,6 +12,7 @@ from megalite.config.megatron import (
     DIFFERENCES,
     FROM_VALUE,
     SHORTHANDS,
+    SINKHORN_SCORES,
     expert_layers,
     layer_list,
     settings_of_word,
@@ -184,11 +185,13 @@ def _load_balancing(level: Level, given: Given, levels: Sequence[Level]) -> None
     """Megatron-LM's aux_loss is computed over all sequences of a microbatch."""
     kind, has_one = str(given.value), bool(_value(levels, "moe_aux_loss_coeff"))
     if kind == "sinkhorn":
-        raise ConfigError(
-            f"{given.source} {kind} is refused: it balances the tokens of a microbatch on each rank, so the numbers would depend "
-            "on the layout; use aux_loss, seq_aux_loss or none"
-        )
-    if kind == "none":
+        one = _value(levels, "moe_router_topk") == 1
+        scores = zip(SINKHORN_SCORES, ("sigmoid" if one else "softmax", not one, 1.0), strict=True)
+        for name, value in (("moe_router_sinkhorn", True), *scores):
+            level.add(name, value, given.source)
+        why = "tokens are balanced over each sequence; in Megatron-LM over the part of a microbatch on each rank"
+        level.notes.append(Note("--moe-router-load-balancing-type sinkhorn", DIFFERS, why))
+    elif kind == "none":
         level.add("moe_aux_loss_coeff", 0.0, given.source)
     elif kind not in ("aux_loss", "seq_aux_loss") and (has_one or kind != "global_aux_loss"):
         raise ConfigError(

@@ -164,6 +164,9 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
         found["moe_expert_capacity_factor"] = generator.choice((0.7, 1.0, 1.3))
         found["moe_token_drop_policy"] = generator.choice(("probs", "position"))
         found["moe_pad_expert_input_to_capacity"] = generator.random() < 0.5
+    others = ("moe_aux_loss_coeff", "moe_router_num_groups", "moe_router_enable_expert_bias")
+    if not any(found.get(name) for name in others) and generator.random() < 0.3:
+        found["moe_router_sinkhorn"] = True
     return found
 
 

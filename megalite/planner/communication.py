@@ -387,6 +387,9 @@ class _Microbatch:
         if model.moe_aux_loss_coeff:
             counts = training.micro_batch_size * model.num_experts // training.moe_aux_loss_sequences
             yield "tp-cp", "all-reduce", counts * self._w
+        if model.moe_router_sinkhorn:
+            numbers = training.micro_batch_size * model.num_experts
+            yield "tp-cp", "all-gather", training.seq_length * numbers * self._w
         if model.moe_expert_capacity_factor is not None:
             numbers = 2 * training.micro_batch_size * model.moe_router_topk + 1
             yield "tp-cp", "all-gather", training.seq_length * numbers * self._w

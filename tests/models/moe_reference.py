@@ -53,17 +53,31 @@ def choose(logits: Tensor, k: int) -> list[int]:
     return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:k]
 
 
+def sinkhorn(logits: Tensor) -> Tensor:
+    """Scale the rows and columns of exp(logits) [s, E] until a step changes the columns' factors by 1e-4 or less."""
+    cost, columns, change = logits.exp(), torch.ones(logits.shape[1], dtype=logits.dtype), 1.0
+    while change > 1e-4:
+        rows = 1 / logits.shape[0] / (cost @ columns)
+        former, columns = columns, 1 / logits.shape[1] / (rows @ cost)
+        change = (columns - former).abs().mean().item()
+    return rows[:, None] * cost * columns
+
+
 def expected(x: Tensor, weights: Weights, config: ModelConfig, *, together: int = 1) -> Expected:
     s, b, _ = x.shape
     experts, k = config.num_experts, config.moe_router_topk
     logits = x @ weights["router.weight"].t() + weights.get("router.linear_bias", 0.0)
-    probabilities = logits.softmax(-1)
+    probabilities = logits.sigmoid() if config.moe_router_score_function == "sigmoid" else logits.softmax(-1)
+    scores = config.moe_router_pre_softmax or config.moe_router_score_function == "sigmoid"
+    ranking = logits.detach()
+    if config.moe_router_sinkhorn:
+        ranking = torch.stack([sinkhorn(ranking[:, i]) for i in range(b)], dim=1)
     scale = torch.zeros(s, b, experts, dtype=x.dtype)
     chosen = torch.zeros(s, b, experts, dtype=x.dtype)
     for t in range(s):
         for i in range(b):
-            picks = choose(logits[t, i].detach(), k)
-            source = probabilities[t, i, picks] if config.moe_router_pre_softmax else logits[t, i, picks].softmax(0)
+            picks = choose(ranking[t, i], k)
+            source = probabilities[t, i, picks] if scores else logits[t, i, picks].softmax(0)
             row = torch.zeros(experts, dtype=x.dtype)
             row = row.index_put((torch.tensor(picks),), source * config.moe_router_topk_scaling_factor)
             scale = scale.index_put((torch.tensor(t), torch.tensor(i)), row)

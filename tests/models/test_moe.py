@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.models.context import AuxiliaryLosses, ForwardContext
 from megalite.models.moe.layer import MoELayer
-from megalite.models.moe.router import within_capacity
+from megalite.models.moe.router import sinkhorn_offsets, within_capacity
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
@@ -27,6 +27,12 @@ GPT_OSS: dict[str, Any] = {
     "moe_add_bias_linear": True,
 }
 TIGHT = {"moe_expert_capacity_factor": 0.75}
+SWITCHED: dict[str, Any] = {
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_sinkhorn": True,
+    "moe_aux_loss_coeff": 0.0,
+}
 PADDED = {**TIGHT, "moe_pad_expert_input_to_capacity": True}
 
 
@@ -207,6 +213,34 @@ def test_weights_equal_up_to_rounding_count_as_equal(dtype: torch.dtype, roundin
     chosen, positions = torch.zeros(4, 1, 1, dtype=torch.int64), torch.arange(4)
     kept = within_capacity(weights, chosen, positions, capacity=2, drop_last=False, sequence=Group.solo("tp-cp"))
     assert kept.flatten().tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [SWITCHED, {"moe_router_sinkhorn": True, "moe_router_pre_softmax": True, "moe_router_topk": 3, "num_experts": 8}],
+    ids=("one-expert", "three-experts"),
+)
+def test_sinkhorn_balances_each_sequence_in_training(changes: dict[str, Any]) -> None:
+    config = config_of(moe_z_loss_coeff=Z, **changes)
+    layer, x, positions = build(config), draw(1, 64, B, H), torch.arange(64)
+    layer.router.weight.data[0] += 0.2 * layer.router.weight.data.norm()
+    compare(layer, config, x)
+    routing = layer.router(x, positions, context_of(losses(), 64))
+    alone = layer.router(x[:, 1:], positions, context_of(losses(), 64))
+    assert torch.equal(alone.chosen, routing.chosen[:, 1:])
+
+    logits = x @ layer.router.weight.t()
+    plain = layer.eval().router(x, positions, context_of(s=64))
+    assert torch.equal(plain.chosen, logits.topk(config.moe_router_topk).indices)
+    most = [part.chosen[:, 0].flatten().bincount().max().item() for part in (plain, routing)]
+    assert most[1] < most[0] and most[1] < 1.3 * 64 * config.moe_router_topk / config.num_experts
+
+
+def test_sinkhorn_of_extreme_logits_is_finite() -> None:
+    """exp(1000) overflows, and an expert that no token wants has a share of zero."""
+    logits = 1000 * torch.randn(64, 2, 4, generator=torch.Generator().manual_seed(1))
+    logits[..., 2] = -1e6
+    assert sinkhorn_offsets(logits, sequence=Group.solo("tp-cp")).isfinite().all()
 
 
 def test_evaluation_has_no_auxiliary_losses() -> None:

@@ -14,7 +14,21 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
-from tests.models.test_moe import AUX, GATED, GPT_OSS, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves, with_biases
+from tests.models.test_moe import (
+    AUX,
+    GATED,
+    GPT_OSS,
+    NAME,
+    SHARED,
+    SWITCHED,
+    TIGHT,
+    H,
+    Z,
+    build,
+    config_of,
+    leaves,
+    with_biases,
+)
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble
 
@@ -26,11 +40,13 @@ CONFIGS: list[dict[str, Any]] = [
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **PADDED, "moe_token_drop_policy": "position", **GATED},
     {**GPT_OSS, **PADDED, **SHARED},
+    SWITCHED,
+    {"moe_router_sinkhorn": True, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.0, **TIGHT},
 ]  # several per call: the pool's workers create their groups once
 
 
 def config_at(index: int) -> Any:
-    return config_of(moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, **CONFIGS[index])
+    return config_of(**{"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z, **CONFIGS[index]})
 
 
 def global_input(lonely: bool) -> Tensor:
@@ -120,7 +136,7 @@ def check(ranks: list[dict[str, Any]], index: int, lonely: bool) -> None:
             np.testing.assert_array_equal(values, weights[name].detach().numpy(), err_msg=name)
     x = global_input(lonely).requires_grad_()
     want = expected(x, weights, config)
-    balance = want.balance * AUX / SEQUENCES
+    balance = want.balance * config.moe_aux_loss_coeff / SEQUENCES
     z = want.z * Z / (S * SEQUENCES)
     ((want.y * draw(9, S, SEQUENCES, H)).sum() + balance + z).backward()
     for what, full in (("y", want.y.detach()), ("x", x.grad)):

@@ -91,6 +91,10 @@ ends-alone-zb-v: num_layers=5 pp=2 vpp=2 pipeline_layout=E|ttt|tt|L pipeline_sch
 pp4-zb-v-tied: num_layers=9 pp=4 vpp=2 pipeline_schedule=zb-v tp=2
 pp3-vpp2-few: num_layers=6 pp=3 vpp=2 global_batch_size=2
 mixtral-losses-of-two: mixtral tp=2 cp=2 ep=2 sequence_parallel moe_aux_loss_coeff=0.1 moe_aux_loss_sequences=2 FEW
+sinkhorn-tp2-cp2-full: switch moe_router_sinkhorn moe_router_score_function=sigmoid moe_router_pre_softmax=false tp=2 cp=2
+  ep=2 sequence_parallel recompute_granularity=full FEW
+sinkhorn-pp2-dp2-zb: mixtral moe_router_sinkhorn moe_router_pre_softmax pp=2 dp=2 ep=2 pipeline_schedule=zb-h1
+  recompute_granularity=selective recompute_modules=["core_attn","moe"] micro_batch_size=2 TWO
 mixtral-uneven: mixtral pp=2 ep=2 dp=2 pipeline_layers=[3,1] moe_aux_loss_coeff=0.1 micro_batch_size=2
 """,
     GROUPS,

@@ -62,6 +62,8 @@ ep2 etp1 tp2 sp cp2, padded: dp=1 tp=2 cp=2 ep=2 etp=1 SP MOE Z1 moe_expert_capa
 ep2 tp2, the shared expert recomputed: dp=2 tp=2 ep=2 etp=1 MOE SHARED recompute_modules=["shared_experts"]
 dp2 tp2 sp llama, muon: dp=2 tp=2 SP LLAMA optimizer=muon
 dp2 tp2 latent, soap: dp=2 tp=2 LATENT optimizer=soap
+tp2 cp2, Sinkhorn's algorithm, experts recomputed: tp=2 cp=2 ep=2 MOE moe_aux_loss_coeff=0.0 moe_router_sinkhorn SELECTIVE
+  recompute_modules=["moe"]
 etp2 tp2, experts recomputed, shared, capacity: dp=2 tp=2 ep=2 etp=2 MOE SHARED recompute_modules=["mlp","moe"]
   moe_expert_capacity_factor=1.9 moe_first_dense_layers=1
 """,

@@ -240,6 +240,11 @@ EXPERTS: tuple[Check, ...] = (
                     and c.moe_router_score_function != "sigmoid"
                 )
             ),
+            "{moe_aux_loss_coeff} and moe_router_sinkhorn do not go together: both balance the experts; remove one": (
+                lambda c: c.moe_router_sinkhorn and c.moe_aux_loss_coeff > 0
+            ),
+            "{?moe_router_enable_expert_bias|moe_router_num_groups} does not go with moe_router_sinkhorn, which chooses "
+            "among all experts by the logits; remove one": lambda c: c.moe_router_sinkhorn,
             "{?moe_router_pre_softmax} has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
                 lambda c: c.moe_router_score_function == "sigmoid"
             ),

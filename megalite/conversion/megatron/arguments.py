@@ -309,23 +309,29 @@ def _experts(args: Arguments, biases: bool) -> dict[str, Any]:
         )
     first, every = _expert_layers(args)
     capacity = args.number("moe_expert_capacity_factor", -1.0)
-    sigmoid = args.get("moe_router_score_function") == "sigmoid"
+    topk, sigmoid = args.integer("moe_router_topk", 2), args.get("moe_router_score_function") == "sigmoid"
+    sinkhorn = args.get("moe_router_load_balancing_type") == "sinkhorn"
+    if sinkhorn:  # theirs reads no other setting of the scores
+        sigmoid = topk == 1
     return {
         "num_experts": experts,
         "moe_add_bias_linear": biases,
-        "moe_router_topk": args.integer("moe_router_topk", 2),
+        "moe_router_topk": topk,
         "moe_ffn_hidden_size": args.integer("moe_ffn_hidden_size", args.integer("ffn_hidden_size")),
         "moe_shared_expert_intermediate_size": args.integer_or_none("moe_shared_expert_intermediate_size"),
         "moe_first_dense_layers": first,
         "moe_layer_freq": every,
-        "moe_router_pre_softmax": args.flag("moe_router_pre_softmax", False) and not sigmoid,
+        "moe_router_pre_softmax": (sinkhorn or args.flag("moe_router_pre_softmax", False)) and not sigmoid,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_sinkhorn": sinkhorn,
         "moe_router_enable_expert_bias": args.flag("moe_router_enable_expert_bias", False),
         "moe_router_bias_update_rate": args.number("moe_router_bias_update_rate", 1e-3),
         "moe_router_num_groups": args.integer_or_none("moe_router_num_groups"),
         "moe_router_group_topk": args.integer_or_none("moe_router_group_topk"),
         "moe_shared_expert_gate": args.flag("moe_shared_expert_gate", False),
-        "moe_router_topk_scaling_factor": args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
+        "moe_router_topk_scaling_factor": 1.0
+        if sinkhorn
+        else args.number("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "moe_expert_capacity_factor": None if capacity < 0 else capacity,
         "moe_token_drop_policy": args.get("moe_token_drop_policy", "probs"),
         "moe_pad_expert_input_to_capacity": capacity >= 0 and args.flag("moe_pad_expert_input_to_capacity", False),

@@ -70,6 +70,35 @@ def _index_in_run(values: Tensor) -> Tensor:
     return index - torch.where(first, index, 0).cummax(dim=0).values
 
 
+_TOLERANCE, _ITERATIONS, _LEAST_SHARE = 1e-4, 32, 1e-8
+"""Of Sinkhorn's algorithm; `_LEAST_SHARE` is added to sums before a division."""
+
+
+@torch.no_grad()
+def sinkhorn_offsets(logits: Tensor, *, sequence: Group) -> Tensor:
+    """Return one number per sequence and expert [b, E] that, added to the logits [s_local, b, E], balances the choice.
+
+    Sinkhorn's algorithm (arXiv 2202.01169) alternately scales the rows and columns of a sequence's exp(logits) [s, E]
+    until each token and each expert has an equal share. A token chooses by the result, in which only the factors of the
+    columns affect its order of experts; the numbers are their logarithms. A sequence is finished once its factors change
+    by less than the tolerance on average, or after all iterations: very uneven logits may never reach the tolerance.
+
+    Collectives: an all-gather of s_local·b·E numbers.
+    """
+    everything = logits.new_empty(logits.shape[0] * sequence.size, *logits.shape[1:])
+    sequence.all_gather(everything, logits.contiguous())
+    shares = (everything - everything.amax(dim=-1, keepdim=True)).exp_()  # a factor of a row changes no choice
+    s, b, experts = shares.shape
+    columns, active = shares.new_ones(b, experts), torch.ones(b, 1, dtype=torch.bool, device=shares.device)
+    for _ in range(_ITERATIONS):  # a fixed number: the host never waits
+        rows = 1 / (s * ((shares * columns).sum(dim=-1, keepdim=True) + _LEAST_SHARE))
+        new = 1 / (experts * ((shares * rows).sum(dim=0) + _LEAST_SHARE))
+        change = (new - columns).abs().mean(dim=-1, keepdim=True)
+        columns = torch.where(active, new, columns)
+        active = active & (change > _TOLERANCE)
+    return columns.log()
+
+
 _LEAST = 1e-20
 """Added to sums of sigmoids before a division."""
 
@@ -90,7 +119,8 @@ class Router(Module):
 
     With sigmoid scores (arXiv 2412.19437) the weights are the chosen scores divided by their sum. An optional bias per
     expert affects only the choice; `balance` updates it after a step. With groups a token chooses among the experts of
-    its best groups. Of equal scores the expert with the lower index is chosen.
+    its best groups. In training Sinkhorn's algorithm may balance the choice (`sinkhorn_offsets`). Of equal scores the
+    expert with the lower index is chosen.
 
     The load-balancing loss (arXiv 2101.03961) is computed per sequence, or per n consecutive sequences of the batch, so
     it does not depend on microbatch size or layout. f_e is the share of the sequence's k·s choices that fell on expert
@@ -112,6 +142,7 @@ class Router(Module):
         self.drop_last = config.moe_token_drop_policy == "position"
         self.sigmoid = config.moe_router_score_function == "sigmoid"
         self.score_table, self.bias_rate = config.score_table, config.moe_router_bias_update_rate
+        self.sinkhorn = config.moe_router_sinkhorn
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.layer = int(name.split(".")[1])
         self.sequence = factory.tp_cp
@@ -128,7 +159,7 @@ class Router(Module):
         """Route x [s_local, b, h], rows at `positions` [s_local] of the sequence.
 
         Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
-        of s_local·(2·b·k + 1) numbers over it / none.
+        of s_local·(2·b·k + 1) numbers over it, and with Sinkhorn's algorithm of s_local·b·E / none.
         """
         weight = self.weight
         if type(weight) is not ShardedParameter:
@@ -140,6 +171,8 @@ class Router(Module):
         if self.score_table:
             probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
         ranking = logits.detach() if probabilities is None else probabilities.detach()
+        if self.sinkhorn and self.training:
+            ranking = logits.detach() + sinkhorn_offsets(logits.detach(), sequence=self.sequence)
         chosen = self._choose(ranking)
         if self.sigmoid:
             assert probabilities is not None

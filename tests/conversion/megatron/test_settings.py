@@ -9,7 +9,7 @@ import torch
 from megalite.conversion.open import open_megatron
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron import builder
-from tests.conversion.samples import GPT, LLAMA, MadeUp
+from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
 
 
 def test_unknown_vocabulary_size_is_the_padded_one(tmp_path: Path) -> None:
@@ -31,6 +31,19 @@ def test_activation_of_args(tmp_path: Path) -> None:
     ):
         found = open_megatron(builder.save(tmp_path / str(index), MadeUp(tmp_path, GPT), **args))
         assert found.model.activation == activation
+
+
+@pytest.mark.parametrize(("topk", "score", "softmax_first"), [(1, "sigmoid", False), (2, "softmax", True)])
+def test_sinkhorn_routing_has_its_own_scores(tmp_path: Path, topk: int, score: str, softmax_first: bool) -> None:
+    """Megatron-LM then reads no other setting of the scores."""
+    args = {
+        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_router_topk": topk,
+        "moe_router_topk_scaling_factor": 2.5,
+    }
+    model = open_megatron(builder.save(tmp_path / "saved", MadeUp(tmp_path, EXPERTS), **args)).model
+    assert (model.moe_router_sinkhorn, model.moe_router_topk_scaling_factor) == (True, 1.0)
+    assert (model.moe_router_score_function, model.moe_router_pre_softmax) == (score, softmax_first)
 
 
 @pytest.mark.parametrize(
