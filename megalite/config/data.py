@@ -21,7 +21,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
     not one to three numbers, each at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
     try:
-        shares = [] if "_" in split else [float(part) for part in split.split(",")]  # float() reads 9_0 as 90
+        parts = split.replace("/", ",").split(",")
+        shares = [] if "_" in split else [float(part) for part in parts]  # float() reads 9_0 as 90
     except ValueError:
         shares = []
     if not shares:

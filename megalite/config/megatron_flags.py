@@ -272,7 +272,7 @@ this initialization is not supported; use --init-method-std for all matrices |
     --init-method-xavier-uniform --embedding-init-method-std=
 it follows from --hidden-size and --mup-base-hidden-size; leave it out | --mup-width-mult=
 not supported; leave it out to use the standard router |
-    --moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-load-balancing --moe-router-force-biased=
+    --moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-biased=
     --moe-apply-probs-on-input --export-moe-apply-probs-on-input --moe-latent-size= --moe-expert-rank-capacity-factor=
 use --recompute-granularity selective --recompute-modules moe | --moe-layer-recompute
 norms and biases are not decayed | --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=

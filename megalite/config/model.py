@@ -13,6 +13,7 @@ TRAINING_FIELDS = frozenset(
         *("hidden_dropout", "attention_dropout", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
         *("moe_pad_expert_input_to_capacity", "moe_router_sinkhorn"),
+        "moe_router_force_load_balancing",
         *("moe_router_bias_update_rate", "mtp_num_layers", "mtp_loss_scaling_factor"),
     }
 )
@@ -211,6 +212,8 @@ class ModelConfig:
     """Function from router logits to scores; sigmoid scores are divided by the sum of the chosen ones."""
     moe_router_sinkhorn: bool = option(False)
     """Balance experts in training by Sinkhorn's algorithm, which affects only the choice; computed per sequence."""
+    moe_router_force_load_balancing: bool = option(False)
+    """For benchmarks: choose experts in training by position, evenly, whatever the router computes."""
     moe_router_enable_expert_bias: bool = option(False)
     """Balance experts with a per-expert bias that only affects the choice; experts with too few tokens in a step get a
     larger one (arXiv 2408.15664)."""

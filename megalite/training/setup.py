@@ -399,6 +399,10 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
         f"{t.micro_batch_size} per microbatch x {p.dp} dp x {count} microbatches; "
         f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}"
     )
+    if replica.config.model.moe_router_force_load_balancing:
+        log(
+            "warning: moe_router_force_load_balancing ignores the router: use this run's speed, not its losses or weights"
+        )
     for line in (*replica.compute_notes, f"kernels: {kernels_in_words(replica.kernels.summary())}"):
         log(line)
     if (others := replica.kernels.fallback_summary()) is not None:

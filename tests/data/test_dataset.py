@@ -23,7 +23,7 @@ def test_splits_equal_megatron() -> None:
     assert split_documents("100,0,0", 7) == (range(7), range(7, 7), range(7, 7))
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "0.9,0.05,0.05", "98,2", "1"])
+@pytest.mark.parametrize("split", ["969,30,1", "1,1,1", "0.9,0.05,0.05", "98,2", "98/2/0", "1"])
 def test_splits_cover_all_documents(split: str) -> None:
     for documents in (0, 1, 7, 12345):
         assert [i for part in split_documents(split, documents) for i in part] == list(range(documents))

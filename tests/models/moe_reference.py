@@ -77,6 +77,8 @@ def expected(x: Tensor, weights: Weights, config: ModelConfig, *, together: int 
     for t in range(s):
         for i in range(b):
             picks = choose(ranking[t, i], k)
+            if config.moe_router_force_load_balancing:
+                picks = [(t * k + j) % experts for j in range(k)]
             source = probabilities[t, i, picks] if scores else logits[t, i, picks].softmax(0)
             row = torch.zeros(experts, dtype=x.dtype)
             row = row.index_put((torch.tensor(picks),), source * config.moe_router_topk_scaling_factor)

@@ -236,6 +236,16 @@ def test_sinkhorn_balances_each_sequence_in_training(changes: dict[str, Any]) ->
     assert most[1] < most[0] and most[1] < 1.3 * 64 * config.moe_router_topk / config.num_experts
 
 
+def test_forced_balance_is_even_in_training_only() -> None:
+    config = config_of(moe_z_loss_coeff=Z, moe_router_force_load_balancing=True, moe_router_topk=3, num_experts=8)
+    layer, x = build(config), draw(1, S, B, H)
+    compare(layer, config, x)
+    forced = layer.router(x, torch.arange(S), context_of(losses()))
+    assert all(forced.chosen[:, i].flatten().bincount(minlength=8).tolist() == [3] * 8 for i in range(B))
+    plain = layer.eval().router(x, torch.arange(S), context_of())
+    assert torch.equal(plain.chosen, (x @ layer.router.weight.t()).topk(3).indices)
+
+
 def test_sinkhorn_of_extreme_logits_is_finite() -> None:
     """exp(1000) overflows, and an expert that no token wants has a share of zero."""
     logits = 1000 * torch.randn(64, 2, 4, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,7 @@ from megalite.config.rules.rule import (
     whole_shares,
     without,
 )
-from megalite.config.run import stage_layers
+from megalite.config.run import save_folder, stage_layers
 
 
 def resolve_dp(c: Settings, world_size: int) -> int:
@@ -245,6 +245,8 @@ EXPERTS: tuple[Check, ...] = (
             ),
             "{?moe_router_enable_expert_bias|moe_router_num_groups} does not go with moe_router_sinkhorn, which chooses "
             "among all experts by the logits; remove one": lambda c: c.moe_router_sinkhorn,
+            "moe_router_force_load_balancing trains without the router, so its weights must not be saved; remove it, or save and "
+            "save_interval": lambda c: c.moe_router_force_load_balancing and save_folder(c.run) is not None,
             "{?moe_router_pre_softmax} has no effect with moe_router_score_function sigmoid, which has no softmax; remove it": (
                 lambda c: c.moe_router_score_function == "sigmoid"
             ),

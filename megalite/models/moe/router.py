@@ -142,7 +142,7 @@ class Router(Module):
         self.drop_last = config.moe_token_drop_policy == "position"
         self.sigmoid = config.moe_router_score_function == "sigmoid"
         self.score_table, self.bias_rate = config.score_table, config.moe_router_bias_update_rate
-        self.sinkhorn = config.moe_router_sinkhorn
+        self.sinkhorn, self.forced = config.moe_router_sinkhorn, config.moe_router_force_load_balancing
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.layer = int(name.split(".")[1])
         self.sequence = factory.tp_cp
@@ -174,6 +174,9 @@ class Router(Module):
         if self.sinkhorn and self.training:
             ranking = logits.detach() + sinkhorn_offsets(logits.detach(), sequence=self.sequence)
         chosen = self._choose(ranking)
+        if self.forced and self.training:
+            offsets = torch.arange(self.topk, device=positions.device)
+            chosen = ((positions[:, None] * self.topk + offsets) % self.experts)[:, None].expand_as(chosen).contiguous()
         if self.sigmoid:
             assert probabilities is not None
             weights = probabilities.gather(-1, chosen)
