@@ -42,7 +42,7 @@ CONFIGS: list[dict[str, Any]] = [
     {**GPT_OSS, **PADDED, **SHARED},
     SWITCHED,
     {"moe_router_sinkhorn": True, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.0, **TIGHT},
-    {"moe_router_force_load_balancing": True, **GATED},
+    {"moe_router_force_load_balancing": True, "moe_router_topk": 3, "num_experts": 8, **GATED},
 ]  # several per call: the pool's workers create their groups once
 
 

@@ -71,7 +71,7 @@ def _index_in_run(values: Tensor) -> Tensor:
 
 
 _TOLERANCE, _ITERATIONS, _LEAST_SHARE = 1e-4, 32, 1e-8
-"""Of Sinkhorn's algorithm; `_LEAST_SHARE` is added to sums before a division."""
+"""Constants of Sinkhorn's algorithm; `_LEAST_SHARE` is added to sums before a division."""
 
 
 @torch.no_grad()
