@@ -50,6 +50,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "offload_modules": "as `--recompute-modules`; offloads tensors of any size",
         "eval_interval": "none without `--valid-data-path`; theirs is 1000",
         "eval_iters": "theirs is 100",
+        "full_validation": "the mean over all tokens; theirs over microbatches of one sample, some repeated",
         "exit_duration_in_mins": "status 75; theirs is 0",
         "exit_signals": "always active; theirs takes one, and only if given",
         # compute

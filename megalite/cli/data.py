@@ -26,7 +26,7 @@ from megalite.data.dataset import SampleSource
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset
-from megalite.data.sources import open_run_datasets, samples_to_read
+from megalite.data.sources import WholeSplit, open_run_datasets, samples_to_read
 from megalite.data.token_files import require_recorded_tokenizer
 from megalite.preprocess.merge_split import Part, Written, merge, parts_of_equal_tokens, parts_of_split, split_dataset
 from megalite.preprocess.output import check_output_prefix
@@ -293,7 +293,7 @@ def _index(invocation: Invocation) -> Iterator[dict[str, Any]]:
     datasets, remarks = open_run_datasets(config, tokenizer=tokenizer, log=notes.append)
     for remark in remarks:
         notify(remark)
-    for split, (first, stop) in samples_to_read(config).items():
+    for split, (first, stop) in samples_to_read(config, datasets).items():
         source = getattr(datasets, split)
         if source is None:
             continue
@@ -326,6 +326,9 @@ def _parts(
     if isinstance(source, BlendedDataset):
         for part, start, end in zip(source.datasets, source.counts(first), source.counts(stop), strict=True):
             yield from _parts(part, start, end)
+    elif isinstance(source, WholeSplit):
+        for part in source.datasets:
+            yield from _parts(part, 0, part.samples_per_epoch)
     elif isinstance(source, MegatronBlend):
         for part in source.datasets:
             assert isinstance(part, MegatronDataset)

@@ -289,8 +289,8 @@ messages are formatted by the tokenizer's chat template | --sft-tokenizer-prompt
 samples are cut from unchanged documents; see --packing and --reset-attention-mask |
     --fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel
 no step is skipped; see --on-non-finite | --iterations-to-skip=* --decrease-batch-size-if-needed
-evaluations use --eval-iters batches of the global batch size; megalite evaluate uses a whole split |
-    --full-validation --multiple-validation-sets --start-eval-at-iter=
+there is one validation set, evaluated from the start; megalite evaluate measures others |
+    --multiple-validation-sets --start-eval-at-iter=
 use megalite evaluate | --skip-train
 use --exit-file | --kill-switch-path= --trigger-path=
 use --train-samples, --lr-decay-samples and --lr-warmup-samples: tokens divided by --seq-length |

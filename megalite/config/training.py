@@ -112,6 +112,8 @@ class TrainingConfig:
     """Steps between evaluations on the validation split; default: 1000 with valid_data_path and no dataset, else none."""
     eval_iters: int = option(10, at_least=0)
     """Global batches per evaluation; 0: no evaluation."""
+    full_validation: bool = option(False)
+    """Evaluate on each sample of the validation split once, instead of on eval_iters batches."""
     exit_interval: int | None = option(None, at_least=1)
     """Stop (and save) after a step divisible by this."""
     exit_duration_in_mins: float | None = option(None, above=0)

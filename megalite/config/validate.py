@@ -95,7 +95,7 @@ def validate(
             if world_size is not None:
                 config = replace(config, dp=resolve_dp(rule_settings(config, explicit, found.wrong), world_size))
         check(*_REQUEST_CHECKS)
-        if config.training.eval_iters == 0:
+        if config.training.eval_iters == 0 and not config.training.full_validation:
             found.unused.add("eval_interval")
             if not (config.data.valid_data_path or config.data.test_data_path):  # which are evaluated by default
                 found.unused.add("eval_iters")
@@ -155,7 +155,8 @@ _DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
         "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP
         "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
         "eval_interval": lambda c: (
-            c.eval_interval or (1000 if c.valid_data_path and c.eval_iters and not c.dataset else None)
+            c.eval_interval
+            or (1000 if c.valid_data_path and (c.eval_iters or c.full_validation) and not c.dataset else None)
         ),
     }
 )

@@ -89,6 +89,8 @@ class BatchLoader:
     find_documents: bool = False  # find document starts; a document ends with eod_token
     packed: bool = False  # whether `dataset` is a PackedSource
     mtp_num_layers: int = 0  # number of additional tokens that each position predicts (MTP)
+    samples: int | None = None
+    """Number of samples; later ones only fill the last batch and have no loss. None: no limit."""
     pin: bool = False  # pin the tensors' memory, for asynchronous copies to a GPU
     num_workers: int = 1  # threads that prefetch, one microbatch each; 0: no prefetching
 
@@ -180,6 +182,8 @@ class BatchLoader:
                     count *= packing.counts
             elif self.eod_mask_loss:
                 count[row == self.eod_token] = 0.0
+        if self.samples is not None:
+            mask[[k >= self.samples for k in ids]] = 0.0
         starts = None
         if self.find_documents:
             starts = tuple(map(self._document_starts, inputs, packings))

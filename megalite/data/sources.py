@@ -1,8 +1,10 @@
 """Build the datasets of a run from its settings, including users' own datasets, and the range of samples it reads."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,56 @@ from megalite.config.data import DATASETS, DEFAULT_SPLIT, SPLITS, DataConfig, pa
 from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
-from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, memoize, require_sample, split_documents
+from megalite.data.dataset import (
+    KeyedPermutation,
+    MockDataset,
+    Packing,
+    SampleSource,
+    memoize,
+    require_sample,
+    split_documents,
+)
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.index_cache import SMALL_BYTES, IndexCache
+from megalite.data.index_cache import SMALL_BYTES, IndexCache, Kept
 from megalite.data.token_files import TokenFiles, refuse_examples
 from megalite.tokenizers.base import Tokenizer
+
+
+@dataclass(eq=False)
+class WholeSplit:
+    """The samples of one epoch of each dataset of a split, one dataset after another; then they repeat."""
+
+    datasets: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self._ends = list(accumulate(dataset.samples_per_epoch for dataset in self.datasets))
+        self.samples = self._ends[-1]
+
+    def _locate(self, k: int) -> tuple[Any, int]:
+        require_sample(k)
+        k %= self.samples
+        index = bisect_right(self._ends, k)
+        return self.datasets[index], k - (self._ends[index - 1] if index else 0)
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        dataset, index = self._locate(k)
+        sample: NDArray[np.int64] = dataset.sample(index)
+        return sample
+
+    def packing(self, k: int) -> Packing:
+        """Return the packing of sample k; only for packed datasets."""
+        dataset, index = self._locate(k)
+        packing: Packing = dataset.packing(index)
+        return packing
+
+    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
+        """Store the large indices of all datasets."""
+        return [
+            kept
+            for dataset in self.datasets
+            if hasattr(dataset, "prepare")
+            for kept in dataset.prepare(0, dataset.samples_per_epoch)
+        ]
 
 
 @dataclass(frozen=True)
@@ -47,6 +94,13 @@ def open_run_datasets(
         datasets, notes = Datasets(**{split: open_split(split) if split in wanted else None for split in SPLITS}), []
         if datasets.train is None:
             raise ConfigError(f"dataset {config.data.dataset} has no split train")
+        if config.training.full_validation and datasets.valid is not None:
+            if getattr(datasets.valid, "samples_per_epoch", None) is None:
+                raise ConfigError(
+                    f"full_validation needs the end of the split valid, but dataset {config.data.dataset} returns numbered "
+                    "samples without end; give it a length and [i], or use --eval-iters"
+                )
+            datasets = replace(datasets, valid=WholeSplit([datasets.valid]))
     split = config.data.split or DEFAULT_SPLIT
     if datasets.train is None:
         raise ConfigError(f"the training split is empty (split {split}); give it a share, e.g. --split 969,30,1")
@@ -77,6 +131,7 @@ def _build_for_run(
         pad_token=0 if tokenizer is None else tokenizer.eod,
         tokenizer=tokenizer,
         num_samples=megatron_lengths(config),
+        whole=("valid",) if config.training.full_validation else (),
         log=log,
     )
     splits = _splits_read(config)
@@ -92,17 +147,23 @@ def _build_for_run(
 def _splits_read(config: RunConfig) -> Sequence[str]:
     """Return the splits that the run reads: all if it evaluates, the test split at its end."""
     if config.training.eval_interval is not None:
-        return SPLITS[:2] if config.data.mock_data else SPLITS
+        return SPLITS[:2] if config.data.mock_data or not config.training.eval_iters else SPLITS
     return ("train", "test") if config.data.test_data_path and config.training.eval_iters else ("train",)
 
 
-def samples_to_read(config: RunConfig, *, step: int = 0, samples: int = 0) -> dict[str, tuple[int, int]]:
-    """Return the samples [first, stop) of each split that a run reads after `step` steps and `samples` samples."""
+def samples_to_read(
+    config: RunConfig, datasets: Datasets | None = None, *, step: int = 0, samples: int = 0
+) -> dict[str, tuple[int, int]]:
+    """Return the samples [first, stop) of each split that a run reads after `step` steps and `samples` samples;
+    `datasets`: those of the run, needed with full_validation."""
     left = steps_left(config, step=step, samples=samples)
     found = {"train": (samples, samples_after(config, left, consumed=samples))}
     # Each evaluation reads the same samples.
     evaluation = config.training.eval_iters * batch_sizes(config)[-1]
-    return found | dict.fromkeys(_splits_read(config)[1:], (0, evaluation))
+    found |= dict.fromkeys(_splits_read(config)[1:], (0, evaluation))
+    if datasets is not None and isinstance(datasets.valid, WholeSplit):
+        found["valid"] = (0, datasets.valid.samples)
+    return found
 
 
 def megatron_lengths(config: RunConfig) -> dict[str, int]:
@@ -130,6 +191,7 @@ def build_datasets(
     pad_token: int = 0,
     tokenizer: Tokenizer | None = None,
     num_samples: Mapping[str, int] | None = None,
+    whole: Sequence[str] = (),
     log: Callable[[str], None] = lambda line: None,
     small_bytes: int = SMALL_BYTES,
 ) -> Datasets:
@@ -140,7 +202,8 @@ def build_datasets(
     test split that is too short and never read is not an error.
 
     `pad_token`: pads samples of packed documents. `tokenizer`: token files that record another one are an error.
-    `num_samples`: requested samples of each split, for Megatron's order only. `log`: called if indices could not be
+    `num_samples`: requested samples of each split, for Megatron's order only. `whole`: splits with one epoch of each
+    dataset, as `WholeSplit`. `log`: called if indices could not be
     stored. `small_bytes`: smaller indices are built in memory. Raises ConfigError for a missing path, a damaged file, a
     token id outside the vocabulary, or a split with fewer than seq_length + 1 tokens."""
     assert set(splits) <= set(SPLITS), splits
@@ -172,7 +235,8 @@ def build_datasets(
             weights.append(weight)
             settings.append({"indexed": indexed, "documents": share, **common, "cache": cache})
         if any(len(each["documents"]) for each in settings):
-            built[name] = _blend(data, name, weights, settings, (num_samples or {}).get(name), pad_token)
+            count = None if name in whole else (num_samples or {}).get(name)
+            built[name] = _blend(data, name, weights, settings, count, pad_token, whole=name in whole)
     return Datasets(**built)
 
 
@@ -183,19 +247,25 @@ def _blend(
     settings: Sequence[dict[str, Any]],
     num_samples: int | None,
     pad_token: int,
+    *,
+    whole: bool,
 ) -> SampleSource:
-    if data.data_order == "megatron":
+    if data.data_order == "megatron" and not whole:
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
         megatron_split = imported("megalite.data.megatron_dataset:megatron_split")
         split: SampleSource = megatron_split(name, weights, settings, num_samples, bool(data.data_path))
         return split
     datasets: list[Any] = []
     for each in settings:
-        if data.packs_documents:
+        if data.data_order == "megatron":
+            datasets.append(imported("megalite.data.megatron_dataset:MegatronDataset")(**each, num_samples=None))
+        elif data.packs_documents:
             plain = {key: value for key, value in each.items() if key != "cache"}
             datasets.append(imported("megalite.data.packed_dataset:PackedDataset")(**plain, pad_token=pad_token))
         else:
             datasets.append(GPTDataset(**each))
+    if whole:
+        return WholeSplit(datasets)
     if len(datasets) == 1:
         return datasets[0]
     shares = [dataset.num_tokens if weight is None else weight for dataset, weight in zip(datasets, weights)]
@@ -277,7 +347,8 @@ def as_source(dataset: Any, config: RunConfig, split: str) -> SampleSource:
             "cannot resume: use numbered samples"
         )
     assert config.model.vocab_size is not None
-    source = _Plugged(name, read, config.training.seq_length + 1, config.model.vocab_size)
+    count = len(dataset) if hasattr(dataset, "__len__") else None
+    source = _Plugged(name, read, config.training.seq_length + 1, config.model.vocab_size, count)
     if not np.array_equal(source.sample(0), source.sample(0)):
         raise ConfigError(
             f"{name}: sample 0 has other tokens when it is read again; a sample must depend on its number alone: seed random "
@@ -312,6 +383,7 @@ class _Plugged:
     read: Callable[[int], Any]
     length: int
     vocab_size: int
+    samples_per_epoch: int | None
 
     def sample(self, k: int) -> NDArray[np.int64]:
         require_sample(k)

@@ -178,7 +178,7 @@ class Runner:
         size, first = self.replica.config.training.global_batch_size, self.progress.samples
         assert size is not None
         batch = self.loader.load(first, size) if self.replica.reads_data else []
-        return self.stepper.evaluate(batch, first_sample=first, batch_size=size)
+        return self.stepper.evaluate(batch, first_sample=first, batch_size=size)[0]
 
 
 def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> RankTrajectory:

@@ -112,7 +112,9 @@ def _allowed(name: Any, value: Any, where: str) -> tuple[str, tuple[Any, ...]]:
 _WHY = {
     "steps sets the length of a run": ("train_iters", "train_samples", "exit_interval"),
     "every step has the full batch": ("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup"),
-    "runs of a sweep only train": ("eval_interval", "eval_iters", "valid_data_path", "test_data_path"),
+    "runs of a sweep only train": (
+        *("eval_interval", "eval_iters", "full_validation", "valid_data_path", "test_data_path"),
+    ),
     "each run has its own folder": ("run_dir", "tensorboard_dir"),
     "every step is written": ("log_interval",),
     "tracing takes time": ("trace", "trace_steps"),

@@ -92,16 +92,25 @@ def raise_stop_on_all_ranks(stops: StopRequests, topology: Topology) -> None:
 
 
 class Evaluator:
-    """Computes the loss over the first eval_iters global batches of a split, always the same ones."""
+    """Computes the loss over the first eval_iters global batches of a split, always the same ones: the mean of theirs.
+
+    `samples`: evaluate this many samples instead, each once, and return the mean over all unmasked tokens. The last
+    batch is filled with samples without a loss, so that no layout changes the result."""
 
     def __init__(
-        self, replica: Replica, stepper: Stepper, loader: BatchLoader | None, stops: StopRequests | None = None
+        self,
+        replica: Replica,
+        stepper: Stepper,
+        loader: BatchLoader | None,
+        stops: StopRequests | None = None,
+        samples: int | None = None,
     ) -> None:
         training = replica.config.training
         assert training.global_batch_size is not None
         self._stepper, self._loader, self._stops = stepper, loader, stops
         self._replica, self._topology = replica, replica.topology
-        self._batches, self._size = training.eval_iters, training.global_batch_size
+        self._size, self._whole = training.global_batch_size, samples is not None
+        self._batches = training.eval_iters if samples is None else -(-samples // self._size)
 
     def prepare(self) -> None:
         """Prefetch the first batch of the next evaluation."""
@@ -109,8 +118,8 @@ class Evaluator:
             self._loader.prefetch(0, self._size)
 
     def loss(self) -> float:
-        """Return the mean loss over the batches; the same on every rank."""
-        losses: list[float] = []
+        """Return the mean loss; the same on every rank."""
+        total = weights = 0.0
         stop = self._batches * self._size
         with consensus(self._replica):
             for first in range(0, stop, self._size):
@@ -124,5 +133,7 @@ class Evaluator:
                 )
                 if self._loader is not None and first + self._size < stop:
                     self._loader.prefetch(first + self._size, self._size)
-                losses.append(self._stepper.evaluate(microbatches, first_sample=first, batch_size=self._size))
-        return sum(losses) / len(losses)
+                loss, tokens = self._stepper.evaluate(microbatches, first_sample=first, batch_size=self._size)
+                weight = tokens if self._whole else 1.0
+                total, weights = total + loss * weight, weights + weight
+        return total / max(weights, 1.0)

@@ -30,7 +30,7 @@ from megalite.config.training import LOSSES, TrainingConfig
 from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
-from megalite.data.sources import Datasets, open_run_datasets, samples_to_read
+from megalite.data.sources import Datasets, WholeSplit, open_run_datasets, samples_to_read
 from megalite.data.token_files import read_side_file, side_digests
 from megalite.optimizers.schedules import Progress
 from megalite.partition.memory import USUAL_MEMORY, is_built_without_limit, within_memory
@@ -298,7 +298,9 @@ def prepare_data(replica: Replica, loaders: Loaders, progress: Progress) -> list
     """Run `prepare_indices` for the samples that the run reads from `progress` on, and return log lines."""
     world, needs = replica.topology.world, list[Need]()
     if loaders.datasets is not None:
-        for split, reach in samples_to_read(replica.config, step=progress.step, samples=progress.samples).items():
+        for split, reach in samples_to_read(
+            replica.config, loaders.datasets, step=progress.step, samples=progress.samples
+        ).items():
             if (source := getattr(loaders.datasets, split)) is not None:
                 needs.append((source, *reach))
     return prepare_indices(needs, loaders.index_notes, world=world, leads=is_first_on_node(world))
@@ -321,6 +323,7 @@ def make_loader(replica: Replica, dataset: SampleSource, *, eod_token: int | Non
         find_documents=replica.finds_documents,
         packed=replica.packs_documents,
         mtp_num_layers=replica.config.model.mtp_num_layers,
+        samples=dataset.samples if isinstance(dataset, WholeSplit) else None,
         pin=topology.device.type == "cuda",
         num_workers=config.data.num_workers,
     )

@@ -366,12 +366,18 @@ class Stepper:
             )
         return f"warning: {found}: skipped ({before_it + 1} in a row)"
 
-    def evaluate(self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int) -> float:
-        """Return the loss of one global batch, without gradients and dropout; the same on every rank."""
+    def evaluate(
+        self, microbatches: Sequence[Microbatch], *, first_sample: int, batch_size: int
+    ) -> tuple[float, float]:
+        """Return the loss of one global batch, without gradients and dropout, and its number of unmasked tokens; the
+        same on every rank."""
         self._set_mode(training=False)
         batch = _Batch(microbatches, first_sample, batch_size, self._replica.config.training.seq_length)
         losses = self._run(batch, scale=1.0, auxiliary=None)
-        return self._totals(None, self._replica.topology.world, losses)[0]
+        counts = self._has_head and self._replica.topology.tp.rank == 0
+        tokens = sum(float(each.loss_mask.sum(dtype=torch.float64)) for each in microbatches if counts)
+        loss, tokens = self._totals(None, self._replica.topology.world, losses, tokens)
+        return loss, tokens
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self._replica.stages.values():
@@ -436,7 +442,7 @@ class Stepper:
         meanwhile: Callable[[], object] | None,
         over: Group,
         losses: list[torch.Tensor],
-        *parts: torch.Tensor | None,
+        *parts: torch.Tensor | float | None,
     ) -> list[float]:
         """Sum the losses, each counted once, and each further number over a group in one all-reduce. Call `meanwhile`
         before the host waits for the device."""

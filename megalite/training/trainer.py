@@ -251,11 +251,14 @@ class Trainer:
         self.instruments = Instruments(replica, started=self._started, step=step, apart=self._apart, log=log)
         self.stepper = Stepper(replica, Schedules(config), tracer=self.instruments.tracer, phase=self.instruments.phase)
         self.total = step + steps_left(config, step=step, samples=self.progress.samples)
+        # Ranks that read no data have no loaders: ask all ranks for a test split, and the size of the validation split.
+        valid = self.loaders.valid
+        found = topology.world.gather_json([self.loaders.test is not None, None if valid is None else valid.samples])
+        tests, samples = zip(*found, strict=True)
         self.validation = None
         if config.training.eval_interval is not None:
-            self.validation = Evaluator(replica, self.stepper, self.loaders.valid, self.stops)
-        # Ranks that read no data have no loaders: ask all ranks for a test split.
-        tests = topology.world.gather_json(self.loaders.test is not None)
+            whole = max((each for each in samples if each is not None), default=None)
+            self.validation = Evaluator(replica, self.stepper, valid, self.stops, whole)
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
         self._folder: SaveFolder | None = None
         stack.push(lambda _, error, __: self._leave_folder(error))  # runs last, after waiting for the saver

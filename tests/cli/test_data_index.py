@@ -74,6 +74,9 @@ def test_index_used_twice_is_built_once(
     evaluation = ["--eval-interval", "10", "--eval-iters", "1"]
     reports = answer(["--train-data-path", a, "--valid-data-path", a, *evaluation, *rest], capsys)
     assert all(one["indices"] for one in reports)
+    evaluation = ["--eval-interval", "10", "--full-validation"]
+    _, valid = answer(["--train-data-path", a, "--valid-data-path", a, *evaluation, *rest], capsys)
+    assert valid["samples"] == [0, valid["samples_per_epoch"]]
 
 
 def test_notes_are_printed(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

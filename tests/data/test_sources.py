@@ -1,5 +1,6 @@
 """Datasets from settings, and the samples that a run reads."""
 
+import dataclasses
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megalite.data.dataset import MockDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_writer import write_documents
 from megalite.data.packed_dataset import PackedDataset
-from megalite.data.sources import Datasets, build_datasets, megatron_lengths, samples_to_read
+from megalite.data.sources import Datasets, WholeSplit, build_datasets, megatron_lengths, samples_to_read
 from tests.data.token_files import write_by_layout
 
 
@@ -28,8 +29,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(data: DataConfig, *, vocab_size: int = 10, splits: tuple[str, ...] = ("train", "valid")) -> Datasets:
-    return build_datasets(data, seq_length=8, seed=1, vocab_size=vocab_size, splits=splits)
+def build(
+    data: DataConfig, *, vocab_size: int = 10, splits: tuple[str, ...] = ("train", "valid"), **more: Any
+) -> Datasets:
+    return build_datasets(data, seq_length=8, seed=1, vocab_size=vocab_size, splits=splits, **more)
 
 
 @pytest.mark.parametrize("entries", [["2023", "2024"], ["0.3", "b", "2023", "2024"], ["2024", "2023"]])
@@ -209,6 +212,27 @@ def test_number_of_samples_of_a_run() -> None:
     # Resumed after smaller batches: the number of steps counts.
     assert samples_to_read(config(), step=10, samples=40)["train"] == (40, 760)
     assert samples_to_read(config(), step=100, samples=800)["train"] == (800, 800)
+
+
+@pytest.mark.parametrize("order", ["megalite", "megatron"])
+def test_whole_split_has_one_epoch_of_each_dataset(folder: Path, order: str) -> None:
+    """Weights do not matter."""
+    tokens = np.random.default_rng(1).integers(1, 10, size=(60, 20)).tolist()
+    write_by_layout(folder / "varied", tokens)
+    paths = [str(folder / name) for name in ("books_text_document", "varied")]
+    data = DataConfig(data_path=["0.9", paths[0], "0.1", paths[1]], split="1,1", data_order=order)
+    whole = build(data, whole=("valid",), num_samples={"train": 8}).valid
+    assert isinstance(whole, WholeSplit)
+    alone = [
+        build(dataclasses.replace(data, data_path=[path]), whole=("valid",), num_samples={"train": 8}).valid
+        for path in paths
+    ]
+    assert [one.samples for one in alone] == [(75 * 20 - 1) // 8, (30 * 20 - 1) // 8]
+    seen = [whole.sample(k).tolist() for k in range(whole.samples)]
+    assert seen == [one.sample(k).tolist() for one in alone for k in range(one.samples)]
+    assert len({tuple(sample) for sample in seen}) == 1 + alone[1].samples
+    assert whole.sample(whole.samples).tolist() == seen[0]
+    assert samples_to_read(config(), Datasets(None, whole, None))["valid"] == (0, whole.samples)
 
 
 def test_number_of_samples_with_a_ramp_up() -> None:

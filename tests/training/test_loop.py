@@ -1,5 +1,6 @@
 """The training loop: when it evaluates, and that it reads batches ahead."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,46 @@ def test_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) ->
     # An interrupted run has not ended.
     lines = run(prefix, tmp_path / "half", exit_interval=3)
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
+
+
+WHOLE = {"full_validation": True, "packing": "best-fit", "split": "7,2,1"}
+WHOLE |= {"train_iters": 1, "lr_warmup_iters": 0, "eval_interval": 1}
+
+
+def test_full_validation_reads_each_sample_once(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is the mean over all tokens, however they are divided into batches."""
+    counted: list[int] = []
+    read = BatchLoader.microbatch
+
+    def noted(self: BatchLoader, ids: tuple[int, ...], length: int | None = None) -> Microbatch:
+        found = read(self, ids, length)
+        if self.samples is not None:
+            counted.extend(k for k, mask in zip(ids, found.loss_mask, strict=True) if mask.any())
+        return found
+
+    monkeypatch.setattr(BatchLoader, "microbatch", noted)
+    losses = []
+    for size in (1, 4, 6):
+        run(prefix, tmp_path / str(size), **WHOLE, global_batch_size=size)
+        losses.append(records(tmp_path / str(size), "valid")[0]["valid_loss"])
+        assert sorted(counted) == [k for k in range(len(counted) // 2) for _ in range(2)]  # in two evaluations
+        assert size == 1 or len(counted) // 2 % size
+        counted.clear()
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "dp": 2}], ids=str)
+def test_full_validation_does_not_depend_on_the_layout(layout: dict[str, int], prefix: str, tmp_path: Path) -> None:
+    ranks, changes = math.prod(layout.values()), {**WHOLE, "packing": "stream", "global_batch_size": 4}
+    run(prefix, tmp_path / "one", **changes)
+    run_ranks(ranks, trains, ranks, {**changes, **layout, "data_path": [prefix], "run_dir": str(tmp_path / "ranks")})
+    one, more = ([each["valid_loss"] for each in records(tmp_path / name, "valid")] for name in ("one", "ranks"))
+    assert len(one) == 2 and more == pytest.approx(one, rel=1e-9)
+
+
+def trains(context: RankContext, ranks: int, changes: dict[str, Any]) -> None:
+    config = tiny_config(ranks, **{**FOUR_STEPS, **changes})
+    ReplicaTrainer(build(context, config)).fit()
 
 
 def test_next_batch_is_read_during_a_step(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

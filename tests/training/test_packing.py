@@ -71,7 +71,8 @@ def test_packed_losses_equal_those_of_separate_documents(tmp_path: Path, model: 
         alone += losses(replica_of(len(document) - 1, model), tokens[:, :-1], tokens[:, 1:]).sum().item()
     assert batch.loss_mask.sum() == sum(len(document) - 1 for document in documents)
     assert packed == pytest.approx(alone, rel=1e-12)
-    mean = Stepper(replica, Schedules(replica.config)).evaluate([batch], first_sample=0, batch_size=count)
+    mean, tokens = Stepper(replica, Schedules(replica.config)).evaluate([batch], first_sample=0, batch_size=count)
+    assert tokens == batch.loss_mask.sum()
     assert mean == pytest.approx(alone / batch.loss_mask.sum().item(), rel=1e-12)
     # Losses differ if documents attend to each other, or if positions continue.
     for context in ({"position_documents": starts}, {"attention_documents": starts}):

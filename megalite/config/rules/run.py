@@ -88,6 +88,12 @@ DATA: tuple[Check, ...] = (
                 lambda c: c.eval_iters and c.eval_interval is None and not c.test_data_path
             ),
             "{?mock_data} needs the range of its tokens; add --vocab-size, e.g. 1024": lambda c: c.vocab_size is None,
+            "full_validation has no effect without eval_interval; add --eval-interval 100 or remove it": (
+                lambda c: c.full_validation and c.eval_interval is None
+            ),
+            "full_validation needs the end of the validation data, and {?mock_data} has none; use --eval-iters": (
+                lambda c: c.full_validation and not c.data_path
+            ),
             f"{{!packing|data_order|{_DOCUMENTS}}} has no effect with mock_data, which has no documents; use data_path or remove "
             "it": lambda c: c.mock_data and not c.data_path,
             "{!packing|data_order} has no effect with {dataset}, which returns whole samples; remove it": lambda c: (
