@@ -22,6 +22,7 @@ RUNS = {
     "llama3-405b": (16384, f"--tp 8 --pp 16 {SP} {ZERO}"),
     "qwen3-8b": (64, f"--tp 4 --cp 2 {SP} {ZERO}"),
     "olmo2-7b": (64, f"--tp 4 {SP} {ZERO}"),
+    "olmo3-7b": (64, f"--tp 2 --pp 2 --cp 2 {SP} {ZERO}"),
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-v3": (2048, f"--pp 16 --ep 64 {ZERO}"),
     "gpt-oss-20b": (32, f"--tp 2 --cp 8 --ep 8 --etp 1 {SP} {ZERO}"),
