@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ class Family:
     def names(self) -> str:
         """The megalite family with these names of tensors."""
         small = self.kind.lower()
-        return {"gptoss": "gpt_oss", "gemma": "llama", "gemma3": "gemma3_text", "smollm3": "llama"}.get(small, small)
+        return {"gptoss": "gpt_oss", "gemma": "llama", "gemma3": "gemma3_text"}.get(small, small)
 
     @property
     def model(self) -> ModelConfig:
@@ -210,7 +211,7 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """Build the transformers model with weights large enough that every part affects the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    small = family.kind.lower().replace("moe", "_moe").replace("seekv", "seek_v").replace("gptoss", "gpt_oss")
+    small = re.sub("(?<=[a-z0-9])(moe|lite|oss|m2|v[23])$", r"_\1", family.kind.lower().replace("moelite", "_moelite"))
     folder = f"transformers.models.{small}"
     config_class = getattr(
         importlib.import_module(f"{folder}.configuration_{small}"),

@@ -132,6 +132,13 @@ class ModelFile:
         value = self.values.get(name, default)
         return bool(self._checked(name, value, type(value) is bool, "true or false"))
 
+    def require(self, only: Mapping[str, Any]) -> None:
+        """Raise if a key has another value than the only supported one; null is false."""
+        for name, value in only.items():
+            found = self.values.get(name, value)
+            if found != value and (found or value):
+                raise self.fault(f"{name} is {json.dumps(found)[:60]}; only {json.dumps(value)} is supported")
+
     def activation(self, name: str, default: str, choices: Mapping[str, str]) -> str:
         """Return our name of the activation. `choices`: their name -> ours."""
         value = self.values.get(name, default)
@@ -226,6 +233,23 @@ def _read_yarn(file: ModelFile, values: Mapping[str, Any]) -> dict[str, Any]:
     if not {"rope_mscale", "rope_mscale_all_dim"} <= found.keys() or "rope_attention_factor" in found:
         found = {name: value for name, value in found.items() if not name.startswith("rope_mscale")}
     return found
+
+
+_ROPES = {"full_attention", "sliding_attention"}
+
+
+def split_rope(file: ModelFile) -> tuple[ModelFile, Any]:
+    """Return the file with only the RoPE of full-attention layers, and `rope_theta` of layers with the window, or None
+    if `rope_parameters` does not give it."""
+    rope = file.values.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not _ROPES & rope.keys():
+        return file, None
+    full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+    if rope.keys() - _ROPES or not isinstance(local, Mapping):
+        raise file.fault("rope_parameters must have only full_attention and sliding_attention, both objects")
+    if local.get("rope_type", "default") != "default":
+        raise file.fault(f"rope_type of sliding_attention is {str(local['rope_type'])[:60]!r}; it must be default")
+    return ModelFile({**file.values, "rope_parameters": full}, file.where), local.get("rope_theta")
 
 
 def _rope_values(file: ModelFile) -> dict[str, Any]:

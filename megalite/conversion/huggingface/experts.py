@@ -8,33 +8,43 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile
 from megalite.conversion.weights import WeightPiece, part_at
 
+_FIRST = ("first_k_dense_replace", "mlp_layer_types")
+"""Keys of the dense layers if they are the first ones."""
+
+
+def mlp_kinds(first: int, layers: int) -> list[str]:
+    """Return `mlp_layer_types` of config.json for a number of leading dense layers."""
+    return ["dense"] * first + ["sparse"] * (layers - first)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKeys:
     """A family's config.json keys, defaults and tensor names of its experts. The defaults here are Mixtral's: experts
     in every layer, of width intermediate_size, with weights that sum to 1."""
 
-    # Key of the number of experts in published files, and its default.
-    count: tuple[str, int] = ("num_local_experts", 8)
+    # Key of the number of experts in published files, and its default; None: the key is required.
+    count: tuple[str, int | None] = ("num_local_experts", 8)
     topk: int | None = 2  # default of num_experts_per_tok; None: the key is required
     width: int | None = None  # default of moe_intermediate_size; None: the width is intermediate_size
     normalises: bool | None = None  # default of norm_topk_prob (the weights sum to 1); None: always true
     # Key and default of the shared expert: its width (Qwen2) or its width in experts (DeepSeek).
-    shared: tuple[str, int] | None = None
+    shared: tuple[str, int | None] | None = None
     shared_gate: bool = False
     scaling: float | None = None  # default of routed_scaling_factor on the weights; None: the family has no such key
     sigmoid: bool = False  # sigmoid scores, with a bias per expert and groups
-    groups: tuple[int, int] = (1, 1)  # defaults of n_group and topk_group
+    groups: tuple[int, int] | None = (1, 1)  # defaults of n_group and topk_group; None: the family has no groups
     first_dense: int = 1  # default of first_k_dense_replace
-    # Key of the dense layers: decoder_sparse_step (with mlp_only_layers) or first_k_dense_replace; None: there are none.
+    # Key of the dense layers: decoder_sparse_step (with mlp_only_layers), first_k_dense_replace, or mlp_layer_types, which
+    # may be missing if first_k_dense_replace is there; None: there are none.
     dense: str | None = None
     layer: str = "mlp"  # name of the experts' module in a layer
+    bias: str = "gate.e_score_correction_bias"  # name of the experts' bias in that module
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def _counts(self) -> bool:
         """Whether the shared expert's width is given as a number of experts."""
-        return self.shared is not None and self.shared[0] == "n_shared_experts"
+        return self.shared is not None and self.shared[0].endswith("_shared_experts")
 
     def read(self, file: ModelFile) -> dict[str, Any]:
         # transformers 5 saves the number under this key for all families.
@@ -55,10 +65,16 @@ class ExpertKeys:
             if whole and self.scaling is not None:
                 raise file.fault("norm_topk_prob is true; with a routed_scaling_factor only false is supported")
             return found | {"moe_router_pre_softmax": not whole}
-        if not whole and topk > 1:
-            raise file.fault("norm_topk_prob is false; with sigmoid scores only true is supported")
-        groups, chosen = file.integer("n_group", self.groups[0]), file.integer("topk_group", self.groups[1])
-        if groups > chosen:
+        if whole != (topk > 1):
+            raise file.fault(
+                f"norm_topk_prob is {str(whole).lower()}; with sigmoid scores and num_experts_per_tok {topk} only "
+                f"{str(not whole).lower()} is supported"
+            )
+        groups, chosen = (
+            file.optional_integer(name, default) or 1
+            for name, default in zip(("n_group", "topk_group"), self.groups or (1, 1), strict=True)
+        )
+        if groups > chosen and self.groups is not None:
             if topk // chosen != 2:
                 # transformers ranks groups by their best two experts, megalite by their best topk / topk_group.
                 raise file.fault(f"num_experts_per_tok is {topk} and topk_group {chosen}; it must be twice as many")
@@ -67,12 +83,15 @@ class ExpertKeys:
 
     def _read_dense(self, file: ModelFile) -> dict[str, Any]:
         layers = file.layers("num_hidden_layers")
-        if self.dense == "first_k_dense_replace":
-            first = file.values.get(self.dense, self.first_dense)
+        if self.dense in _FIRST:
+            first = file.values.get(_FIRST[0], self.first_dense)
+            kinds = file.values.get(self.dense) if self.dense == _FIRST[1] else None
+            if kinds is not None:
+                first = kinds.count("dense") if isinstance(kinds, list) else None
+                if kinds != mlp_kinds(first or 0, layers):
+                    raise file.fault(f"{self.dense} is {str(kinds)[:60]}; it must be dense layers and then sparse ones")
             if type(first) is not int or not 0 <= first < layers:
-                raise file.fault(
-                    f"{self.dense} is {str(first)[:60]!r}; it must be a whole number below {layers} layers"
-                )
+                raise file.fault(f"{_FIRST[0]} is {str(first)[:60]!r}; it must be a whole number below {layers} layers")
             return {"moe_first_dense_layers": first}
         if self.dense is None:
             return {}
@@ -96,16 +115,17 @@ class ExpertKeys:
             width = model.moe_shared_expert_intermediate_size or 0
             values[self.shared[0]] = max(1, width // model.expert_ffn_size if self._counts else width)
         if self.normalises is not None:
-            values["norm_topk_prob"] = self.sigmoid or not model.moe_router_pre_softmax
-        if self.sigmoid:
+            values["norm_topk_prob"] = topk > 1 if self.sigmoid else not model.moe_router_pre_softmax
+        if self.sigmoid and self.groups is not None:
             values["n_group"] = model.moe_router_num_groups or 1
             values["topk_group"] = model.moe_router_group_topk or 1
-            values["num_nextn_predict_layers"] = model.mtp_num_layers
         if self.scaling is not None:
             values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
         first, every = model.moe_first_dense_layers, model.moe_layer_freq
-        if self.dense == "first_k_dense_replace":
-            values[self.dense] = first
+        if self.dense in _FIRST:
+            values[_FIRST[0]] = first
+            if self.dense == _FIRST[1]:
+                values[self.dense] = mlp_kinds(first, model.num_layers)
         elif self.dense is not None:
             values |= {self.dense: every, "mlp_only_layers": list(range(first)) if every == 1 else []}
         return values
@@ -121,7 +141,7 @@ class ExpertKeys:
             there = f"{layer}.mlp"
         yield WeightPiece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
         if model.moe_router_enable_expert_bias:
-            yield WeightPiece(f"{there}.gate.e_score_correction_bias", f"{here}.router.bias", (experts,))
+            yield WeightPiece(f"{there}.{self.bias}", f"{here}.router.bias", (experts,))
         up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
         if present is not None and f"{there}.experts.gate_up_proj" in present:
             yield WeightPiece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))

@@ -1,110 +1,28 @@
 """List the families that can be read and written, and choose the family that expresses a model."""
 
-import re
-from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved, written
+from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
-from megalite.conversion.huggingface.variants import GEMMA, DeepSeek, Gemma, GptOss, GptOssExperts
-from megalite.conversion.weights import ConversionError, View, WeightPiece, first_rows, whole
-
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
-_PREFIX = "transformer."
-_GPT2 = (
-    ("num_layers", "n_layer", "layers"),
-    ("hidden_size", "n_embd", "integer"),
-    ("num_attention_heads", "n_head", "integer"),
-    ("vocab_size", "vocab_size", "integer"),
-    ("norm_epsilon", "layer_norm_epsilon", "epsilon", 1e-5),
-    ("tie_embeddings", "tie_word_embeddings", "flag", True),
-    ("attention_dropout", "attn_pdrop", "number", 0.1),
-    ("init_method_std", "initializer_range", "number", 0.02),
+from megalite.conversion.huggingface.variants import (
+    GEMMA,
+    GPT2,
+    DeepSeek,
+    Exaone4,
+    Gemma,
+    GptOss,
+    GptOssExperts,
+    MiniMaxM2,
+    Olmo3,
+    SmolLM3,
 )
-
-
-class GPT2(Family):
-    """GPT-2: LayerNorm, learned positions, and linear weights stored transposed."""
-
-    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-
-    def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
-        for name, needed in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-            ("add_cross_attention", False),
-        ):
-            if file.flag(name, needed) != needed:
-                raise file.fault(f"{name} is {str(not needed).lower()}; only {str(needed).lower()} is supported")
-        positions = file.integer("n_positions", 1024)
-        dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
-        if dropouts[0] != dropouts[1]:
-            raise file.fault(f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both to one value")
-        settings = file.settings(_GPT2)
-        model = file.model(
-            **settings,
-            seq_length=positions,
-            ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
-            max_position_embeddings=positions,
-            activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
-            hidden_dropout=dropouts[0],
-        )
-        return model, positions
-
-    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
-        return {
-            **written(model, _GPT2),
-            "n_inner": model.ffn_size,
-            "n_positions": model.max_position_embeddings or seq_length,
-            "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
-            "embd_pdrop": model.hidden_dropout,
-            "resid_pdrop": model.hidden_dropout,
-        }
-
-    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
-        # Names have no prefix if the inner model was saved.
-        prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
-        assert model.vocab_size is not None and model.max_position_embeddings is not None
-        h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
-        yield WeightPiece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
-        yield WeightPiece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
-        for i in range(model.num_layers):
-            there, here = f"{prefix}h.{i}", f"layers.{i}"
-            yield from _norm(f"{there}.ln_1", f"{here}.attention_norm", h)
-            yield from _linear(f"{there}.attn.c_attn", f"{here}.attention.qkv", 3 * h, h, _query_key_value(model))
-            yield from _linear(f"{there}.attn.c_proj", f"{here}.attention.out", h, h)
-            yield from _norm(f"{there}.ln_2", f"{here}.mlp_norm", h)
-            yield from _linear(f"{there}.mlp.c_fc", f"{here}.mlp.up", f, h)
-            yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
-        yield from _norm(f"{prefix}ln_f", "final_norm", h)
-        if not model.tie_embeddings:
-            yield WeightPiece("lm_head.weight", "head.weight", (v, h), first_rows(v))
-
-
-def _norm(theirs: str, ours: str, size: int) -> Iterator[WeightPiece]:
-    for kind in ("weight", "bias"):
-        yield WeightPiece(f"{theirs}.{kind}", f"{ours}.{kind}", (size,))
-
-
-def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[WeightPiece]:
-    """Yield a matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` permutes our rows to theirs."""
-    yield WeightPiece(
-        f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0)
-    )
-    yield WeightPiece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
-
-
-def _query_key_value(model: ModelConfig) -> View:
-    """Our rows are ordered by head, each with query, key and value; theirs are all queries, all keys, all values."""
-    return lambda tensor: tensor.unflatten(0, (model.num_attention_heads, 3, model.head_size)).movedim(1, 0)
-
+from megalite.conversion.weights import ConversionError
 
 _KINDS = {"", "num_experts", "position_embedding_type", "normalization"}
 
@@ -117,8 +35,10 @@ _GEMMA: dict[str, Any] = {
     "tied": True,
     "activation": ("hidden_activation", "gelu_pytorch_tanh"),
     "fixed": GEMMA,
+    "only": {"use_bidirectional_attention": False},
     "whole_heads": True,
 }
+_OLMO = {"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True}
 _GLM: dict[str, Any] = {
     "max_positions": 131072,
     "norm_epsilon": 1.5625e-7,
@@ -129,6 +49,14 @@ _GLM: dict[str, Any] = {
     "partial_rotary": 0.5,
     "fused_mlp": True,
 }
+
+
+def _routed(*, count: int | None, shared: int | None, **more: Any) -> ExpertKeys:
+    """Return the keys of DeepSeek's experts, with the defaults of a family."""
+    keys: dict[str, Any] = {"normalises": True, "sigmoid": True, "dense": "first_k_dense_replace", **more}
+    return ExpertKeys(count=("n_routed_experts", count), shared=("n_shared_experts", shared), **keys)
+
+
 _ALL = (
     GPT2("gpt2", "GPT2LMHeadModel"),
     LlamaLike("llama", "LlamaForCausalLM", max_positions=2048, linear_biases=True, whole_heads=True),
@@ -139,6 +67,7 @@ _ALL = (
         key_value_heads=32,
         qkv_bias=True,
         window="switched",
+        window_from=28,
         mixed=True,
     ),
     LlamaLike(
@@ -149,6 +78,7 @@ _ALL = (
         attention_bias=True,
         qk_norm=True,
         window="switched",
+        window_from=28,
         mixed=True,
     ),
     LlamaLike(
@@ -165,7 +95,7 @@ _ALL = (
         max_positions=32768,
         key_value_heads=16,
         qkv_bias=True,
-        window="refused",
+        only={"use_sliding_window": False},
         experts=ExpertKeys(
             count=("num_experts", 60),
             topk=4,
@@ -182,7 +112,7 @@ _ALL = (
         key_value_heads=4,
         attention_bias=True,
         qk_norm=True,
-        window="refused",
+        only={"use_sliding_window": False},
         experts=ExpertKeys(
             count=("num_experts", 128), topk=8, width=768, normalises=False, dense="decoder_sparse_step"
         ),
@@ -213,31 +143,15 @@ _ALL = (
         qkv_bias=("attention_bias", False),
         qk_norm="use_qk_norm",
         partial_rotary=0.5,
-        experts=ExpertKeys(
-            count=("n_routed_experts", 128),
-            topk=8,
-            width=1408,
-            normalises=True,
-            shared=("n_shared_experts", 1),
-            scaling=1.0,
-            sigmoid=True,
-            dense="first_k_dense_replace",
-        ),
+        experts=_routed(count=128, topk=8, width=1408, shared=1, scaling=1.0),
         mtp=True,
     ),
     DeepSeek(
         *("deepseek_v2", "DeepseekV2ForCausalLM"),
         max_positions=2048,
         scores=("softmax", "greedy"),
-        experts=ExpertKeys(
-            count=("n_routed_experts", 64),
-            topk=None,
-            width=1407,
-            normalises=False,
-            shared=("n_shared_experts", 2),
-            scaling=1.0,
-            first_dense=0,
-            dense="first_k_dense_replace",
+        experts=_routed(
+            count=64, topk=None, width=1407, shared=2, scaling=1.0, normalises=False, sigmoid=False, first_dense=0
         ),
         whole_heads=True,
     ),
@@ -245,18 +159,7 @@ _ALL = (
         *("deepseek_v3", "DeepseekV3ForCausalLM"),
         max_positions=4096,
         scores=("sigmoid", "noaux_tc"),
-        experts=ExpertKeys(
-            count=("n_routed_experts", 256),
-            topk=8,
-            width=2048,
-            normalises=True,
-            shared=("n_shared_experts", 1),
-            scaling=2.5,
-            sigmoid=True,
-            groups=(8, 4),
-            first_dense=3,
-            dense="first_k_dense_replace",
-        ),
+        experts=_routed(count=256, topk=8, width=2048, shared=1, scaling=2.5, groups=(8, 4), first_dense=3),
         mtp=True,
     ),
     Gemma("gemma2", "Gemma2ForCausalLM", max_positions=8192, caps=(50.0, 30.0), full_every=2, **_GEMMA),
@@ -268,6 +171,7 @@ _ALL = (
         qk_norm=True,
         caps=(None, None),
         full_every=6,
+        pattern_key="sliding_window_pattern",
         **_GEMMA,
     ),
     GptOss(
@@ -279,6 +183,7 @@ _ALL = (
         head_size=64,
         window=128,
         mixed=True,
+        full_every=2,
         fixed={
             "activation": "quick_geglu",
             "glu_linear_offset": 1.0,
@@ -293,7 +198,111 @@ _ALL = (
         norm_epsilon=1e-5,
         attention_bias=True,
         qk_norm=True,
-        fixed={"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+        fixed=_OLMO,
+    ),
+    Olmo3(
+        *("olmo3", "Olmo3ForCausalLM"),
+        max_positions=2048,
+        norm_epsilon=1e-5,
+        rotary_base=5e5,
+        attention_bias=True,
+        qk_norm=True,
+        window=4096,
+        mixed=True,
+        full_every=4,
+        fixed=_OLMO,
+    ),
+    SmolLM3(
+        *("smollm3", "SmolLM3ForCausalLM"),
+        max_positions=32768,
+        rotary_base=2e6,
+        key_value_heads=4,
+        linear_biases=True,
+        tied=True,
+        only={"use_sliding_window": False},
+    ),
+    LlamaLike(
+        *("seed_oss", "SeedOssForCausalLM"),
+        max_positions=524288,
+        key_value_heads=8,
+        head_size=128,
+        qkv_bias=("attention_bias", True),
+        attention_dropout=0.1,
+        only={"attention_out_bias": False, "mlp_bias": False},
+    ),
+    LlamaLike(
+        *("ernie4_5", "Ernie4_5ForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        rotary_base=5e5,
+        key_value_heads=2,
+        head_size=128,
+        interleaved=True,
+        tied=True,
+        only={"use_bias": False},
+    ),
+    LlamaLike(
+        *("arcee", "ArceeForCausalLM"),
+        max_positions=4096,
+        norm_epsilon=1e-5,
+        linear_biases=True,
+        activation=("hidden_act", "relu2"),
+        activations={"relu2": "squared_relu"},
+        whole_heads=True,
+    ),
+    LlamaLike(*("ministral", "MinistralForCausalLM"), max_positions=131072, key_value_heads=8, window=4096, mixed=True),
+    Exaone4(
+        *("exaone4", "Exaone4ForCausalLM"),
+        max_positions=2048,
+        norm_epsilon=1e-5,
+        key_value_heads=32,
+        qk_norm=True,
+        window=4096,
+        mixed=True,
+        full_every=4,
+        pattern_key="sliding_window_pattern",
+        fixed={"pre_norms": False, "post_norms": True},
+    ),
+    MiniMaxM2(
+        *("minimax_m2", "MiniMaxM2ForCausalLM"),
+        max_positions=196608,
+        rotary_base=5e6,
+        key_value_heads=8,
+        head_size=128,
+        qk_norm=True,
+        partial_rotary=1.0,
+        fixed={"qk_norm_all_heads": True},
+        only={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
+        experts=ExpertKeys(
+            count=("num_local_experts", 256),
+            topk=8,
+            sigmoid=True,
+            groups=None,
+            layer="block_sparse_moe",
+            bias="e_score_correction_bias",
+            matrices=("w1", "w3", "w2"),
+        ),
+    ),
+    LlamaLike(
+        *("dots1", "Dots1ForCausalLM"),
+        max_positions=2048,
+        key_value_heads=32,
+        attention_bias=True,
+        qk_norm=True,
+        window=4096,
+        mixed=True,
+        window_from=62,
+        experts=_routed(count=None, topk=None, width=1408, shared=None, scaling=1.0, normalises=False, first_dense=0),
+    ),
+    DeepSeek(
+        *("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+        max_positions=202752,
+        norm_epsilon=1e-5,
+        scores=("sigmoid", "noaux_tc"),
+        q_rank=768,
+        sizes=(512, 192, 64, 256),
+        experts=_routed(count=64, topk=4, width=1536, shared=1, scaling=1.8, dense="mlp_layer_types"),
+        mtp=True,
     ),
 )
 SAME = {"kimi_k2": "deepseek_v3"}
@@ -319,7 +328,7 @@ def read_config(folder: Path) -> FolderConfig:
     name = values.get("model_type")
     name = SAME.get(name, name) if isinstance(name, str) else name
     # Published folders of these families name code from before transformers supported them; it is not needed.
-    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3") else ()
+    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "minimax_m2") else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
     quantized_kinds(ModelFile(values, where))  # raises for unsupported quantization
     if not isinstance(name, str) or name not in FAMILIES:

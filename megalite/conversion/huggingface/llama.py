@@ -1,4 +1,4 @@
-"""Map Llama, Mistral, Qwen, Mixtral, Phi-3, GLM and OLMo 2: their config.json, tensor names and shapes."""
+"""Map Llama and the families that differ from it in a few features: their config.json, tensor names and shapes."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.weights import View, WeightPiece, first_rows, part_at
+from megalite.conversion.weights import View, WeightPiece, first_rows, part_at, whole
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -18,8 +18,6 @@ _ACTIVATIONS = {
     "gelu_new": "geglu_tanh",
 }
 _KINDS = ("full_attention", "sliding_attention")
-_WRITTEN = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
-
 
 _SAME = (
     ("num_layers", "num_hidden_layers", "layers"),
@@ -27,7 +25,6 @@ _SAME = (
     ("num_attention_heads", "num_attention_heads", "integer"),
     ("vocab_size", "vocab_size", "integer"),
     ("tie_embeddings", "tie_word_embeddings", "flag", False),
-    ("attention_dropout", "attention_dropout", "number", 0.0),
     ("init_method_std", "initializer_range", "number", 0.02),
 )
 
@@ -76,13 +73,19 @@ class LlamaLike(Family):
     partial_rotary: float | None = None  # default of partial_rotary_factor; None: RoPE rotates whole heads
     interleaved: bool = False  # RoPE rotates pairs of adjacent channels
     qk_norm: bool | str = False  # a fixed value, or the name of a key with default False
-    # Default of sliding_window; `none`: no window; `refused`: use_sliding_window must be false; `switched`: the layers from
-    # max_window_layers on have the window if use_sliding_window is true.
+    # Default of sliding_window; `none`: no window; `switched`: there is one if use_sliding_window is true.
     window: int | str | None = "none"
     mixed: bool = False  # layer_types may select the layers with the window
+    # Without layer_types the layers from max_window_layers (with this default) on have the window, or all but every n-th.
+    window_from: int | None = None
+    full_every: int | None = None
+    pattern_key: str = ""  # key of full_every
     activation: tuple[str, str] = ("hidden_act", "silu")  # key and default
+    activations: Mapping[str, str] = field(default_factory=lambda: _ACTIVATIONS)  # their name -> ours
+    attention_dropout: float = 0.0  # default
     tied: bool = False  # default of tie_word_embeddings
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings of all models of the family
+    only: Mapping[str, Any] = field(default_factory=dict)  # keys with one supported value
     experts: ExpertKeys | None = None
     fused_qkv: bool = False  # query, key and value are one tensor
     fused_mlp: bool = False  # gate and up projection are one tensor
@@ -94,6 +97,7 @@ class LlamaLike(Family):
         return file.model(seq_length=positions, **self._settings(file, positions)), positions
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        file.require(self.only)
         settings = file.settings(_SAME)
         heads = settings["num_attention_heads"]
         settings |= {
@@ -103,7 +107,8 @@ class LlamaLike(Family):
             "max_position_embeddings": positions,
             "normalization": "RMSNorm",
             "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),
-            "activation": file.activation(*self.activation, _ACTIVATIONS),
+            "activation": file.activation(*self.activation, self.activations),
+            "attention_dropout": file.number("attention_dropout", self.attention_dropout),
             "tie_embeddings": file.flag("tie_word_embeddings", self.tied),
             "add_bias_linear": self._read_biases(file),
             "add_qkv_bias": self.qkv_bias if isinstance(self.qkv_bias, bool) else file.flag(*self.qkv_bias),
@@ -127,7 +132,10 @@ class LlamaLike(Family):
             ),
             "max_position_embeddings": model.max_position_embeddings or seq_length,
             "rms_norm_eps": model.norm_epsilon,
-            self.activation[0]: _WRITTEN.get(model.activation, "silu"),
+            self.activation[0]: next(
+                (theirs for theirs, ours in self.activations.items() if ours == model.activation), self.activation[1]
+            ),
+            "attention_dropout": model.attention_dropout,
             **write_rope(model),
         }
         if model.rope_scaling == "dynamic":  # the base grows for longer sequences
@@ -136,8 +144,6 @@ class LlamaLike(Family):
             values["attention_bias"] = self.linear_biases and model.add_bias_linear
         if self.linear_biases:
             values["mlp_bias"] = model.add_bias_linear
-        if self.window == "refused":
-            values["use_sliding_window"] = False
         if not isinstance(self.qkv_bias, bool):
             values[self.qkv_bias[0]] = model.add_qkv_bias
         if isinstance(self.qk_norm, str):
@@ -146,12 +152,15 @@ class LlamaLike(Family):
             values["partial_rotary_factor"] = model.rotary_percent
         kinds = layer_kinds(model)
         if self.window == "switched":
-            first = kinds.index(_KINDS[True]) if _KINDS[True] in kinds else None
-            values |= {"use_sliding_window": first is not None, "max_window_layers": first or 0}
-        if self.mixed and len(set(kinds)) > 1:
+            values["use_sliding_window"] = model.sliding_window is not None
+        if self.window_from is not None:
+            values["max_window_layers"] = kinds.index(_KINDS[True]) if _KINDS[True] in kinds else 0
+        if self.full_every is not None or (self.mixed and len(set(kinds)) > 1):
             values["layer_types"] = kinds
-        if self.window not in ("none", "refused"):
+        if self.window != "none":
             values["sliding_window"] = model.sliding_window
+        if self.mtp:
+            values["num_nextn_predict_layers"] = model.mtp_num_layers
         if self.experts is not None:
             values |= self.experts.write(model)
         return values
@@ -168,19 +177,15 @@ class LlamaLike(Family):
         return attention
 
     def _read_window(self, file: ModelFile) -> dict[str, Any]:
-        if self.window == "refused" and file.flag("use_sliding_window", False):
-            raise file.fault("use_sliding_window is true; for this family only false is supported")
-        if self.window in ("none", "refused"):
-            return {"sliding_window": None}
-        layers = file.layers("num_hidden_layers")
-        if self.window == "switched":
-            window, windows = self._read_switched_window(file, layers)
-        else:
-            assert not isinstance(self.window, str)
+        layers, window = file.layers("num_hidden_layers"), None
+        if not isinstance(self.window, str):
             window = file.optional_integer("sliding_window", self.window)
+        elif self.window == "switched" and file.flag("use_sliding_window", False):
+            window = file.optional_integer("sliding_window", 4096)
+        kinds, windows = file.values.get("layer_types"), []
+        if kinds is None and window is not None:
             windows = self._windows(file, layers)
-        kinds = file.values.get("layer_types")
-        if kinds is not None:
+        elif kinds is not None:
             wanted = {"full_attention"} if window is None else set(_KINDS) if self.mixed else {"sliding_attention"}
             if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in wanted for kind in kinds):
                 raise file.fault(
@@ -190,28 +195,17 @@ class LlamaLike(Family):
             windows = [kind == "sliding_attention" for kind in kinds]
         if window is None or not any(windows):
             return {"sliding_window": None}
-        if all(windows):
-            return {"sliding_window": window}
-        every = windows.index(False) + 1  # period of the full layers, if they are regular
-        regular = every > 1 and windows == [(index + 1) % every != 0 for index in range(layers)]
-        return {
-            "sliding_window": window,
-            "window_attn_skip_freq": [every] if regular else [int(one) for one in windows],
-        }
+        return {"sliding_window": window, "window_attn_skip_freq": layers_without(windows, listed=0)}
 
     def _windows(self, file: ModelFile, layers: int) -> list[bool]:
         """Return which layers have the window if layer_types is missing."""
-        return [True] * layers
-
-    def _read_switched_window(self, file: ModelFile, layers: int) -> tuple[int | None, list[bool]]:
-        """Read Qwen's window, which layers from max_window_layers on have if use_sliding_window is true."""
-        if not file.flag("use_sliding_window", False):
-            return None, []
-        window = file.optional_integer("sliding_window", 4096)
-        first = file.values.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number of at least 0")
-        return window, [index >= first for index in range(layers)]
+        if self.window_from is not None:
+            first = file.values.get("max_window_layers", self.window_from)
+            if type(first) is not int or first < 0:
+                raise file.fault(f"max_window_layers is {str(first)[:60]!r}; it must be a whole number of at least 0")
+            return [index >= first for index in range(layers)]
+        every = file.integer(self.pattern_key, self.full_every) if self.pattern_key else self.full_every
+        return [every is None or (index + 1) % every != 0 for index in range(layers)]
 
     def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
         assert model.vocab_size is not None
@@ -277,6 +271,16 @@ class LlamaLike(Family):
             yield WeightPiece(f"{there}.o_proj.bias", f"{here}.out.bias", (h,))
 
 
+def layers_without(have: list[bool], *, listed: int) -> list[int] | None:
+    """Return the value of a setting of `LAYER_LISTS` for the layers that lack a feature: [n] for every n-th layer, else a
+    list of all layers, in which those layers are `listed`; None if there are none."""
+    if all(have):
+        return None
+    every = have.index(False) + 1
+    regular = all(one == ((index + 1) % every != 0) for index, one in enumerate(have))
+    return [every] if regular else [1 - listed if one else listed for one in have]
+
+
 def layer_kinds(model: ModelConfig) -> list[str]:
     """Return `layer_types` of config.json."""
     return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
@@ -303,10 +307,11 @@ def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[Wei
         yield WeightPiece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
         yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
         return
+    parts = {"gate": part_at(0), "up": part_at(1)} if model.is_gated else {"up": whole}
     for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
-        for i, name in enumerate(("gate", "up")):
+        for name, part in parts.items():
             shape = (f, h) if kind == "weight" else (f,)
-            yield WeightPiece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, part_at(i))
+            yield WeightPiece(f"{there}.{name}_proj.{kind}", f"{here}.up.{kind}", shape, part)
     yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
     if model.add_bias_linear:
         yield WeightPiece(f"{there}.down_proj.bias", f"{here}.down.bias", (h,))

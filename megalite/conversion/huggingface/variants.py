@@ -1,24 +1,111 @@
-"""Map DeepSeek-V2 and V3 (Moonlight, Kimi-K2), Gemma 2 and 3, and gpt-oss: their differences from Llama."""
+"""Map GPT-2, and the differences of DeepSeek, Gemma, OLMo 3, SmolLM3, EXAONE 4, MiniMax-M2 and gpt-oss from Llama."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.config_json import ModelFile
+from megalite.conversion.huggingface.config_json import ModelFile, split_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.llama import LlamaLike, layer_kinds
+from megalite.conversion.huggingface.llama import Family, LlamaLike, layers_without
 from megalite.conversion.huggingface.quantized import PACKED, packed_shape
-from megalite.conversion.weights import View, WeightPiece
+from megalite.conversion.weights import View, WeightPiece, first_rows, whole
 
-_SIZES = (
-    ("kv_lora_rank", "kv_lora_rank", 512),
-    ("qk_head_dim", "qk_nope_head_dim", 128),
-    ("qk_pos_emb_head_dim", "qk_rope_head_dim", 64),
-    ("v_head_dim", "v_head_dim", 128),
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+_PREFIX = "transformer."
+_GPT2 = (
+    ("num_layers", "n_layer", "layers"),
+    ("hidden_size", "n_embd", "integer"),
+    ("num_attention_heads", "n_head", "integer"),
+    ("vocab_size", "vocab_size", "integer"),
+    ("norm_epsilon", "layer_norm_epsilon", "epsilon", 1e-5),
+    ("tie_embeddings", "tie_word_embeddings", "flag", True),
+    ("attention_dropout", "attn_pdrop", "number", 0.1),
+    ("init_method_std", "initializer_range", "number", 0.02),
 )
-"""Our setting, their key, their default."""
+
+
+class GPT2(Family):
+    """GPT-2: LayerNorm, learned positions, and linear weights stored transposed."""
+
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+    def read(self, file: ModelFile) -> tuple[ModelConfig, int]:
+        file.require({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
+        file.require({"add_cross_attention": False})
+        positions = file.integer("n_positions", 1024)
+        dropouts = [file.number(name, 0.1) for name in ("embd_pdrop", "resid_pdrop")]
+        if dropouts[0] != dropouts[1]:
+            raise file.fault(f"embd_pdrop is {dropouts[0]:g} and resid_pdrop {dropouts[1]:g}; set both to one value")
+        settings = file.settings(_GPT2)
+        model = file.model(
+            **settings,
+            seq_length=positions,
+            ffn_hidden_size=file.optional_integer("n_inner") or 4 * settings["hidden_size"],
+            max_position_embeddings=positions,
+            activation=file.activation("activation_function", "gelu_new", _ACTIVATIONS),
+            hidden_dropout=dropouts[0],
+        )
+        return model, positions
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        return {
+            **written(model, _GPT2),
+            "n_inner": model.ffn_size,
+            "n_positions": model.max_position_embeddings or seq_length,
+            "activation_function": _WRITTEN.get(model.activation, "gelu_new"),
+            "embd_pdrop": model.hidden_dropout,
+            "resid_pdrop": model.hidden_dropout,
+        }
+
+    def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
+        # Names have no prefix if the inner model was saved.
+        prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
+        assert model.vocab_size is not None and model.max_position_embeddings is not None
+        h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
+        yield WeightPiece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
+        yield WeightPiece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
+        for i in range(model.num_layers):
+            there, here = f"{prefix}h.{i}", f"layers.{i}"
+            yield from _norm(f"{there}.ln_1", f"{here}.attention_norm", h)
+            yield from _linear(f"{there}.attn.c_attn", f"{here}.attention.qkv", 3 * h, h, _query_key_value(model))
+            yield from _linear(f"{there}.attn.c_proj", f"{here}.attention.out", h, h)
+            yield from _norm(f"{there}.ln_2", f"{here}.mlp_norm", h)
+            yield from _linear(f"{there}.mlp.c_fc", f"{here}.mlp.up", f, h)
+            yield from _linear(f"{there}.mlp.c_proj", f"{here}.mlp.down", h, f)
+        yield from _norm(f"{prefix}ln_f", "final_norm", h)
+        if not model.tie_embeddings:
+            yield WeightPiece("lm_head.weight", "head.weight", (v, h), first_rows(v))
+
+
+def _norm(theirs: str, ours: str, size: int) -> Iterator[WeightPiece]:
+    for kind in ("weight", "bias"):
+        yield WeightPiece(f"{theirs}.{kind}", f"{ours}.{kind}", (size,))
+
+
+def _linear(theirs: str, ours: str, rows: int, columns: int, order: View = whole) -> Iterator[WeightPiece]:
+    """Yield a matrix, ours [rows, columns], theirs [columns, rows], and its bias. `order` permutes our rows to theirs."""
+    yield WeightPiece(
+        f"{theirs}.weight", f"{ours}.weight", (columns, rows), lambda tensor: order(tensor).movedim(-1, 0)
+    )
+    yield WeightPiece(f"{theirs}.bias", f"{ours}.bias", (rows,), order)
+
+
+def _query_key_value(model: ModelConfig) -> View:
+    """Our rows are ordered by head, each with query, key and value; theirs are all queries, all keys, all values."""
+    return lambda tensor: tensor.unflatten(0, (model.num_attention_heads, 3, model.head_size)).movedim(1, 0)
+
+
+_SIZES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""Our setting -> their key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +113,21 @@ class DeepSeek(LlamaLike):
     """DeepSeek: multi-head latent attention."""
 
     scores: tuple[str, str]  # required values of scoring_func and topk_method, if the file has them
+    q_rank: int = 1536  # default of q_lora_rank
+    sizes: tuple[int, int, int, int] = (512, 128, 64, 128)  # defaults of the other sizes
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
-        fixed: dict[str, Any] = dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
-        fixed |= {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
-        for key, only in fixed.items():
-            if file.values.get(key, only) != only:
-                raise file.fault(f"{key} is {str(file.values[key])[:60]!r}; only {only!r} is supported")
+        file.require(dict(zip(("scoring_func", "topk_method"), self.scores, strict=True)))
+        file.require({"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "moe_layer_freq": 1})
         settings = super()._settings(file, positions)
         heads = settings["num_attention_heads"]
         if settings.pop("num_query_groups") != heads:
             raise file.fault(f"num_key_value_heads must equal num_attention_heads {heads}; every head has its own key")
         # head_dim, which some files have, is only the size of the part with RoPE.
         settings |= {"kv_channels": None, "multi_latent_attention": True, "qk_norm": True}
-        settings["q_lora_rank"] = file.optional_integer("q_lora_rank", 1536)
-        settings |= {ours: file.integer(theirs, default) for ours, theirs, default in _SIZES}
+        settings["q_lora_rank"] = file.optional_integer("q_lora_rank", self.q_rank)
+        for (ours, theirs), default in zip(_SIZES.items(), self.sizes, strict=True):
+            settings[ours] = file.integer(theirs, default)
         if settings.get("rope_scaling") == "yarn" and "rope_mscale_all_dim" not in settings:
             scaling = file.values.get("rope_scaling") or file.values.get("rope_parameters") or {}
             if scaling.get("mscale_all_dim"):
@@ -50,7 +137,7 @@ class DeepSeek(LlamaLike):
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
         values = super().write(model, seq_length)
         del values["head_dim"]
-        values |= {theirs: getattr(model, ours) for ours, theirs, _ in _SIZES}
+        values |= {theirs: getattr(model, ours) for ours, theirs in _SIZES.items()}
         # transformers does not need scoring_func and topk_method, but other readers do.
         values |= dict(zip(("scoring_func", "topk_method"), self.scores, strict=True))
         return values | {"q_lora_rank": model.q_lora_rank, "attention_bias": False}
@@ -83,19 +170,16 @@ class Gemma(LlamaLike):
     """Gemma: a window in most layers, optional soft-capping of scores and logits, and a configurable scale of scores."""
 
     caps: tuple[float | None, float | None]  # default soft caps of attention scores and of logits
-    full_every: int  # every n-th layer has full attention, the others have the window
     rotary_base_local: float | None = None  # RoPE base of layers with the window, if it differs
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
-        if file.values.get("use_bidirectional_attention"):
-            raise file.fault("use_bidirectional_attention is true; only causal attention is supported")
-        if self.rotary_base_local is None:
-            settings, base = super()._settings(file, positions), None
-        else:
-            file, base = self._split_rope(file)
-            settings = super()._settings(file, positions)
-        if settings["sliding_window"] is not None:
-            settings["rotary_base_local"] = base
+        base = None
+        if self.rotary_base_local is not None:
+            file, base = split_rope(file)
+            base = file.values.get("rope_local_base_freq", self.rotary_base_local) if base is None else base
+        settings = super()._settings(file, positions)
+        if base is not None and settings["sliding_window"] is not None:
+            settings["rotary_base_local"] = file.finite("the RoPE base of layers with a window", base)
         scalar = file.integer("query_pre_attn_scalar", 256)
         settings["softmax_scale"] = None if scalar == settings["kv_channels"] else scalar**-0.5
         for name, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), self.caps, strict=True):
@@ -106,7 +190,6 @@ class Gemma(LlamaLike):
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
         values = super().write(model, seq_length)
         values |= {
-            "layer_types": layer_kinds(model),
             "query_pre_attn_scalar": model.head_size if model.softmax_scale is None else round(model.softmax_scale**-2),
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "final_logit_softcapping": model.final_logit_softcapping,
@@ -115,27 +198,71 @@ class Gemma(LlamaLike):
             values["rope_local_base_freq"] = model.rotary_base_local or model.rotary_base
         return values
 
-    def _windows(self, file: ModelFile, layers: int) -> list[bool]:
-        every = self.full_every
-        if self.rotary_base_local is not None:
-            every = file.integer("sliding_window_pattern", self.full_every)
-        return [(index + 1) % every != 0 for index in range(layers)]
 
-    def _split_rope(self, file: ModelFile) -> tuple[ModelFile, float]:
-        """Return the file with only the RoPE of full-attention layers, and the RoPE base of layers with the window."""
-        rope = file.values.get("rope_parameters")
-        local: Mapping[str, Any] = {}
-        if isinstance(rope, Mapping) and {"full_attention", "sliding_attention"} & rope.keys():
-            full, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-            if len(rope.keys() - {"full_attention", "sliding_attention"}) or not isinstance(local, Mapping):
-                raise file.fault("rope_parameters must have only full_attention and sliding_attention, both objects")
-            if local.get("rope_type", "default") != "default":
-                raise file.fault(
-                    f"rope_type of sliding_attention is {str(local['rope_type'])[:60]!r}; it must be default"
-                )
-            file = ModelFile({**file.values, "rope_parameters": full}, file.where)
-        base = local.get("rope_theta", file.values.get("rope_local_base_freq", self.rotary_base_local))
-        return file, file.finite("the RoPE base of layers with a window", base)
+@dataclass(frozen=True, kw_only=True)
+class Olmo3(LlamaLike):
+    """OLMo 3: RoPE is scaled only in layers with full attention."""
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        file, base = split_rope(file)
+        settings = super()._settings(file, positions)
+        if settings["sliding_window"] is not None:
+            base = settings["rotary_base"] if base is None else base
+            settings["rotary_base_local"] = file.finite("rope_theta of sliding_attention", base)
+        return settings
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        values = super().write(model, seq_length)
+        kinds = ("full_attention", model.rotary_base), ("sliding_attention", model.rotary_base_local)
+        ropes = {kind: {"rope_type": "default", "rope_theta": base or model.rotary_base} for kind, base in kinds}
+        ropes["full_attention"] |= values["rope_scaling"] or {}
+        return values | {"rope_parameters": ropes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3(LlamaLike):
+    """SmolLM3: some layers have no RoPE."""
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        settings = super()._settings(file, positions)
+        layers, every = settings["num_layers"], file.integer("no_rope_layer_interval", 4)
+        ropes = file.values.get("no_rope_layers")  # 1: the layer has RoPE
+        if ropes is None:
+            ropes = [int((index + 1) % every != 0) for index in range(layers)]
+        if not isinstance(ropes, list) or len(ropes) != layers or any(one not in (0, 1) for one in ropes):
+            raise file.fault(f"no_rope_layers is {str(ropes)[:60]}; it must be a 0 or 1 for each of {layers} layers")
+        return settings | {"no_rope_freq": layers_without([bool(one) for one in ropes], listed=1)}
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        ropes = [int(model.has_rope(index)) for index in range(model.num_layers)]
+        return super().write(model, seq_length) | {"no_rope_layers": ropes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exaone4(LlamaLike):
+    """EXAONE 4: layers with full attention have no RoPE if others have a window."""
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        settings = super()._settings(file, positions)
+        if file.optional_integer("sliding_window", 4096) is not None:
+            full = settings.get("window_attn_skip_freq", [1])
+            settings["no_rope_freq"] = full if full is None or len(full) == 1 else [1 - one for one in full]
+        return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM2(LlamaLike):
+    """MiniMax-M2: published files have the number of channels with RoPE, not their fraction."""
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        rotated = file.optional_integer("rotary_dim")
+        if rotated is not None:
+            share = rotated / file.integer("head_dim", self.head_size)
+            file = ModelFile({"partial_rotary_factor": share, **file.values}, file.where)
+        return super()._settings(file, positions)
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        return super().write(model, seq_length) | {"rotary_dim": model.rotary_size}
 
 
 _ALPHA = 1.702
@@ -144,11 +271,10 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class GptOss(LlamaLike):
-    """gpt-oss: layers 0, 2, 4, ... have the window, and RoPE uses YaRN by default."""
+    """gpt-oss: RoPE uses YaRN by default, and all linear layers have biases."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
-        if file.number("swiglu_alpha", _ALPHA) != _ALPHA:
-            raise file.fault(f"swiglu_alpha is {file.values['swiglu_alpha']}; only {_ALPHA} is supported")
+        file.require({"swiglu_alpha": _ALPHA})
         if file.values.get("rope_parameters") is None and file.values.get("rope_scaling") is None:
             file = ModelFile({**file.values, "rope_scaling": _YARN}, file.where)
         settings = super()._settings(file, positions)
@@ -159,14 +285,10 @@ class GptOss(LlamaLike):
         if values["rope_scaling"] is None:
             values["rope_parameters"] = {"rope_type": "default", "rope_theta": values["rope_theta"]}
         return values | {
-            "layer_types": layer_kinds(model),
             "attention_bias": model.add_bias_linear,
             "swiglu_alpha": _ALPHA,
             "swiglu_limit": model.activation_func_clamp_value or 7.0,
         }
-
-    def _windows(self, file: ModelFile, layers: int) -> list[bool]:
-        return [index % 2 == 0 for index in range(layers)]
 
     def _read_biases(self, file: ModelFile) -> bool:
         return file.flag("attention_bias", True)

@@ -36,8 +36,15 @@ _DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate
 _DEEPSEEK |= {"experts_implementation": "eager", "routed_scaling_factor": 1.5, "q_lora_rank": 9}
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 3.0}
 _YARN = rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, **_MSCALES)
+_OLMO_YARN = rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, beta_fast=3.0)["rope_parameters"]
+_OLMO_LOCAL = rope(20.0)["rope_parameters"]
+WINDOW_KINDS = ("full_attention", "sliding_attention")
+_FULL, _MIXED = ["full_attention"] * 3, ["full_attention", "sliding_attention", "sliding_attention"]
+_DOTS = {"num_key_value_heads": 2, "n_routed_experts": 8, "moe_intermediate_size": 12, "norm_topk_prob": True}
+_DOTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "sliding_window": 4, "experts_implementation": "eager"}
+_DOTS |= rope(50.0)
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemma", "smollm3")} | {
+CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
     "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
     "llama-tied": Family("", {}, "Llama", {**LLAMA, "tie_word_embeddings": True}),
     "llama-biases": Family("", {}, "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}),
@@ -82,9 +89,85 @@ CASES = {name: family for name, family in FAMILIES.items() if name not in ("gemm
         "DeepseekV3",
         {**_DEEPSEEK, **rope(50.0), "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "first_k_dense_replace": 0},
     ),
+    "olmo3": Family(
+        "",
+        {},
+        "Olmo3",
+        {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4, "rope_parameters": {"full_attention": _OLMO_YARN, "sliding_attention": _OLMO_LOCAL}},
+    ),
+    "olmo3-plain": Family(
+        "",
+        {},
+        "Olmo3",
+        {"sliding_window": 4, "rope_parameters": {kind: rope(50.0)["rope_parameters"] for kind in WINDOW_KINDS}},
+    ),
+    "smollm3-biases": Family(
+        "",
+        {},
+        "SmolLM3",
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+        | {"no_rope_layers": [0, 1, 1], **rope(50.0)},
+    ),
+    "seed-oss": Family("", {}, "SeedOss", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
+    "seed-oss-plain": Family(
+        "", {}, "SeedOss", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": False, **rope(50.0)}
+    ),
+    "ernie4.5": Family("", {}, "Ernie4_5", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
+    "arcee": Family("", {}, "Arcee", {"num_key_value_heads": 2, **rope(50.0)}),
+    "arcee-biases": Family("", {}, "Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, **rope(50.0)}),
+    "ministral": Family(
+        "",
+        {},
+        "Ministral",
+        {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 4, "layer_types": _MIXED, **rope(50.0)},
+    ),
+    "exaone4": Family(
+        "",
+        {},
+        "Exaone4",
+        {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": _MIXED}
+        | rope(
+            50.0, "llama3", original_max_position_embeddings=6, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
+        ),
+    ),
+    "exaone4-no-window": Family(
+        "", {}, "Exaone4", {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL, **rope(50.0)}
+    ),
+    "minimax-m2": Family(
+        "",
+        {},
+        "MiniMaxM2",
+        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4}
+        | {"experts_implementation": "eager", **rope(50.0)},
+    ),
+    "dots1": Family(
+        "",
+        {},
+        "Dots1",
+        _DOTS | {"first_k_dense_replace": 1, "n_shared_experts": 2, "num_experts_per_tok": 4, "layer_types": _MIXED},
+    ),
+    "dots1-groups": Family(
+        "", {}, "Dots1", _DOTS | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "max_window_layers": 1}
+    ),
+    "dots1-one-expert": Family(
+        "", {}, "Dots1", _DOTS | {"num_experts_per_tok": 1, "norm_topk_prob": False, "sliding_window": None}
+    ),
+    "glm4-moe-lite": Family(
+        "",
+        {},
+        "Glm4MoeLite",
+        {
+            **_DEEPSEEK,
+            **rope(50.0),
+            "num_mtp_layers": 0,
+            "rms_norm_eps": 1e-6,
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+        },
+    ),
     "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
-"""Every case of `test_families` except Gemma and SmolLM3, which cannot be converted, plus further features."""
+"""Every case of `test_families` except Gemma, which cannot be converted, plus further features."""
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import ModelFile, resolved
 from megalite.conversion.huggingface.families import FAMILIES, choose_family, differences
 from megalite.conversion.weights import ConversionError
+from megalite.models.shapes import parameter_count
 from tests.models.stages import LLAMA, varied
 
 NEEDED: dict[str, Any] = {
@@ -34,7 +35,14 @@ CLASSES = {
 }
 CLASSES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 CLASSES |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "olmo2": "Olmo2", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
-CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
+CLASSES |= {"olmo3": "Olmo3", "smollm3": "SmolLM3", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5", "arcee": "Arcee"}
+CLASSES |= {"ministral": "Ministral", "exaone4": "Exaone4", "minimax_m2": "MiniMaxM2", "dots1": "Dots1"}
+CLASSES |= {
+    "glm4_moe_lite": "Glm4MoeLite",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+}
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
 """Settings that a family need not express: those of training, and of padding, which changes no logit."""
@@ -44,6 +52,13 @@ def needed(name: str) -> dict[str, Any]:
     # Half of each GLM head is rotated; that size has no default.
     if name.startswith("deepseek"):  # of each head's key and value, and of a token's experts
         return NEEDED | {"num_attention_heads": 128, "num_experts_per_tok": 8}
+    if name == "glm4_moe_lite":
+        return NEEDED | {"num_attention_heads": 20, "hidden_size": 120}
+    if name == "dots1":
+        experts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        return NEEDED | experts | {"num_attention_heads": 32}
+    if name == "exaone4":
+        return NEEDED | {"num_attention_heads": 32}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
 
@@ -79,6 +94,8 @@ PRESETS = {
     "gemma2-9b": "gemma2",
     "gemma3-27b": "gemma3_text",
     "olmo2-7b": "olmo2",
+    "olmo3-7b": "olmo3",
+    "smollm3-3b": "smollm3",
     "gpt-oss-20b": "gpt_oss",
     "gpt-oss-120b": "gpt_oss",
 }
@@ -165,7 +182,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is '-1'"),
     ("mistral", {"layer_types": ["full_attention"] * 30}, "layer_types is not sliding_attention for each of 30 layers"),
     ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5; only 1\.702 is supported"),
-    ("gemma2", {"use_bidirectional_attention": True}, "only causal attention is supported"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only false is supported"),
+    (
+        "qwen3_moe",
+        {"layer_types": ["sliding_attention"] * 30},
+        "layer_types is not full_attention for each of 30 layers",
+    ),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
+    (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+        "rope_type of sliding_attention is 'yarn'; it must be default",
+    ),
+    ("smollm3", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it must be a 0 or 1 for each of 30 layers"),
+    ("smollm3", {"no_rope_layers": [2] * 30}, "no_rope_layers is .* a 0 or 1 for each of 30 layers"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is true; only false is supported"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
+    ("ernie4_5", {"use_bias": True}, "use_bias is true; only false is supported"),
+    ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'; supported: relu2"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'; it must be a whole number"),
+    ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func is "softmax"; only "sigmoid" is supported'),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is false; only true is supported"),
+    ("dots1", {"norm_topk_prob": False}, "norm_topk_prob is false; .* num_experts_per_tok 2 only true is supported"),
+    ("dots1", {"num_experts_per_tok": 1}, "norm_topk_prob is true; .* num_experts_per_tok 1 only false is supported"),
+    ("dots1", {"n_routed_experts": None}, "n_routed_experts is null; it must be a number"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 15}, "it must be dense layers and then sparse ones"),
     (
         "gemma3_text",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -203,6 +245,54 @@ def test_qwen_window_starts_at_a_layer(changes: dict[str, Any], window: int | No
         assert [model.has_window(index) for index in range(30)] == [index >= first for index in range(30)]
 
 
+MIXED = ["sliding_attention"] * 3 + ["full_attention"]
+PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
+    "exaone4": (
+        32.0e9,
+        {"vocab_size": 102400, "hidden_size": 5120, "intermediate_size": 27392, "num_hidden_layers": 64}
+        | {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1000000}
+        | {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "layer_types": MIXED * 16},
+    ),
+    "seed_oss": (
+        36.15e9,
+        {"vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+        | {"num_attention_heads": 80, "num_key_value_heads": 8, "rope_scaling": {"rope_type": "default"}},
+    ),
+    "minimax_m2": (
+        228.7e9,
+        {"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62}
+        | {"num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 256, "num_experts_per_tok": 8}
+        | {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "use_mtp": True, "use_qk_norm": True},
+    ),
+    "dots1": (
+        142.8e9,
+        {"vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 62}
+        | {"num_attention_heads": 32, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2}
+        | {"num_experts_per_tok": 6, "norm_topk_prob": True, "n_group": None, "topk_group": None}
+        | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "sliding_window": None},
+    ),
+    "glm4_moe_lite": (
+        29.9e9,
+        {"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47}
+        | {
+            "num_attention_heads": 20,
+            "num_key_value_heads": 20,
+            "partial_rotary_factor": 1.0,
+            "topk_method": "noaux_tc",
+        }
+        | {"first_k_dense_replace": 1, "rope_theta": 1000000, "num_nextn_predict_layers": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_the_published_sizes(name: str) -> None:
+    size, values = PUBLISHED[name]
+    model, positions = read(name, values)
+    assert parameter_count(model) == pytest.approx(size, rel=2e-3)
+    assert differences(FAMILIES[name], model, positions) == {}
+
+
 def test_gemma_3_configs_of_both_transformers_versions() -> None:
     values = needed("gemma3_text") | {"head_dim": 2, "rope_theta": 50.0, "rope_local_base_freq": 20.0}
     old, _ = read("gemma3_text", values | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
@@ -212,6 +302,33 @@ def test_gemma_3_configs_of_both_transformers_versions() -> None:
     new, _ = read("gemma3_text", needed("gemma3_text") | {"head_dim": 2, "layer_types": kinds, "rope_parameters": both})
     assert old == new
     assert (old.window_attn_skip_freq, old.rotary_base, old.rotary_base_local) == ([6], 50.0, 20.0)
+
+
+def test_olmo_3_configs_of_both_transformers_versions() -> None:
+    """Before version 5 rope_scaling is only of layers with full attention, and rope_theta of all."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    old, _ = read("olmo3", needed("olmo3") | {"head_dim": 2, "rope_theta": 50.0, "rope_scaling": yarn})
+    both = {"sliding_attention": {"rope_theta": 50.0}, "full_attention": yarn | {"rope_theta": 50.0}}
+    new, _ = read("olmo3", needed("olmo3") | {"head_dim": 2, "rope_parameters": both})
+    assert old == new
+    assert (old.window_attn_skip_freq, old.rotary_base, old.rotary_base_local) == ([4], 50.0, 50.0)
+    assert old.rope_scaling == "yarn"
+
+
+def test_minimax_m2_of_both_transformers_versions() -> None:
+    old, _ = read("minimax_m2", needed("minimax_m2") | {"rotary_dim": 64})
+    new, _ = read("minimax_m2", needed("minimax_m2") | {"rope_parameters": {"partial_rotary_factor": 0.5}})
+    assert old == new and old.rotary_size == 64
+
+
+def test_layers_of_exaone_4_have_a_window_or_no_rope() -> None:
+    hybrid, _ = read("exaone4", needed("exaone4"))
+    assert [hybrid.has_rope(index) for index in range(30)] == [hybrid.has_window(index) for index in range(30)]
+    full = ["full_attention"] * 30
+    plain, _ = read("exaone4", needed("exaone4") | {"sliding_window": None, "layer_types": full})
+    assert plain.sliding_window is None and plain.no_rope_freq is None
+    without, _ = read("exaone4", needed("exaone4") | {"layer_types": full})
+    assert not any(without.has_rope(index) for index in range(30))
 
 
 def test_llama3_scaling_and_default_of_original_positions() -> None:

@@ -37,6 +37,15 @@ GEMMA: dict[str, Any] = {
     "tie_embeddings": True,
 }
 GEMMA2 = varied(LLAMA, **GEMMA)
+EXAONE = {"qk_norm": True, "pre_norms": False, "post_norms": True}
+EXPERTS = {
+    "num_experts": 6,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+MINIMAX = EXPERTS | {"qk_norm": True, "qk_norm_all_heads": True}
 PROMPT = [5, 17, 30, 3]
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-gelu-untied": {"tie_embeddings": False},
@@ -77,6 +86,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "window_attn_skip_freq": [0, 1, 1],
     },
+    "smollm3": {"no_rope_freq": [2]},
+    "arcee": {"activation": "squared_relu", "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+    "ministral": {"sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
+    "exaone4": EXAONE | {"sliding_window": 4, "window_attn_skip_freq": [2], "no_rope_freq": [2]},
+    "exaone4-list": EXAONE | {"sliding_window": 4, "window_attn_skip_freq": [1, 0, 0], "no_rope_freq": [0, 1, 1]},
+    "olmo3": EXAONE
+    | {"qk_norm_all_heads": True, "sliding_window": 4, "window_attn_skip_freq": [2], "rotary_base_local": 30.0}
+    | {"rope_scaling": "yarn", "rope_scaling_factor": 3.0, "rope_original_max_positions": 10},
+    "minimax_m2": MINIMAX | {"rotary_percent": 0.5, "kv_channels": 8},
+    "dots1": EXPERTS
+    | {"qk_norm": True, "moe_shared_expert_intermediate_size": 24, "moe_router_topk_scaling_factor": 1.5}
+    | {"moe_first_dense_layers": 1, "sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
     "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
 }
 """Models, by the family that they are written as."""
@@ -103,7 +124,9 @@ def stock(folder: Path, **how: Any) -> Any:
     """Load in transformers as a user would, but with the plain kernels, the only ones for float64."""
     from transformers import AutoModelForCausalLM
 
-    has_experts = json.loads((folder / "config.json").read_text())["model_type"] in ("mixtral", "gpt_oss")
+    has_experts = json.loads((folder / "config.json").read_text())["model_type"] in (
+        *("mixtral", "gpt_oss", "minimax_m2", "dots1"),
+    )
     kernels = {"experts_implementation": "eager"} if has_experts else {}
     with all_float64():
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -173,10 +196,11 @@ def test_round_trip_is_exact(name: str, tmp_path: Path) -> None:
 
 
 def significant_config(folder: Path) -> dict[str, Any]:
-    """A folder's config as transformers reads it, without optional and derived keys."""
+    """A folder's config as transformers reads it, without optional, derived and unknown keys."""
     from transformers import AutoConfig
 
-    config: dict[str, Any] = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    found = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = {key: value for key, value in found.to_dict().items() if key in type(found)().to_dict()}
     heads = config.get("num_attention_heads")
     config["head_dim"] = config.get("head_dim") or (heads and config["hidden_size"] // heads)
     config["n_inner"] = config.get("n_inner") or (config.get("n_embd") and 4 * config["n_embd"])
@@ -187,7 +211,7 @@ def significant_config(folder: Path) -> dict[str, Any]:
         "_name_or_path",
         "transformers_version",
         "use_cache",
-        *("scoring_func", "topk_method"),  # for DeepSeek models known to transformers
+        "no_rope_layer_interval",  # has no effect next to no_rope_layers
     ):
         config.pop(free, None)
     if not config.get("use_sliding_window", True):
@@ -279,7 +303,18 @@ REFUSED: list[tuple[str | None, ModelConfig, str]] = [  # family, model, part of
         varied(LLAMA, scale_embeddings=True, norm_zero_centered=True, activation="geglu_tanh"),
         r"no Hugging Face family is this model; the nearest, gemma2, differs: post_norms is False, gemma2 has True",
     ),
-    (None, varied(LLAMA, no_rope_freq=[2]), r"llama, differs: no_rope_freq is \[0, 1, 0\], llama has None"),
+    (
+        None,
+        varied(LLAMA, no_rope_freq=[2], qk_norm=True),
+        r"qwen3, differs: no_rope_freq is \[0, 1, 0\], qwen3 has None",
+    ),
+    ("llama", varied(LLAMA, no_rope_freq=[2]), "llama has None; --family smollm3 is the same model"),
+    (
+        "minimax_m2",
+        varied(LLAMA, **MINIMAX | {"moe_router_topk": 2, "moe_router_num_groups": 3, "moe_router_group_topk": 2}),
+        "moe_router_num_groups is 3, minimax_m2 has None",
+    ),
+    ("olmo3", varied(LLAMA, activation="squared_relu"), "--family arcee is the same model"),
     ("gemma2", varied(GEMMA2, rotary_base_local=3e4), "rotary_base_local is 30000.0, gemma2 has None"),
     (None, varied(GPT, position_embedding_type="none"), "gpt2, differs: position_embedding_type is none"),
     (None, varied(LLAMA, qk_norm=True, add_qkv_bias=True), "nearest, qwen2, differs: qk_norm is True"),
