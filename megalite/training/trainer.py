@@ -255,10 +255,8 @@ class Trainer:
         valid = self.loaders.valid
         found = topology.world.gather_json([self.loaders.test is not None, None if valid is None else valid.samples])
         tests, samples = zip(*found, strict=True)
-        self.validation = None
-        if config.training.eval_interval is not None:
-            whole = max((each for each in samples if each is not None), default=None)
-            self.validation = Evaluator(replica, self.stepper, valid, self.stops, whole)
+        evaluates, whole = config.training.eval_interval is not None, max(filter(None, samples), default=None)
+        self.validation = Evaluator(replica, self.stepper, valid, self.stops, whole) if evaluates else None
         self.test = Evaluator(replica, self.stepper, self.loaders.test, self.stops) if any(tests) else None
         self._folder: SaveFolder | None = None
         stack.push(lambda _, error, __: self._leave_folder(error))  # runs last, after waiting for the saver

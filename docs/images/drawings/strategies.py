@@ -41,7 +41,7 @@ def bytes_of(flags: str) -> tuple[float, float]:
     """A parameter: bytes sent in a step, and bytes kept between steps, on the rank with most."""
     config = config_of(flags)
     stages = plan_stages(config)
-    memory = rank_memory(config, stages, 0)
+    memory = rank_memory(config, stages)
     sent = sum(
         size * wire_factor(operation, DP)
         for plan in stages
