@@ -4,6 +4,7 @@
 dry_run_text.py formats the reports; docs/dry-run.md explains each key. Sizes are in bytes, layer ranges half open,
 FLOPs those of the model."""
 
+import math
 import os
 from argparse import Namespace
 from typing import Any
@@ -31,12 +32,14 @@ from megalite.conversion.huggingface.families import choose_family
 from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.partition.buckets import local_size
 from megalite.partition.memory import (
+    USUAL_MEMORY,
     HeldBucket,
     HeldParameter,
     held_buckets,
     held_matrix_bytes,
     held_parameters,
     host_peaks,
+    is_built_without_limit,
     planned_memory,
     stages_of_rank,
 )
@@ -95,17 +98,18 @@ def report(config: RunConfig, world_size: int, explicit: frozenset[str] = frozen
     schedule = schedule_of(config, largest)
     if config.parallel.pipeline_memory_limit is not None:
         proved(config, lowered(config, schedule), stages)
+    memory = _memory_report(config, schedule, layout)
     return {
         "world_size": world_size,
         "layout": _layout_report(config, layout),
         "stages": [_stage_report(config, plan) for plan in stages],
-        "memory": _memory_report(config, schedule, layout),
+        "memory": memory,
         "communication": [
             row
             for rank in range(config.parallel.pp)
             for row in communication_rows(config, rank, schedule.num_microbatches)
         ],
-        "schedule": _schedule_report(config, stages, schedule),
+        "schedule": _schedule_report(config, stages, schedule, memory["fullest_bytes"]),
         "batch": _batch_report(config),
         "model": _model_report(config),
         "config": sectioned(config),
@@ -196,7 +200,9 @@ def _memory_report(config: RunConfig, schedule: Schedule, layout: ParallelLayout
     }
 
 
-def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule) -> dict[str, Any]:
+def _schedule_report(
+    config: RunConfig, stages: tuple[StagePlan, ...], schedule: Schedule, fullest_bytes: int
+) -> dict[str, Any]:
     drawn = schedule.num_stages <= GRID_STAGES and schedule.num_microbatches <= GRID_MICROBATCHES
     peaks = memory_peaks(Program(schedule, schedule.actions), Sizes.uniform(schedule.num_stages))
     return {
@@ -208,6 +214,7 @@ def _schedule_report(config: RunConfig, stages: tuple[StagePlan, ...], schedule:
         "costs": config.parallel.pipeline_costs or "FLOPs",
         "peak_activations": [int(peak.size) for peak in peaks],
         "grid": render_grid(schedule) if drawn else None,
+        "device_bytes": math.ceil(fullest_bytes / USUAL_MEMORY) if is_built_without_limit(config) else None,
     }
 
 

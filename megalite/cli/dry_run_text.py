@@ -159,10 +159,17 @@ def _communication(rows: list[dict[str, Any]], pipeline_rank: int | None = None)
 def _schedule(schedule: dict[str, Any]) -> list[str]:
     peaks = schedule["peak_activations"]
     shown = ", ".join(map(str, peaks if len(peaks) <= _SHOWN else [*peaks[: _SHOWN // 2], "..."]))
+    least, limit = schedule["device_bytes"], []
+    if least is not None:
+        limit = [
+            f"  built without a memory limit: a run builds another on GPUs with less than {format_bytes(least)}; set "
+            "--pipeline-memory-limit to see it"
+        ]
     grid = schedule["grid"] or "(the grid is drawn up to 8 virtual stages and 16 microbatches)"
     return [
         f"Schedule: {schedule['name']}, {schedule['virtual_stages']} virtual stages, {schedule['microbatches']} "
         f"microbatches; bubble {schedule['bubble_fraction']:.1%} of the step by {schedule['costs']}",
+        *limit,
         f"  live activations at the peak, by pipeline rank (stages x microbatches): {shown}",
         textwrap.indent(grid, "  "),
     ]

@@ -13,6 +13,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
 from megalite.partition import stages
+from megalite.partition.memory import USUAL_MEMORY, within_memory
 
 SMALL = "--num-layers 6 --hidden-size 64 --vocab-size 512 --train-iters 30 --global-batch-size 16 --bf16"
 TINY = f"--dry-run {SMALL} --tp 2 --pp 2 --vpp 2 --world-size 8"
@@ -51,6 +52,17 @@ def keys(tree: Any, prefix: str = "") -> set[str]:
     return set()
 
 
+def test_auto_names_the_smallest_device_with_this_schedule() -> None:
+    flags = f"--dry-run {SMALL} --pp 4 --pipeline-schedule auto"
+    found = report_of(flags)
+    least, config = found["schedule"]["device_bytes"], parse_arguments(flags.split()).config
+    config = validate(config, 4)
+    assert within_memory(config, USUAL_MEMORY * least) is config
+    assert within_memory(config, USUAL_MEMORY * (least - 2)).parallel.pipeline_memory_limit is not None
+    assert "GPUs with less than" in format_report(found)
+    assert "GPUs with less than" not in format_report(report_of(f"{flags} --pipeline-memory-limit 1GiB"))
+
+
 def test_flops_equal_the_paper() -> None:
     """96·B·s·L·h²·(1 + s/6h + V/16Lh) is the numerator of Narayanan et al. 2021."""
     batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
@@ -84,7 +96,7 @@ def test_json_keys_are_stable() -> None:
         communication[].operation communication[].volume_bytes communication[].sent_bytes
         communication[].basis
         schedule schedule.name schedule.virtual_stages schedule.microbatches schedule.all_microbatch_counts
-        schedule.bubble_fraction schedule.costs schedule.peak_activations schedule.grid
+        schedule.bubble_fraction schedule.costs schedule.peak_activations schedule.grid schedule.device_bytes
         batch batch.micro_batch_size batch.dp batch.microbatches batch.global_batch_size batch.seq_length
         batch.tokens_per_step batch.batch_sizes batch.rampup_samples batch.train_steps batch.train_samples
         batch.train_tokens batch.seq_length_warmup
