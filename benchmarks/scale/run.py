@@ -147,7 +147,7 @@ def reports(invocation: Invocation, layout: ParallelLayout) -> Counts:
     read_batches(None, 0, 0, topology=topology, scope=topology.world, stops=StopRequests())
     operations = [*step.journal.operations[step.second_step :], *journal.operations]
     world = [operation.nbytes for operation in operations if len(operation.ranks) == layout.world_size]
-    timings, before = Timings(PhaseClock(CPU), topology, apart=False, threshold=1.5), len(journal.operations)
+    timings, before = Timings(PhaseClock(CPU), topology, independent=False, threshold=1.5), len(journal.operations)
     _, calls = calls_of(lambda: timings.interval(steps=1, seconds=1.0))
     gathered = layout.world_size * sum(operation.nbytes for operation in journal.operations[before:])
     found = {"world operations of a step": len(world), "their bytes": sum(world)}

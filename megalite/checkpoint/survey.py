@@ -35,7 +35,7 @@ class FoundCheckpoint:
     """Faults, each with the file's name."""
     verified: bool = False
     """Whether every file was hashed and has the right sha256, not only the right length."""
-    gone: bool = False
+    removed: bool = False
     """Whether it was removed during the inspection; then `faults` is empty."""
 
     @property
@@ -51,12 +51,12 @@ class FoundCheckpoint:
     @property
     def sound(self) -> bool:
         """Whether it exists and has no known faults."""
-        return self.manifest is not None and not self.faults and not self.gone
+        return self.manifest is not None and not self.faults and not self.removed
 
     @property
     def state(self) -> str:
         """One of `verified`, `complete` (right sizes, not hashed), `removed meanwhile` and `damaged: ...`."""
-        if self.gone:
+        if self.removed:
             return "removed meanwhile"
         if self.faults:
             more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
@@ -105,9 +105,9 @@ def _examine(path: Path, step: int | None) -> FoundCheckpoint:
 
 
 def _unless_removed(found: FoundCheckpoint) -> FoundCheckpoint:
-    """Return `found`, marked as gone instead of damaged if its folder has been removed."""
+    """Return `found`, marked as removed instead of damaged if its folder has been removed."""
     removed = found.faults and not os.path.lexists(found.path)
-    return replace(found, faults=(), verified=False, gone=True) if removed else found
+    return replace(found, faults=(), verified=False, removed=True) if removed else found
 
 
 @contextlib.contextmanager

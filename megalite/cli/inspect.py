@@ -73,7 +73,7 @@ def _config(flags: Namespace) -> int:
     surveyed = survey(flags.checkpoint, flags.step)
     found = next((found for found in surveyed if found.manifest is not None), None)
     if found is None or found.manifest is None:
-        if surveyed[0].gone:
+        if surveyed[0].removed:
             raise CheckpointRemoved(surveyed[0].path)
         raise CheckpointError(f"{flags.checkpoint}: {surveyed[0].path.name} is {surveyed[0].state}")
     config, removed = _for_another_run(_in_order(found.manifest.config))
@@ -138,7 +138,7 @@ def _newest_sound(path: Path, flags: Namespace) -> tuple[list[FoundCheckpoint], 
         if found.sound:
             return surveyed, found
     for found in surveyed:
-        if found.gone:
+        if found.removed:
             raise CheckpointRemoved(found.path)
     return surveyed, next((found for found in surveyed if found.manifest is not None), surveyed[0])
 

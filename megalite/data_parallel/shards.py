@@ -136,7 +136,7 @@ class StrategyOptions:
 class Norms:
     """Gradient norms, which still include the loss scale."""
 
-    shown: float  # for the log: the same on every rank
+    logged: float  # the same on every rank
     clipping: float  # norm of the gradient that this rank's update uses
 
 

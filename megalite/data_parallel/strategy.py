@@ -291,7 +291,7 @@ class DataParallelStrategy(ABC):
     def norms(self, sums: Sequence[float]) -> Norms:
         """Return the norms, from the sums of `norm_terms`; NaN or infinite if a gradient is."""
         norm = math.sqrt(sums[0]) if sums[0] >= 0.0 else math.nan
-        return Norms(shown=norm, clipping=norm)
+        return Norms(logged=norm, clipping=norm)
 
     def local_norm_squared(self) -> torch.Tensor:
         """Return this rank's part of Σg² over the whole model, fp64; its sum over the world is the whole.

@@ -81,7 +81,7 @@ class ReadAhead:
 
 
 def raise_stop_on_all_ranks(stops: StopRequests, topology: Topology) -> None:
-    """Raise StopRun on all ranks if one was requested to stop. Ranks that step apart call it when they synchronize.
+    """Raise StopRun on all ranks if one was requested to stop. Ranks that step independently call it when they synchronize.
 
     Collectives: a max all-reduce of one number over the world, on the host.
     """

@@ -76,7 +76,7 @@ class HangWatch:
 
     heartbeat: Heartbeat = UNWATCHED
     rank: int = 0
-    alone: bool = True  # the run has one rank
+    single_rank: bool = True
     _handlers: Handlers | None = None
     _recorder: FlightRecorder | None = None
     _watcher: "_Watcher | None" = None
@@ -85,7 +85,7 @@ class HangWatch:
         """End the heartbeat of this rank. `agreed`: the run ends on every rank; else the others stay watched."""
         self.heartbeat.close(failed=not agreed)
         if self._watcher is not None:
-            self._watcher.close(self.rank, together=agreed or self.alone)
+            self._watcher.close(self.rank, together=agreed or self.single_rank)
         if self._recorder is not None:
             self._recorder.close()
         if self._handlers is not None:

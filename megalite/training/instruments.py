@@ -51,23 +51,23 @@ class Straggler:
 class Timings:
     """Collects every rank's phases once per interval.
 
-    If ranks step `apart`, without waiting for one another, rank 0 reports its own phases, and nothing is gathered. A
+    If ranks step `independent` of one another, rank 0 reports its own phases, and nothing is gathered. A
     rank is a straggler from a factor of `threshold`. Phases are logged if `log_phases` or if there is a straggler.
 
-    Collectives: a gather of the hosts' names, unless `apart`."""
+    Collectives: a gather of the hosts' names, unless `independent`."""
 
     def __init__(
-        self, clock: PhaseClock, topology: Topology, *, apart: bool, threshold: float, log_phases: bool = False
+        self, clock: PhaseClock, topology: Topology, *, independent: bool, threshold: float, log_phases: bool = False
     ) -> None:
         self._clock, self._topology, self._threshold, self._log_phases = clock, topology, threshold, log_phases
-        self._gathers = not apart and topology.world.size > 1
+        self._gathers = not independent and topology.world.size > 1
         self._hosts = topology.world.gather_json(platform.node()) if self._gathers else []
         self._units = units(topology.layout) if topology.world.rank == 0 else []  # only rank 0 compares
 
     def interval(self, *, steps: int, seconds: float) -> Report:
         """Report the interval that ends now; its `steps` took `seconds` on this rank. Only rank 0 gets a report.
 
-        Collectives: an all-gather of a few numbers over the world, unless ranks step apart."""
+        Collectives: an all-gather of a few numbers over the world, unless ranks step independently."""
         rows = self._gather(steps, seconds)
         if not rows:
             return {}, []
@@ -166,7 +166,9 @@ class Instruments:
 
     Collectives: those of `Timings`."""
 
-    def __init__(self, replica: Replica, *, started: float, step: int, apart: bool, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, replica: Replica, *, started: float, step: int, independent: bool, log: Callable[[str], None]
+    ) -> None:
         self._replica, self._log = replica, log
         self._started, self._first = started, step
         topology, logging = replica.topology, replica.config.logging
@@ -181,7 +183,11 @@ class Instruments:
             self.traces = TraceWriter(self.clock, topology, steps=steps, folder=Path(logging.run_dir), log=log)
         if logging.timing_log_level:
             self._timings = Timings(
-                self.clock, topology, apart=apart, threshold=logging.straggler_threshold, log_phases=logging.log_phases
+                self.clock,
+                topology,
+                independent=independent,
+                threshold=logging.straggler_threshold,
+                log_phases=logging.log_phases,
             )
         if logging.profile and topology.rank in logging.profile_ranks:
             folder = profile_folder(replica.config)

@@ -242,7 +242,7 @@ class Stepper:
         # If groups step separately, `_denominators` makes each loss a part of the step; log the mean of a share.
         loss, added = self._shares * loss / scale, [self._shares * term for term in sums[len(parts) :]]
         norms = strategy.norms(sums[: len(parts)])
-        norm, clipping = norms.shown / scale, norms.clipping / scale
+        norm, clipping = norms.logged / scale, norms.clipping / scale
         scheduled = self._scheduled(before, after)
         lr, decoupled = self._schedules.lr(scheduled), self._schedules.decoupled_lr(scheduled)
         finite = math.isfinite(norm) and math.isfinite(loss)

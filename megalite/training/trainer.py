@@ -239,7 +239,7 @@ class Trainer:
         fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(replica, log)
         self._heartbeat = topology.world.heartbeat
-        self._apart = replica.strategy.scope.size < topology.world.size
+        self._independent = replica.strategy.scope.size < topology.world.size
         """Whether ranks step without waiting for all others."""
         self.loaders, self._reading = open_data(replica, tokenizer), ReadAhead(topology.device)
         self.progress = Progress(0, 0)
@@ -248,7 +248,9 @@ class Trainer:
         step = self._step_reached = self.progress.step
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
-        self.instruments = Instruments(replica, started=self._started, step=step, apart=self._apart, log=log)
+        self.instruments = Instruments(
+            replica, started=self._started, step=step, independent=self._independent, log=log
+        )
         self.stepper = Stepper(replica, Schedules(config), tracer=self.instruments.tracer, phase=self.instruments.phase)
         self.total = step + steps_left(config, step=step, samples=self.progress.samples)
         # Ranks that read no data have no loaders: ask all ranks for a test split, and the size of the validation split.
@@ -348,7 +350,7 @@ class Trainer:
                 *(self.loaders.train, before.samples, size, sequence_length(self.config, before.step)),
                 topology=self.replica.topology,
                 scope=self.replica.strategy.scope,
-                stops=None if self._apart else self.stops,
+                stops=None if self._independent else self.stops,
             )
             self._reading.waited(waited)
             read_next = partial(self._prepare, after)
@@ -371,7 +373,7 @@ class Trainer:
             if self.instruments.finish(after.step):
                 self.reporter.restart_clock()
         except (ConfigError, NonFiniteError) as error:
-            if self._apart and not isinstance(error, RankError):  # other ranks do not raise it
+            if self._independent and not isinstance(error, RankError):  # other ranks do not raise it
                 raise RankError(str(error), exit_code=error.exit_code) from error
             raise
 
@@ -380,7 +382,7 @@ class Trainer:
         t = self.config.training
         if self._exporter is not None:
             self._exporter.poll()
-        if self.saver is not None and not self._apart:  # otherwise the next save completes the last one
+        if self.saver is not None and not self._independent:  # otherwise the next save completes the last one
             self.saver.poll()
         self._log_notes()
         compares = self.config.data_parallel.check_replicas_interval
@@ -401,7 +403,7 @@ class Trainer:
             with self.instruments.stall("save"):
                 self.saver.begin(self.progress)
             self.reporter.restart_clock()
-        if self._apart and self.progress.step < self.total:
+        if self._independent and self.progress.step < self.total:
             raise_stop_on_all_ranks(self.stops, self.replica.topology)
 
     def _save_last(self) -> None:

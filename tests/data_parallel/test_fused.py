@@ -143,7 +143,7 @@ def out_of_order(context: RankContext, different: bool) -> str:
     terms = run.strategy.norm_terms()
     run.topology.world.all_reduce(terms)
     try:
-        return str(run.strategy.norms(terms.tolist()).shown)
+        return str(run.strategy.norms(terms.tolist()).logged)
     except RuntimeError as error:
         return str(error)
 

@@ -92,11 +92,11 @@ def test_copies_on_tp_and_pp_ranks_never_drift(layout: Settings, settings: Setti
 
 
 def norms(context: RankContext, ranks: int, settings: Settings) -> list[tuple[float, float]]:
-    """Return (shown, clipping) of a step in the warm-up and of one after it, with different gradient sizes per rank."""
+    """Return (logged, clipping) of a step in the warm-up and of one after it, with different gradient sizes per rank."""
     run, found = ToyRun(context.topology(dp=ranks, instances=settings.get("dp_instances", 1)), settings), []
     for _ in range(2):
         result = run.strategy.norms(run.gradients(scale=1.0 + context.rank))
-        found.append((result.shown, result.clipping))
+        found.append((result.logged, result.clipping))
         run.step()
     run.strategy.close()
     return found

@@ -107,7 +107,7 @@ def norms(context: RankContext, scale: float) -> list[tuple[float, float]]:
     for _ in range(STEPS):
         sums = run.gradients(loss_scale=scale)
         whole = run.strategy.norms(sums)
-        assert whole.shown == whole.clipping
+        assert whole.logged == whole.clipping
         own = math.sqrt(sum(float(bucket.grad.double().square().sum()) for bucket in run.strategy.all_buckets()))
         found.append((whole.clipping / scale, own / scale))
         run.steps += 1

@@ -57,7 +57,7 @@ def test_each_action_and_phase_counts_once(hand: list[float]) -> None:
 
 
 def report(
-    context: RankContext, axes: dict[str, int], forward: list[float], apart: bool = False, tell: bool = True
+    context: RankContext, axes: dict[str, int], forward: list[float], independent: bool = False, tell: bool = True
 ) -> Any:
     """Run an interval of two steps with given computing times; return (report, collectives)."""
     topology = context.topology(**axes)
@@ -66,7 +66,7 @@ def report(
         patch.setattr(instruments.platform, "node", lambda: f"host{context.rank}")
         patch.setattr(instruments, "peak_memory_bytes", lambda device: (context.rank + 1) << 20)
         clock = PhaseClock(topology.device)
-        timings = Timings(clock, topology, apart=apart, threshold=1.5, log_phases=tell)
+        timings = Timings(clock, topology, independent=independent, threshold=1.5, log_phases=tell)
         gather = Group.all_gather
 
         def counted(self: Group, *arguments: Any) -> None:
@@ -127,7 +127,7 @@ def test_straggler_is_named_with_its_host(axes: dict[str, int], seconds: list[fl
 
 
 def test_independent_ranks_exchange_no_times() -> None:
-    first, second = run_ranks(2, report, {"dp": 2}, [1.0, 3.0], apart=True)
+    first, second = run_ranks(2, report, {"dp": 2}, [1.0, 3.0], independent=True)
     assert first[2] == second[2] == []
     assert first[0]["forward_ms"] == first[0]["forward_ms_min"] == pytest.approx(1000.0)
     assert first[1] == ["  ms/step: forward 1000.0  optimizer 2.0  other 998.0  mem 1 MiB  save 0.50 s"]

@@ -205,15 +205,15 @@ class MomentumExchange(AllReduce):
 
     def norms(self, sums: Sequence[float]) -> Norms:
         if not all(math.isfinite(each) and each >= 0.0 for each in sums):
-            return Norms(shown=math.nan, clipping=math.nan)
+            return Norms(logged=math.nan, clipping=math.nan)
         norm, own, *each = (math.sqrt(each) for each in sums)
         if each and not self._whole:
-            return Norms(shown=own, clipping=math.sqrt(len(each)) * each[self.groups.dp.rank])
+            return Norms(logged=own, clipping=math.sqrt(len(each)) * each[self.groups.dp.rank])
         if not self._whole:
             norm = own * (1.0 if self._ratio is None else self._ratio)
         elif own > 0.0:
             self._found = norm / own
-        return Norms(shown=norm, clipping=norm)
+        return Norms(logged=norm, clipping=norm)
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
         """Step by whole gradients, or by this rank's gradients with the optimizer's exchange."""

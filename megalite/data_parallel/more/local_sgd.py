@@ -56,8 +56,8 @@ class PeriodicAveraging(LocalWeights):
         self._count, self._delay = options.settings.sync_fragments, options.settings.sync_delay
         super().__init__(stages, groups=groups, options=options)
         anchored = self.anchored or self.options.wire_dtype is not None
-        self._anchors = self._copies() if anchored and not self.alone else {}
-        delayed = self._mains() if self._delay and not self.alone else {}
+        self._anchors = self._copies() if anchored and not self.is_single else {}
+        delayed = self._mains() if self._delay and not self.is_single else {}
         self._arrived = {bucket: torch.zeros_like(main) for bucket, main in delayed.items()}
         """Means that wait for their update; meaningless for buckets without one."""
         self._in_flight: dict[Bucket, MeanInFlight] = {}
@@ -100,7 +100,7 @@ class PeriodicAveraging(LocalWeights):
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         optimizer.step(update)
-        if self.alone:
+        if self.is_single:
             return
         if self.local == 0:
             for bucket, anchor in self._anchors.items():
@@ -163,7 +163,7 @@ class PeriodicAveraging(LocalWeights):
         is lost, as the next exchange averages the same differences."""
         super().load_counters(counters)
         self._due = {}
-        if self._delay and not self.alone and counters.get("sync_fragments") == self._count:
+        if self._delay and not self.is_single and counters.get("sync_fragments") == self._count:
             self._due = {int(fragment): int(due) for fragment, due in counters["due"]}
 
 
@@ -204,7 +204,7 @@ class LocalSGD(PeriodicAveraging):
 
     def _step(self, optimizer: Optimizer, update: Update) -> None:
         super()._step(optimizer, update)
-        if self.settings.average_optimizer_state and self._sent_in(self.local) and not self.alone:
+        if self.settings.average_optimizer_state and self._sent_in(self.local) and not self.is_single:
             for shard in self.shards:
                 for values in optimizer.state(shard.main_param).values():
                     rank_mean(self.between(shard.bucket), values, wire_dtype=self.options.wire_dtype)
@@ -303,12 +303,12 @@ class Gossip(LocalWeights):
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:
         super().__init__(stages, **common)
-        corrects = self.settings.gossip_algorithm == "decentlam" and not self.alone
+        corrects = self.settings.gossip_algorithm == "decentlam" and not self.is_single
         self._momentum = momentum
         self._momenta = {bucket: torch.zeros_like(main) for bucket, main in self._mains().items()} if corrects else {}
         """decentlam: u of each bucket."""
         rank, size = self.replicas.rank, self.replicas.size
-        with_copies = self.settings.gossip_algorithm == "choco-sgd" and not self.alone
+        with_copies = self.settings.gossip_algorithm == "choco-sgd" and not self.is_single
         known = {rank, *peers_of("ring", rank, size, 0)} if with_copies else ()
         self._public = {replica: self._copies() for replica in known}  # choco-sgd: p, by replica
         self._same_replicas = True
@@ -326,7 +326,7 @@ class Gossip(LocalWeights):
     def begin_step(self, step: int, *, loss_scale: float = 1.0) -> None:
         self._finish_exchanges()
         super().begin_step(step, loss_scale=loss_scale)
-        if self.local > 0 and not self._momenta and not self.alone:
+        if self.local > 0 and not self._momenta and not self.is_single:
             for bucket, main in self._mains().items():
                 self._start_exchange(bucket, main)  # without a copy: it does not change before the update
 

@@ -137,7 +137,7 @@ class OwnWeights(DataParallelStrategy):
         assert not self.options.split_main, "a replica's own weights and the mean would need other low bits"
         self.replicas, _ = self.groups.weight_replicas(self.all_buckets()[0].kind)
         """The ranks with this rank's index in all replicas."""
-        self.alone = self.replicas.size == 1  # no other replica, so no exchange
+        self.is_single = self.replicas.size == 1  # no other replica, so no exchange
 
     def between(self, bucket: Bucket) -> Replicas:
         """Return the replicas of a bucket."""
@@ -179,7 +179,7 @@ class OwnWeights(DataParallelStrategy):
 
     def _note_distance(self) -> None:
         """Log ||x_i - mean|| of the replicas' weights, root mean square over replicas, as a share of ||mean||."""
-        if self.alone or self._noted == self.step:
+        if self.is_single or self._noted == self.step:
             return
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for shard in self.shards:
@@ -285,9 +285,9 @@ class LocalWeights(OwnWeights):
         if self.local <= 0:
             return super().norms(sums)
         size = self.replicas.size
-        shown, own = size * sum(sums), sums[self.replicas.rank]
+        logged, own = size * sum(sums), sums[self.replicas.rank]
         return Norms(
-            shown=math.sqrt(shown) if shown >= 0.0 else math.nan,
+            logged=math.sqrt(logged) if logged >= 0.0 else math.nan,
             clipping=size * math.sqrt(own) if own >= 0.0 else math.nan,
         )
 

@@ -227,7 +227,7 @@ class AsyncParameterServer(OneServer):
 
     def norms(self, sums: Sequence[float]) -> Norms:
         part = super().norms(sums)
-        return Norms(shown=self._workers * part.shown, clipping=self._workers * part.clipping)
+        return Norms(logged=self._workers * part.logged, clipping=self._workers * part.clipping)
 
     def update(self, optimizer: Optimizer, update: Update) -> None:
         if self._workers == 1:
