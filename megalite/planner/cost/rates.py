@@ -297,6 +297,13 @@ def pipeline_stride(work: Workload) -> Number:
     return work.tp * work.cp * np.where(work.order_dp_first, work.dp, 1.0)
 
 
+def pipeline_ends(stride: Number, pp: int, cluster: Cluster) -> tuple[Number, Number]:
+    """Return (global ranks between the first and the last rank of a pipeline, the fraction of ranks that are an end of
+    one). The ends of a pipeline within a node are on the same node, whatever their distance."""
+    within = stride * pp <= cluster.node.accelerators
+    return np.where(within, stride, stride * max(pp - 1, 1)), 1.0 / members_within(cluster.pod, pp, stride)
+
+
 def sharing_ranks(stride: Number, pp: int, cluster: Cluster) -> Number:
     """Ranks per core if a pipeline's stages share cores; 1 if the pipeline leaves the node, as then all its ranks on a
     node may wait at the same time."""

@@ -36,6 +36,7 @@ class Exchange(NamedTuple):
 
     reduce: float  # gradients, also compressed ones
     gather: float  # parameters
+    last: float  # sums of sharded gradients over instances and copies, which start when all others have finished
     pieces: int  # gradient collectives: all but the last can overlap with the backward
 
 
@@ -78,7 +79,8 @@ class _DataParallel:
                 )
             own = [exchanges[kind] for kind in kinds]
             ready, late = self._exposed(own, plans, course)
-            hidden = sum(each.reduce + each.gather for each in own) - (ready - course.end - run.shift) - late
+            total = sum(each.reduce + each.gather + each.last for each in own)
+            hidden = total - (ready - course.end - run.shift) - late
             found.append(Rank(ready, late, updates[kinds], max(0.0, hidden)))
         return found
 
@@ -99,16 +101,20 @@ class _DataParallel:
         gathered early, those of each stage until its first forward ends."""
         p, stack, run = self.config.parallel, self.stack, self.run
         end = course.end + run.shift
-        reduce, gather = sum(each.reduce for each in exchanges), sum(each.gather for each in exchanges)
+        reduce, gather, last = (sum(each[at] for each in exchanges) for at in range(3))
         fully = p.strategy.shards_parameters
         ahead = stack.overlap_gradients and p.overlap_param_gather
         late = 0.0 if fully else _late_gathers(exchanges, plans, course) if ahead else gather
         if not (stack.overlap_gradients and p.overlap_grad_reduce):
-            return end + reduce + (gather if fully else 0.0), late
-        if not (fully or self.config.data_parallel.shard_gradients):
+            return end + reduce + (gather if fully else 0.0) + last, late
+        if not _shards_gradients(self.config):
             return max(end, _last_arrival(exchanges, plans, course, run.shift, 1)), late
         beyond = max(0.0, reduce + (gather if fully else 0.0) - run.scale * course.busy)
-        return max(end + beyond, _last_arrival(exchanges, plans, course, run.shift, self.microbatches)), late
+        return max(end + beyond, _last_arrival(exchanges, plans, course, run.shift, self.microbatches)) + last, late
+
+
+def _shards_gradients(config: RunConfig) -> bool:
+    return config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients
 
 
 @cache_by_reading
@@ -124,28 +130,28 @@ def _exchange(
     """Sum the time of `gradient_volumes`, run one after another."""
     narrow = ELEMENT_BYTES[config.training.precision] / wire_width(config) if stack.value.half_gradients else 1.0
     sizes, machine, (stride, hop) = group_sizes(config), cluster.value, strides
-    # The ends of a pipeline within a node are on the same node, whatever their distance.
-    ends = hop if hop * sizes["pp"] <= machine.node.accelerators else hop * (sizes["pp"] - 1)
+    ends, share = map(float, rates.pipeline_ends(hop, sizes["pp"], machine))
     group_strides = {"tp": 1.0, "expert-tp": 1.0, "embedding": ends}
     group_strides |= {f"inter-{kind}": stride * sizes[f"intra-{kind}"] for kind in ("dp-cp", "expert-dp")}
-    reduce = gather = 0.0
+    reduce = gather = last = 0.0
     pieces = 0
     totals: dict[tuple[str, str], Counter[int]] = {}
     for group, operation, volume in gradient_volumes(config, plan, stages, microbatches):
         totals.setdefault((group, operation), Counter())[volume] += 1
     for (group, operation), counts in totals.items():
         volumes, times = np.array(list(counts)), np.array(list(counts.values()))
-        # In a pod, one stage per pipeline is an end of it.
-        part = 1.0 / float(rates.members_within(machine.pod, sizes["pp"], hop)) if group == "embedding" else 1.0
+        part = share if group == "embedding" else 1.0
         where = sizes[group], group_strides.get(group, stride), machine
         each = rates.collective_seconds(operation, volumes, *where, taking_part=part)
         across, seconds = group.startswith("inter-"), float(np.sum(times * each))
         if operation == "all-gather" and not across:
             gather += seconds
+        elif _shards_gradients(config) and (across or group in ("tp", "embedding")):
+            last += seconds * narrow
         else:
             reduce += seconds * narrow
             pieces += 0 if across else int(times.sum())  # each follows one within the instance
-    return Exchange(reduce, gather, max(1, pieces))
+    return Exchange(reduce, gather, last, max(1, pieces))
 
 
 @cache_by_reading

@@ -1,10 +1,9 @@
 """Estimate the seconds of a step for all layouts at once, in closed form from the cost model's prices per layer.
 
 step = m·S + ramp + messages + exchange + optimizer + constants, where S is the time of a microbatch on the busiest
-pipeline rank. The ramp is the schedule's bubble (`_ramp`). Messages that are not hidden lengthen each microbatch of
-1f1b by 2c·(p-1)/p and of interleaved by v times that; zb-h1 hides a W's time of this, other zero-bubble schedules all
-of it. If ranks share CPU cores, messages count as work of both ends. The estimate ranks layouts; the best ones are
-simulated.
+pipeline rank. The ramp is the schedule's bubble (`_ramp`). Messages that are not hidden lengthen each microbatch
+(`_waits`) and the ramp (`_hops`); these forms were found with the simulator on equal stages. If ranks share CPU cores,
+messages count as work of both ends. The estimate ranks layouts; the best ones are simulated.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature, Floats
 from megalite.planner.search.memory import Sizer
-from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Pipeline, Shares, kinds
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, VEE, Pipeline, Shares, kinds
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,14 @@ class Prices:
     # head).
     layers: Floats
     message: Floats  # from one stage to the next, mean over the hops
-    after: Floats  # [2, shares] per step: exchanges of gradients and of parameters, before overlap
-    each: Floats  # exchanges in each microbatch (zero-2, fully-sharded)
-    pieces: Floats  # number of collectives that reduce a rank's gradients
+    reduce: Floats  # one reduction of a rank's gradients
+    pieces: Floats  # number of its collectives
+    last: Floats  # per step: sums that start when all reductions have finished
+    tied: Floats  # per step: sum of a tied embedding's gradients over the ends of a pipeline
+    gather: Floats  # one gather of a rank's parameters
+    held: Floats  # the part of a microbatch's two gathers that is whole from the pass before
+    sharded: Floats  # gradients are reduced in each microbatch (1) or once per step (0)
+    fully: Floats  # parameters are gathered in each microbatch (1) or once per step (0)
     optimizer: Floats  # per step
     offloaded: Floats  # added time per step with optimizer states in host memory
     activation: Floats  # bytes of a layer, from `Sizer`
@@ -78,7 +82,7 @@ class Clock:
                 layers[:, row] = _parts(layer_seconds(work, self.cluster, self.stack, moe=row == 1), 0.0, count)
         for row, end in ((2, "has_embedding"), (3, "has_head")):
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
-        reduce, gather, pieces, each = self._exchanges(shares, pp)
+        exchanges = self._exchanges(shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         moved = self.sizer.on_rank(moved, pp)
         stored = self.sizer.on_rank(coefficients, pp) + shares.offload * moved
@@ -90,9 +94,7 @@ class Clock:
         return Prices(
             layers=layers[..., of_kind],
             message=self._message(work, pp)[of_kind],
-            after=np.stack((reduce, gather)),
-            each=each,
-            pieces=pieces,
+            **exchanges,
             optimizer=update + shares.offload * slower + self._matrices(shares, pp),
             offloaded=slower,
             activation=dense * (1.0 - share) + experts * share,
@@ -107,7 +109,12 @@ class Clock:
         starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
-        busiest = np.maximum.reduceat(np.concatenate(rows) @ prices.layers.sum(0), starts, axis=0)
+        layers = prices.layers.sum(0)
+        busiest = np.maximum.reduceat(np.concatenate(rows) @ layers, starts, axis=0)
+        for row, (pipeline, cut) in enumerate(zip(pipelines, cuts)):
+            if pipeline.schedule == "looped-bfs":
+                # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.
+                busiest[row] = sum((stages @ layers).max(0) for stages in _chunks(cut))
         busiest = busiest + 2.0 * chunks * constant
         whole = np.array([cuts[0].dense.sum(), cuts[0].experts.sum(), 1.0, 1.0])
         model = rows[0].sum(0) if p == 1 else whole
@@ -117,20 +124,16 @@ class Clock:
         ramp = _ramp(pipelines, busiest, totals)
         step = m * busiest + ramp
         if p > 1:
-            share, hops = (p - 1.0) / p, 2.0 * (p - 1)
-            # Each microbatch takes c·(p-1)/p longer; in zb-h1 a W fills the wait.
-            messages = np.array([[2.0 * each.vpp * (each.schedule in _WAITING)] for each in pipelines])
-            slack = np.array([[float(each.schedule == "zb-h1")] for each in pipelines])
-            steady = messages * prices.message * share - slack * weights / p
-            step = step + m * np.maximum(steady, 0.0) + hops * prices.message
+            hops = np.array([[_hops(each)] for each in pipelines])
+            step = step + m * _waits(pipelines, busiest, totals, prices.message) + hops * prices.message
             if np.any(prices.sharing > 1.0):
                 every = np.stack([_rows(cut, np.arange(p)) for cut in cuts])
                 busy = every @ prices.layers.sum(0)
                 busy = busy + 2.0 * chunks[..., None] * constant + _ends(chunks, p) * prices.message
                 cycle = _cycle(busy, prices.sharing)
-                shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + hops * prices.message
+                shared = m * cycle + ramp * _ramp_left(p, prices.sharing) + 2.0 * (p - 1) * prices.message
                 step = np.where(prices.sharing > 1.0, shared, step)
-        step = step + self._after(prices, forward / p, busiest, p, m, chunks)
+        step = step + self._after(pipelines, prices, forward / p, busiest)
         gone = np.array([[float(pipeline.offloaded)] for pipeline in pipelines])
         return step + self.late(pipelines, gone, prices) if gone.any() else step
 
@@ -151,23 +154,42 @@ class Clock:
         waits = (np.maximum(copies - hidden * layers * cover, 0.0) for cover in (mean[0], mean[1] + mean[2]))
         return np.asarray((m * chunks + p - 1) * sum(waits))
 
-    def _after(self, prices: Prices, first_forward: Floats, busiest: Floats, pp: int, m: int, chunks: Floats) -> Floats:
+    def _after(self, pipelines: Sequence[Pipeline], prices: Prices, first_forward: Floats, busiest: Floats) -> Floats:
         """Add exchanges that no computation hides, the optimizer and constants."""
-        p, stack = self.config.parallel, self.stack
-        reduce, gather = prices.after
-        overlapped = stack.overlap_gradients and p.overlap_grad_reduce
-        # Earlier chunks run the forwards of pp (or all) microbatches before the last chunk starts.
-        one, rounds = first_forward / chunks, (chunks - 1.0) * min(pp, m) + 1.0
-        one = one * (stack.overlap_gradients and p.overlap_param_gather)
-        late = np.maximum(np.maximum(gather / chunks - one, gather - rounds * one), 0.0)
-        # A stage's last backward hides all pieces but one.
-        cover = (busiest - first_forward) / chunks if overlapped else 0.0
-        end = np.maximum(reduce - cover, reduce / prices.pieces)
-        each = np.maximum(m * (prices.each - (busiest if overlapped else 0.0)), 0.0)
-        exposed: Floats = np.maximum(end, each) + late
-        slowdown = stack.overlap_cost * np.maximum(reduce + gather + (m - 1.0) * prices.each - exposed, 0.0)
+        p, stack, pp, m = self.config.parallel, self.stack, pipelines[0].pp, pipelines[0].microbatches
+        chunks = np.array([[float(each.vpp)] for each in pipelines])
+        overlapped = float(stack.overlap_gradients and p.overlap_grad_reduce)
+        # Of earlier chunks, pp (or all) microbatches run before the last chunk starts or ends.
+        many = np.array([[float(m if each.schedule == "looped-bfs" else min(pp, m))] for each in pipelines])
+        straight = np.array([[float(each.schedule not in VEE)] for each in pipelines])
+        one = first_forward / chunks * (stack.overlap_gradients and p.overlap_param_gather)
+        once = prices.gather * (1.0 - prices.fully)
+        late = np.maximum(np.maximum(once / chunks - one, once - ((chunks - 1.0) * many + 1.0) * one), 0.0)
+        # The ends of a V are on one rank.
+        tied = prices.tied * straight * (pp > 1)
+        reduce, last = prices.reduce + tied * (1.0 - prices.sharded), prices.last + tied * prices.sharded
+        # A stage's last backward hides all pieces but the last, after its first part has made the first one.
+        one = overlapped * (busiest - first_forward) / chunks * (1.0 - 1.0 / prices.pieces)
+        end = np.maximum(reduce - ((chunks - 1.0) * many * straight + 1.0) * one, reduce / prices.pieces)
+        end = np.maximum(end, reduce / chunks - one)
+        total = reduce * np.where(prices.sharded > 0, m, 1.0) + prices.fully * self._gathers(pipelines, prices)
+        exposed: Floats = np.maximum(end, prices.sharded * (total - overlapped * m * busiest)) + last + late
+        slowdown = stack.overlap_cost * np.maximum(total + once + last - exposed, 0.0)
         waiting = prices.slowest * m * busiest
         return exposed + slowdown + waiting + prices.optimizer + stack.step_seconds
+
+    def _gathers(self, pipelines: Sequence[Pipeline], prices: Prices) -> Floats:
+        """Return the seconds per step, [pipelines, shares], of gathers for each forward and backward. Layers that are
+        whole from the pass before are not gathered again: those at the turn from one pass to the other if a forward and
+        a backward of a stage alternate, or all of a short stage if its forwards follow each other."""
+        short = 1.0 + self.config.parallel.overlap_param_gather
+        rows = []
+        for schedule, pp, vpp, m, _ in pipelines:
+            if schedule in ("gpipe", "looped-bfs") and self.config.model.num_layers <= short * pp * vpp:
+                rows.append(2.0 * prices.gather)
+            else:
+                rows.append(m * np.maximum(2.0 * prices.gather - prices.held * (schedule in _ALTERNATING), 0.0))
+        return np.stack(rows)
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
@@ -230,58 +252,111 @@ class Clock:
             lambda place: matrix_seconds(self.sizer.of_share(shares, place), [last], self.cluster),
         )
 
-    def _exchanges(self, shares: Shares, pp: int) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return (gradients, parameters, number of gradient collectives) after the last backward, and per microbatch."""
+    def _exchanges(self, shares: Shares, pp: int) -> dict[str, Floats]:
+        """Return the fields of `Prices` from `reduce` to `fully`."""
         some, of_kind = kinds(shares.tp, shares.cp, shares.ep, shares.dp_instances)
         few = shares.take(some)
-        work, config = self._workload(few, pp), self.config
+        work, config, cluster = self._workload(few, pp), self.config, self.cluster
         stride = rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
         wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
         # Sizes and group sizes of dense tensors, then of expert tensors.
-        sizes = self.sizer.on_rank(np.moveaxis(self.sizer.elements(few), 2, 0), pp).T
+        parts = np.moveaxis(self.sizer.elements(few), 2, 0)
+        sizes = self.sizer.on_rank(parts, pp).T
+        # Layers, or if a rank has them all, its ends; a tied embedding is gathered with each of its two uses.
+        ends = (
+            parts[2] + parts[3] * (not config.model.tie_embeddings) if pp == 1 else 2.0 * np.maximum(parts[0], parts[1])
+        )
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         instances = few.dp_instances.astype(float)
-        reduce = gather = summed = across = np.zeros(len(few))
-        for count, everywhere in zip(sizes, replicas, strict=True):
+        reduce = gather = summed = across = held = np.zeros(len(few))
+        for count, end, everywhere in zip(sizes, ends.T, replicas, strict=True):
             group = everywhere / instances
             own, hop = count * wire / group, stride * group
-            across = across + rates.collective_seconds("all-reduce", own, instances, hop, self.cluster)
-            summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, self.cluster)
-            reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, self.cluster)
-            gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, self.cluster)
+            across = across + rates.collective_seconds("all-reduce", own, instances, hop, cluster)
+            summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, cluster)
+            reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, cluster)
+            gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, cluster)
+            held = held + rates.collective_seconds("all-gather", end * element, group, stride, cluster)
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
-        parts = (reduce, gather, summed, across, pieces)
-        reduce, gather, summed, across, pieces = (part[of_kind] for part in parts)
-        strategy = [shares.strategy == index for index in range(len(STRATEGIES))]
-        once = np.select(strategy, [summed, reduce, reduce, reduce]) + across
-        gathered = np.select(strategy, [0.0 * gather, gather, gather, 0.0 * gather])
-        each = np.select(strategy, [0.0 * reduce, 0.0 * reduce, reduce, reduce + 2.0 * gather])
-        return once, gathered, pieces, each
+        copy = parts[4].sum(1) * wire
+        hop, share = rates.pipeline_ends(rates.pipeline_stride(work), pp, cluster)
+        tied = rates.collective_seconds("all-reduce", copy, 2.0, hop, cluster, taking_part=share)
+        found = np.stack(
+            np.broadcast_arrays(reduce, summed, across, gather, held, pieces, tied, replicas[0] / instances)
+        )
+        reduce, summed, across, gather, held, pieces, tied, group = found[:, of_kind]
+        plain, states, _, fully = (shares.strategy == index for index in range(len(STRATEGIES)))
+        sharded = ~(plain | states)
+        return {
+            "reduce": np.where(plain, summed, reduce) + across * ~sharded,
+            "pieces": pieces,
+            "last": across * sharded,
+            "tied": tied / np.where(sharded, group, 1.0),
+            "gather": gather * ~plain,
+            "held": held,
+            "sharded": sharded.astype(float),
+            "fully": fully.astype(float),
+        }
 
 
-_WAITING = ("1f1b", "interleaved", "zb-h1")  # schedules in which each microbatch waits for its messages
+_ALTERNATING = ("1f1b", "zb-h1", "zb-h2")  # schedules in which forwards and backwards of one stage alternate
+
+
+def _hops(pipeline: Pipeline) -> float:
+    """Return the number of messages that lengthen the step once, with those that the schedule waits for in its ramp."""
+    schedule, p, v, m, _ = pipeline
+    if schedule == "interleaved" or (schedule == "looped-bfs" and m <= p):
+        return 2.0 * (v * p - 1)
+    if schedule == "1f1b":
+        return 2.0 * max(p - 2, 0)
+    trips = 4.0 if schedule in VEE or (schedule == "zb-h1" and m > p) else 1.0 if schedule == "zb-h2" else 2.0
+    return trips * (p - 1)
+
+
+def _waits(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, ...], message: Floats) -> Floats:
+    """Return the seconds by which messages lengthen each microbatch. A rank of 1f1b waits for a microbatch's whole way
+    there and back, while the others of its p microbatches compute; zb-h1 also has a W to run. Interleaved waits only for
+    messages that are longer than a forward."""
+    p, (forward, _, weights) = pipelines[0].pp, totals
+    around = (sum(totals) + 2.0 * (p - 1) * message) / p - busiest
+    found = np.zeros_like(busiest)
+    for row, (schedule, _, v, *_) in enumerate(pipelines):
+        if schedule == "interleaved":
+            found[row] = v * message - forward[row] / p
+        elif schedule in ("1f1b", "zb-h1"):
+            found[row] = around[row] - (weights[row] / p if schedule == "zb-h1" else 0.0)
+    return np.maximum(found, 0.0)
 
 
 def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, Floats, Floats]) -> Floats:
     """Return the time of a step beyond that of its microbatches on the busiest rank."""
     p, m = pipelines[0].pp, pipelines[0].microbatches
     forward, inputs, weights = totals
-    rest = np.maximum(forward + inputs + weights - busiest, 0.0)
-    share = (p - 1.0) / p
+    whole = forward + inputs + weights
+    rest = np.maximum(whole - busiest, 0.0)
+    # The first microbatch passes all stages twice before its last weight gradient.
+    least = forward + inputs + weights / p - busiest
+    # If weight gradients are deferred, the others follow at a rank's pace without them; in a V, with them but without the
+    # shorter of forward and input gradient.
+    each = (m - 1) * busiest / whole
     found = np.zeros_like(busiest)
     for row, (schedule, _, v, *_) in enumerate(pipelines):
         if schedule in ("1f1b", "gpipe"):
             found[row] = rest[row]
         elif schedule in ("interleaved", "looped-bfs"):
             waits = (v - 1.0) * max(p - m, 0) / p
-            found[row] = (rest[row] + waits * (forward + inputs + weights)[row]) / v
-        elif schedule == "zb-h1":
-            found[row] = share * np.maximum(forward + inputs - weights, forward)[row]
+            found[row] = (rest[row] + waits * whole[row]) / v
         else:
-            found[row] = share * forward[row] / v
-    # In each schedule, the first microbatch passes all stages twice before the last weight gradient.
-    least = forward + inputs + weights / p - busiest
+            f, i, w = forward[row], inputs[row], weights[row]
+            hops = {
+                "zb-h1": (f + i - w, f),
+                "zb-h2": (f + i - 2.0 * w, f),
+                "zb-v": (2.0 * (i - w), i, 2.0 * f - i),
+                "dualpipe-v": (f + i - w, 2.0 * i - w - f / max(p - 1, 1)),
+            }[schedule]
+            early = each[row] * (np.minimum(f, i) if v == 2 else w)
+            found[row] = np.maximum(np.maximum.reduce(hops) * (p - 1.0) / (p * v), least[row] - early)
     return np.maximum(found, least - (m - 1) * busiest)
 
 
@@ -319,3 +394,11 @@ def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:
     """Count dense layers, expert layers, embedding and head per rank: [ranks, 4]."""
     columns = (cut.dense[ranks].sum(1), cut.experts[ranks].sum(1), ranks == cut.first[0], ranks == cut.last[0])
     return np.stack(columns, axis=1).astype(np.float64)
+
+
+def _chunks(cut: Cut) -> list[Floats]:
+    """Count the same per chunk, for its distinct stages: [stages, 4] each."""
+    counts = np.zeros((*cut.dense.shape, 4))
+    counts[..., 0], counts[..., 1] = cut.dense, cut.experts
+    counts[*cut.first, 2] = counts[*cut.last, 3] = 1.0
+    return [np.unique(stages, axis=0) for stages in counts.swapaxes(0, 1)]

@@ -253,6 +253,11 @@ def test_instances_inside_nodes_gather_over_node_links() -> None:
     assert predict(config_of(16, **settings, dp_instances=2), slow, STACK).exposed["gradients"] == pytest.approx(
         4 / 8 * inside.memory[0].parameters / (slow.nic_share * slow.efficiency.network), rel=0.1
     )
+    # Sharded gradients are summed over instances after the last microbatch, and nothing hides that.
+    sharded = predict(config_of(16, **settings, dp_instances=2, shard_gradients=True), cluster, STACK)
+    summed = 4 / 8 * inside.memory[0].parameters / (cluster.nic_share * cluster.efficiency.network)
+    assert summed < sharded.exposed["gradients"] < 1.5 * summed
+    assert inside.exposed["gradients"] < summed
 
 
 def test_tied_embedding_inside_a_node_uses_node_links() -> None:
