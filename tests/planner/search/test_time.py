@@ -61,7 +61,7 @@ def test_times_with_few_microbatches(schedule: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero-2", "fully-sharded"])
 @pytest.mark.parametrize("pp", ["1", "4"])
 def test_times_with_exchanges_in_each_microbatch(strategy: str, pp: str) -> None:
-    """With and without instances, whose gradients are summed after the last microbatch."""
+    """With and without instances, which sum their gradients after the last microbatch."""
     flags = f"{GPT} --no-tie-embeddings --fix schedule=1f1b --fix mbs=1,2 --fix cp=1 --fix pp={pp}"
     for number in ("1", "2,4"):
         assert_near(f"{flags} --fix strategy={strategy} --fix dp_instances={number}", 0.03, 6)
@@ -86,7 +86,7 @@ def test_times_with_an_untied_output_layer(pp: str) -> None:
 
 
 def test_times_with_a_tied_embedding_at_both_ends() -> None:
-    """Their sum of the embedding gradient is a part of these steps that shows."""
+    """The ends of the pipeline sum the gradient of an embedding of 131 million parameters."""
     assert_near(f"{WIDE} --fix pp=4", 0.04)
 
 
