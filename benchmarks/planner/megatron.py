@@ -68,9 +68,6 @@ WEAK |= {"70b": (84, 8192, 64), "119b": (92, 10240, 80), "177b": (96, 12288, 96)
 WEAK |= {"462b": (112, 18432, 144)}
 MODELS |= {name: (*shape, 4 * shape[1], GPT | {"vocab_size": 131072}) for name, shape in WEAK.items()}
 
-SIXTEEN_BITS = ("lm", "b200_mx", "gb200_mx")
-"""Parts that gather parameters in bf16. NeMo's and Megatron Bridge's recipe for fp8 gathers the weights of layers in fp8."""
-
 
 def _even(layers: int, stages: int) -> list[int]:
     """Equal numbers of layers per stage, one less on the first and the last if they do not divide."""
@@ -92,7 +89,7 @@ def configs(line: dict[str, str]) -> Iterator[RunConfig]:
     settings |= {"seq_length": sizes["seq"], "global_batch_size": batch, "precision": "bf16", "mock_data": True}
     settings |= {"tp": sizes["tp"], "pp": pp, "cp": sizes["cp"], "dp": dp, "sequence_parallel": sizes["tp"] > 1}
     settings |= {"dp_strategy": "distributed-optimizer", "overlap_grad_reduce": True, "overlap_param_gather": True}
-    if line["part"] not in SIXTEEN_BITS and dp * sizes["cp"] > 1:
+    if line["part"] not in ("lm", "b200_mx", "gb200_mx") and dp * sizes["cp"] > 1:  # recipes for fp8 gather weights in fp8
         settings |= {"fp8": True, "fp8_param_gather": True}
     micro = [int(line["micro_batch"])] if line["micro_batch"] else [1, 2, 4]
     chunks = [int(line["vpp"])] if line["vpp"] else [n for n in range(1, layers + 1) if layers % (n * pp) == 0]

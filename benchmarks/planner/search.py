@@ -3,8 +3,7 @@
 python -m benchmarks.planner.search [--json FILE] [--refined N]
 
 Seconds are CPU seconds of this process on one thread, the minimum of three runs, since other work on the machine lengthens
-them; the start of the process is excluded. The regret is how much slower the plan's best layout is than the best of the N
-fastest layouts by closed form, all refined.
+them; the start of the process is excluded. The regret: how much slower the plan is than the best of the N fastest by closed form.
 """
 
 import itertools

@@ -239,7 +239,7 @@ class Trainer:
         fingerprint = None if tokenizer is None else tokenizer.fingerprint()
         describe(replica, log)
         self._heartbeat = topology.world.heartbeat
-        self._independent = replica.strategy.scope.size < topology.world.size
+        independent = self._independent = replica.strategy.scope.size < topology.world.size
         """Whether ranks step without waiting for all others."""
         self.loaders, self._reading = open_data(replica, tokenizer), ReadAhead(topology.device)
         self.progress = Progress(0, 0)
@@ -248,9 +248,7 @@ class Trainer:
         step = self._step_reached = self.progress.step
         for note in (*self.loaders.notes, *prepare_data(replica, self.loaders, self.progress)):
             log(note)
-        self.instruments = Instruments(
-            replica, started=self._started, step=step, independent=self._independent, log=log
-        )
+        self.instruments = Instruments(replica, started=self._started, step=step, independent=independent, log=log)
         self.stepper = Stepper(replica, Schedules(config), tracer=self.instruments.tracer, phase=self.instruments.phase)
         self.total = step + steps_left(config, step=step, samples=self.progress.samples)
         # Ranks that read no data have no loaders: ask all ranks for a test split, and the size of the validation split.

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_092,
-    "megalite: files": 364,
+    "megalite: lines": 76_512,
+    "megalite: files": 330,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_771,
+    "tests: lines": 70_529,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_628,
+    "docs: words": 34_969,
 }
 
 

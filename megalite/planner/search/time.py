@@ -114,7 +114,7 @@ class Clock:
         for row, (pipeline, cut) in enumerate(zip(pipelines, cuts)):
             if pipeline.schedule == "looped-bfs":
                 # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.
-                busiest[row] = sum((stages @ layers).max(0) for stages in _chunks(cut))
+                busiest[row] = (_stages(cut) @ layers).max(0).sum(0)
         busiest = busiest + 2.0 * chunks * constant
         whole = np.array([cuts[0].dense.sum(), cuts[0].experts.sum(), 1.0, 1.0])
         model = rows[0].sum(0) if p == 1 else whole
@@ -396,9 +396,9 @@ def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:
     return np.stack(columns, axis=1).astype(np.float64)
 
 
-def _chunks(cut: Cut) -> list[Floats]:
-    """Count the same per chunk, for its distinct stages: [stages, 4] each."""
+def _stages(cut: Cut) -> Floats:
+    """Count the same per stage of `cut.ranks`, among which is each different rank: [ranks, v, 4]."""
     counts = np.zeros((*cut.dense.shape, 4))
     counts[..., 0], counts[..., 1] = cut.dense, cut.experts
     counts[*cut.first, 2] = counts[*cut.last, 3] = 1.0
-    return [np.unique(stages, axis=0) for stages in counts.swapaxes(0, 1)]
+    return counts[cut.ranks]
