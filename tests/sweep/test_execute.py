@@ -113,7 +113,7 @@ def wait_for(path: Path) -> str:
 
 def test_every_ending_has_a_result(sweep: Sweep) -> None:
     launcher = StubLauncher(GOOD, HANGING, OUT_OF_MEMORY)
-    sweep.go(launcher, timeout=2.0)
+    sweep.go(launcher, timeout=5.0)
     assert sweep.statuses() == [OK, TIMEOUT, OOM, REFUSED]
     assert [result.status for result in sweep.seen] == [OK, TIMEOUT, OOM]
     assert sweep.seen[0].step_seconds == 0.02
