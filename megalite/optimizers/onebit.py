@@ -346,7 +346,7 @@ class ZeroOneAdam(OneBitOptimizer):
     An exchange computes m̄, the mean of u_i/S by signs; all ranks continue from x = a = D·a - S·m̄/d, m = (1-β₁ᵗ)m̄.
 
     u_i/S has the unit of gradients, so errors of the sign compression stay valid when the warm-up ends. x is recomputed
-    from values that are equal on all ranks: subtracting a rank's local steps would leave replicas apart by rounding.
+    from values that are equal on all ranks: subtracting each rank's local steps would leave replicas apart by rounding.
     Between exchanges replicas differ in x_i, m_i and u_i; checkpoints contain those of each replica.
     """
 

@@ -85,7 +85,7 @@ def host_peaks(config: RunConfig, stages: tuple[StagePlan, ...], schedule: Sched
 def rank_memory(
     config: RunConfig, stages: Sequence[StagePlan], *, everywhere: tuple[StagePlan, ...] | None = None
 ) -> RankMemory:
-    """Return the memory of a rank with `stages`, without activations, which `planned_memory` adds.
+    """Return the memory of the rank with `stages`, without activations, which `planned_memory` adds.
 
     The distributed optimizer divides its states by dp·cp (for experts by their data-parallel size, with several
     instances by the ranks of one): the usual 6 + 12/dp bytes per parameter in bf16. With a parameter server this is the

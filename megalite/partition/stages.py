@@ -134,11 +134,11 @@ def partition_layers(
 
     The cost of a stage is the sum over its layers of `layer_cost` (one number, or one for each layer), plus
     `first_cost` (embedding) on stage 0 and `last_cost` (head, loss) on the last. Minimised, in this order: the largest
-    total of a rank, which limits the steady state; the largest stage, which limits the ramp; and the sum of squared
+    total per rank, which limits the steady state; the largest stage, which limits the ramp; and the sum of squared
     stage costs, which favours an even cut. Ties give earlier stages more layers.
 
     With equal layers the result is exact, since only the counts matter. The bound on ranks is found by bisection over
-    its possible values. Within it each layer goes to the cheapest stage on a rank with room: for nested capacities this
+    its possible values. Within it each layer goes to the cheapest stage with room on its rank: for nested capacities this
     greedy rule minimises every sum of one convex function of the stages' costs, hence both their largest and their
     squares. With unequal layers and one stage per rank it is exact too (`cut_unequal`); with several it is exact for
     small models and approximate for large ones.
@@ -190,7 +190,7 @@ def _smallest_room(num_layers: int, each: int, extra: list[int], floors: list[in
 def _fill(
     num_layers: int, each: int, extra: list[int], placement: Sequence[int], rank_left: list[int], least: list[int]
 ) -> tuple[int, ...]:
-    """Give each stage its minimum, then each further layer to the cheapest, then earliest stage on a rank with room."""
+    """Give each stage its minimum, then each further layer to the cheapest, then earliest stage with room on its rank."""
     layers = list(least)
     heap = [(cost + each * layers[stage], stage) for stage, cost in enumerate(extra)]
     heapify(heap)

@@ -1,7 +1,7 @@
 """Process groups without peers, which record operations and send nothing; and proofs from the records of all ranks.
 
 Operations must match and must not deadlock; lost overlap is found too. NCCL runs the operations of a communicator in the
-order in which they were started, so waiting for one waits for all earlier ones too. A rank's compute stream waits as its
+order in which they were started, so waiting for one waits for all earlier ones too. The compute stream waits as its
 program does.
 """
 

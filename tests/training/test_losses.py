@@ -194,7 +194,7 @@ def refusal(context: RankContext, config: RunConfig, loss: Callable[..., Any]) -
 
 @pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
 def test_function_that_is_no_loss_is_refused_on_all_ranks(loss: Callable[..., Any]) -> None:
-    """Also on a rank that has no head, before the run begins."""
+    """Also on ranks that have no head, before the run begins."""
     with registered(LOSSES, loss.__name__, loss):
         config = tiny_config(2, pp=2, precision="fp32", loss=loss.__name__)
     first, second = run_ranks(2, refusal, config, loss)

@@ -164,7 +164,7 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = {
     Kind.W: ("#c4e6c2", "#79c077"),
     Kind.R: ("#e0d0f1", "#b08bd8"),
 }
-"""Fill of a rank's first and last stage; stages between are mixed. Dark text is readable on all of them."""
+"""Fill of the first and last stage per rank; stages between are mixed. Dark text is readable on all of them."""
 _STYLE = """
   text { font: 12px system-ui, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
   .number { font-size: 11px; text-anchor: middle; }
@@ -310,7 +310,7 @@ def _legend(kinds: Sequence[Kind], chunks: int, y: float, right: float, peak: st
         x += size
     note = "the number is the microbatch"
     if chunks > 1:
-        note += "; light to strong: the stages of a rank, from the first to the last"
+        note += "; light to strong: the stages per rank, from the first to the last"
     drawn += [_text(_MARGIN, y + 34, note, "quiet"), _text(_MARGIN, y + 52, f"peak: {peak}", "quiet")]
     return drawn, y + 68
 

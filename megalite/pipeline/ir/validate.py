@@ -220,7 +220,7 @@ def _furthest(wiring: Wiring, rendezvous: bool) -> dict[tuple[int, int], IntArra
 
 
 def _cycle_through(wiring: Wiring, reach: dict[tuple[int, int], IntArray], rank: int, longest: int) -> tuple[Wait, ...]:
-    """Return the shortest cycle of at most `longest` waits that starts on a rank; empty if there is none."""
+    """Return the shortest cycle of at most `longest` waits that starts on `rank`; empty if there is none."""
     size = len(wiring.table.rows[rank])
     # levels[k]: other rank -> by starting position on `rank`, the furthest position there that k waits lead to.
     levels = [{rank: np.arange(size)}]

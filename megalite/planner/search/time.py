@@ -35,11 +35,11 @@ class Prices:
     # head).
     layers: Floats
     message: Floats  # from one stage to the next, mean over the hops
-    reduce: Floats  # one reduction of a rank's gradients
+    reduce: Floats  # one reduction of the gradients per rank
     pieces: Floats  # number of its collectives
     last: Floats  # per step: sums that start when all reductions have finished
     tied: Floats  # per step: sum of a tied embedding's gradients over the ends of a pipeline
-    gather: Floats  # one gather of a rank's parameters
+    gather: Floats  # one gather of the parameters per rank
     held: Floats  # the part of a microbatch's two gathers that is whole from the pass before
     sharded: Floats  # gradients are reduced in each microbatch (1) or once per step (0)
     fully: Floats  # parameters are gathered in each microbatch (1) or once per step (0)
@@ -263,7 +263,7 @@ class Clock:
         # Sizes and group sizes of dense tensors, then of expert tensors.
         parts = np.moveaxis(self.sizer.elements(few), 2, 0)
         sizes = self.sizer.on_rank(parts, pp).T
-        # Layers, or if a rank has them all, its ends; a tied embedding is gathered with each of its two uses.
+        # Layers, or the ends if each rank has all layers; a tied embedding is gathered with each of its two uses.
         ends = (
             parts[2] + parts[3] * (not config.model.tie_embeddings) if pp == 1 else 2.0 * np.maximum(parts[0], parts[1])
         )
@@ -315,7 +315,7 @@ def _hops(pipeline: Pipeline) -> float:
 
 
 def _waits(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, ...], message: Floats) -> Floats:
-    """Return the seconds by which messages lengthen each microbatch. A rank of 1f1b waits for a microbatch's whole way
+    """Return the seconds by which messages lengthen each microbatch. Ranks of 1f1b wait for a microbatch's whole way
     there and back, while the others of its p microbatches compute; zb-h1 also has a W to run. Interleaved waits only for
     messages that are longer than a forward."""
     p, (forward, _, weights) = pipelines[0].pp, totals
@@ -337,7 +337,7 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
     rest = np.maximum(whole - busiest, 0.0)
     # The first microbatch passes all stages twice before its last weight gradient.
     least = forward + inputs + weights / p - busiest
-    # If weight gradients are deferred, the others follow at a rank's pace without them; in a V, with them but without the
+    # If weight gradients are deferred, the others follow at the busiest rank's pace without them; in a V, with them but without the
     # shorter of forward and input gradient.
     each = (m - 1) * busiest / whole
     found = np.zeros_like(busiest)
