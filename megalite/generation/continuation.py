@@ -18,8 +18,8 @@ from megalite.data.dataset import raw_draws
 from megalite.models.context import KeyValueCache
 from megalite.preprocess.documents import good_texts, parse_line, parse_object
 from megalite.preprocess.inputs import STDIN, Input, Kind, open_regular
-from megalite.preprocess.piece_tokenizer import messages_of
 from megalite.preprocess.pieces import Limits
+from megalite.preprocess.sft import messages_of
 
 NOT_A_NUMBER = -1  # replaces a token if its logits contain a NaN, so that every rank raises the error
 

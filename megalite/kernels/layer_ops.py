@@ -233,7 +233,7 @@ def drop_threshold(p: float) -> int:
 
 
 def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int], first_head: int, p: float) -> None:
-    """Fill `keep` [samples, heads, rows, n]: true with probability 1 - p.
+    """Fill `keep` [samples, heads, rows, n]: true with probability 1 - p, the same bits on any device and layout.
 
     Elements 8·j to 8·j + 7 of row r are Philox4x64-10 (Salmon et al., SC 2011) of the key (key, sample) and the counter
     (r·ceil(n/8) + j + 1, 0, head, 0). This kernel draws them with numpy's generator on the host.

@@ -147,23 +147,23 @@ class Inputs:
 
 
 def why_wrong(
-    backend: str, operation: str, kernel: Any, torchs: Any, dtype: torch.dtype, device: str, size: int
+    backend: str, operation: str, kernel: Any, reference: Any, dtype: torch.dtype, device: str, size: int
 ) -> str | None:
-    """Return why a backend's kernel must not be used on a device, or None. `torchs`: torch's kernel. Both are a function or
+    """Return why a backend's kernel must not be used on a device, or None. `reference`: torch's kernel. Both are a function or
     a tuple of functions."""
-    return _why_wrong(backend, operation, kernel, torchs, dtype, device, min(size, LONGEST.get(operation, size)))
+    return _why_wrong(backend, operation, kernel, reference, dtype, device, min(size, LONGEST.get(operation, size)))
 
 
 @cache
 def _why_wrong(
-    backend: str, operation: str, kernel: Any, torchs: Any, dtype: torch.dtype, device: str, size: int
+    backend: str, operation: str, kernel: Any, reference: Any, dtype: torch.dtype, device: str, size: int
 ) -> str | None:
     case = _CASES[operation]
     try:
         actual = case(kernel, Inputs(dtype, device), size)
     except (RuntimeError, TypeError, AttributeError) as raised:
         return f"{backend}'s kernel failed in its self-check ({str(raised).partition(chr(10))[0]})"
-    expected = case(torchs, Inputs(dtype, device), size)
+    expected = case(reference, Inputs(dtype, device), size)
     for name, wanted in expected.items():
         error = relative(actual[name], wanted)
         if not error <= LIMITS[dtype]:  # NaN too

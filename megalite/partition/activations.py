@@ -288,7 +288,7 @@ def _head(config: RunConfig) -> float:
     model, (e, exact, whole) = config.model, _sizes(config)
     vocabulary, name = model.padded_vocab_size, config.training.loss
     own = e * vocabulary / config.parallel.tp
-    losses = own if name in LOSSES.builtin else LOSSES.facts(name).logits * exact * vocabulary
+    losses = own if name in LOSSES.builtin else LOSSES.facts(name).logits * exact * (model.vocab_size or 0)
     capped = own * (model.final_logit_softcapping is not None)
     return 2 * e * model.hidden_size / whole + capped + losses
 

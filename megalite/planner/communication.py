@@ -17,6 +17,7 @@ from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
 from megalite.config.strategies import BucketTraffic
+from megalite.config.training import LOSSES
 from megalite.data_parallel.facts import low_rank_pays, wire_width
 from megalite.models.shapes import ParameterShape
 from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
@@ -313,9 +314,11 @@ class _Microbatch:
 
     def _head(self) -> Iterator[Volume]:
         yield from (*self._enter, *self._enter, *self._leave)
-        # Cross-entropy: a logsumexp and the label's logit of each token.
-        tp = self._config.parallel.tp
-        yield "tp", "all-gather", tp * 3 * self._tokens * self._w
+        # Cross-entropy: maximum, sum of exponentials and the label's logit of each token. Another loss: all logits.
+        if self._config.training.loss in LOSSES.builtin:
+            yield "tp", "all-gather", self._config.parallel.tp * 3 * self._tokens * self._w
+        else:
+            yield "tp", "all-gather", self._config.model.padded_vocab_size * self._tokens * self._e
 
     def _embedding(self) -> Iterator[Volume]:
         yield from (*self._leave, *self._enter)

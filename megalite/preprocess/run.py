@@ -12,9 +12,11 @@ from typing import Any
 
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
+from megalite.config.registry import imported
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.indexed_writer import TokenCounts, move_into_place
 from megalite.data.token_files import SUFFIXES, encode_side_file
+from megalite.preprocess.documents import PieceTokenizer, TokenizedPiece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import (
     MAX_FAULTS,
@@ -38,7 +40,6 @@ from megalite.preprocess.output import (
     recover_outputs,
     require_same,
 )
-from megalite.preprocess.piece_tokenizer import ExampleEncoder, ExampleTokenizer, PieceTokenizer, TokenizedPiece
 from megalite.preprocess.pieces import Piece, Place, cut
 from megalite.preprocess.workers import WorkerPool
 from megalite.tokenizers.base import Tokenizer
@@ -83,12 +84,12 @@ def plan(job: PreprocessJob) -> Plan:
 
 
 def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
-    return ExampleTokenizer if job.sft else PieceTokenizer
+    return imported("megalite.preprocess.sft:ExampleTokenizer") if job.sft else PieceTokenizer
 
 
 def job_facts(job: PreprocessJob, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return everything that the output depends on, except the inputs."""
-    encoder = ExampleEncoder(tokenizer) if job.sft else None
+    encoder = imported("megalite.preprocess.sft:ExampleEncoder")(tokenizer) if job.sft else None
     return {
         "format": _JOB_FORMAT,
         "json keys": list(job.json_keys),

@@ -20,6 +20,7 @@ R = TypeVar("R")
 
 MAX_WORKERS = 1024
 _IN_FLIGHT_PER_WORKER = 8
+_WAITING_PER_WORKER = 3  # pieces sent to workers before this process takes one
 _IN_FLIGHT_BYTES = 128 << 20
 
 
@@ -49,7 +50,7 @@ class WorkerPool(Generic[A, P, R]):
 
         Pieces in flight are bounded by number and by the sum of their `size` (bytes); one is always allowed. An
         exception of `pieces` is raised after the results of all pieces before it, as without workers. `here`: the same
-        function in this process, which then takes pieces too instead of waiting.
+        function in this process, which takes a piece too when the workers have enough.
 
         Raises ConfigError if the function raises it or a worker dies."""
         pending: deque[tuple[P, int, Future[R]]] = deque()
@@ -66,21 +67,22 @@ class WorkerPool(Generic[A, P, R]):
                 if piece is None:
                     exhausted = True
                 else:
-                    pending.append((piece, size(piece), self._submit(piece)))
+                    waiting = sum(not each.done() for *_, each in pending)
+                    enough = waiting >= _WAITING_PER_WORKER * self._count
+                    future = _done(here, piece) if here is not None and enough else self._submit(piece)
+                    pending.append((piece, size(piece), future))
                     in_flight += pending[-1][1]
             if not pending:
                 if fault is not None:
                     raise fault
                 return
-            if here is not None and not pending[0][2].done() and _process_one(pending, here):
-                continue
             done, num_bytes, future = pending.popleft()
             try:
                 result = future.result()
             except BrokenProcessPool:
                 raise self._death() from None
             except MemoryError:
-                raise ConfigError(f"a worker is out of memory; {self._remedy}") from None
+                raise ConfigError(f"a process is out of memory; {self._remedy}") from None
             in_flight -= num_bytes
             yield done, result
 
@@ -108,18 +110,14 @@ class WorkerPool(Generic[A, P, R]):
         return ConfigError(f"a worker process died (out of memory?); {self._remedy}")
 
 
-def _process_one(pending: "deque[tuple[P, int, Future[R]]]", here: Callable[[P], R]) -> bool:
-    """Process the first piece that is not yet sent to a worker. Returns False if there is none."""
-    for index, (piece, num_bytes, future) in enumerate(pending):
-        if future.cancel():
-            own: Future[R] = Future()
-            try:
-                own.set_result(here(piece))
-            except Exception as error:  # raised after the results of all pieces before it
-                own.set_exception(error)
-            pending[index] = (piece, num_bytes, own)
-            return True
-    return False
+def _done(here: Callable[[P], R], piece: P) -> "Future[R]":
+    """Process a piece in this process."""
+    own: Future[R] = Future()
+    try:
+        own.set_result(here(piece))
+    except Exception as error:  # raised after the results of all pieces before it
+        own.set_exception(error)
+    return own
 
 
 _worker: dict[str, Any] = {}  # in a worker: `build`, and the function that it returned

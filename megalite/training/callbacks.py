@@ -80,7 +80,7 @@ def _require_callback(given: object) -> None:
         raise ConfigError(f"callbacks take instances of subclasses of megalite.Callback, got {given!r}")
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(given):
-        if name.startswith("on_") and name not in hooks:
+        if name.startswith("on_") and name not in hooks and callable(getattr(given, name)):
             kind = type(given).__name__
             raise ConfigError(
                 f"callback {kind}: {name} is not a hook{nearest(name, hooks)} (one of {', '.join(hooks)})"

@@ -69,7 +69,7 @@ _ORDER = {"training": ("seed", "seq_length"), "data": ("split", "packing", "data
 """Settings that determine the order of samples, by section."""
 _LENGTH = ("train_iters", "train_samples", "global_batch_size", "eval_interval", "eval_iters")
 """Settings that determine the length of a run, on which the order of samples of `data_order` megatron depends."""
-_SOURCES = ("data_path", "train_data_path", "mock_data")
+_SOURCES = ("dataset", "data_path", "train_data_path", "mock_data")
 
 
 def _section(tree: Mapping[str, Any], name: str, dp: Any = None) -> dict[str, Any]:
@@ -248,10 +248,10 @@ _SAME_NUMBERS = {
 _NUMBERS = {
     "training": (
         *("loss", "precision", "global_batch_size"),
-        *("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup"),
+        *("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup", "moe_aux_loss_sequences"),
     ),
     "data": ("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),
-    "compute": ("fp8", "fp8_recipe", "fp8_wgrad"),
+    "compute": ("fp8", "fp8_recipe", "fp8_wgrad", "tf32"),
     "parallel": ("dp_strategy", "pipeline_compression"),
     "data_parallel": tuple(name for name in DataParallelConfig.__dataclass_fields__ if name not in _SAME_NUMBERS),
     "optimizer": tuple(name for name in OptimizerConfig.__dataclass_fields__ if name not in _SAME_NUMBERS),
@@ -338,7 +338,7 @@ def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
 
 def _refuse_other_model(path: Path | str, saved: Mapping[str, Any], model: ModelConfig, *, finetune: bool) -> None:
     free = free_settings(model.position_embedding_type, extends=finetune)
-    if model.mtp_num_layers > saved.get("mtp_num_layers", 0):
+    if model.mtp_num_layers > saved["mtp_num_layers"]:
         free -= {"mtp_num_layers"}  # --finetune may leave such layers out, not add them
     differ = [
         f"{name} {saved.get(name)} there, {value} here"

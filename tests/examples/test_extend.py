@@ -125,8 +125,8 @@ def test_other_commands_know_the_additions() -> None:
         said("train --dry-run", flags)["memory"]["pipeline_ranks"]
         for flags in (loss, f"{MOCK} {MODEL} {STEPS} --tp 2 --json")
     )
-    # Five tensors [16, 1, 64 columns] of 8 bytes, instead of the 64 columns of one rank.
-    assert planned["activation_bytes"] - usual["activation_bytes"] == 16 * 8 * (5 * 128 - 64)
+    # Five tensors [16, 1, 64] of 8 bytes without the padding, instead of this rank's 64 of 128 columns.
+    assert planned["activation_bytes"] - usual["activation_bytes"] == 16 * 8 * (5 * 64 - 64)
     drawn = "schedule --import examples.extend.eager_1f1b --schedule eager-1f1b --pp 4 --microbatches 8 --json"
     assert "eager-1f1b" in json.dumps(said(drawn))
 

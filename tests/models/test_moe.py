@@ -13,7 +13,7 @@ from megalite.models.moe.router import sinkhorn_offsets, within_capacity
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group
-from tests.models.moe_reference import Expected, Weights, draw, expected
+from tests.models.moe_reference import Expected, Weights, draw, expected, sinkhorn
 
 S, B, H, F = 8, 2, 8, 12
 AUX, Z = 0.3, 0.2
@@ -244,6 +244,17 @@ def test_forced_balance_is_even_in_training_only() -> None:
     assert all(forced.chosen[:, i].flatten().bincount(minlength=8).tolist() == [3] * 8 for i in range(B))
     plain = layer.eval().router(x, torch.arange(S), context_of())
     assert torch.equal(plain.chosen, (x @ layer.router.weight.t()).topk(3).indices)
+
+
+@pytest.mark.parametrize("size", (0.5, 3.0))
+def test_sinkhorn_stops_at_the_tolerance_of_megatron(size: float) -> None:
+    """The last step changes the factors by up to 1e-4, so a step more or less is seen."""
+    logits = size * draw(3, 64, B, 8)
+    offsets = sinkhorn_offsets(logits, sequence=Group.solo("tp-cp"))
+    for i in range(B):
+        of_rows = (sinkhorn(logits[:, i]).log() - logits[:, i] - offsets[i]).mean(1, keepdim=True)
+        factors = sinkhorn(logits[:, i]).log() - logits[:, i] - of_rows
+        torch.testing.assert_close(factors, offsets[i].expand_as(factors), rtol=0, atol=1e-6)
 
 
 def test_sinkhorn_of_extreme_logits_is_finite() -> None:

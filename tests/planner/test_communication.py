@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import examples.extend.smooth_z  # noqa: F401  # registers its loss, also in the ranks
 from megalite.config.run import RunConfig
 from megalite.planner.communication import group_sizes, step_volumes, wire_factor
 from tests.support.ranks import RankContext, run_ranks
@@ -29,6 +30,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 LAYOUTS = rows_of(
     """
 packed sp: tp=2 SP micro_batch_size=2 packing=best-fit
+gathered logits, further token: tp=2 SP LLAMA precision=bf16 mtp_num_layers=1 loss=smooth-z
 dp4 zero-1 bf16, noise scale: dp=4 Z1 precision=bf16 log_gradient_noise_scale
 dp4 fused, bf16 wire: dp=4 dp_strategy=fused-all-reduce precision=bf16 wire_dtype=bf16 fusion_threshold_mb=0.01
 dp2 cp2 by rank, largest logits: dp=2 cp=2 qk_clip SELECTIVE reduction_order=rank

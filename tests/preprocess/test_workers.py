@@ -1,4 +1,7 @@
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +11,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.preprocess import workers
 from megalite.preprocess.workers import WorkerPool
+from tests.preprocess.test_processes import PATIENCE_SECONDS, ROOT
 
 
 class Doubler:
@@ -92,8 +96,46 @@ def test_this_process_takes_pieces_instead_of_waiting() -> None:
             for number, (double, pid) in found:
                 assert double == 2 * number == 2 * len(pids)
                 pids.append(pid)
-    assert len(pids) == taken[-1] and [number for number, pid in enumerate(pids) if pid == os.getpid()] == taken[:-1]
+    assert len(pids) == taken[19] and [number for number, pid in enumerate(pids) if pid == os.getpid()] == taken[:19]
     assert len(set(pids)) == 2
+
+
+def test_fault_of_this_process_is_raised_after_earlier_results(tmp_path: Path) -> None:
+    """Piece 0, which a worker has begun, waits until this process has failed."""
+    done: list[int] = []
+
+    def here(number: int) -> tuple[int, int]:
+        if number == 0:
+            return 0, 0
+        (tmp_path / "go").touch()
+        raise ConfigError(f"{number} is refused")
+
+    with (
+        WorkerPool[str, int, tuple[int, int]](1, Doubler, str(tmp_path / "go"), remedy="") as pool,
+        pytest.raises(ConfigError) as raised,
+    ):
+        for number, _ in pool.map(iter(range(8)), lambda number: 1, here):
+            done.append(number)
+    assert str(raised.value).startswith(f"{len(done)} ") and done == list(range(len(done)))
+
+
+def die(kind: str) -> Callable[[bytes], int]:
+    return lambda piece: os.kill(os.getpid(), signal.SIGKILL) or len(piece)
+
+
+def tokenize_until_a_worker_dies() -> None:
+    with WorkerPool[str, bytes, int](1, die, "", remedy="take fewer") as pool:
+        for _ in pool.map(iter([bytes(2 << 20)] * 100), len, lambda piece: time.sleep(0.1) or len(piece)):
+            pass
+
+
+def test_process_ends_after_a_worker_has_died() -> None:
+    """Large pieces wait in the pipe to the worker; threads of the executor must not keep the process alive."""
+    words = [sys.executable, "-c", f"from {__name__} import *; tokenize_until_a_worker_dies()"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ConfigError: a worker process died (out of memory?); take fewer\n")
+    assert ended.stderr.count("Traceback") == 1
 
 
 def test_input_error_is_raised_after_earlier_results() -> None:
@@ -112,7 +154,7 @@ def test_input_error_is_raised_after_earlier_results() -> None:
     ("kind", "error", "message"),
     [
         ("refuses", ConfigError, "^20 is refused$"),
-        ("memory", ConfigError, "^a worker is out of memory; take two$"),
+        ("memory", ConfigError, "^a process is out of memory; take two$"),
         ("dies", ConfigError, "^a worker process died .*; take two$"),
     ],
 )

@@ -80,9 +80,11 @@ def test_full_validation_reads_each_sample_once(prefix: str, tmp_path: Path, mon
         assert size == 1 or len(counted) // 2 % size
         counted.clear()
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    run(prefix, tmp_path / "without test", **WHOLE, eval_iters=0)
+    assert records(tmp_path / "without test", "valid") and not records(tmp_path / "without test", "test")
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "dp": 2}, {"pp": 4}], ids=str)
 def test_full_validation_does_not_depend_on_the_layout(layout: dict[str, int], prefix: str, tmp_path: Path) -> None:
     ranks, changes = math.prod(layout.values()), {**WHOLE, "packing": "stream", "global_batch_size": 4}
     run(prefix, tmp_path / "one", **changes)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.extend.smooth_z import smooth_z
 from megalite import LOSSES, Callback, ConfigError, RunConfig, Trainer
+from megalite.config.describe import replace
 from megalite.parity.trajectory import RankTrajectory, one_rank_trajectory, rank_trajectory
 from megalite.partition.activations import stage_activation_bytes
 from megalite.partition.pipeline import plan_stages
@@ -74,8 +75,8 @@ def test_layouts_have_the_numbers_of_one_rank(layout: str) -> None:
         config = tiny_config(world_of(LAYOUTS[layout]), **LAYOUTS[layout])
         reference = one_rank_trajectory(config, 2)
         assert_same_numbers(whole(run_ranks(world_of(LAYOUTS[layout]), trajectory, config)), reference)
-        other = one_rank_trajectory(tiny_config(loss="cross-entropy"), 1).steps[0].loss
-    assert abs(reference.steps[0].loss / other - 1) > 1e-3, "cross-entropy would do"
+        other = one_rank_trajectory(replace(config, loss="cross-entropy"), 1).steps[0].loss
+    assert abs(reference.steps[0].loss / other - 1) > 1e-4, "cross-entropy would do"
 
 
 @pytest.mark.parametrize("changes", [{}, {"tp": 2, "sequence_parallel": True}], ids=str)

@@ -262,6 +262,7 @@ def changed(config: RunConfig, **changes: Any) -> list[str]:
         ({"data_order": "megatron"}, "data_order megalite -> megatron"),
         ({"data_path": ["0.7", "a", "0.3", "b"]}, "data_path 0.5 a 0.5 b -> 0.7 a 0.3 b"),
         ({"mock_data": True}, "mock_data False -> True"),
+        ({"dataset": "mine"}, "dataset None -> mine"),
         ({"data_path": [], "train_data_path": ["c"]}, "train_data_path (none) -> c"),
     ],
 )
@@ -296,6 +297,9 @@ def test_changed_training_settings_are_logged() -> None:
         (plugged, config, 1, "dp_strategy mine -> all-reduce"),
         (in_manifest(), replace(config, dp_strategy="diloco"), 1, "dp_strategy all-reduce -> diloco"),
         (in_manifest(), replace(config, eod_mask_loss=True), 1, "eod_mask_loss False -> True"),
+        (in_manifest(), replace(config, tf32=True), 1, "tf32 False -> True"),
+        (in_manifest(), replace(config, moe_aux_loss_sequences=2), 1, "moe_aux_loss_sequences 1 -> 2"),
+        (in_manifest(), replace(config, seq_length_warmup=[4, 3]), 1, "seq_length_warmup None -> 4 3"),
         (in_manifest(), replace(config, fp8=True, reduction_order="rank"), 1, "fp8 False -> True"),
         (in_manifest(), replace(config, moe_expert_capacity_factor=2.0), 1, "moe_expert_capacity_factor None -> 2.0"),
         (in_manifest(lr_decay_style="constant"), constant, 1, "clip_grad 0.5 -> 0.25"),

@@ -168,7 +168,7 @@ def test_callback_error_ends_the_run_and_is_named(hook: str, tmp_path: Path) -> 
     ],
 )
 def test_callback_with_a_mistake_is_refused(members: tuple[str, ...] | None, says: str) -> None:
-    given: Any = Callback if members is None else type("Mine", (Callback,), dict.fromkeys(members))()
+    given: Any = Callback if members is None else type("Mine", (Callback,), dict.fromkeys(members, print))()
     with pytest.raises(ConfigError, match=says):
         Trainer(mock(), callbacks=[given])
 

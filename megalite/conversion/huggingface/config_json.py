@@ -235,17 +235,17 @@ def _read_yarn(file: ModelFile, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_ROPES = {"full_attention", "sliding_attention"}
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def split_rope(file: ModelFile) -> tuple[ModelFile, Any]:
     """Return the file with only the RoPE of full-attention layers, and `rope_theta` of layers with the window, or None
     if `rope_parameters` does not give it."""
     rope = file.values.get("rope_parameters")
-    if not isinstance(rope, Mapping) or not _ROPES & rope.keys():
+    if not isinstance(rope, Mapping) or not rope.keys() & LAYER_KINDS:
         return file, None
     full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
-    if rope.keys() - _ROPES or not isinstance(local, Mapping):
+    if rope.keys() - LAYER_KINDS or not isinstance(local, Mapping):
         raise file.fault("rope_parameters must have only full_attention and sliding_attention, both objects")
     if local.get("rope_type", "default") != "default":
         raise file.fault(f"rope_type of sliding_attention is {str(local['rope_type'])[:60]!r}; it must be default")

@@ -38,7 +38,20 @@ _GEMMA: dict[str, Any] = {
     "only": {"use_bidirectional_attention": False},
     "whole_heads": True,
 }
-_OLMO = {"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True}
+_OLMO: dict[str, Any] = {
+    "max_positions": 2048,
+    "norm_epsilon": 1e-5,
+    "attention_bias": True,
+    "qk_norm": True,
+    "fixed": {"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+}
+_QWEN: dict[str, Any] = {
+    "max_positions": 32768,
+    "key_value_heads": 32,
+    "window": "switched",
+    "window_from": 28,
+    "mixed": True,
+}
 _GLM: dict[str, Any] = {
     "max_positions": 131072,
     "norm_epsilon": 1.5625e-7,
@@ -61,26 +74,8 @@ _ALL = (
     GPT2("gpt2", "GPT2LMHeadModel"),
     LlamaLike("llama", "LlamaForCausalLM", max_positions=2048, linear_biases=True, whole_heads=True),
     LlamaLike("mistral", "MistralForCausalLM", max_positions=131072, key_value_heads=8, window=4096),
-    LlamaLike(
-        *("qwen2", "Qwen2ForCausalLM"),
-        max_positions=32768,
-        key_value_heads=32,
-        qkv_bias=True,
-        window="switched",
-        window_from=28,
-        mixed=True,
-    ),
-    LlamaLike(
-        *("qwen3", "Qwen3ForCausalLM"),
-        max_positions=32768,
-        key_value_heads=32,
-        head_size=128,
-        attention_bias=True,
-        qk_norm=True,
-        window="switched",
-        window_from=28,
-        mixed=True,
-    ),
+    LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, **_QWEN),
+    LlamaLike("qwen3", "Qwen3ForCausalLM", head_size=128, attention_bias=True, qk_norm=True, **_QWEN),
     LlamaLike(
         *("mixtral", "MixtralForCausalLM"),
         max_positions=131072,
@@ -192,26 +187,8 @@ _ALL = (
         },
         experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
     ),
-    LlamaLike(
-        *("olmo2", "Olmo2ForCausalLM"),
-        max_positions=2048,
-        norm_epsilon=1e-5,
-        attention_bias=True,
-        qk_norm=True,
-        fixed=_OLMO,
-    ),
-    Olmo3(
-        *("olmo3", "Olmo3ForCausalLM"),
-        max_positions=2048,
-        norm_epsilon=1e-5,
-        rotary_base=5e5,
-        attention_bias=True,
-        qk_norm=True,
-        window=4096,
-        mixed=True,
-        full_every=4,
-        fixed=_OLMO,
-    ),
+    LlamaLike("olmo2", "Olmo2ForCausalLM", **_OLMO),
+    Olmo3("olmo3", "Olmo3ForCausalLM", rotary_base=5e5, window=4096, mixed=True, full_every=4, **_OLMO),
     SmolLM3(
         *("smollm3", "SmolLM3ForCausalLM"),
         max_positions=32768,

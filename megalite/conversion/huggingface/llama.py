@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from megalite.config.model import ModelConfig
-from megalite.conversion.huggingface.config_json import SCALINGS, ModelFile, read_rope, write_rope, written
+from megalite.conversion.huggingface.config_json import LAYER_KINDS, SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.weights import View, WeightPiece, first_rows, part_at, whole
 
@@ -17,7 +17,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "geglu_tanh",
     "gelu_new": "geglu_tanh",
 }
-_KINDS = ("full_attention", "sliding_attention")
 
 _SAME = (
     ("num_layers", "num_hidden_layers", "layers"),
@@ -154,7 +153,7 @@ class LlamaLike(Family):
         if self.window == "switched":
             values["use_sliding_window"] = model.sliding_window is not None
         if self.window_from is not None:
-            values["max_window_layers"] = kinds.index(_KINDS[True]) if _KINDS[True] in kinds else 0
+            values["max_window_layers"] = kinds.index(LAYER_KINDS[True]) if LAYER_KINDS[True] in kinds else 0
         if self.full_every is not None or (self.mixed and len(set(kinds)) > 1):
             values["layer_types"] = kinds
         if self.window != "none":
@@ -186,7 +185,7 @@ class LlamaLike(Family):
         if kinds is None and window is not None:
             windows = self._windows(file, layers)
         elif kinds is not None:
-            wanted = {"full_attention"} if window is None else set(_KINDS) if self.mixed else {"sliding_attention"}
+            wanted = {"full_attention"} if window is None else set(LAYER_KINDS) if self.mixed else {"sliding_attention"}
             if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in wanted for kind in kinds):
                 raise file.fault(
                     f"layer_types is not {' or '.join(sorted(wanted))} for each of {layers} layers; with "
@@ -283,7 +282,7 @@ def layers_without(have: list[bool], *, listed: int) -> list[int] | None:
 
 def layer_kinds(model: ModelConfig) -> list[str]:
     """Return `layer_types` of config.json."""
-    return [_KINDS[model.has_window(index)] for index in range(model.num_layers)]
+    return [LAYER_KINDS[model.has_window(index)] for index in range(model.num_layers)]
 
 
 def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[WeightPiece]:

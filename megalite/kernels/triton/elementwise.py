@@ -1,6 +1,6 @@
 """Triton kernels without sums along rows: activations of MLPs, RoPE (arXiv 2104.09864) in its half-split form, dropout masks.
 
-Each is one pass in forward and backward; gated activations save only their input."""
+Activations and RoPE are one pass each in forward and backward; gated activations save only their input."""
 
 import functools
 from collections.abc import Sequence

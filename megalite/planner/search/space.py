@@ -55,7 +55,7 @@ SEARCHED = (*SIZES, *CHOICES, HOST[1])
 """Settings that the search decides unless a constraint fixes them."""
 CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes", "context_parallel_load_balancer")
 """Settings that layouts with cp above 1 take from the request."""
-AS_GIVEN = (*CONTEXT, "optimizer_offload_fraction")
+AS_GIVEN = (*CONTEXT, "optimizer_offload_fraction", "fp8_param_gather")
 """Settings that a layout takes from the request if they have an effect in it."""
 _SHORT = {
     "schedule": "pipeline_schedule",

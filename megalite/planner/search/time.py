@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.run import RunConfig
+from megalite.data_parallel.facts import wire_width
 from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.stages import StagePlan
 from megalite.planner.cost import rates
@@ -40,7 +41,6 @@ class Prices:
     last: Floats  # per step: sums that start when all reductions have finished
     tied: Floats  # per step: sum of a tied embedding's gradients over the ends of a pipeline
     gather: Floats  # one gather of the parameters per rank
-    held: Floats  # the part of a microbatch's two gathers that is whole from the pass before
     sharded: Floats  # gradients are reduced in each microbatch (1) or once per step (0)
     fully: Floats  # parameters are gathered in each microbatch (1) or once per step (0)
     optimizer: Floats  # per step
@@ -105,29 +105,30 @@ class Clock:
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
         """[pipelines, shares] seconds of a step; all pipelines have the same pp and number of microbatches."""
         p, m = pipelines[0].pp, pipelines[0].microbatches
-        rows = [_rows(cut, cut.ranks) for cut in cuts]
+        stages = [_stages(cut) for cut in cuts]
+        rows = [each[cut.ranks].sum(1) for each, cut in zip(stages, cuts)]
         starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
         layers = prices.layers.sum(0)
         busiest = np.maximum.reduceat(np.concatenate(rows) @ layers, starts, axis=0)
-        for row, (pipeline, cut) in enumerate(zip(pipelines, cuts)):
+        for row, pipeline in enumerate(pipelines):
             if pipeline.schedule == "looped-bfs":
                 # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.
-                busiest[row] = (_stages(cut) @ layers).max(0).sum(0)
+                busiest[row] = (stages[row] @ layers).max(0).sum(0)
         busiest = busiest + 2.0 * chunks * constant
         whole = np.array([cuts[0].dense.sum(), cuts[0].experts.sum(), 1.0, 1.0])
         model = rows[0].sum(0) if p == 1 else whole
         forward, inputs, weights, again = (model @ prices.layers[kind] for kind in range(4))
-        stages = p * chunks * constant
-        totals = (forward + stages, inputs + again + stages, weights + 0.0 * stages)
+        fixed = p * chunks * constant
+        totals = (forward + fixed, inputs + again + fixed, weights + 0.0 * fixed)
         ramp = _ramp(pipelines, busiest, totals)
         step = m * busiest + ramp
         if p > 1:
             hops = np.array([[_hops(each)] for each in pipelines])
             step = step + m * _waits(pipelines, busiest, totals, prices.message) + hops * prices.message
             if np.any(prices.sharing > 1.0):
-                every = np.stack([_rows(cut, np.arange(p)) for cut in cuts])
+                every = np.stack([each.sum(1) for each in stages])
                 busy = every @ prices.layers.sum(0)
                 busy = busy + 2.0 * chunks[..., None] * constant + _ends(chunks, p) * prices.message
                 cycle = _cycle(busy, prices.sharing)
@@ -172,24 +173,11 @@ class Clock:
         one = overlapped * (busiest - first_forward) / chunks * (1.0 - 1.0 / prices.pieces)
         end = np.maximum(reduce - ((chunks - 1.0) * many * straight + 1.0) * one, reduce / prices.pieces)
         end = np.maximum(end, reduce / chunks - one)
-        total = reduce * np.where(prices.sharded > 0, m, 1.0) + prices.fully * self._gathers(pipelines, prices)
+        total = reduce * np.where(prices.sharded > 0, m, 1.0) + prices.fully * 2.0 * m * prices.gather
         exposed: Floats = np.maximum(end, prices.sharded * (total - overlapped * m * busiest)) + last + late
         slowdown = stack.overlap_cost * np.maximum(total + once + last - exposed, 0.0)
         waiting = prices.slowest * m * busiest
         return exposed + slowdown + waiting + prices.optimizer + stack.step_seconds
-
-    def _gathers(self, pipelines: Sequence[Pipeline], prices: Prices) -> Floats:
-        """Return the seconds per step, [pipelines, shares], of gathers for each forward and backward. Layers that are
-        whole from the pass before are not gathered again: those at the turn from one pass to the other if a forward and
-        a backward of a stage alternate, or all of a short stage if its forwards follow each other."""
-        short = 1.0 + self.config.parallel.overlap_param_gather
-        rows = []
-        for schedule, pp, vpp, m, _ in pipelines:
-            if schedule in ("gpipe", "looped-bfs") and self.config.model.num_layers <= short * pp * vpp:
-                rows.append(2.0 * prices.gather)
-            else:
-                rows.append(m * np.maximum(2.0 * prices.gather - prices.held * (schedule in _ALTERNATING), 0.0))
-        return np.stack(rows)
 
     def _workload(self, shares: Shares, pp: int) -> rates.Workload:
         p = self.config.parallel
@@ -259,33 +247,26 @@ class Clock:
         work, config, cluster = self._workload(few, pp), self.config, self.cluster
         stride = rates.data_stride(work)
         element = ELEMENT_BYTES[config.training.precision]
-        wire = 2 if config.data_parallel.narrow_wire or self.stack.half_gradients else max(4, element)
+        wire = element if self.stack.half_gradients else wire_width(config)
         # Sizes and group sizes of dense tensors, then of expert tensors.
         parts = np.moveaxis(self.sizer.elements(few), 2, 0)
         sizes = self.sizer.on_rank(parts, pp).T
-        # Layers, or the ends if each rank has all layers; a tied embedding is gathered with each of its two uses.
-        ends = (
-            parts[2] + parts[3] * (not config.model.tie_embeddings) if pp == 1 else 2.0 * np.maximum(parts[0], parts[1])
-        )
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         instances = few.dp_instances.astype(float)
-        reduce = gather = summed = across = held = np.zeros(len(few))
-        for count, end, everywhere in zip(sizes, ends.T, replicas, strict=True):
+        reduce = gather = summed = across = np.zeros(len(few))
+        for count, everywhere in zip(sizes, replicas, strict=True):
             group = everywhere / instances
             own, hop = count * wire / group, stride * group
             across = across + rates.collective_seconds("all-reduce", own, instances, hop, cluster)
             summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, cluster)
             reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, cluster)
             gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, cluster)
-            held = held + rates.collective_seconds("all-gather", end * element, group, stride, cluster)
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
         copy = parts[4].sum(1) * wire
         hop, share = rates.pipeline_ends(rates.pipeline_stride(work), pp, cluster)
         tied = rates.collective_seconds("all-reduce", copy, 2.0, hop, cluster, taking_part=share)
-        found = np.stack(
-            np.broadcast_arrays(reduce, summed, across, gather, held, pieces, tied, replicas[0] / instances)
-        )
-        reduce, summed, across, gather, held, pieces, tied, group = found[:, of_kind]
+        found = np.stack(np.broadcast_arrays(reduce, summed, across, gather, pieces, tied, replicas[0] / instances))
+        reduce, summed, across, gather, pieces, tied, group = found[:, of_kind]
         plain, states, _, fully = (shares.strategy == index for index in range(len(STRATEGIES)))
         sharded = ~(plain | states)
         return {
@@ -294,13 +275,9 @@ class Clock:
             "last": across * sharded,
             "tied": tied / np.where(sharded, group, 1.0),
             "gather": gather * ~plain,
-            "held": held,
             "sharded": sharded.astype(float),
             "fully": fully.astype(float),
         }
-
-
-_ALTERNATING = ("1f1b", "zb-h1", "zb-h2")  # schedules in which forwards and backwards of one stage alternate
 
 
 def _hops(pipeline: Pipeline) -> float:
@@ -316,16 +293,13 @@ def _hops(pipeline: Pipeline) -> float:
 
 def _waits(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, ...], message: Floats) -> Floats:
     """Return the seconds by which messages lengthen each microbatch. Ranks of 1f1b wait for a microbatch's whole way
-    there and back, while the others of its p microbatches compute; zb-h1 also has a W to run. Interleaved waits only for
-    messages that are longer than a forward."""
-    p, (forward, _, weights) = pipelines[0].pp, totals
+    there and back, while the others of its p microbatches compute; zb-h1 also has a W to run."""
+    p = pipelines[0].pp
     around = (sum(totals) + 2.0 * (p - 1) * message) / p - busiest
     found = np.zeros_like(busiest)
-    for row, (schedule, _, v, *_) in enumerate(pipelines):
-        if schedule == "interleaved":
-            found[row] = v * message - forward[row] / p
-        elif schedule in ("1f1b", "zb-h1"):
-            found[row] = around[row] - (weights[row] / p if schedule == "zb-h1" else 0.0)
+    for row, (schedule, *_) in enumerate(pipelines):
+        if schedule in ("1f1b", "zb-h1"):
+            found[row] = around[row] - (totals[2][row] / p if schedule == "zb-h1" else 0.0)
     return np.maximum(found, 0.0)
 
 
@@ -337,8 +311,8 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
     rest = np.maximum(whole - busiest, 0.0)
     # The first microbatch passes all stages twice before its last weight gradient.
     least = forward + inputs + weights / p - busiest
-    # If weight gradients are deferred, the others follow at the busiest rank's pace without them; in a V, with them but without the
-    # shorter of forward and input gradient.
+    # With deferred weight gradients, the other microbatches take the busiest rank's time less that of weight gradients; in
+    # a V, less the shorter of forward and input gradient.
     each = (m - 1) * busiest / whole
     found = np.zeros_like(busiest)
     for row, (schedule, _, v, *_) in enumerate(pipelines):
@@ -349,14 +323,8 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
             found[row] = (rest[row] + waits * whole[row]) / v
         else:
             f, i, w = forward[row], inputs[row], weights[row]
-            hops = {
-                "zb-h1": (f + i - w, f),
-                "zb-h2": (f + i - 2.0 * w, f),
-                "zb-v": (2.0 * (i - w), i, 2.0 * f - i),
-                "dualpipe-v": (f + i - w, 2.0 * i - w - f / max(p - 1, 1)),
-            }[schedule]
             early = each[row] * (np.minimum(f, i) if v == 2 else w)
-            found[row] = np.maximum(np.maximum.reduce(hops) * (p - 1.0) / (p * v), least[row] - early)
+            found[row] = np.maximum(f * (p - 1.0) / (p * v), least[row] - early)
     return np.maximum(found, least - (m - 1) * busiest)
 
 
@@ -390,15 +358,9 @@ def _ramp_left(p: int, sharing: Floats) -> Floats:
     return np.asarray(idle / (1.0 - computing).sum(axis=0))
 
 
-def _rows(cut: Cut, ranks: npt.NDArray[np.int64]) -> Floats:
-    """Count dense layers, expert layers, embedding and head per rank: [ranks, 4]."""
-    columns = (cut.dense[ranks].sum(1), cut.experts[ranks].sum(1), ranks == cut.first[0], ranks == cut.last[0])
-    return np.stack(columns, axis=1).astype(np.float64)
-
-
 def _stages(cut: Cut) -> Floats:
-    """Count the same per stage of `cut.ranks`, among which is each different rank: [ranks, v, 4]."""
+    """Count dense layers, expert layers, embedding and head per stage: [p, v, 4]."""
     counts = np.zeros((*cut.dense.shape, 4))
     counts[..., 0], counts[..., 1] = cut.dense, cut.experts
     counts[*cut.first, 2] = counts[*cut.last, 3] = 1.0
-    return counts[cut.ranks]
+    return counts

@@ -58,6 +58,27 @@ def test_times_with_few_microbatches(schedule: str) -> None:
     assert_near(flags.replace("batch-size 64", "batch-size 16"), 0.08)
 
 
+def test_times_of_unequal_chunks() -> None:
+    """Each chunk of looped-bfs takes as long as its largest stage."""
+    flags = "--preset llama3-8b --bf16 --cluster dgx-h100 --gpus 64 --global-batch-size 256 --max-memory 10TB"
+    fixed = PLAIN.replace("mbs=1,2", "mbs=1").replace("tp=2", "tp=1,2").replace("sp=true", "sp=false")
+    assert_near(f"{flags} {fixed} --fix schedule=looped-bfs --fix pp=2,4,8 --fix vpp=2,3,4", 0.03)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_times_with_slow_links(schedule: str, tmp_path: Path) -> None:
+    """Each microbatch waits for its way there and back."""
+    found = load_cluster("dgx-a100")
+    node = replace(found.node, link_bandwidth=found.node.link_bandwidth / 30)
+    network = replace(found.network, nic_bandwidth=found.network.nic_bandwidth / 10)
+    save_cluster(replace(found, node=node, network=network), tmp_path / "slow.yaml")
+    flags = f"{GPT} {PLAIN} --fix schedule={schedule} --fix pp=2,4,8".replace("batch-size 64", "batch-size 256")
+    flags = (
+        flags.replace("tp=2", "tp=1").replace("sp=true", "sp=false").replace("dgx-a100", str(tmp_path / "slow.yaml"))
+    )
+    assert_near(flags, 0.03)
+
+
 @pytest.mark.parametrize("strategy", ["zero-2", "fully-sharded"])
 @pytest.mark.parametrize("pp", ["1", "4"])
 def test_times_with_exchanges_in_each_microbatch(strategy: str, pp: str) -> None:
