@@ -18,9 +18,9 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "other initial weights, the same on any layout",
         "moe_aux_loss_coeff": "over each sequence; as in Megatron-LM with `--moe-router-load-balancing-type aux_loss`",
-        "moe_router_sinkhorn": "over each sequence, not over the microbatch on each rank",
+        "moe_router_sinkhorn": "over each sequence, not each rank's microbatch",
         "moe_router_force_load_balancing": "by position, evenly; theirs by random logits",
-        "moe_expert_capacity_factor": "over each sequence, not over the microbatch on each rank",
+        "moe_expert_capacity_factor": "over each sequence, not each rank's microbatch",
         # parallel
         "cp_comm_type": "the same for all layers",
         "pipeline_layout": "m comes right before L, and is optional",

@@ -221,12 +221,11 @@ def test_whole_split_has_one_epoch_of_each_dataset(folder: Path, order: str) -> 
     write_by_layout(folder / "varied", tokens)
     paths = [str(folder / name) for name in ("books_text_document", "varied")]
     data = DataConfig(data_path=["0.9", paths[0], "0.1", paths[1]], split="1,1", data_order=order)
-    whole = build(data, whole=("valid",), num_samples={"train": 8}).valid
+    more = {"whole": ("valid",), "num_samples": {"train": 8}}
+    whole, *alone = (
+        build(dataclasses.replace(data, data_path=each), **more).valid for each in (data.data_path, *zip(paths))
+    )
     assert isinstance(whole, WholeSplit)
-    alone = [
-        build(dataclasses.replace(data, data_path=[path]), whole=("valid",), num_samples={"train": 8}).valid
-        for path in paths
-    ]
     assert [one.samples for one in alone] == [(75 * 20 - 1) // 8, (30 * 20 - 1) // 8]
     seen = [whole.sample(k).tolist() for k in range(whole.samples)]
     assert seen == [one.sample(k).tolist() for one in alone for k in range(one.samples)]

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_512,
+    "megalite: lines": 76_461,
     "megalite: files": 330,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 70_529,
+    "tests: lines": 70_526,
     "benchmarks: lines": 8_000,
     "docs: words": 34_969,
 }

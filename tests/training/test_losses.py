@@ -37,15 +37,11 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
-def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
 @contextmanager
 def losses() -> Iterator[None]:
     """Registers them, on the ranks of a pool too."""
     with ExitStack() as stack:
-        for loss in (plain, focal, by_hand):
+        for loss in (plain, focal):
             stack.enter_context(registered(LOSSES, loss.__name__, loss))
         yield
 
@@ -83,7 +79,7 @@ def test_layouts_have_the_numbers_of_one_rank(layout: str) -> None:
 def test_cross_entropy_by_hand_equals_the_built_in(changes: dict[str, Any]) -> None:
     with losses():
         world = world_of(changes)
-        found = (tiny_config(world, **changes, loss=loss) for loss in ("by_hand", "cross-entropy"))
+        found = (tiny_config(world, **changes, loss=loss) for loss in ("plain", "cross-entropy"))
         ours, built_in = (whole(run_ranks(world, trajectory, config)) for config in found)
     assert_same_numbers(ours, built_in)
 
@@ -123,25 +119,16 @@ def test_half_precision_logits_arrive_in_fp32() -> None:
     assert [one["loss"] for one in ours] == pytest.approx([one["loss"] for one in built_in], rel=1e-4)
 
 
-class Evaluations(Callback):
-    """Keeps the records of evaluations."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def on_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-
 def test_evaluation_reports_the_loss_without_a_perplexity() -> None:
     def doubled(logits: Tensor, labels: Tensor) -> Tensor:
         return 2 * plain(logits, labels)
 
     def measured(loss: Any) -> tuple[float, dict[str, Any], str]:
-        noted, evaluations, said = RecordingCallback(), Evaluations(), list[str]()
+        noted, evaluations, said = RecordingCallback(), list[dict[str, Any]](), list[str]()
+        evaluated = {"on_evaluation": lambda self, trainer, record: evaluations.append(record)}
         config = mock(train_iters=1, lr=1e-12, eval_interval=1, eval_iters=1)
-        Trainer(config, loss=loss, callbacks=[noted, evaluations], log=said.append).fit()
-        return noted.records[0]["loss"], evaluations.records[-1], next(line for line in said if "validation" in line)
+        Trainer(config, loss=loss, callbacks=[noted, type("Noted", (Callback,), evaluated)()], log=said.append).fit()
+        return noted.records[0]["loss"], evaluations[-1], next(line for line in said if "validation" in line)
 
     with registered(LOSSES, "doubled", doubled):
         (ours, valid, line), (one, other, of_other) = measured(doubled), measured("cross-entropy")
@@ -162,44 +149,35 @@ def test_memory_is_that_of_its_registration(loss: str, settings: dict[str, Any])
         )
 
 
-def means(logits: Tensor, labels: Tensor) -> Tensor:
-    return plain(logits, labels).mean(0)
-
-
-def rounded(logits: Tensor, labels: Tensor) -> Tensor:
-    return plain(logits, labels).bfloat16()
-
-
-def number(logits: Tensor, labels: Tensor) -> float:
-    return 1.0
-
-
-def detached(logits: Tensor, labels: Tensor) -> Tensor:
-    return plain(logits.detach(), labels)
-
-
-WRONG: dict[Callable[..., Any], str] = {
-    means: r"loss means returns \[2\] in torch.float32 for logits \[3, 2, 93\] and labels \[3, 2\]; it must return "
-    r"\[3, 2\] in torch.float32, the loss of each token",
-    rounded: r"loss rounded returns \[3, 2\] in torch.bfloat16 .* must return \[3, 2\] in torch.float32",
-    number: r"loss number returns float for .* must return \[3, 2\] in torch.float32",
-    detached: "loss detached has no gradient for its logits",
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "means": (
+        lambda logits, labels: plain(logits, labels).mean(0),
+        r"returns \[2\] in torch.float32 for logits \[3, 2, 93\] and labels \[3, 2\]; it must return \[3, 2\] in "
+        "torch.float32, the loss of each token",
+    ),
+    "rounded": (
+        lambda logits, labels: plain(logits, labels).bfloat16(),
+        r"returns \[3, 2\] in torch.bfloat16 .* must return \[3, 2\] in torch.float32",
+    ),
+    "number": (lambda logits, labels: 1.0, r"returns float for .* must return \[3, 2\] in torch.float32"),
+    "detached": (lambda logits, labels: plain(logits.detach(), labels), "has no gradient for its logits"),
 }
 
 
-def refusal(context: RankContext, config: RunConfig, loss: Callable[..., Any]) -> str:
-    with registered(LOSSES, loss.__name__, loss), pytest.raises(ConfigError) as refused:
+def refusal(context: RankContext, config: RunConfig) -> str:
+    name = config.training.loss
+    with registered(LOSSES, name, WRONG[name][0]), pytest.raises(ConfigError) as refused:
         build_replica(config, context.topology_of(config))
     return str(refused.value)
 
 
-@pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
-def test_function_that_is_no_loss_is_refused_on_all_ranks(loss: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_function_that_is_no_loss_is_refused_on_all_ranks(name: str) -> None:
     """Also on ranks that have no head, before the run begins."""
-    with registered(LOSSES, loss.__name__, loss):
-        config = tiny_config(2, pp=2, precision="fp32", loss=loss.__name__)
-    first, second = run_ranks(2, refusal, config, loss)
-    assert first == second and re.fullmatch(WRONG[loss] + ".*", first), first
+    with registered(LOSSES, name, WRONG[name][0]):
+        config = tiny_config(2, pp=2, precision="fp32", loss=name)
+    first, second = run_ranks(2, refusal, config)
+    assert first == second and re.fullmatch(f"loss {name} {WRONG[name][1]}.*", first), first
 
 
 def test_loss_is_named_or_registered() -> None:

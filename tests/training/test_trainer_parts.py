@@ -161,10 +161,7 @@ def test_callback_error_ends_the_run_and_is_named(hook: str, tmp_path: Path) -> 
     ("members", "says"),
     [
         (None, r"callbacks take instances of subclasses of megalite.Callback, got <class '.*Callback'>"),
-        (
-            ("on_step",),
-            r"callback Mine: on_step is not a hook: did you mean on_step_end.*one of on_start, on_step_end, ",
-        ),
+        (("on_step",), "callback Mine: on_step is not a hook: did you mean on_step_end.*one of on_start, on_step_end"),
     ],
 )
 def test_callback_with_a_mistake_is_refused(members: tuple[str, ...] | None, says: str) -> None:

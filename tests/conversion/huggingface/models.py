@@ -44,118 +44,93 @@ _DOTS = {"num_key_value_heads": 2, "n_routed_experts": 8, "moe_intermediate_size
 _DOTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "sliding_window": 4, "experts_implementation": "eager"}
 _DOTS |= rope(50.0)
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+
+
+def _case(name: str, changes: dict[str, Any]) -> Family:
+    return Family("", {}, name, changes)
+
+
 CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
-    "gpt2-untied": Family("", {}, "GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
-    "llama-tied": Family("", {}, "Llama", {**LLAMA, "tie_word_embeddings": True}),
-    "llama-biases": Family("", {}, "Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}),
-    "llama-linear": Family("", {}, "Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
-    "llama-geglu": Family("", {}, "Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-no-window": Family(
-        "", {}, "Mistral", FAMILIES["mistral"].theirs | {"sliding_window": None, "head_dim": 6}
+    "gpt2-untied": _case("GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
+    "llama-tied": _case("Llama", {**LLAMA, "tie_word_embeddings": True}),
+    "llama-biases": _case("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}),
+    "llama-linear": _case("Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
+    "llama-geglu": _case("Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-no-window": _case("Mistral", FAMILIES["mistral"].theirs | {"sliding_window": None, "head_dim": 6}),
+    "qwen2-window": _case("Qwen2", FAMILIES["qwen2"].theirs | WINDOW | {"tie_word_embeddings": True}),
+    "qwen2-moe": _case("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 20}),
+    "qwen2-moe-sparse": _case("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}),
+    "qwen3-moe": _case("Qwen3Moe", {**_EXPERTS, "head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3-moe-parts": _case("Qwen3Moe", {**_EXPERTS, "head_dim": 4, "tie_word_embeddings": True}),
+    "phi3": _case("Phi3", {"num_key_value_heads": 2, **rope(50.0)}),
+    "phi3-window": _case("Phi3", {"sliding_window": 4, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm": _case("Glm", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm-plain": _case("Glm", {"head_dim": 8, "attention_bias": False, **rope(50.0, partial_rotary_factor=1.0)}),
+    "glm4": _case("Glm4", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
+    "glm4-moe": _case("Glm4Moe", {**_GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 1}),
+    "glm4-moe-groups": _case(
+        "Glm4Moe", {**_GLM_MOE, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "attention_bias": True}
     ),
-    "qwen2-window": Family("", {}, "Qwen2", FAMILIES["qwen2"].theirs | WINDOW | {"tie_word_embeddings": True}),
-    "qwen2-moe": Family("", {}, "Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 20}),
-    "qwen2-moe-sparse": Family(
-        "", {}, "Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}
-    ),
-    "qwen3-moe": Family(
-        "", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}
-    ),
-    "qwen3-moe-parts": Family("", {}, "Qwen3Moe", {**_EXPERTS, "head_dim": 4, "tie_word_embeddings": True}),
-    "phi3": Family("", {}, "Phi3", {"num_key_value_heads": 2, **rope(50.0)}),
-    "phi3-window": Family("", {}, "Phi3", {"sliding_window": 4, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm": Family("", {}, "Glm", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm-plain": Family(
-        "", {}, "Glm", {"head_dim": 8, "attention_bias": False, **rope(50.0, partial_rotary_factor=1.0)}
-    ),
-    "glm4": Family("", {}, "Glm4", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm4-moe": Family("", {}, "Glm4Moe", {**_GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 1}),
-    "glm4-moe-groups": Family(
-        "", {}, "Glm4Moe", {**_GLM_MOE, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "attention_bias": True}
-    ),
-    "deepseek-v2": Family("", {}, "DeepseekV2", {**_DEEPSEEK, **_YARN, "first_k_dense_replace": 1}),
-    "deepseek-v2-lite": Family(
-        "", {}, "DeepseekV2", {**_DEEPSEEK, **rope(50.0), "q_lora_rank": None, "v_head_dim": 10}
-    ),
-    "deepseek-v3": Family(
-        "",
-        {},
+    "deepseek-v2": _case("DeepseekV2", {**_DEEPSEEK, **_YARN, "first_k_dense_replace": 1}),
+    "deepseek-v2-lite": _case("DeepseekV2", {**_DEEPSEEK, **rope(50.0), "q_lora_rank": None, "v_head_dim": 10}),
+    "deepseek-v3": _case(
         "DeepseekV3",
         {**_DEEPSEEK, **_YARN, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0, "first_k_dense_replace": 2},
     ),
-    "moonlight": Family(
-        "",
-        {},
+    "moonlight": _case(
         "DeepseekV3",
         {**_DEEPSEEK, **rope(50.0), "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "first_k_dense_replace": 0},
     ),
-    "olmo3": Family(
-        "",
-        {},
+    "olmo3": _case(
         "Olmo3",
         {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4, "rope_parameters": {"full_attention": _OLMO_YARN, "sliding_attention": _OLMO_LOCAL}},
     ),
-    "olmo3-plain": Family(
-        "",
-        {},
+    "olmo3-plain": _case(
         "Olmo3",
         {"sliding_window": 4, "rope_parameters": {kind: rope(50.0)["rope_parameters"] for kind in WINDOW_KINDS}},
     ),
-    "smollm3-biases": Family(
-        "",
-        {},
+    "smollm3-biases": _case(
         "SmolLM3",
         {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
         | {"no_rope_layers": [0, 1, 1], **rope(50.0)},
     ),
-    "seed-oss": Family("", {}, "SeedOss", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
-    "seed-oss-plain": Family(
-        "", {}, "SeedOss", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": False, **rope(50.0)}
+    "seed-oss": _case("SeedOss", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
+    "seed-oss-plain": _case(
+        "SeedOss", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": False, **rope(50.0)}
     ),
-    "ernie4.5": Family("", {}, "Ernie4_5", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
-    "arcee": Family("", {}, "Arcee", {"num_key_value_heads": 2, **rope(50.0)}),
-    "arcee-biases": Family("", {}, "Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, **rope(50.0)}),
-    "ministral": Family(
-        "",
-        {},
-        "Ministral",
-        {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 4, "layer_types": _MIXED, **rope(50.0)},
+    "ernie4.5": _case("Ernie4_5", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
+    "arcee": _case("Arcee", {"num_key_value_heads": 2, **rope(50.0)}),
+    "arcee-biases": _case("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, **rope(50.0)}),
+    "ministral": _case(
+        "Ministral", {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 4, "layer_types": _MIXED, **rope(50.0)}
     ),
-    "exaone4": Family(
-        "",
-        {},
+    "exaone4": _case(
         "Exaone4",
         {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": _MIXED}
         | rope(
             50.0, "llama3", original_max_position_embeddings=6, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
         ),
     ),
-    "exaone4-no-window": Family(
-        "", {}, "Exaone4", {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL, **rope(50.0)}
+    "exaone4-no-window": _case(
+        "Exaone4", {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL, **rope(50.0)}
     ),
-    "minimax-m2": Family(
-        "",
-        {},
+    "minimax-m2": _case(
         "MiniMaxM2",
         {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4}
         | {"experts_implementation": "eager", **rope(50.0)},
     ),
-    "dots1": Family(
-        "",
-        {},
+    "dots1": _case(
         "Dots1",
         _DOTS | {"first_k_dense_replace": 1, "n_shared_experts": 2, "num_experts_per_tok": 4, "layer_types": _MIXED},
     ),
-    "dots1-groups": Family(
-        "", {}, "Dots1", _DOTS | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "max_window_layers": 1}
+    "dots1-groups": _case(
+        "Dots1", _DOTS | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "max_window_layers": 1}
     ),
-    "dots1-one-expert": Family(
-        "", {}, "Dots1", _DOTS | {"num_experts_per_tok": 1, "norm_topk_prob": False, "sliding_window": None}
+    "dots1-one-expert": _case(
+        "Dots1", _DOTS | {"num_experts_per_tok": 1, "norm_topk_prob": False, "sliding_window": None}
     ),
-    "glm4-moe-lite": Family(
-        "",
-        {},
+    "glm4-moe-lite": _case(
         "Glm4MoeLite",
         {
             **_DEEPSEEK,
@@ -165,7 +140,7 @@ CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} |
             "mlp_layer_types": ["dense", "dense", "sparse"],
         },
     ),
-    "mixtral-window": Family("", {}, "Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
+    "mixtral-window": _case("Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
 """Every case of `test_families` except Gemma, which cannot be converted, plus further features."""
 

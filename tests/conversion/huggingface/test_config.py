@@ -189,11 +189,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "layer_types is not full_attention for each of 30 layers",
     ),
     ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
-    (
-        "olmo3",
-        {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
-        "rope_type of sliding_attention is 'yarn'; it must be default",
-    ),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "is 'yarn'; it must be default"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it must be a 0 or 1 for each of 30 layers"),
     ("smollm3", {"no_rope_layers": [2] * 30}, "no_rope_layers is .* a 0 or 1 for each of 30 layers"),
