@@ -33,8 +33,7 @@ def check_elements(operation: str, x: Tensor) -> None:
 class _Norm(Function):
     """RMSNorm, or LayerNorm with a bias; saves x in its own type, the parameters, and one or two numbers per row.
 
-    It never uses `memory_efficient`, which divides by the weight.
-    """
+    It never uses `memory_efficient`, which divides by the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
@@ -82,9 +81,7 @@ def _operand(x: Tensor, zero_centered: bool) -> Tensor:
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.rms_norm`. Half types with `zero_centered` are copied to fp32.
 
-    Raises:
-        ConfigError: 2^31 elements or more.
-    """
+    Raises ConfigError: 2^31 elements or more."""
     return _Norm.apply(x, weight, None, eps, zero_centered)
 
 
@@ -124,9 +121,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`. For half types the kernel rounds the tables, each product and the sum; other backends
     round only the sum.
 
-    Raises:
-        ConfigError: a separate table per sequence; 2^31 elements or more.
-    """
+    Raises ConfigError: a separate table per sequence; 2^31 elements or more."""
     if cos.shape[1] != 1:
         raise ConfigError(
             "kernels: rope=apex supports one table for all sequences, but each sequence has other positions "
@@ -143,9 +138,7 @@ def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
         scores: [b, heads, s, s] in bf16 or fp16, may be overwritten.
         scale: multiplied with the scores first if their type cannot represent it, because the kernel would round it.
 
-    Raises:
-        ConfigError: the kernel does not support the length, or the number of matrices.
-    """
+    Raises ConfigError: the kernel does not support the length, or the number of matrices."""
     matrices, length = scores.shape[0] * scores.shape[1], scores.shape[-1]
     reason = softmax_limit(length)
     per_block = 8 if length <= 128 else 4  # matrices per block of the kernel
@@ -172,8 +165,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
     """See `cross_entropy.cross_entropy_forward`, for fp32 and fp16 logits. For bf16 the kernel rounds the log-sum-exp.
 
     The statistics contain log Σ exp z as the maximum, and 1 as the sum. apex.contrib.xentropy is not used, because it
-    treats token 0 as padding without a loss.
-    """
+    treats token 0 as padding without a loss."""
     if logits.numel() == 0:
         zeros = logits.new_zeros(logits.shape[0], dtype=torch.float32)
         return torch.stack((zeros, zeros + 1.0, zeros)), (logits, zeros)
@@ -205,8 +197,7 @@ def cross_entropy_backward(
 def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None:
     """See `matmul.accumulate_weight_grad`: summed in fp32, added to a main gradient in fp32 or in the type of x.
 
-    The kernel requires contiguous memory; other inputs are copied.
-    """
+    The kernel requires contiguous memory; other inputs are copied."""
     assert main_grad.is_contiguous(), main_grad.stride()
     if x.shape[0] == 0:
         return
@@ -243,8 +234,7 @@ def adam(
     """See `optimizer_ops.adam`, for fp32; a gradient of another type is copied to fp32 first.
 
     The kernel uses fp32 betas: for β₂ = 0.999, 1 - β₂ and the second moments have a relative error of 1.3e-5. The
-    factor stays on the device, whereas apex's own scaling requires a host number.
-    """
+    factor stays on the device, whereas apex's own scaling requires a host number."""
     assert param.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32, param.dtype
     if param.numel() == 0:
         return
@@ -283,8 +273,7 @@ def lamb_moments(
     """See `optimizer_ops.lamb_moments`, for fp32 pieces of less than 2^31 elements.
 
     The second moments have the error described in `adam`. The direction u has not, because it is corrected with the
-    same rounded betas.
-    """
+    same rounded betas."""
     _check(param, grad, exp_avg, exp_avg_sq)
     direction = _direction(settings)
     u = torch.empty_like(param)  # u/scale

@@ -30,8 +30,7 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
     """Return softmax(q·kᵀ/sqrt(d))·v for q [b, heads, s_q, d] and k, v [b, groups, s_k, d], heads a multiple of groups.
 
-    A causal mask requires s_k = s_q. Without `causal` every key is visible (one query after a cache).
-    """
+    A causal mask requires s_k = s_q. Without `causal` every key is visible (one query after a cache)."""
     repeats = q.shape[1] // k.shape[1]
     if repeats == 1 or (q.is_cuda and q.dtype in HALF_TYPES):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=repeats > 1)
@@ -276,8 +275,7 @@ def softmax_where(scores: Tensor, scale: float, hidden: Tensor | None, sink: Ten
     """Return softmax(scale · scores) over the visible part of the last dimension, in fp32 for half types.
 
     Overwrites scores [..., heads, s_q, s_k] unless they have a half type. `hidden`: boolean, broadcastable to the
-    scores. `sink`: [heads], one extra logit that gets no column in the result.
-    """
+    scores. `sink`: [heads], one extra logit that gets no column in the result."""
     scores = (scores.float() if scores.dtype in HALF_TYPES else scores).mul_(scale)
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
@@ -294,8 +292,7 @@ CausalSoftmax = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 class _UnfusedAttention(Function):
     """Attention that saves q, k, v and for each score its probability, mask and dropped-out probability: 2·e + 1 bytes.
 
-    The query heads of a group are rows of one product, so keys and values are never repeated.
-    """
+    The query heads of a group are rows of one product, so keys and values are never repeated."""
 
     @staticmethod
     def forward(

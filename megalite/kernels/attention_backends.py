@@ -127,9 +127,7 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
             measured to be faster, else `causal_attention` with the backend that torch chooses.
         seq: sequence length, on which torch's choice may depend.
 
-    Raises:
-        ConfigError: the backend does not exist on this device or does not support this shape.
-    """
+    Raises ConfigError: the backend does not exist on this device or does not support this shape."""
     if shape.device.type == "meta":  # shapes alone: no kernel will run
         return AttentionChoice(_KERNELS["flash", "cuda"], backend, "not on a device")
     if backend == "auto":

@@ -94,8 +94,7 @@ def why_not_compile(device: torch.device) -> str | None:
 def compiled(kernel: Any) -> Any:
     """Return the compiled form of a torch kernel or of a `partial` of one; any other kernel unchanged.
 
-    It is compiled at the first call with each shape, type and set of options.
-    """
+    It is compiled at the first call with each shape, type and set of options."""
     if isinstance(kernel, partial):
         return partial(compiled(kernel.func), *kernel.args, **kernel.keywords)
     formula = FORMULAS.get(kernel) if isinstance(kernel, FunctionType) else None

@@ -79,8 +79,7 @@ def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """Return (x - mean) / sqrt(var + eps) · weight + bias; torch computes the statistics in fp32 for half types.
 
-    zero_centered: the factor is 1 + weight, never rounded to a half type.
-    """
+    zero_centered: the factor is 1 + weight, never rounded to a half type."""
     if not zero_centered and (x.dtype == weight.dtype or x.is_cpu):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     offset = float(zero_centered)
@@ -198,16 +197,14 @@ def geglu(x: Tensor, *, tanh: bool = False) -> Tensor:
 def gated(x: Tensor, *, kind: str, limit: float | None, offset: float) -> Tensor:
     """Return f(min(gate, limit))·(clamp(up, -limit, limit) + offset) [..., f] for x [..., 2·f], the gate first.
 
-    `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU with torch's `approximate` tanh or none.
-    """
+    `kind`: f is silu, quick (gate·sigmoid(1.702·gate)), or GELU with torch's `approximate` tanh or none."""
     return _Gated.apply(x, kind, limit, offset)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i+d/2}) of queries or keys x [s, b, heads, d] by their angles.
 
-    cos and sin are [s, 1, 1, d/2], or [s, b, 1, d/2] if each sequence of a microbatch has its own positions.
-    """
+    cos and sin are [s, 1, 1, d/2], or [s, b, 1, d/2] if each sequence of a microbatch has its own positions."""
     first, second = x.chunk(2, dim=-1)
     if cos.dtype != x.dtype:
         first, second = first.to(cos.dtype), second.to(cos.dtype)
@@ -272,8 +269,7 @@ def rope_frequencies(config: ModelConfig, *, length: int = 0, local: bool = Fals
     rotations of a pair within the original positions. Fewer than low_freq_factor: θ / factor; more than
     high_freq_factor: θ; in between, linear interpolation in the number of rotations. `yarn`: see `yarn_frequencies`.
     `dynamic` (NTK-aware): the base grows with the run's sequence `length` by (factor·length/original - factor +
-    1)^(d/(d-2)). `local`: use rotary_base_local without scaling.
-    """
+    1)^(d/(d-2)). `local`: use rotary_base_local without scaling."""
     size, factor, low = config.rotary_size, config.rope_scaling_factor, config.rope_low_freq_factor
     base = (config.rotary_base_local if local else None) or config.rotary_base
     if config.rope_scaling == "dynamic" and not local:

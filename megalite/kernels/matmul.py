@@ -86,8 +86,7 @@ def accumulate_weight_grad(main_grad: Tensor, grad_y: Tensor, x: Tensor) -> None
 
     With one dtype the GEMM itself accumulates (beta = 1): no temporary, no zero fill. bf16 and fp16 inputs with an
     fp32 main gradient use cuBLAS's fp32 output on CUDA, which keeps the product unrounded; on CPU the product is
-    rounded to the input type before it is added.
-    """
+    rounded to the input type before it is added."""
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(grad_y.t(), x)
     elif x.is_cuda:
@@ -104,8 +103,7 @@ def onednn_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tens
     """Compute `matmul` in fp32 by oneDNN; `out` costs a copy.
 
     For fp32, torch's x86 builds use MKL, which runs its AVX-512 code only on Intel processors: on an AMD EPYC with
-    AVX-512 it reaches less than half of oneDNN's rate. torch.compile uses the same operator for linear layers.
-    """
+    AVX-512 it reaches less than half of oneDNN's rate. torch.compile uses the same operator for linear layers."""
     y = _onednn_product(a, b, bias)
     return y if out is None else out.copy_(y)
 
@@ -161,8 +159,7 @@ class GroupSizes:
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes, multiply: Matmul = matmul) -> Tensor:
     """Compute y[rows of e] = x[rows of e] · weight[e] for x [n, i], weight [E, i, o] -> [n, o], n over all groups.
 
-    An expert's rows are consecutive. `multiply` computes the product of one expert if the fused kernel is not used.
-    """
+    An expert's rows are consecutive. `multiply` computes the product of one expert if the fused kernel is not used."""
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     on_device = x.device.type != "cpu"  # also on the rehearsal's meta device
     if on_device and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0:
@@ -190,8 +187,7 @@ def accumulate_grouped_weight_grad(
     """Add grad_y[rows of e]ᵀ · x[rows of e] to main_grad[e] [o, i], for grad_y [n, o], x [n, i].
 
     One GEMM per expert, also on CUDA: the fused kernel cannot accumulate in the main gradient's precision. The host
-    reads the sizes here, in the backward, long after their copy was started.
-    """
+    reads the sizes here, in the backward, long after their copy was started."""
     if x.shape[0] > 0:
         for expert, rows in sizes.slices():
             add_product(main_grad[expert], grad_y[rows], x[rows])

@@ -136,8 +136,7 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return sqrt(Σ x²) over all elements of one or more flat tensors, fp64 [] on their device.
 
     The square of an fp32 number is exact in fp64, and the sum has 29 bits more than fp32. Rounded to fp32, like a
-    clipping factor, the norm no longer depends on the order of the sum or the number of ranks.
-    """
+    clipping factor, the norm no longer depends on the order of the sum or the number of ranks."""
     device = tensors[0].device
     size = min(PIECES["cpu" if device.type == "cpu" else "cuda"], max(x.numel() for x in tensors))
     exact = torch.empty(size, dtype=torch.float64, device=device)

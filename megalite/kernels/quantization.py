@@ -149,8 +149,7 @@ class Fp8Products(Products):
     def weight_grad(self, of_x: Tensor | None, of_grad: Tensor | None) -> WeightProduct | None:
         """Return the product for weight gradients, in fp32, or rowwise in x's type, the only one that torch supports.
 
-        If the number of rows is not a multiple of `alignment`, the product is in bf16.
-        """
+        If the number of rows is not a multiple of `alignment`, the product is in bf16."""
         return (lambda grad_y, x: self._weight_grad(grad_y, x, of_x, of_grad)) if self._weight_grads else None
 
     def _weight_grad(self, grad_y: Tensor, x: Tensor, of_x: Tensor | None, of_grad: Tensor | None) -> Tensor:
@@ -230,8 +229,7 @@ class Integers:
     """Encoder and decoder of `size` values.
 
     In a block of x, s = max|x|/127 and q = round(x/s), so |x - s·q| <= s/2 and 0 stays 0. The encoded row contains all
-    s in the type of the values, then all q.
-    """
+    s in the type of the values, then all q."""
 
     size: int
     dtype: torch.dtype

@@ -190,9 +190,7 @@ def _kinds(device: torch.device) -> list[str]:
 def read_preferences(text: str, source: str) -> Preferences:
     """Parse a YAML list of rules.
 
-    Raises:
-        ConfigError: a rule is invalid; the error names `source`, the rule and the fault.
-    """
+    Raises ConfigError: a rule is invalid; the error names `source`, the rule and the fault."""
     rows = yaml.safe_load(text)
     if not isinstance(rows, list):
         raise ConfigError(f"{source}: expected a list of rules, got {type(rows).__name__}")
@@ -243,9 +241,7 @@ class Kernels:
     def get(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> Any:
         """Return the kernel for a use: a function or a tuple of functions; arguments as in `KernelUse`.
 
-        Raises:
-            ConfigError: the requested backend does not support this use.
-        """
+        Raises ConfigError: the requested backend does not support this use."""
         return self._chosen_for(operation, device, KernelUse(device.type, dtype, size))[1]
 
     def fuses(self, operation: str, *, device: torch.device, dtype: torch.dtype, size: int) -> bool:

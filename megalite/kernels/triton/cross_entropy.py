@@ -137,8 +137,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
     """See `megalite.kernels.cross_entropy`: log Σ_r d_r·exp(m_r) over ranks is the log-sum-exp of the row.
 
     Padding columns contain a very negative number or -inf. A logit that is NaN or +inf makes d NaN. The logits are
-    saved, or a copy if their rows overlap or their columns are not contiguous; m is the row's maximum.
-    """
+    saved, or a copy if their rows overlap or their columns are not contiguous; m is the row's maximum."""
     (n, v), first = logits.shape, first or 0
     if logits.stride(1) != 1 or logits.stride(0) < v:
         logits = logits.contiguous()
@@ -170,8 +169,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     """See `megalite.kernels.cross_entropy`: written over the logits and returned.
 
-    If the gradient of a token is 0 (an ignored token), its row becomes exactly 0, whatever its logits are.
-    """
+    If the gradient of a token is 0 (an ignored token), its row becomes exactly 0, whatever its logits are."""
     logits, own = saved
     (n, v), first = logits.shape, first or 0
     if n == 0:

@@ -216,8 +216,7 @@ def _gelu(tanh: bool, dtype: torch.dtype) -> int:
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
     """See `layer_ops.bias_gelu`: computed in fp32, in fp64 for fp64, and rounded once; saves x.
 
-    One pass computes the gradients of bias and x, with the same order of sums in every run on a device.
-    """
+    One pass computes the gradients of bias and x, with the same order of sums in every run on a device."""
     return _BiasGelu.apply(x, bias, _gelu(tanh, x.dtype))
 
 
@@ -312,8 +311,7 @@ class _Rope(Function):
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `layer_ops.apply_rope`: computed in fp32, in fp64 for fp64.
 
-    x may be a slice of the fused projection: only its last stride must be 1. The tables get no gradient.
-    """
+    x may be a slice of the fused projection: only its last stride must be 1. The tables get no gradient."""
     return _Rope.apply(x, cos, sin)
 
 

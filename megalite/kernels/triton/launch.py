@@ -33,8 +33,7 @@ def next_power_of_2(n: int) -> int:
 def warps(elements: int, per_thread: int = 16) -> int:
     """Return the number of warps for a tile, a power of two from 1 to 16.
 
-    Sixteen elements of a half type are two 16-byte loads; more than 16 warps would leave 64 registers per thread.
-    """
+    Sixteen elements of a half type are two 16-byte loads; more than 16 warps would leave 64 registers per thread."""
     return min(max(next_power_of_2(elements // (32 * per_thread)), 1), 16)
 
 

@@ -121,8 +121,7 @@ def backward_kernel(
     """Compute dz = the norm's gradient + dtotal and dbranch = keep · dz · SCALE (if any), in a strided loop over rows.
 
     partials [kinds, programs, N]: this program's sums over its rows of the gradients of the weight, of the norm's bias
-    (CENTRED) and of the branch's (BIAS). With `sums` the program's second index selects BLOCK columns.
-    """
+    (CENTRED) and of the branch's (BIAS). With `sums` the program's second index selects BLOCK columns."""
     _, dtotal, _, keep, statistics = inputs
     dz, dbranch, partials = outputs
     programs = tl.num_programs(0)

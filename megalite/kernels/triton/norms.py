@@ -74,8 +74,7 @@ def forward_kernel(
     SCALE.
 
     Without norm_bias the norm is RMSNorm; without branch z is x. `total` receives z rounded to its type, and the norm
-    uses the rounded z. statistics [1 or 2, rows]: the reciprocal root and, for LayerNorm, the mean.
-    """
+    uses the rounded z. statistics [1 or 2, rows]: the reciprocal root and, for LayerNorm, the mean."""
     y, total, statistics = outputs
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -198,8 +197,7 @@ class _Norm(Function):
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """See `layer_ops.rms_norm`: computed in fp32, in fp64 for fp64, in one pass.
 
-    The gradients have the same bits in every run on a device.
-    """
+    The gradients have the same bits in every run on a device."""
     return _Norm.apply(x, weight, None, eps, float(zero_centered))
 
 
@@ -265,7 +263,6 @@ def add_norm(
     """See `layer_ops.add_norm`: x is rounded to the residual's type before it is normalised.
 
     The backward needs x, `keep` and one or two numbers per row, and processes the gradients of both outputs in one
-    pass. The gradients have the same bits in every run on a device.
-    """
+    pass. The gradients have the same bits in every run on a device."""
     scale = 1.0 if keep is None else 1.0 / (1.0 - p)
     return _AddNorm.apply(branch, bias, keep, scale, residual, weight, norm_bias, eps, float(zero_centered))

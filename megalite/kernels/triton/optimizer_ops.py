@@ -191,8 +191,7 @@ def _sum_of_squares(x: tl.tensor, partial: tl.tensor, n: tl.tensor, stride: tl.t
 def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     """See `optimizer_ops.l2norm`, for contiguous tensors; the host does not wait for the device.
 
-    The order of every sum depends only on the sizes and the device: the result has the same bits in every run.
-    """
+    The order of every sum depends only on the sizes and the device: the result has the same bits in every run."""
     assert all(x.is_contiguous() for x in tensors), "expected flat buffers"
     counts = [programs(triton.cdiv(x.numel(), NORM_BLOCK), x.device, RESIDENT) for x in tensors]
     partial = torch.empty(sum(counts), dtype=torch.float64, device=tensors[0].device)
