@@ -15,8 +15,7 @@ from benchmarks.pipeline.sleep import (
 )
 from megalite.parity.pool import RankContext, RankPool
 from megalite.pipeline.ir.auto import build_auto
-from megalite.pipeline.ir.build import build_schedule
-from megalite.pipeline.ir.generators import loop_placement, v_placement
+from megalite.pipeline.ir.generators import build_schedule, loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program, Schedule, ScheduleError

@@ -44,6 +44,7 @@ from megalite.partition.memory import (
     stages_of_rank,
 )
 from megalite.partition.pipeline import (
+    bubble_fraction,
     flops_per_token_with_recompute,
     layout_of,
     lowered,
@@ -55,7 +56,6 @@ from megalite.partition.stages import StagePlan, shapes_of_rank
 from megalite.pipeline.ir.draw import render_grid
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program, Schedule
-from megalite.planner.clock import bubble_fraction
 from megalite.planner.communication import group_sizes, step_volumes, time_basis, wire_factor
 from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.layout import ParallelLayout

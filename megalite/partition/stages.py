@@ -141,8 +141,7 @@ def partition_layers(
     its possible values. Within it each layer goes to the cheapest stage with room on its rank: for nested capacities this
     greedy rule minimises every sum of one convex function of the stages' costs, hence both their largest and their
     squares. With unequal layers and one stage per rank it is exact too (`cut_unequal`); with several it is exact for
-    small models and approximate for large ones.
-    """
+    small models and approximate for large ones."""
     num_stages, num_ranks = len(placement), max(placement) + 1
     assert num_layers >= num_stages, "the rules refuse stages without a layer"
     costs = list(layer_cost) if isinstance(layer_cost, Sequence) else [layer_cost] * num_layers
@@ -217,8 +216,7 @@ def cut_unequal(
     Stage s is on rank `placement[s]` and has at least `least[s]` layers. The objective is that of `partition_layers`.
     With one stage per rank the result minimises the largest stage, then the sum of squares. With several, a small
     problem is solved by trying all cuts; a large one starts from the result for one stage per rank and repeatedly moves
-    one layer's worth from one stage to another (shifting the layers of the stages between) while that improves it.
-    """
+    one layer's worth from one stage to another (shifting the layers of the stages between) while that improves it."""
     # Integers in a common unit: exact, and much faster than fractions.
     unit = math.lcm(*(value.denominator for value in (*costs, *extra)))
     layers, extras = [int(cost * unit) for cost in costs], [int(cost * unit) for cost in extra]

@@ -56,8 +56,7 @@ class GradientReducer(Protocol):
         """Allow buckets of this stage to be reduced as they fill, right before the stage's last action of the step.
 
         That action is a full backward. With `pending` it is a W, which produces one gradient for each entry of
-        `pending`; all other gradients of the stage are final.
-        """
+        `pending`; all other gradients of the stage are final."""
 
     def collect_grads(self, stage: int) -> None:
         """Collect the gradients after a backward of this stage."""

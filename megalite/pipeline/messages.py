@@ -105,8 +105,7 @@ class MessageCodec(ABC):
     are not corrected later: there is no error feedback, because the next message belongs to other samples. Source: dynamic
     communication thresholding for model parallelism, arXiv 2010.08899. Unlike there, the largest elements are chosen per
     message, so the size is fixed and there is no state. A message depends on the tensor alone: tensor-parallel ranks with
-    equal tensors send equal bits.
-    """
+    equal tensors send equal bits."""
 
     def __init__(self, compression: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.dtype, self.device = count, dtype, device

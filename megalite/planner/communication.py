@@ -31,7 +31,7 @@ from megalite.partition.buckets import (
     moment_widths,
     planned_buckets,
 )
-from megalite.partition.gathers import gather_counts
+from megalite.partition.memory import gather_counts
 from megalite.partition.pipeline import placement_of, plan_stages
 from megalite.partition.stages import StagePlan, message_parts, shares_embedding
 

@@ -14,9 +14,9 @@ from megalite.config.describe import settings, values_of
 from megalite.config.reading import as_yaml, write_text
 from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count
+from megalite.partition.pipeline import Clock
 from megalite.pipeline.ir.draw import Panel, draw_svg
 from megalite.pipeline.ir.simulate import Timeline
-from megalite.planner.clock import Clock
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs
 from megalite.planner.hardware import Cluster, SoftwareStack

@@ -19,13 +19,7 @@ from megalite.config.strategies import STRATEGIES
 from megalite.config.training import LOSSES
 from megalite.data.loader import Balance
 from megalite.data_parallel.facts import bucket_size, strategy_states
-from megalite.data_parallel.shards import (
-    GradientNoise,
-    OptimizerShard,
-    StrategyGroups,
-    StrategyOptions,
-    placed_parameters,
-)
+from megalite.data_parallel.shards import GradientNoise, OptimizerShard, StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, strategy_class
 from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
@@ -36,7 +30,7 @@ from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment,
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
 from megalite.partition.stages import StagePlan
-from megalite.pipeline.ir.build import forward_only
+from megalite.pipeline.ir.generators import forward_only
 from megalite.pipeline.ir.schedule import Program, Schedule
 from megalite.pipeline.ir.validate import validate
 from megalite.tensor_parallel.parameter import (
@@ -142,9 +136,8 @@ def _check_strategy_states(config: RunConfig, strategy: DataParallelStrategy) ->
 def _flat_parameter(shard: OptimizerShard) -> FlatParameter:
     """Convert a shard to the optimizer's type."""
     segments = []
-    for placed in placed_parameters(shard):
+    for placed, start, stop in shard.bucket.within(shard.start, shard.stop):
         info = placed.parameter.info
-        start, stop = max(placed.start, shard.start), min(placed.stop, shard.stop)
         segments.append(
             Segment(
                 name=info.spec.name,
@@ -222,8 +215,6 @@ class Replica:
     written: RunConfig
     """Config for files: without derived values and credentials."""
     topology: Topology
-    plan: tuple[StagePlan, ...]
-    """Every virtual stage of the model, in order."""
     programs: Programs
     kernels: Kernels
     compute_notes: tuple[str, ...]
@@ -395,8 +386,7 @@ def build_replica(
 ) -> Replica:
     """Build the replica of a validated config with vocab_size, on the topology of `layout_of(config)`.
 
-    `asked` is the config before it was resolved; default: `config` has no derived values.
-    """
+    `asked` is the config before it was resolved; default: `config` has no derived values."""
     programs = programs or Programs(config)
     stages, kernels, compute_notes = modules or build_modules(config, topology, programs)
     precision = Precision.of(config.training.precision)
@@ -410,7 +400,6 @@ def build_replica(
         config=config,
         written=without_credentials(without_derived(config, asked or config)),
         topology=topology,
-        plan=programs.stages,
         programs=programs,
         kernels=kernels,
         compute_notes=compute_notes,

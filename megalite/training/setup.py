@@ -56,8 +56,7 @@ def is_first_on_node(world: Group, *, node: str | None = None) -> bool:
 
     Uses host names, because LOCAL_RANK starts from 0 in each of several launchers on one host.
 
-    Collectives: a gather over the world.
-    """
+    Collectives: a gather over the world."""
     names = world.gather_json(platform.node() if node is None else node)
     return names.index(names[world.rank]) == world.rank
 
@@ -72,8 +71,7 @@ def prepare_indices(needs: Sequence[Need], notes: list[str], *, world: Group, le
 
     `notes`: list to which the datasets of this rank append messages, also later. Returns the messages of all ranks.
 
-    Collectives: three gathers over the world.
-    """
+    Collectives: three gathers over the world."""
     for turn in (world.rank == 0, leads and world.rank != 0):
         with world.errors_on_all_ranks():
             for source, first, stop in needs if turn else ():
@@ -281,8 +279,7 @@ def open_data(replica: Replica, tokenizer: Tokenizer | None) -> Loaders:
 def _require_same_samples(loaders: Loaders, name: str, world: Group) -> None:
     """Raise ConfigError if a user's dataset differs between ranks, since several ranks read each sample.
 
-    Collectives: a gather over the world.
-    """
+    Collectives: a gather over the world."""
     datasets = loaders.datasets
     own = None if datasets is None or datasets.train is None else zlib.crc32(datasets.train.sample(0).tobytes())
     seen = [(rank, digest) for rank, digest in enumerate(world.gather_json(own)) if digest is not None]
@@ -398,7 +395,7 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
     count = t.global_batch_size // (t.micro_batch_size * p.dp)
     log(
         f"schedule {replica.programs.program(count).schedule.name}, layers per stage "
-        f"{' '.join(str(part.num_layers) for part in replica.plan)}; global batch {t.global_batch_size} = "
+        f"{' '.join(str(part.num_layers) for part in replica.programs.stages)}; global batch {t.global_batch_size} = "
         f"{t.micro_batch_size} per microbatch x {p.dp} dp x {count} microbatches; "
         f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}"
     )

@@ -6,7 +6,7 @@ import torch
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.pipeline.fidelity import AUTO, NAMED, bench_dapple
 from benchmarks.pipeline.sleep import Durations, SleepingRank, costs_of, measured_durations
-from megalite.pipeline.ir.build import SCHEDULES
+from megalite.pipeline.ir.generators import SCHEDULES
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Kind, Schedule
 from megalite.pipeline.ir.simulate import simulate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.cli.tool_commands import SCHEDULE as main
-from megalite.pipeline.ir.build import SCHEDULES, build_schedule
+from megalite.pipeline.ir.generators import SCHEDULES, build_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.tool_commands import SCHEDULE as main
-from megalite.pipeline.ir.build import SCHEDULES
+from megalite.pipeline.ir.generators import SCHEDULES
 from tests.e2e.commands import Command, commands_in
 from tests.e2e.programs import REPOSITORY
 

@@ -9,8 +9,8 @@ import torch
 
 import megalite.pipeline.executor as executor
 from megalite.data_parallel.buckets import Bucket
-from megalite.pipeline.ir.build import build_schedule, forward_only, with_recompute_ahead
-from megalite.pipeline.ir.generators import loop_placement, v_placement
+from megalite.pipeline.ir import generators
+from megalite.pipeline.ir.generators import build_schedule, loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Schedule
 from megalite.pipeline.ir.validate import validate
@@ -68,7 +68,7 @@ def schedule_of(case: Case) -> Schedule:
     name, ranks, chunks, microbatches, options = case
     if name in CSV:
         schedule = Schedule.from_csv(CSV[name], name=name)
-        return with_recompute_ahead(schedule) if options else schedule
+        return generators.with_recompute_ahead(schedule) if options else schedule
     return build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches, **options)
 
 
@@ -123,7 +123,7 @@ def test_gradients_are_bitwise_equal_to_one_rank(case: Case) -> None:
 
 
 def evaluate(context: RankContext, placement: tuple[int, ...], microbatches: int) -> list[float]:
-    schedule = forward_only(placement, microbatches)
+    schedule = generators.forward_only(placement, microbatches)
     me = Rank(lower(schedule), context.rank, edges_of(context, schedule).edges)
     losses = [loss.item() for loss in me.executor.run()]
     assert all(not grad.any() for grad in gradients(me.stages).values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.build import with_recompute_ahead
+from megalite.pipeline.ir.generators import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Action, Schedule
 from megalite.tensor_parallel.parameter import DeferredWeightGradients

@@ -5,11 +5,11 @@ from itertools import pairwise, product
 
 import pytest
 
-from megalite.pipeline.ir.build import SCHEDULES
+from megalite.partition import pipeline
+from megalite.partition.pipeline import Clock, Run
+from megalite.pipeline.ir.generators import SCHEDULES
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Link
-from megalite.planner import clock
-from megalite.planner.clock import Clock, Run
 from megalite.planner.search.space import VEE
 from tests.planner.cost.machines import config_of
 
@@ -51,7 +51,7 @@ def both(schedule: str, pp: int, vpp: int, count: int, costs: Costs, patch: pyte
     """Simulate the step whole, and extrapolate it from its first steady state."""
     found = []
     for actions in (10**9, 1):
-        patch.setattr(clock, "SIMULATED_ACTIONS", actions)
+        patch.setattr(pipeline, "SIMULATED_ACTIONS", actions)
         found.append(clock_of(schedule, pp, vpp, count).run(costs))
     return found
 
@@ -78,7 +78,7 @@ def test_equal_stages_are_steady_early(schedule: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_unsteady_step_is_not_faster_than_its_busiest_rank(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "MOST_ACTIONS", 1)
+    monkeypatch.setattr(pipeline, "MOST_ACTIONS", 1)
     for vpp in CHUNKS[schedule]:
         for costs in unlike(4, vpp, seed=3):
             whole, extended = both(schedule, 4, vpp, 250, costs, monkeypatch)
@@ -88,7 +88,7 @@ def test_unsteady_step_is_not_faster_than_its_busiest_rank(schedule: str, monkey
 
 def test_other_clock_is_extrapolated_over_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs.uniform(4)
-    monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
+    monkeypatch.setattr(pipeline, "SIMULATED_ACTIONS", 1)
     mine = clock_of("1f1b", 4, 1, 100)
 
     def work(program: Program) -> float:

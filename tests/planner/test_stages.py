@@ -5,7 +5,7 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.models.shapes import head_forward_flops, layer_forward_flops, stage_shapes
-from megalite.partition import memory
+from megalite.partition import memory, pipeline
 from megalite.partition.activations import stage_sizes
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import _recompute_flops, costs_of, lowered, plan_stages, schedule_of
@@ -13,7 +13,6 @@ from megalite.partition.stages import shapes_of_rank, stage_forward_flops
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Program
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
-from megalite.planner import clock
 from megalite.planner.cost import step
 from tests.planner.cost.machines import BASE, STACK
 from tests.planner.cost.machines import from_flags as config_of
@@ -63,7 +62,7 @@ def even(pp: int, vpp: int, schedule: str = "1f1b") -> RunConfig:
 def test_bubble_equals_the_published_formula(pp: int, vpp: int, schedule: str) -> None:
     config = even(pp, vpp, schedule)
     idle = (pp - 1) / vpp
-    assert clock.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(idle / (8 + idle), abs=1e-3)
+    assert pipeline.bubble_fraction(config, plan_stages(config), 8) == pytest.approx(idle / (8 + idle), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +79,9 @@ def test_long_steps_are_extrapolated_exactly(flags: str, microbatches: int, monk
         4 if "--pp 4" in flags else 2,
     )
     stages = plan_stages(config)
-    whole = clock.bubble_fraction(config, stages, microbatches)
-    monkeypatch.setattr(clock, "SIMULATED_ACTIONS", 1)
-    run = clock.Clock(config, len(stages), microbatches).run(costs_of(config, stages))
+    whole = pipeline.bubble_fraction(config, stages, microbatches)
+    monkeypatch.setattr(pipeline, "SIMULATED_ACTIONS", 1)
+    run = pipeline.Clock(config, len(stages), microbatches).run(costs_of(config, stages))
     assert run.bubble == pytest.approx(whole, rel=1e-9)
     assert (run.cycle > 0) == ("looped-bfs" not in flags)  # which has no steady state
 
@@ -112,8 +111,8 @@ def test_backward_costs_two_forwards_plus_recompute(
         simulated.append(costs)
         return simulate(program, costs)
 
-    monkeypatch.setattr(clock, "simulate", noting)
-    clock.bubble_fraction(config, plan_stages(config), 4)
+    monkeypatch.setattr(pipeline, "simulate", noting)
+    pipeline.bubble_fraction(config, plan_stages(config), 4)
     (costs,) = simulated
     assert costs.forward == (3 * LAYER, 2 * LAYER + 2 * 128 * 64)
     assert costs.backward == tuple(2 * cost for cost in costs.forward)
@@ -190,7 +189,9 @@ def test_default_is_faster_than_1f1b_in_the_same_memory(more: str) -> None:
     default, plain, free = (config_of(f"{given} {name}", 4) for name in names)
     most = max(held(plain, 16))
     assert max(held(default, 16)) <= most + 1
-    makespans = [clock.Clock(one, 4, 16).run(costs_of(one, plan_stages(one))).seconds for one in (default, plain, free)]
+    makespans = [
+        pipeline.Clock(one, 4, 16).run(costs_of(one, plan_stages(one))).seconds for one in (default, plain, free)
+    ]
     assert makespans[2] <= makespans[0] * (1 + 1e-9)
     assert makespans[0] < 0.99 * makespans[1]
     if more.startswith("--pipeline"):  # the last rank has most, and would also store inputs for its W

@@ -55,7 +55,7 @@ def measured(context: RankContext, world_size: int, settings: dict[str, Any]) ->
         runner.step()
     assert config.parallel.dp == 1
     program = replica.programs.program(8)
-    planned = memory_peaks(program, stage_sizes(config, replica.plan))[replica.topology.pp.rank]
+    planned = memory_peaks(program, stage_sizes(config, replica.programs.stages))[replica.topology.pp.rank]
     return ends.most, ends.live.peak, planned.size
 
 

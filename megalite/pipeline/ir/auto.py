@@ -15,7 +15,6 @@ from typing import NamedTuple
 from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.run import cache_by_object
-from megalite.pipeline.ir.build import with_recompute_ahead
 from megalite.pipeline.ir.generators import (
     WARM_UPS,
     dualpipe_v,
@@ -27,6 +26,7 @@ from megalite.pipeline.ir.generators import (
     one_f_one_b,
     row_by_row,
     v_placement,
+    with_recompute_ahead,
     zb_h1,
     zb_h2,
     zb_v,
@@ -293,8 +293,7 @@ def search(problem: Problem, work: int, attempts: tuple[int, int], keep: int) ->
     The search schedules `work` actions, but stays within the minimum and maximum of `attempts`.
 
     It tries a grid of rules, then changes the best ones step by step and keeps each change that helps. Rules do not
-    depend on the number of microbatches, so most attempts use few of them.
-    """
+    depend on the number of microbatches, so most attempts use few of them."""
     starts = list(_grid(problem))
     rehearsal = REHEARSAL * len(problem.stages)
     if problem.num_microbatches > 1.5 * rehearsal:

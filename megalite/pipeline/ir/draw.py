@@ -199,8 +199,7 @@ def draw_svg(panels: Sequence[Panel], *, unit: str = "", peak: str) -> str:
     """Draw schedules below each other on one time scale.
 
     Numbers in the boxes are microbatches, left out if they do not fit; the tooltip of a box names its action. Equal
-    panels give equal bytes. `peak` describes the numbers at the right edge.
-    """
+    panels give equal bytes. `peak` describes the numbers at the right edge."""
     assert panels
     longest = max(panel.timeline.makespan for panel in panels)
     scale = _scale(panels, longest)
@@ -353,8 +352,7 @@ def merge_traces(sources: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
     steps: the k-th occurrences of all actions belong together.
 
     `sources`: name -> events, in seconds since a common start. The result, in microseconds with a resolution of a
-    nanosecond, can be written with `json.dump`.
-    """
+    nanosecond, can be written with `json.dump`."""
     events: list[dict[str, Any]] = []
     flow = 0
     for process, (name, timed) in enumerate(sources.items()):

@@ -1,15 +1,18 @@
-"""Generate the named schedules, as pure functions of sizes.
+"""Build schedules, as pure functions of sizes: the named ones, forward-only ones, and with recompute ahead.
 
 One stage per rank: GPipe, 1F1B, ZB-H1 and ZB-H2. Several: interleaved 1F1B, looped breadth-first, ZB-V and DualPipeV.
 In a loop, chunk c of a rank is stage c * num_ranks + rank.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.schedule import Action, Kind, Schedule
+from megalite.config.parallel import PIPELINE_SCHEDULES, ScheduleFacts
+from megalite.pipeline.ir.schedule import GRADIENTS, Action, Kind, Schedule
 
 
 def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
@@ -20,8 +23,7 @@ def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 def v_placement(num_ranks: int) -> tuple[int, ...]:
     """Place two stages per rank, down and up again: stage s on rank s if s < p, else on rank 2p - 1 - s.
 
-    The turn on the last rank needs no message, and rank 0 has both the first and the last stage.
-    """
+    The turn on the last rank needs no message, and rank 0 has both the first and the last stage."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
@@ -38,8 +40,7 @@ def merge_halves(row: Iterable[Action], placement: Sequence[int]) -> tuple[Actio
 
     No rank reads the gradient of stage 0; at the turn of a V the same rank reads it, in any case after the W. There a B
     ends when the W would, and avoids the bookkeeping between the halves. Elsewhere a B would delay its gradient by the
-    time of W.
-    """
+    time of W."""
     merged: list[Action] = []
     for action in row:
         kind, stage, microbatch = action
@@ -59,8 +60,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble (p-1)(F+B). The activations of all m microbatches are live at once. An inner rank sends 2m messages.
 
-    Source: Huang et al., "GPipe" (2019).
-    """
+    Source: Huang et al., "GPipe" (2019)."""
 
     def row(rank: int) -> Iterable[Action]:
         return (Action(kind, rank, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches))
@@ -98,8 +98,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     For m >= p and W <= I, F the bubble is (p-1)(F+I-W): with F = I = W a third of 1F1B's. Rank r holds the activations
     of p-r microbatches, as in 1F1B, and the deferred tensors of r microbatches.
 
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
-    """
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023)."""
     return _split("zb-h1", num_ranks, num_microbatches, depth=1)
 
 
@@ -111,8 +110,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     may start on each rank as soon as that rank is done. In a synchronous step it only gives messages more slack. Rank r
     holds the activations of 2(p-r)-1 microbatches and the deferred tensors of 2r microbatches.
 
-    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023).
-    """
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023)."""
     return _split("zb-h2", num_ranks, num_microbatches, depth=2)
 
 
@@ -147,8 +145,7 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: i
     wait p-m slots at each wrap, (v-1)(p-m)(F+B)/v in total.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021); the order is
-    Megatron-LM's.
-    """
+    Megatron-LM's."""
     if group is not None and not group_fits(num_ranks, num_microbatches, group):
         raise ConfigError(_refusal(num_ranks, num_microbatches, group))
     size = smallest_group(num_ranks, num_microbatches) if group is None else group
@@ -176,8 +173,7 @@ def looped_bfs(num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedu
     Bubble (p-1)(F+B)/v for m >= p; for m < p that of interleaved. Activations of all microbatches are live at once, on
     each chunk. Each chunk's weights are needed in one contiguous run of forwards and one of backwards.
 
-    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022).
-    """
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022)."""
     order = [(chunk, i) for chunk in range(num_chunks) for i in range(num_microbatches)]
 
     def row(rank: int) -> Iterable[Action]:
@@ -270,8 +266,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     same time, the bubble is (p-1)F of one stage: half of the published (p-1)(F&B+B-3W), in which F&B is one step of
     length F+B. Each rank holds 2p+1 stage activations at most, including deferred weight gradients.
 
-    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), and the cut-in-half variant DualPipeV.
-    """
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), and the cut-in-half variant DualPipeV."""
     least = 2 * num_ranks
     if num_microbatches < least:
         fewer_ranks = f"pp {num_microbatches // 2}, " if num_microbatches >= 4 else ""
@@ -325,3 +320,133 @@ class _GrowingList:
         if kind is Kind.I:
             self._waiting.append(Action(Kind.W, *action[1:]))
         return action
+
+
+def with_recompute_ahead(schedule: Schedule) -> Schedule:
+    """Insert an R right before each B and I, except if its own F comes right before.
+
+    R needs nothing from another rank, so it runs while the backward's gradient is in transit: on the critical path of
+    gradients up the ranks a backward costs B instead of R + B. For 1F1B the bubble becomes (p-1)(F+B) instead of
+    (p-1)(F+R+B). Between R and its backward one microbatch's activations of one stage are live, for longer than if the
+    backward recomputed; otherwise only stage inputs are. A backward right after its forward, as on the last rank of
+    1F1B, uses the forward's graph and recomputes nothing, with the same peak: that reduces 1F1B's bubble by another 2F
+    if R = F <= B."""
+    if schedule.forward_only or schedule.recomputed:
+        reason = "has no backward" if schedule.forward_only else "recomputes already"
+        raise ConfigError(
+            f"schedule {schedule.name} {reason}, so it cannot recompute ahead: use a training schedule without any R"
+        )
+    rows = []
+    for row in schedule.actions:
+        out: list[Action] = []
+        for action in row:
+            forward = Action(Kind.F, action.stage, action.microbatch)
+            if action.kind in GRADIENTS and (not out or out[-1] != forward):
+                out.append(Action(Kind.R, action.stage, action.microbatch))
+            out.append(action)
+        rows.append(tuple(out))
+    return replace(schedule, actions=tuple(rows))
+
+
+def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Build an evaluation schedule, with forwards only, for any placement and any number of microbatches.
+
+    On a loop, groups of p microbatches go through all chunks in turn; the last group includes the remainder. For m >= p
+    the only bubble is the ramp, (p-1)F/v, and each message waits less than p slots for its consumer.
+
+    On any other placement microbatch i enters v slots after microbatch i-1, with v the largest number of stages on a
+    rank, and stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank
+    uses, modulo v. This is a legal run, so it cannot deadlock, and each message waits less than v slots. A rank with v
+    stages never idles in between. On a V, d(s) = s: the makespan is (2m + 2p-2) stage forwards, which is optimal, since
+    p-1 stages come before the 2m forwards of the last rank and p-1 after them."""
+    num_ranks = max(placement) + 1
+    looped = tuple(placement) == loop_placement(num_ranks, max(len(placement) // num_ranks, 1))
+    cells = _by_groups if looped else _periodic
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for stage, i in cells(placement, num_microbatches):
+        rows[placement[stage]].append(Action(Kind.F, stage, i))
+    return Schedule("forward_only", num_microbatches, tuple(placement), tuple(map(tuple, rows)), forward_only=True)
+
+
+def _by_groups(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """Return (stage, microbatch) pairs for a loop; each rank runs its own pairs in this order."""
+    num_ranks = max(placement) + 1
+    num_groups = max(1, num_microbatches // num_ranks)
+    bounds = [index * num_ranks for index in range(num_groups)] + [num_microbatches]
+    return [
+        (stage, i) for first, stop in pairwise(bounds) for stage in range(len(placement)) for i in range(first, stop)
+    ]
+
+
+def _periodic(placement: Sequence[int], num_microbatches: int) -> list[tuple[int, int]]:
+    """Return (stage, microbatch) pairs for any placement; each rank runs its own pairs in this order."""
+    period = max(placement.count(rank) for rank in placement)
+    taken: dict[int, set[int]] = defaultdict(set)
+    delays: list[int] = []
+    for rank in placement:
+        slot = delays[-1] + 1 if delays else 0
+        while slot % period in taken[rank]:
+            slot += 1
+        taken[rank].add(slot % period)
+        delays.append(slot)
+    cells = [(stage, i) for stage in range(len(placement)) for i in range(num_microbatches)]
+    return sorted(cells, key=lambda cell: period * cell[1] + delays[cell[0]])
+
+
+SCHEDULES = tuple(name for name in PIPELINE_SCHEDULES.builtin if name != "auto")
+"""The built-in schedules that do not depend on costs."""
+
+
+def default_schedule(num_chunks: int) -> str:
+    """Return the default schedule: interleaved with several chunks per rank, else 1f1b."""
+    return "interleaved" if num_chunks > 1 else "1f1b"
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group: int | None = None,
+    warm_up: str = "pa",
+    recompute_ahead: bool = False,
+) -> Schedule:
+    """Build a training schedule by name.
+
+    Args:
+        num_ranks: Pipeline ranks, p.
+        num_chunks: Stages per rank, v: 1 for gpipe, 1f1b, zb-h1 and zb-h2; 2 for zb-v and dualpipe-v; 2 or more for the
+            rest.
+        group: Microbatches that go through a chunk before the next chunk's turn; interleaved only.
+        warm_up: How far the schedule runs ahead: "pa", or "pb" for twice as far; 1f1b only.
+        recompute_ahead: Recompute activations before the backward's gradient arrives (`with_recompute_ahead`).
+    """
+    placement = placement_for(name, num_ranks, num_chunks)
+    chunks = (num_chunks,) if PIPELINE_SCHEDULES.facts(name).chunks == "several" else ()
+    options = {"interleaved": (group,), "1f1b": (warm_up,)}.get(name, ())
+    schedule: Schedule = PIPELINE_SCHEDULES.get(name)(num_ranks, *chunks, num_microbatches, *options)
+    if schedule.placement != placement or schedule.num_microbatches != num_microbatches:
+        raise ConfigError(
+            f"schedule {name} was called with {num_microbatches} microbatches and placement {placement}, but returned "
+            f"{schedule.num_microbatches} and {schedule.placement}: register it with other `chunks`, or correct it"
+        )
+    return with_recompute_ahead(schedule) if recompute_ahead else schedule
+
+
+def placement_for(name: str, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Return the rank of each virtual stage. Raise ConfigError if the schedule does not support `num_chunks`."""
+    facts: ScheduleFacts = PIPELINE_SCHEDULES.facts(name)
+    if facts.chunks == "one" and num_chunks > 1:
+        raise ConfigError(
+            f"schedule {name} takes one stage per rank but vpp is {num_chunks}: use vpp 1, or schedule {facts.nearest}"
+        )
+    if facts.chunks == "vee" and num_chunks != 2:
+        other = default_schedule(num_chunks)
+        raise ConfigError(
+            f"schedule {name} takes two stages per rank but vpp is {num_chunks}: use vpp 2, or schedule {other}"
+        )
+    if facts.chunks == "several" and num_chunks == 1:
+        other = "1f1b" if name == "interleaved" else "gpipe"
+        raise ConfigError(f"schedule {name} needs several chunks per rank but vpp is 1: set vpp to 2, or use {other}")
+    return v_placement(num_ranks) if facts.chunks == "vee" else loop_placement(num_ranks, num_chunks)

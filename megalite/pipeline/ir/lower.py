@@ -101,23 +101,15 @@ class _Messages(NamedTuple):
 
 
 def _messages(table: Table) -> _Messages:
-    placement = np.array(table.schedule.placement)
     parts = [np.zeros((9, 0), dtype=np.int64)]
     for crossing in table.crossings:
         consumers = table.place[CODES[crossing.reader]][crossing.stages]
         producers = table.needed(crossing.need)[crossing.stages]
         exists = (consumers != NOWHERE) & (producers != NOWHERE)
         row, microbatch = np.nonzero(exists)
-        stage = crossing.stages[row]
-        source = stage + crossing.need.offset
-        channel = placement[source] * table.schedule.num_ranks + placement[stage]
-        send = np.full_like(row, CODES[crossing.send])
-        receive = np.full_like(row, CODES[crossing.receive])
-        parts.append(
-            np.stack(
-                (channel, producers[exists], consumers[exists], send, source, microbatch, receive, stage, microbatch)
-            )
-        )
+        send, receive = (np.full_like(row, CODES[kind]) for kind in (crossing.send, crossing.receive))
+        sent, received = (send, crossing.sources[row], microbatch), (receive, crossing.stages[row], microbatch)
+        parts.append(np.stack((crossing.channels[row], producers[exists], consumers[exists], *sent, *received)))
     every = np.concatenate(parts, axis=1)
     # A faulty schedule may have two consumers of one result, which is still sent once.
     _, once = np.unique(every[1], return_index=True)

@@ -50,8 +50,7 @@ def memory_peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
 
     A stage input, received or passed on within the rank, belongs to the graph from its F on; a gradient is freed by the
     B or I that reads it. A send is known to be complete when the window makes a later send of its channel wait for it,
-    or at the end of the step.
-    """
+    or at the end of the step."""
     return table_peaks(Table.of(program.actions, program.schedule), sizes, program.send_window)
 
 

@@ -14,8 +14,7 @@ from megalite.pipeline.ir.lower import earliest_starts
 from megalite.pipeline.ir.memory import activation_peaks
 from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, dependencies
 from megalite.pipeline.ir.table import CODES, Table
-from megalite.pipeline.ir.validate import deadlock, execute
-from megalite.pipeline.ir.wiring import wire
+from megalite.pipeline.ir.validate import deadlock, execute, wire
 
 
 class Link(NamedTuple):

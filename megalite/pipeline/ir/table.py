@@ -52,6 +52,8 @@ class StageMessage(NamedTuple):
     send: Kind
     receive: Kind
     stages: IntArray  # the readers' stages with a producer on another rank
+    sources: IntArray  # the producers' stages
+    channels: IntArray  # source rank * ranks + destination
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,9 @@ class Table:
                 if need.offset:
                     inner = stages[(stages + need.offset >= 0) & (stages + need.offset < len(stages))]
                     crossed = inner[placement[inner] != placement[inner + need.offset]]
-                    send = SEND_OF[need.kinds[-1]]
-                    found.append(StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed))
+                    sources, send = crossed + need.offset, SEND_OF[need.kinds[-1]]
+                    channels = placement[sources] * self.schedule.num_ranks + placement[crossed]
+                    found.append(StageMessage(kind, need, send, RECEIVE_OF[send][0], crossed, sources, channels))
         return tuple(found)
 
     @cached_property
@@ -247,8 +250,7 @@ def render_lists(
     """Draw the plain action lists, a row per rank, for programs that cannot be simulated.
 
     `marks` (rank -> position) are shown as `>2F3<`. Long rows are cut around their mark, or around the position of the
-    first mark. With more than `max_ranks` ranks, those without a mark are left out first.
-    """
+    first mark. With more than `max_ranks` ranks, those without a mark are left out first."""
     around = next(iter(marks.values()), 0)
     ranks = sorted(range(len(actions)), key=lambda rank: (rank not in marks, rank))[:max_ranks]
     label = len(f"rank {len(actions) - 1}: ")

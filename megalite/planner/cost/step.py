@@ -20,11 +20,10 @@ from megalite.models.shapes import Convention, ParameterShape, flops_per_token
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.buckets import bytes_of_class, held_elements, matrices_of_ranks, matrix_bytes
 from megalite.partition.memory import RankMemory, planned_memory
-from megalite.partition.pipeline import plan_stages
+from megalite.partition.pipeline import Clock, Run, plan_stages
 from megalite.partition.stages import StagePlan, kind_of_stage
 from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import Event, Timeline, shared_makespan
-from megalite.planner.clock import Clock, Run
 from megalite.planner.communication import gradient_volumes, group_sizes, matrix_volumes
 from megalite.planner.cost import rates
 from megalite.planner.cost.stage import StageCost, simulator_costs, stage_costs

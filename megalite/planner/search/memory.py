@@ -35,14 +35,14 @@ from megalite.partition.activations import (
     stage_activation_bytes,
 )
 from megalite.partition.buckets import all_replicas, element_bytes, local_size, moment_widths, square_bytes
-from megalite.partition.gathers import fp8_layer_bytes, whole_gradient_bytes, whole_parameter_bytes
+from megalite.partition.memory import fp8_layer_bytes, whole_gradient_bytes, whole_parameter_bytes
 from megalite.partition.stages import StagePlan
 from megalite.planner.search.features import Feature, Floats
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares, kinds
 
 
-def fullest(rows: Sequence[Floats], coefficients: Floats) -> Floats:
-    """Return the bytes of the fullest rank, [pipelines, shares]: pipelines' features times `Sizer.coefficients`."""
+def of_largest_rank(rows: Sequence[Floats], coefficients: Floats) -> Floats:
+    """Return features times coefficients (bytes or seconds), [pipelines, shares], of the rank with the largest result."""
     starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
     return np.maximum.reduceat(np.concatenate(rows) @ coefficients, starts, axis=0)
 

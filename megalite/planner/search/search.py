@@ -28,7 +28,7 @@ from megalite.planner.cost.stage import layer_seconds, stage_cost
 from megalite.planner.cost.step import Prediction, predict
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Counter, Floats
-from megalite.planner.search.memory import fullest, offloadable_bytes
+from megalite.planner.search.memory import of_largest_rank, offloadable_bytes
 from megalite.planner.search.space import (
     CHOICES,
     CONTEXT,
@@ -159,13 +159,13 @@ class _Table:
 
     def __post_init__(self) -> None:
         counter, block, shares = self.counter, self.block, self.block.shares
-        self.memory = fullest([counter(each) for each in block.pipelines], self.coefficients)
+        self.memory = of_largest_rank([counter(each) for each in block.pipelines], self.coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
         fits = self.memory <= self.request.memory_limit
         if shares.offload.any() or block.pipelines[0].offloaded:
             kept = [counter(each._replace(offloaded=0)) for each in block.pipelines]
-            gone = fullest(kept, self.coefficients + shares.offload * self.relief) - self.memory
+            gone = of_largest_rank(kept, self.coefficients + shares.offload * self.relief) - self.memory
             fits &= gone <= self.request.host_limit
         rows, columns = np.flatnonzero(fits.any(1)), np.flatnonzero(fits.any(0))
         if len(rows):
@@ -216,7 +216,7 @@ class _Table:
         starts = [(coefficients, np.zeros(len(columns)), 0)]
         if HOST[0] in self.request.host:
             moved = coefficients - self.relief[:, columns]
-            size = fullest(counts, moved)
+            size = of_largest_rank(counts, moved)
             yield np.arange(len(columns)), size, np.broadcast_to(prices.offloaded, size.shape), np.ones_like(size, int)
             starts.append((moved, prices.offloaded, 1))
         some = np.flatnonzero(shares.recompute == RECOMPUTE.index("none"))

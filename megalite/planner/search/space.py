@@ -33,7 +33,7 @@ from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
 from megalite.config.values import nearest
 from megalite.partition.memory import USUAL_MEMORY
-from megalite.pipeline.ir.build import SCHEDULES
+from megalite.pipeline.ir.generators import SCHEDULES
 from megalite.planner.hardware import Cluster
 
 # Values that the search chooses from; zero-2 is distributed-optimizer with shard_gradients.

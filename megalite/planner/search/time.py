@@ -24,7 +24,7 @@ from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
 from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature, Floats
-from megalite.planner.search.memory import Sizer
+from megalite.planner.search.memory import Sizer, of_largest_rank
 from megalite.planner.search.space import RECOMPUTE, STRATEGIES, VEE, Pipeline, Shares, kinds
 
 
@@ -107,11 +107,10 @@ class Clock:
         p, m = pipelines[0].pp, pipelines[0].microbatches
         stages = [_stages(cut) for cut in cuts]
         rows = [each[cut.ranks].sum(1) for each, cut in zip(stages, cuts)]
-        starts = np.cumsum([0, *(len(each) for each in rows[:-1])])
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
         layers = prices.layers.sum(0)
-        busiest = np.maximum.reduceat(np.concatenate(rows) @ layers, starts, axis=0)
+        busiest = of_largest_rank(rows, layers)
         for row, pipeline in enumerate(pipelines):
             if pipeline.schedule == "looped-bfs":
                 # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.

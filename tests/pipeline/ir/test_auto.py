@@ -9,7 +9,6 @@ import pytest
 from megalite.config.errors import ConfigError
 from megalite.pipeline.ir import auto
 from megalite.pipeline.ir.auto import build_auto
-from megalite.pipeline.ir.build import with_recompute_ahead
 from megalite.pipeline.ir.generators import (
     dualpipe_v,
     gpipe,
@@ -18,6 +17,7 @@ from megalite.pipeline.ir.generators import (
     looped_bfs,
     one_f_one_b,
     v_placement,
+    with_recompute_ahead,
     zb_h1,
     zb_h2,
     zb_v,

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megalite.pipeline.ir.build import build_schedule
-from megalite.pipeline.ir.generators import gpipe, one_f_one_b, smallest_group, zb_h1, zb_h2, zb_v
+from megalite.pipeline.ir.generators import build_schedule, gpipe, one_f_one_b, smallest_group, zb_h1, zb_h2, zb_v
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Schedule, live_units

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megalite.pipeline.ir.build import build_schedule, with_recompute_ahead
 from megalite.pipeline.ir.draw import Panel, draw_svg, merge_traces, render_grid
-from megalite.pipeline.ir.generators import interleaved, looped_bfs, one_f_one_b
+from megalite.pipeline.ir.generators import build_schedule, interleaved, looped_bfs, one_f_one_b, with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Action, Schedule, dependencies
 from megalite.pipeline.ir.simulate import Costs, Timeline, simulate

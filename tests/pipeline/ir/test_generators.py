@@ -6,8 +6,9 @@ import re
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.build import SCHEDULES, build_schedule, default_schedule, with_recompute_ahead
+from megalite.pipeline.ir import generators
 from megalite.pipeline.ir.generators import (
+    build_schedule,
     dualpipe_v,
     gpipe,
     interleaved,
@@ -86,7 +87,7 @@ def test_interleaved_orders_equal_published_tables(
 
 def test_every_schedule_is_valid_for_any_number_of_microbatches() -> None:
     """Under both send semantics, with only the required receives posted; including p = 1 and m < p."""
-    for name, ranks, ahead in itertools.product(SCHEDULES, range(1, 5), (False, True)):
+    for name, ranks, ahead in itertools.product(generators.SCHEDULES, range(1, 5), (False, True)):
         for microbatches in range(2 * ranks if name == "dualpipe-v" else 1, 11):
             sizes = {"num_ranks": ranks, "num_chunks": 1 if name in ONE_CHUNK else 2, "num_microbatches": microbatches}
             schedule = build_schedule(name, **sizes, recompute_ahead=ahead)
@@ -108,8 +109,8 @@ def test_build_schedule_by_name() -> None:
     assert built("zb-h2", 1) == zb_h2(2, 5)
     assert built("zb-v", 2) == zb_v(2, 5)
     assert built("dualpipe-v", 2) == dualpipe_v(2, 5)
-    assert built("zb-h1", 1, recompute_ahead=True) == with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
-    assert [default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
+    assert built("zb-h1", 1, recompute_ahead=True) == generators.with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
+    assert [generators.default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
 
 
 @pytest.mark.parametrize(

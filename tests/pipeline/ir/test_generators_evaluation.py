@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from megalite.pipeline.ir.build import forward_only
-from megalite.pipeline.ir.generators import loop_placement, v_placement
+from megalite.pipeline.ir.generators import forward_only, loop_placement, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate

@@ -6,13 +6,14 @@ from itertools import pairwise
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
 from megalite.pipeline.ir.generators import (
     dualpipe_v,
+    forward_only,
     gpipe,
     interleaved,
     loop_placement,
     one_f_one_b,
+    with_recompute_ahead,
     zb_h1,
     zb_h2,
     zb_v,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir import generators
 from megalite.pipeline.ir.generators import gpipe, interleaved, loop_placement, looped_bfs, one_f_one_b, zb_h1, zb_v
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import COMPUTE, RECVS, SENDS, Action, Kind, Schedule, ScheduleError
@@ -23,7 +23,7 @@ SAMPLES = [
     interleaved(2, 3, 7, 5),
     zb_h1(4, 6),
     zb_v(3, 5),
-    with_recompute_ahead(zb_v(2, 4)),
+    generators.with_recompute_ahead(zb_v(2, 4)),
 ]
 
 
@@ -93,7 +93,7 @@ def legal_sizes() -> list[tuple[int, int, int, int]]:
 def test_every_valid_size_runs_with_window_one_without_waiting() -> None:
     """Valid under both send semantics, and as fast as with sends that never block, for three ratios of B to F."""
     for ranks, chunks, microbatches, group in legal_sizes():
-        schedules = [forward_only(loop_placement(ranks, chunks), microbatches)]
+        schedules = [generators.forward_only(loop_placement(ranks, chunks), microbatches)]
         schedules += (
             [looped_bfs(ranks, chunks, microbatches), interleaved(ranks, chunks, microbatches, group)]
             if chunks > 1

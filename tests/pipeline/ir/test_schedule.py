@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir import generators
 from megalite.pipeline.ir.generators import interleaved, loop_placement, looped_bfs, one_f_one_b, zb_h1, zb_v
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import NO_MICROBATCH, Action, Kind, LiveUnits, Schedule, ScheduleError, live_units
@@ -43,10 +43,10 @@ def test_invalid_actions_are_errors(text: str) -> None:
         looped_bfs(3, 2, 4),
         one_f_one_b(4, 6),
         interleaved(2, 3, 5, 3),
-        forward_only(loop_placement(2, 2), 5),
+        generators.forward_only(loop_placement(2, 2), 5),
         one_f_one_b(1, 1),
         zb_v(3, 4),
-        with_recompute_ahead(zb_h1(3, 4)),
+        generators.with_recompute_ahead(zb_h1(3, 4)),
     ],
 )
 def test_csv_round_trip(schedule: Schedule) -> None:

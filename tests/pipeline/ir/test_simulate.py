@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.ir.build import forward_only
-from megalite.pipeline.ir.generators import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
+from megalite.pipeline.ir.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, Link, shared_makespan, simulate

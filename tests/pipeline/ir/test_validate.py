@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.pipeline.ir.build import forward_only, with_recompute_ahead
+from megalite.pipeline.ir import generators
 from megalite.pipeline.ir.generators import (
     dualpipe_v,
     gpipe,
@@ -43,10 +43,10 @@ SMALL = [
         interleaved(3, 2, 3),
         interleaved(2, 3, 2),
     ),
-    *(forward_only(placement, 3) for placement in (loop_placement(2, 2), loop_placement(3, 1), v_placement(2))),
+    *(generators.forward_only(each, 3) for each in (loop_placement(2, 2), loop_placement(3, 1), v_placement(2))),
     *(VEE, MIXED),
     *(zb_h1(2, 2), zb_h1(3, 4), zb_h2(2, 3), zb_h2(4, 3), zb_v(2, 3), zb_v(3, 2), dualpipe_v(2, 4)),
-    *(with_recompute_ahead(each) for each in (one_f_one_b(2, 3), interleaved(2, 2, 2), zb_v(2, 2))),
+    *(generators.with_recompute_ahead(each) for each in (one_f_one_b(2, 3), interleaved(2, 2, 2), zb_v(2, 2))),
 ]
 MUTANTS = 3_500
 

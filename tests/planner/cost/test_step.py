@@ -11,11 +11,11 @@ from megalite.config.batch import microbatch_counts
 from megalite.config.run import RunConfig
 from megalite.models.shapes import flops_per_token, layer_shapes
 from megalite.optimizers.matrix_optimizers import orthogonalise
+from megalite.partition import pipeline
 from megalite.partition.buckets import matrices_of_ranks
 from megalite.partition.pipeline import lowered, plan_stages, schedule_of
 from megalite.pipeline.ir.schedule import Kind
 from megalite.pipeline.ir.simulate import simulate
-from megalite.planner import clock
 from megalite.planner.communication import matrix_volumes
 from megalite.planner.cost.rates import links_of, on_different_nodes, slowest_share
 from megalite.planner.cost.stage import simulator_costs, stage_costs
@@ -202,7 +202,7 @@ def test_step_of_many_microbatches_is_extrapolated() -> None:
     )  # fmt: skip
     found = predict(config, BASE, STACK)
     assert microbatch_counts(config)[-1] == 768
-    assert len(found.timeline.events) <= clock.SIMULATED_ACTIONS + 64
+    assert len(found.timeline.events) <= pipeline.SIMULATED_ACTIONS + 64
     assert 0.25 < found.mfu < 0.7
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megalite.pipeline.ir.build import SCHEDULES, build_schedule
+from megalite.pipeline.ir.generators import SCHEDULES, build_schedule
 from megalite.pipeline.ir.memory import Sizes, memory_peaks
 from megalite.pipeline.ir.schedule import Program
 from megalite.planner.search.features import in_flight, steady

@@ -12,7 +12,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rules.rule import divisor_list
 from megalite.config.validate import validate
 from megalite.partition.pipeline import layout_of, schedule_of
-from megalite.pipeline.ir.build import SCHEDULES, build_schedule, placement_for
+from megalite.pipeline.ir.generators import SCHEDULES, build_schedule, placement_for
 from megalite.planner.search.search import config_of
 from megalite.planner.search.space import Layout, Request, enumerate_space, not_default, parse_constraint
 from tests.planner.search.asking import EXPERTS, TINY, asked, layouts_of

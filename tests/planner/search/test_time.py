@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.pipeline.ir.build import SCHEDULES
+from megalite.pipeline.ir.generators import SCHEDULES
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import load_cluster, save_cluster
 from megalite.planner.search.search import Survey, config_of, survey
