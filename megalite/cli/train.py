@@ -143,7 +143,7 @@ def _recorded() -> Iterator[None]:
 
 def _delay_if_not_first(error: Exception) -> None:
     """Wait if another rank failed first: torchrun takes the earliest error, to the second, as root cause."""
-    from megalite.data_parallel.peers import is_failure_of_other_rank
+    from megalite.topology.lost_peers import is_failure_of_other_rank
 
     if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and is_failure_of_other_rank(error):
         rank = os.environ.get("RANK", "0")

@@ -156,11 +156,11 @@ STRATEGIES: Registry[type] = Registry(
             ),
         ),
         "parameter-server": (
-            f"{_HERE}.more.parameter_server:ParameterServer",
+            f"{_HERE}.parameter_server:ParameterServer",
             StrategyFacts(settings=f"{_GRADIENTS} overlap_param_gather server_chunk_mb", traffic=_served, served=True),
         ),
         "sharded-parameter-server": (
-            f"{_HERE}.more.parameter_server:ShardedParameterServer",
+            f"{_HERE}.parameter_server:ShardedParameterServer",
             StrategyFacts(
                 settings="reduction_order overlap_param_gather server_chunk_mb",
                 traffic=lambda t: [("all-to-all", t.elements * t.wire), ("all-gather", t.elements * t.parameter)],
@@ -169,7 +169,7 @@ STRATEGIES: Registry[type] = Registry(
             ),
         ),
         "async-parameter-server": (
-            f"{_HERE}.more.parameter_server:AsyncParameterServer",
+            f"{_HERE}.parameter_server:AsyncParameterServer",
             StrategyFacts(
                 settings="ddp_bucket_size server_chunk_mb max_staleness staleness_aware_lr",
                 traffic=_served,
@@ -178,7 +178,7 @@ STRATEGIES: Registry[type] = Registry(
             ),
         ),
         "local-sgd": (
-            f"{_HERE}.more.local_sgd:LocalSGD",
+            f"{_HERE}.local_sgd:LocalSGD",
             StrategyFacts(
                 settings=f"{_LOCAL} sync_interval sync_delay average_optimizer_state",
                 traffic=_averaged,
@@ -190,7 +190,7 @@ STRATEGIES: Registry[type] = Registry(
             ),
         ),
         "diloco": (
-            f"{_HERE}.more.local_sgd:DiLoCo",
+            f"{_HERE}.local_sgd:DiLoCo",
             StrategyFacts(
                 settings=f"{_LOCAL} sync_interval outer_lr outer_momentum sync_fragments sync_delay sync_mix",
                 traffic=_averaged,
@@ -203,7 +203,7 @@ STRATEGIES: Registry[type] = Registry(
             ),
         ),
         "gossip": (
-            f"{_HERE}.more.local_sgd:Gossip",
+            f"{_HERE}.local_sgd:Gossip",
             StrategyFacts(
                 settings=f"{_LOCAL} gossip_graph gossip_algorithm",
                 traffic=_neighbours,

@@ -20,8 +20,7 @@ def find_units(stage: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that gather their parameters together (a transformer layer, the embedding, the head), in forward
     order: the children of the stage; containers are replaced by their children.
 
-    If no child has parameters, the stage itself is the unit; parameters outside the units are an AssertionError.
-    """
+    If no child has parameters, the stage itself is the unit; parameters outside the units are an AssertionError."""
     modules: list[torch.nn.Module] = []
     for child in stage.children():
         containers = isinstance(child, torch.nn.ModuleDict | torch.nn.ModuleList)
@@ -48,8 +47,7 @@ class FullySharded(DistributedOptimizer):
     of a parameter are valid again when the backward reads them.
 
     Wire: 3·(d-1)/d of the bytes of the stages, per rank and microbatch: two gathers in the model's type, except of units
-    that are still whole, and the gradients in their type. A recompute over several layers gathers them once more.
-    """
+    that are still whole, and the gradients in their type. A recompute over several layers gathers them once more."""
 
     always_shards_gradients = True
     allocates_gradients = False

@@ -29,8 +29,7 @@ class FusedAllReduce(DataParallelStrategy):
     the order of gradients, which the program fixes. Each rank adds the slices that it reduces to a checksum that is sent
     with the norm; if the ranks of a group have different checksums, the step fails before any weight changes.
 
-    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
-    """
+    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)

@@ -9,7 +9,7 @@ import torch
 
 from megalite.config.optimizer import HOST_PIECE
 from megalite.config.parallel import DataParallelConfig
-from megalite.data_parallel.buckets import Bucket, Placed
+from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import BucketKind
 from megalite.kernels.optimizer_ops import l2norm
 from megalite.topology.group import Group
@@ -21,8 +21,7 @@ class OptimizerShard:
     """A flat range of a bucket that this rank updates.
 
     The optimizer steps `main_param`, in the gradient's precision: the memory of the bucket if parameters have that
-    precision, else a copy of it. `main_param.grad` is the matching range of the bucket's gradient.
-    """
+    precision, else a copy of it. `main_param.grad` is the matching range of the bucket's gradient."""
 
     bucket: Bucket
     start: int
@@ -59,10 +58,6 @@ class OptimizerShard:
                 yield values
 
 
-def placed_parameters(shard: OptimizerShard) -> list[Placed]:
-    return [placed for placed, _, _ in shard.bucket.within(shard.start, shard.stop)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class StrategyGroups:
     """The groups over which gradients are combined."""
@@ -83,6 +78,11 @@ class StrategyGroups:
     gathers: Group | None = None
     """The ranks of `dp` on a separate communicator for parameters; `expert_gathers` has those of `expert_dp`."""
     expert_gathers: Group | None = None
+
+    @property
+    def between_replicas(self) -> tuple[Group, ...]:
+        """The groups over which this rank exchanges gradients or weights."""
+        return self.dp, self.expert_dp, self.inter_dp, self.inter_expert_dp
 
     def replicas(self, kind: BucketKind) -> Group:
         """Return the ranks with the same bucket of this kind and other samples, in this instance."""

@@ -84,8 +84,7 @@ class DataParallelStrategy(ABC):
     `norms`; then `update`, unless gradients overflowed.
 
     The gradients of a rank are its part of the gradient of the mean over the global batch: their sum over the
-    data-parallel ranks is that gradient.
-    """
+    data-parallel ranks is that gradient."""
 
     shards_over_dp: bool = False  # each of the ranks with the same bucket updates another part of it
     replicas_agree: bool = True
@@ -296,8 +295,7 @@ class DataParallelStrategy(ABC):
     def local_norm_squared(self) -> torch.Tensor:
         """Return this rank's part of Σg² over the whole model, fp64; its sum over the world is the whole.
 
-        Accumulated in fp64: torch's fp32 norm of millions of elements is off in the fifth digit on CPU.
-        """
+        Accumulated in fp64: torch's fp32 norm of millions of elements is off in the fifth digit on CPU."""
         counted = [shard.grad for shard in self.shards if shard.counts_in_norm]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -466,14 +464,13 @@ class DataParallelStrategy(ABC):
 class AllReduce(DataParallelStrategy):
     """All-reduces buckets as the last backward fills them, as in PyTorch DDP (arXiv 2006.15704).
 
-    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts.
-    """
+    Wire: 2·(d-1)/d of the gradient bytes per step and rank; d is the expert-dp size for experts."""
 
     def _reduce(self, bucket: Bucket) -> Work:
         return self.channel(bucket).all_reduce_async(bucket.grad)
 
 
-_MORE = "megalite.data_parallel.more.compression"
+_MORE = "megalite.data_parallel.compression"
 
 
 def strategy_class(config: RunConfig) -> type[DataParallelStrategy]:

@@ -20,8 +20,7 @@ class Background:
     """A thread (on CUDA, a stream) that runs functions in order, so that sums overlap with the computation.
 
     All ranks submit the same functions in the same order; nothing else may use the group meanwhile. After a failure no
-    further function runs, as the peers wait for the failed one: all later ones fail with the same error.
-    """
+    further function runs, as the peers wait for the failed one: all later ones fail with the same error."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,8 +33,7 @@ class Background:
         """Start `work`; `wait()` of the result raises the error of `work`.
 
         On CUDA `work` runs after everything queued so far, and its results may be used after `wait()`. Memory that it
-        allocates may outlive it, but only functions that run here may free it.
-        """
+        allocates may outlive it, but only functions that run here may free it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -158,8 +156,7 @@ class Channel:
         """Sum the flat `tensor` over ranks, in place; its size is a multiple of the number of ranks.
 
         With a narrow wire or `by_rank`: an exchange of parts, a local sum in full precision and rank order, and a gather
-        of the rounded sums. That sends as many bytes as a ring, and every rank gets the same bits.
-        """
+        of the rounded sums. That sends as many bytes as a ring, and every rank gets the same bits."""
         if self.size == 1:
             return DONE
         if self.sums_in_parts(tensor.dtype):

@@ -139,8 +139,7 @@ class DistributedOptimizer(DataParallelStrategy):
     gathered inside an instance. Source: Megatron-LM's num_distributed_optimizer_instances; hybrid sharding of arXiv
     2304.11277.
 
-    Buckets gathered in fp8 contain rounded weights until exact ones are requested; each rank keeps its part exact.
-    """
+    Buckets gathered in fp8 contain rounded weights until exact ones are requested; each rank keeps its part exact."""
 
     shards_over_dp = True
     always_shards_gradients = False

@@ -31,8 +31,7 @@ def add_in_order(output: torch.Tensor, parts: torch.Tensor) -> None:
     """Write ((parts[0] + parts[1]) + parts[2]) + ... of `parts` [size, ...] to `output` [...], which is contiguous.
 
     Additions use the precision of `output`, or fp32 if that has 16 bits. `torch.sum` cannot be used: with many rows it
-    adds several partial sums.
-    """
+    adds several partial sums."""
     whole, rows = output.view(-1), parts.view(parts.shape[0], -1).unbind()
     step = _PIECE if output.device.type == "cpu" else max(1, whole.numel())
     for start in range(0, whole.numel(), step):
@@ -61,8 +60,7 @@ class Work(Protocol):
 class WorkList:
     """Works that started together (none for a group of one rank), and tensors that must stay alive until all are done.
 
-    The first `wait` runs `finish` after them.
-    """
+    The first `wait` runs `finish` after them."""
 
     works: Sequence[Work] = ()
     kept: Sequence[torch.Tensor] = ()
@@ -153,8 +151,7 @@ class Group:
         """Start `reduce_scatter`. `output` may be this rank's part of `tensor`.
 
         gloo's reduce-scatter moves as many bytes as an all-reduce. Exchanging the parts and adding them here, in rank
-        order, moves half of that and is deterministic.
-        """
+        order, moves half of that and is deterministic."""
         if self.size == 1:
             if output.data_ptr() != tensor.data_ptr():
                 output.copy_(tensor)
@@ -310,8 +307,7 @@ class Group:
 
         Otherwise the ranks without the error would wait forever in the next collective.
 
-        Collectives: `raise_on_all_ranks`, at the end.
-        """
+        Collectives: `raise_on_all_ranks`, at the end."""
         found: Exception | None = None
         try:
             yield
@@ -357,8 +353,7 @@ class _Conjugate(torch.autograd.Function):
 def conjugate(x: torch.Tensor, forward: Half, backward: Half) -> torch.Tensor:
     """Return `forward(x)` with the gradient `backward(grad)`; neither function may save an activation.
 
-    Collectives: those of `forward` / those of `backward`.
-    """
+    Collectives: those of `forward` / those of `backward`."""
     return _Conjugate.apply(x, forward, backward)
 
 

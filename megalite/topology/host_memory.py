@@ -80,8 +80,7 @@ def shared_stream(device: torch.device) -> CopyStream:
 class HostCopy:
     """A copy of a small tensor to the host, started by the constructor on the current stream.
 
-    The host waits in `read` if the copy has not finished by then.
-    """
+    The host waits in `read` if the copy has not finished by then."""
 
     done: Event = None
 
@@ -122,8 +121,7 @@ class HostMemory:
     def stream(self, parts: Sequence[Sequence[torch.Tensor]], *, back: bool = True) -> Iterator[list[torch.Tensor]]:
         """Yield each part, a list of flat host tensors, on the device.
 
-        `back`: values written to the device tensors before the next iteration are copied back to the host.
-        """
+        `back`: values written to the device tensors before the next iteration are copied back to the host."""
         before, started = self._last, self._in.now()
         slot_free: list[Event] = [None] * len(self._slots)
 

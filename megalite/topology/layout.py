@@ -202,8 +202,7 @@ class ParallelLayout:
     def pipeline_edges(self) -> RankLists:
         """Return the pairs (sender, receiver) of neighbours in every pipeline, in both directions, without repeats.
 
-        Neighbours hold consecutive stages; without a placement, the last and the first rank are neighbours too.
-        """
+        Neighbours hold consecutive stages; without a placement, the last and the first rank are neighbours too."""
         hops = list(itertools.pairwise(range(self.pp) if self.placement is None else self.placement))
         if self.placement is None:
             hops.append((self.pp - 1, 0))
@@ -237,8 +236,7 @@ def sequence_spans(seq_length: int, *, cp_rank: int, cp_size: int) -> Spans:
     attend to few keys, those of a late chunk to many, so every rank has the same number of visible (query, key) pairs
     against the keys of every other rank. A single rank gets the span (0, s).
 
-    Source: zigzag order of ring attention (arXiv 2310.01889 with the load balance of arXiv 2311.09431).
-    """
+    Source: zigzag order of ring attention (arXiv 2310.01889 with the load balance of arXiv 2311.09431)."""
     assert 0 <= cp_rank < cp_size, (cp_rank, cp_size)
     if cp_size == 1:
         return ((0, seq_length),)
@@ -263,8 +261,7 @@ def balanced_spans(
     the fewest pairs so far among those with room; every rank gets equally many chunks. A rank gets the same positions of
     all samples, so pairs are summed over the samples, and over `windows`, one for each layer.
 
-    Source: longest processing time first (Graham 1969), with equal counts.
-    """
+    Source: longest processing time first (Graham 1969), with equal counts."""
     own = seq_length // cp_size
     counts = (n for n in (8, 4) if own % n == 0 and own // n >= SHORTEST_CHUNK)
     length = own // next(counts, 2)
@@ -353,3 +350,8 @@ class ShardSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.slice)
+
+    def stacked(self, index: int, count: int) -> "ShardSpec":
+        """Return the slice at `index` of a leading dimension over `count` such tensors."""
+        shape, bounds = (count, *self.global_shape), ((index, index + 1), *self.slice)
+        return ShardSpec(name=self.name, global_shape=shape, slice=bounds)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megalite.topology.group import Group
+from megalite.topology.group import Group, RemoteError
 from megalite.topology.topology import Launch
 
 _TAG = 0x6C6F7374  # tag of messages that no one sends
@@ -35,8 +35,7 @@ def is_connection_error(error: BaseException) -> bool:
 def lost_ranks(group: Group) -> list[int]:
     """Return the global ranks of a gloo group that have closed their connections to this rank; empty on other backends.
 
-    Only for a run that has failed: pending receives remain in the group, so nothing may use it afterwards.
-    """
+    Only for a run that has failed: pending receives remain in the group, so nothing may use it afterwards."""
     if group.size == 1 or dist.get_backend(group.process_group) != "gloo":
         return []
     time.sleep(_NOTICE_SECONDS)
@@ -50,6 +49,49 @@ def lost_ranks(group: Group) -> list[int]:
             except RuntimeError:
                 lost.append(rank)
     return lost
+
+
+class PeerLostError(RuntimeError):
+    """A rank that this rank needs is gone; the message names it."""
+
+
+def is_failure_of_other_rank(error: BaseException) -> bool:
+    """Return whether another rank failed: it closed a connection, or it reported an error."""
+    return isinstance(error, (PeerLostError, RemoteError)) or is_connection_error(error)
+
+
+def raise_if_peer_lost(error: BaseException, world: Group, replicas: Sequence[Group], *, step: int) -> None:
+    """Examine an error that ended a step on this rank; return if it is not a broken connection.
+
+    Raises PeerLostError: it is one; the message names the ranks that are gone, or else this rank's groups `replicas`."""
+    if is_connection_error(error):
+        several = [group for group in dict.fromkeys(replicas) if group.size > 1]
+        # Do not bind the new error to a name: its traceback would reference it and keep every process group alive.
+        raise PeerLostError(_message(world, several, lost_ranks(world), step)) from error
+
+
+def _message(world: Group, replicas: Sequence[Group], lost: list[int], step: int) -> str:
+    if not lost:
+        peers = ", ".join(map(_shown, replicas)) or f"world {list(world.ranks)}"
+        return (
+            f"step {step}: a connection of rank {world.ranks[world.rank]} broke, to a peer in its {peers}; the "
+            "other ranks' logs name the lost rank"
+        )
+    named = [_name(rank, replicas) for rank in lost]
+    return (
+        f"{'; '.join(named)} {'is' if len(named) == 1 else 'are'} gone: connections were closed in step {step}. "
+        "The log of the first may contain the cause; start the run again with --load to continue from the newest checkpoint"
+    )
+
+
+def _name(rank: int, replicas: Sequence[Group]) -> str:
+    own = next((group for group in replicas if rank in group.ranks), None)
+    return f"rank {rank}" if own is None else f"rank {rank} of {_shown(own)}"
+
+
+def _shown(group: Group) -> str:
+    """Return a text such as `dp group [0, 2]`; with context parallelism the ranks differ in cp too."""
+    return f"{'expert-dp' if 'expert-dp' in group.name else 'dp'} group {list(group.ranks)}"
 
 
 ANSWER_SECONDS = 5.0  # ranks that wait for the same rank time out within a step of each other
@@ -95,8 +137,7 @@ class RollCall:
     def open(cls, world: Group, launch: Launch) -> "RollCall | None":
         """Prepare a roll call; return None for one rank, or if the address of the store is unknown.
 
-        Collectives: a gather over the world.
-        """
+        Collectives: a gather over the world."""
         if world.size == 1 or launch.store is None:
             return None
         everyone = world.gather_json([f"host {launch.host} ({platform.node()})", time.time_ns()])
@@ -106,8 +147,7 @@ class RollCall:
     def missing(self, seconds: float = ANSWER_SECONDS) -> list[int] | None:
         """Report this rank, wait for the others, and return the ranks that do not report; None: the store is down.
 
-        Opens a new connection, as the existing ones may be broken.
-        """
+        Opens a new connection, as the existing ones may be broken."""
         timeout = datetime.timedelta(seconds=seconds)
         everyone, present = set(range(len(self.hosts))), set[int]()
         # With 4,096 ranks the store sends each of them a list of 20 KB.
@@ -142,8 +182,8 @@ class RollCall:
             raise NoAnswerError(f"{self._finding(self.missing(seconds), seconds)} ({text})") from error
         if isinstance(error, RuntimeError) and _is_nccl_connection_error(error) and (missing := self.missing(seconds)):
             raise NoAnswerError(
-                f"NCCL has lost a connection, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer "
-                f"within {seconds:g} s: gone, cut off, or still waiting in NCCL; see their last output ({text})"
+                f"NCCL has lost a connection, and {self._silent(missing, seconds)}, or still waiting in NCCL; see their last "
+                f"output ({text})"
             ) from error
 
     def _finding(self, missing: list[int] | None, seconds: float) -> str:
@@ -159,15 +199,16 @@ class RollCall:
                 f"{waited}, but every rank still answers: one of them takes longer than that, or skipped a collective"
             )
         return (
-            f"{waited}, and {self.named(missing)} do{'es' if len(missing) == 1 else ''} not answer within "
-            f"{seconds:g} s: gone, cut off, or stuck. Start the run again with --load to continue from the newest checkpoint"
+            f"{waited}, and {self._silent(missing, seconds)}, or stuck. Start the run again with --load to continue from the "
+            "newest checkpoint"
         )
 
-    def named(self, ranks: Sequence[int]) -> str:
-        """Return a text such as `ranks 2, 3 on host 1 (node17)`, host by host."""
+    def _silent(self, ranks: Sequence[int], seconds: float) -> str:
+        """Return a text such as `ranks 2, 3 on host 1 (node17) do not answer within 5 s: gone, cut off`, host by host."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.hosts[rank], []).append(rank)
-        return " and ".join(
+        named = " and ".join(
             f"rank{'s' if len(own) > 1 else ''} {', '.join(map(str, own))} on {host}" for host, own in by_host.items()
         )
+        return f"{named} do{'es' if len(ranks) == 1 else ''} not answer within {seconds:g} s: gone, cut off"

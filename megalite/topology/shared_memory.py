@@ -96,8 +96,7 @@ class SharedMemory:
     def open(cls, group: Any, *, timeout: float) -> "SharedMemory | None":
         """Allocate or open the memory of a `Group`; None unless all ranks run on one host and can see each other.
 
-        Collectives: two gathers over the group.
-        """
+        Collectives: two gathers over the group."""
         descriptor, memory = -1, None
         system = _system() if group.size <= LARGEST_GROUP else None
         if group.rank == 0 and system is not None:
@@ -169,8 +168,7 @@ class SharedMemory:
     ) -> _UnderWay:
         """Start an operation on `rows` rows of `length` elements, as many columns at a time as fit into a slot.
 
-        `write(slot, start, stop)` writes this rank's columns, `read(slots, start, stop)` reads those of all ranks.
-        """
+        `write(slot, start, stop)` writes this rank's columns, `read(slots, start, stop)` reads those of all ranks."""
         self._last.wait()
         slots = self._slots.view(dtype)
         step = slots.shape[2] // rows

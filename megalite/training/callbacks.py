@@ -23,8 +23,7 @@ class Callback:
     """Base class with empty hooks; override some of them. Hooks run only on rank 0, so they must not wait for other
     ranks: no collectives, no saving of the model. `trainer.stop(why)` ends the run on all ranks after the step.
 
-    An exception in a hook ends the run like an error of the training: complete checkpoints remain.
-    """
+    An exception in a hook ends the run like an error of the training: complete checkpoints remain."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Called when all is built and loaded: `trainer.config` is resolved, and `trainer.progress` is set."""

@@ -67,8 +67,7 @@ class ReadAhead:
     """Decides when the next batch is read: from the beginning of a step, or on a GPU while the host waits for the device.
 
     Threads that read delay a host that launches kernels. If three steps in a row still wait for their data, that is too
-    late, and reading begins with the step for the rest of the run.
-    """
+    late, and reading begins with the step for the rest of the run."""
 
     def __init__(self, device: torch.device) -> None:
         self.early = device.type == "cpu"
@@ -83,8 +82,7 @@ class ReadAhead:
 def raise_stop_on_all_ranks(stops: StopRequests, topology: Topology) -> None:
     """Raise StopRun on all ranks if one was requested to stop. Ranks that step independently call it when they synchronize.
 
-    Collectives: a max all-reduce of one number over the world, on the host.
-    """
+    Collectives: a max all-reduce of one number over the world, on the host."""
     asked = torch.tensor([stops.number])
     topology.host.all_reduce(asked, op="max")
     if number := int(asked.item()):

@@ -10,7 +10,7 @@ import torch
 from megalite.config.exit_codes import NON_FINITE
 from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
-from megalite.data_parallel.buckets import Placed, has_memory
+from megalite.data_parallel.buckets import has_memory
 from megalite.topology.group import Group
 from megalite.training.replica import Replica
 
@@ -154,22 +154,14 @@ def _first_bad(replica: Replica, *, weights: bool) -> tuple[int, int, str] | Non
             values, first = shard.bucket.grad, 0
             if not has_memory(values):
                 continue
-        for placed, part in _cut(shard.bucket.placed, values, first):
-            if not is_finite(part):
+        for placed, start, stop in shard.bucket.within(first, first + values.numel()):
+            if not is_finite(values[start - first : stop - first]):
                 bad[placed.parameter] = placed.parameter.info.spec.name
     for number, stage in sorted(replica.stages.items()):
         for index, parameter in enumerate(stage.parameters()):
             if parameter in bad:
                 return number, index, bad[parameter]
     return None
-
-
-def _cut(every: Sequence[Placed], values: torch.Tensor, first: int) -> Iterator[tuple[Placed, torch.Tensor]]:
-    """Yield each parameter's part of a flat tensor that begins at element `first` of their bucket."""
-    for placed in every:
-        start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
-        if start < stop:
-            yield placed, values[start - first : stop - first]
 
 
 def require_finite(saved: Sequence[Any], step: int, *, newest: str, world: Group) -> None:

@@ -16,8 +16,7 @@ Rows = tuple[int, int, float]
 def largest_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> list[list[float]]:
     """Return the largest logit of the whole batch by layer and head.
 
-    Collectives: one max all-reduce of layers·heads numbers over the world.
-    """
+    Collectives: one max all-reduce of layers·heads numbers over the world."""
     layers = model.mtp_layers.stop
     table = torch.full((layers, model.num_attention_heads), -torch.inf, dtype=torch.float64, device=world.device)
     for layer, logits in seen.logits.items():

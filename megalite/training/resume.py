@@ -134,8 +134,7 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
 def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
     """Replace `load` of another format by the run's own checkpoints if there are some.
 
-    Collectives: a broadcast over the world.
-    """
+    Collectives: a broadcast over the world."""
     save = save_folder(config)
     load = config.checkpoint.load
     if save is None or hugging_face_folder(load) is None or is_address(str(load)):

@@ -45,8 +45,7 @@ class Attempt(NamedTuple):
 class RestartGuard:
     """Refuses a start after `most` failures in the same step. Only rank 0 has one.
 
-    Other settings, by their digest, start a new count.
-    """
+    Other settings, by their digest, start a new count."""
 
     def __init__(self, folder: Path, *, most: int, settings: str) -> None:
         self._path, self._most, self._settings = folder / FILE_NAME, most, settings
@@ -130,8 +129,7 @@ def settings_digest(config: RunConfig) -> str:
 def require_progress(guard: RestartGuard | None, start: int, run_dir: str | None, *, world: Group) -> None:
     """Begin rank 0's guard. Raises RestartLoopError on all ranks if it refuses the run.
 
-    Collectives: a broadcast.
-    """
+    Collectives: a broadcast."""
     refused: str | None = None
     if guard is not None:
         try:
@@ -156,8 +154,7 @@ def refuse_foreign_checkpoints(config: RunConfig, progress: Progress) -> None:
     """Raise ConfigError if `save` contains later checkpoints of another run, from which the next start would resume, or
     checkpoints of another run that `keep_latest` would remove.
 
-    Later checkpoints in the folder from which the run has just resumed are damaged, or it would have loaded them.
-    """
+    Later checkpoints in the folder from which the run has just resumed are damaged, or it would have loaded them."""
     c, resumes = config.checkpoint, resumes_own(config)
     if c.save is None or (resumes and c.ckpt_step is None):
         return
@@ -181,8 +178,7 @@ class SaveFolder:
     """The folder of one run's checkpoints, which rank 0 locks during the run. Every rank raises the same errors. If
     `save` is an address, this is the local folder on rank 0's machine, and the address is claimed too (`upload`).
 
-    Collectives: a gather and a broadcast over the world.
-    """
+    Collectives: a gather and a broadcast over the world."""
 
     def __init__(self, replica: Replica, progress: Progress, *, log: Callable[[str], None]) -> None:
         self._replica, self._progress, self._log = replica, progress, log

@@ -176,8 +176,7 @@ def tensors_to_save(replica: Replica, step: int, *, newest: str) -> tuple[list[S
 
     `newest`: describes the newest checkpoint, for the error.
 
-    Collectives: with `check_weights_before_save` a gather over the world.
-    """
+    Collectives: with `check_weights_before_save` a gather over the world."""
     saved = state_tensors(replica)
     if replica.config.checkpoint.check_weights_before_save:
         require_finite(saved, step, newest=newest, world=replica.topology.world)
@@ -188,8 +187,7 @@ class Saver:
     """Saves a run's checkpoints: at once, or with `async_save` from a copy while training continues.
 
     With `on_save_error` continue the run continues after a failed save, except the last one, which must always succeed.
-    All errors are raised on every rank.
-    """
+    All errors are raised on every rank."""
 
     def __init__(
         self,
@@ -220,8 +218,7 @@ class Saver:
     def preflight(self, steps: Sequence[int]) -> None:
         """Log the size of a checkpoint, and check that those of `steps` fit, before any work is done.
 
-        Collectives: a few `gather_json` over the world.
-        """
+        Collectives: a few `gather_json` over the world."""
         with consensus(self._replica, saved=True):
             saved = state_tensors(self._replica)
             if self._config.async_save:
@@ -303,8 +300,7 @@ class Saver:
         """Complete a background save that has ended. Call it between two steps.
 
         Collectives: during a background save, an all-reduce of one number over the world, so that a failure is raised
-        at the same step on every rank.
-        """
+        at the same step on every rank."""
         if self._under_way is not None:
             done = torch.tensor([int(self._under_way[2].done())], device=self._world.device)
             self._world.all_reduce(done, op="min")

@@ -2,8 +2,9 @@
 
 Also loads states of whole tensors and matrices, and compares the states of replicas."""
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -14,10 +15,10 @@ from megalite.checkpoint.save import SavedTensor
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.data_parallel.buckets import Bucket, Placed
 from megalite.data_parallel.facts import Placement
-from megalite.data_parallel.peers import check_replicas
-from megalite.data_parallel.shards import OptimizerShard, placed_parameters
-from megalite.data_parallel.strategy import FlatState, TensorState
+from megalite.data_parallel.shards import OptimizerShard
+from megalite.data_parallel.strategy import DataParallelStrategy, FlatState, TensorState
 from megalite.optimizers.base import MatrixState
+from megalite.topology.group import Group
 from megalite.topology.layout import ShardSpec
 from megalite.training.replica import Replica
 
@@ -69,7 +70,7 @@ def tensor_states(replica: Replica) -> list[TensorState]:
     return replica.strategy.tensor_states() + [
         TensorState(name=state, bucket=shard.bucket, placed=placed, values=values)
         for shard in replica.strategy.shards
-        for placed in placed_parameters(shard)
+        for placed, _, _ in shard.bucket.within(shard.start, shard.stop)
         for (state, name), values in states
         if name == placed.parameter.info.spec.name
     ]
@@ -81,13 +82,7 @@ def matrix_states(replica: Replica) -> list[MatrixState]:
     if replica.strategy.replicas_agree or not found:
         return found
     replicas, _ = replica.strategy.groups.weight_replicas(replica.strategy.shards[0].bucket.kind)
-    private = []
-    for state in found:
-        bounds = ((replicas.rank, replicas.rank + 1), *state.spec.slice)
-        shape = (replicas.size, *state.spec.global_shape)
-        spec = ShardSpec(name=state.spec.name, global_shape=shape, slice=bounds)
-        private.append(MatrixState(state.name, spec, state.values[None]))
-    return private
+    return [MatrixState(name, spec.stacked(replicas.rank, replicas.size), values[None]) for name, spec, values in found]
 
 
 def state_tensors(replica: Replica) -> list[Saved]:
@@ -134,10 +129,8 @@ def _saved(replica: Replica, state: FlatState, group: Literal["weight", "optimiz
         elif state.placement is Placement.PRIVATE:
             # Each replica writes one index of a leading dimension over replicas.
             replicas, same = replica.strategy.groups.weight_replicas(state.bucket.kind)
-            spec = placed.parameter.info.spec
-            bounds = ((replicas.rank, replicas.rank + 1), *spec.slice)
-            private = ShardSpec(name=spec.name, global_shape=(replicas.size, *spec.global_shape), slice=bounds)
             if index % same.size == same.rank:
+                private = placed.parameter.info.spec.stacked(replicas.rank, replicas.size)
                 parts.append((private, state.values[placed.start : placed.stop]))
         else:
             share = _share(replica, state.bucket, index, placed)
@@ -157,8 +150,7 @@ def tensor_spec(state: TensorState) -> ShardSpec:
     for size, (start, stop) in zip(spec.global_shape, spec.slice, strict=True):
         each = size // max(stop - start, 1)
         index, count = index * each + start // max(stop - start, 1), max(count, 1) * each
-    bounds = ((index, index + 1), *((0, size) for size in shape))
-    return ShardSpec(name=spec.name, global_shape=(count, *shape), slice=bounds)
+    return ShardSpec.whole(spec.name, shape).stacked(index, count)
 
 
 def load_tensor(state: TensorState, checkpoint: Checkpoint, notes: dict[str, None]) -> None:
@@ -208,7 +200,7 @@ def _share(replica: Replica, bucket: Bucket, index: int, placed: Placed) -> Shar
     base = spec.slice[dim][0]
     start, stop = (base + writer * shape[dim] // size for writer in (rank, rank + 1))
     bounds = (*spec.slice[:dim], (start, stop), *spec.slice[dim + 1 :])
-    return ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
+    return dataclasses.replace(spec, slice=bounds)
 
 
 def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
@@ -222,8 +214,7 @@ def _part(placed: Placed, spec: ShardSpec, flat: torch.Tensor) -> torch.Tensor:
 def boxes_in(placed: Placed, values: torch.Tensor, first: int) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
     """Yield the slices of a parameter, and views of them, in `values`, a bucket's elements from `first` on.
 
-    There may be several, because the range may begin and end inside a row.
-    """
+    There may be several, because the range may begin and end inside a row."""
     spec = placed.parameter.info.spec
     start, stop = max(placed.start, first), min(placed.stop, first + values.numel())
     if start >= stop:
@@ -231,9 +222,79 @@ def boxes_in(placed: Placed, values: torch.Tensor, first: int) -> Iterator[tuple
     position = start - first
     for box in flat_boxes(spec.shape, start - placed.start, stop - placed.start):
         bounds = tuple((base + a, base + b) for (base, _), (a, b) in zip(spec.slice, box, strict=True))
-        part = ShardSpec(name=spec.name, global_shape=spec.global_shape, slice=bounds)
+        part = dataclasses.replace(spec, slice=bounds)
         yield part, values[position : position + volume(box)].view(part.shape)
         position += volume(box)
+
+
+_CHUNK = 1 << 20
+# 8 bytes are read as two numbers: the highest of 64 bits would add the same at each position, so two would cancel out.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_ODD = 0x9E3779B97F4A7C1
+
+
+class ReplicasDifferError(RuntimeError):
+    """Ranks that must have equal weights or optimizer states have different ones; the message names both."""
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit checksum of each tensor that depends on every bit and its position."""
+    return torch.stack([_fingerprint(values) for values in tensors]).tolist()
+
+
+def _fingerprint(values: torch.Tensor) -> torch.Tensor:
+    bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=values.device)
+        # With odd factors, a change of one element always changes the sum (modulo 2^64).
+        total += ((part + 1) * (2 * place + 1) * _ODD).sum()
+    return total
+
+
+def check_replicas(
+    strategy: DataParallelStrategy, *, step: int, world: Group, states: Sequence[FlatState] = ()
+) -> None:
+    """Compare weights, and the optimizer `states` that must be equal, between all ranks with the same buckets. Sharded
+    states are compared between instances. It reads all of them, and sends 8 bytes per tensor.
+
+    Collectives: a gather of a number for each tensor over each group of replicas, and one over `world`.
+
+    Raises ReplicasDifferError: a tensor differs; raised on every rank of its group with the name of the first one (ranks
+    without a difference raise a RuntimeError with the same message)."""
+    strategy.wait_until_idle()
+    error: Exception | None = None
+    weights = [strategy.weights(shard) for shard in strategy.shards]
+    compared: dict[Group, list[FlatState]] = {}
+    for state in (*weights, *states):
+        kind = state.bucket.kind
+        if state.placement is Placement.REPLICATED:
+            compared.setdefault(strategy.groups.replicas(kind), []).append(state)
+        compared.setdefault(strategy.groups.instances(kind), []).append(state)
+    for group, group_states in compared.items():
+        if group.size == 1:
+            continue
+        own = [
+            (state, p.parameter.info.spec.name, state.values[first - state.start : last - state.start])
+            for state in group_states
+            for p, first, last in state.bucket.within(state.start, state.stop)
+        ]
+        with group.heartbeat.synchronise():
+            prints = fingerprints([values for _, _, values in own])
+        found = group.gather_json(prints)
+        for rank, prints in enumerate(found):
+            differ = [first != other for first, other in zip(found[0], prints, strict=True)]
+            if error is None and any(differ):
+                (state, first, _), more = own[differ.index(True)], sum(differ) - 1
+                what = "weights" if state in weights else "optimizer states"
+                first = first if state in weights else f"{state.name} of {first}"
+                error = ReplicasDifferError(
+                    f"after step {step} ranks {group.ranks[0]} and {group.ranks[rank]} should have the same {what} but "
+                    f"differ in {first}{f' and {more} more tensors' if more else ''}: the run cannot be trusted; continue "
+                    "from an earlier checkpoint, and check the hardware if it happens again"
+                )
+    world.raise_on_all_ranks(error)
 
 
 def compare_replicas(replica: Replica, step: int) -> None:

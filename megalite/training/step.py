@@ -33,8 +33,7 @@ def token_denominators(
     """Count the unmasked tokens of the global batch, [1 + mtp_num_layers] in fp64 and at least 1: first those of the
     next-token loss, then those of each multi-token-prediction depth. Sums over this rank's microbatches and over dp.
 
-    Collectives: one all-reduce of these numbers over dp.
-    """
+    Collectives: one all-reduce of these numbers over dp."""
     # The masks are on the host. Counting there and filling in avoids a copy, for which the host would wait.
     total = torch.empty(1 + mtp_num_layers, dtype=torch.float64, device=device)
     for index, number in enumerate(total):
@@ -215,8 +214,7 @@ class Stepper:
         world for loss and norm, so that every rank takes the same decisions. If the strategy's `scope` is smaller than
         the world, the first is omitted and the second is over the scope.
 
-        Raises NonFiniteError on every rank of the scope, before any parameter changed.
-        """
+        Raises NonFiniteError on every rank of the scope, before any parameter changed."""
         replica, strategy = self._replica, self._replica.strategy
         after = Progress(before.step + 1, before.samples + batch_size)
         self._set_mode(training=True)
@@ -343,8 +341,7 @@ class Stepper:
     def _fault(self, shown: str, batch: _Batch, losses: list[torch.Tensor], done: int) -> str:
         """Locate the cause of a non-finite step, and return a log line if it is skipped, or raise NonFiniteError.
 
-        Collectives: a gather over the scope; those of a second forward if all ranks step together.
-        """
+        Collectives: a gather over the scope; those of a second forward if all ranks step together."""
         training = self._replica.config.training
         watch = OutputWatch(self._replica) if self._shares == 1 else None
         if watch is not None:

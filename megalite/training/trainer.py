@@ -19,7 +19,7 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.partition.pipeline import layout_of
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
-from megalite.topology.lost_peers import RollCall
+from megalite.topology.lost_peers import RollCall, raise_if_peer_lost
 from megalite.topology.topology import Launch, Topology, check_backend, start_distributed, stop_distributed
 from megalite.training.callbacks import Callback, Callbacks, write_line
 from megalite.training.evaluation import Evaluator, ReadAhead, raise_stop_on_all_ranks, read_batches
@@ -313,7 +313,7 @@ class Trainer:
                 self._step()
                 if self._after_step(self.progress.step):
                     break
-            self._save_last()
+            self._save(last=True)
             if self.progress.step == self.total:
                 self._evaluate_test()
                 return Ending.finished(self.progress.step)
@@ -395,20 +395,14 @@ class Trainer:
             return True
         return False
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         if self.saver is not None:
             self._heartbeat.phase("saving", patient=True)
             with self.instruments.stall("save"):
-                self.saver.begin(self.progress)
+                (self.saver.finish if last else self.saver.begin)(self.progress)
             self.reporter.restart_clock()
-        if self._independent and self.progress.step < self.total:
+        if not last and self._independent and self.progress.step < self.total:
             raise_stop_on_all_ranks(self.stops, self.replica.topology)
-
-    def _save_last(self) -> None:
-        if self.saver is not None:
-            self._heartbeat.phase("saving", patient=True)
-            with self.instruments.stall("save"):
-                self.saver.finish(self.progress)
 
     def _save_and_stop(self, request: StopRequest) -> Ending:
         """Save and stop after all ranks have agreed on it."""
@@ -420,7 +414,7 @@ class Trainer:
         else:
             outcome = f"saved in {self.saver.name}"
             self.log(f"{request.cause}: saving step {step}, and stopping")
-            self._save_last()
+            self._save(last=True)
         self.log(f"{request.cause}: stopped at step {step}; {outcome}")
         return request.ending(step, outcome)
 
@@ -471,7 +465,8 @@ class Trainer:
         elif isinstance(error, RuntimeError):
             if self._roll is not None:
                 self._roll.explain(error)
-            imported("megalite.data_parallel.peers:raise_if_peer_lost")(error, self.replica.strategy)
+            strategy = self.replica.strategy
+            raise_if_peer_lost(error, strategy.groups.world, strategy.groups.between_replicas, step=strategy.step)
 
     def _close(self) -> None:
         for loader in (self.loaders.train, self.loaders.valid, self.loaders.test):

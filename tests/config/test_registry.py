@@ -15,11 +15,11 @@ from megalite.config.registry import Registry
 def test_unnamed_entries_are_not_imported() -> None:
     code = (
         "import sys; from megalite.data_parallel.strategy import strategy_class; from megalite.config.describe import replace; from megalite.config.run import RunConfig; strategy_class(replace(RunConfig(), dp_strategy='gossip')); "
-        "print([n for n in sys.modules if n.startswith('megalite.data_parallel.more.')])"
+        "print([n for n in sys.modules if n.startswith('megalite.data_parallel.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "more.local_sgd" in done.stdout
-    assert "more.codec" not in done.stdout and "more.server" not in done.stdout
+    assert "data_parallel.local_sgd" in done.stdout
+    assert "data_parallel.codec" not in done.stdout and "data_parallel.server" not in done.stdout
 
 
 def test_user_registration() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.more import local_sgd
+from megalite.data_parallel import local_sgd
 from tests.data_parallel.toy import NO_DECAY, SHAPES, ToyRun, gradient, initial, padded
 from tests.support.ranks import RankContext
 

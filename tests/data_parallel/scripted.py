@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from megalite.data_parallel.more.server_link import Event, Ledger
+from megalite.data_parallel.server import Event, Ledger
 
 
 class Scripted:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.more.parameter_server import AsyncParameterServer
-from megalite.data_parallel.more.server_link import Event, Kind, Ledger
+from megalite.data_parallel.parameter_server import AsyncParameterServer
+from megalite.data_parallel.server import Event, Kind, Ledger
 from megalite.optimizers.base import Update
 from megalite.topology.topology import Topology
 from tests.data_parallel.scripted import Scripted

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.data_parallel.more import break_even
-from megalite.data_parallel.more.break_even import BreakEven, Costs
+from megalite.data_parallel import break_even
+from megalite.data_parallel.break_even import BreakEven, Costs
 from megalite.data_parallel.wire import WireCounter
 from megalite.optimizers.base import Exchange, Update
 from megalite.optimizers.onebit import OneBitAdam

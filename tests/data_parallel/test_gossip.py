@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.data_parallel.facts import strategy_states
-from megalite.data_parallel.more.local_sgd import peers_of
+from megalite.data_parallel.local_sgd import peers_of
 from tests.data_parallel.replicas import (
     BF16_WIRE,
     DECENTLAM,

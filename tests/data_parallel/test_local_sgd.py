@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data_parallel.more.local_sgd import fragment_of
+from megalite.data_parallel.local_sgd import fragment_of
 from tests.data_parallel import toy
 from tests.data_parallel.replicas import (
     BF16_WIRE,

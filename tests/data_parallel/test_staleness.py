@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megalite.data_parallel.more.server_link import Event, Kind, Ledger, Order, Report, by_arrival, by_rank, divisor
+from megalite.data_parallel.server import Event, Kind, Ledger, Order, Report, by_arrival, by_rank, divisor
 from tests.data_parallel.scripted import Scripted
 
 

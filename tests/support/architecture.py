@@ -11,7 +11,7 @@ from tests.support.layers import Module, is_in
 
 LATE_IMPORTS = {
     "megalite.cli.train": {
-        *("megalite.training.trainer", "megalite.data_parallel.peers"),
+        *("megalite.training.trainer", "megalite.topology.lost_peers"),
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},

@@ -76,7 +76,7 @@ PLANTS = {
         "bf16 wire", "data_parallel.wire:Channel._gathers", "work.wait()"
     ),
     "a neighbour's weights before they have come": Plant(
-        "gossip", "data_parallel.more.local_sgd:Gossip._step", "works.wait()"
+        "gossip", "data_parallel.local_sgd:Gossip._step", "works.wait()"
     ),
 }
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data_parallel.more.parameter_server import AsyncParameterServer
-from megalite.data_parallel.more.server_link import Event, Kind
+from megalite.data_parallel.parameter_server import AsyncParameterServer
+from megalite.data_parallel.server import Event, Kind
 from megalite.optimizers.schedules import Progress
 from megalite.training.resume import load
 from megalite.training.saving import save

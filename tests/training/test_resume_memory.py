@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from megalite.config.run import RunConfig
-from megalite.data_parallel.shards import placed_parameters
 from megalite.parity.pool import RankPool
 from megalite.training.resume import load
 from tests.support.ranks import RankContext, forked_pools, run_ranks
@@ -129,7 +128,7 @@ def bytes_read(context: RankContext, world: int, settings: Settings, folder: str
     held = 0
     for shard in replica.strategy.shards:
         weights = sum(placed.parameter.numel() for placed in shard.bucket.placed)
-        owned = sum(min(p.stop, shard.stop) - max(p.start, shard.start) for p in placed_parameters(shard))
+        owned = sum(stop - start for _, start, stop in shard.bucket.within(shard.start, shard.stop))
         held += 4 * weights + 8 * owned
     return sum(count), held
 

@@ -7,9 +7,9 @@ import torch
 
 from megalite.config.parallel import DataParallelConfig
 from megalite.data_parallel.buckets import Bucket
+from megalite.data_parallel.codec import Codec
+from megalite.data_parallel.compression import build_codec
 from megalite.data_parallel.facts import BucketKind, Placement
-from megalite.data_parallel.more.codec import Codec
-from megalite.data_parallel.more.compression import build_codec
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group

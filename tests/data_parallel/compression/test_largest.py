@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalite.data_parallel.more.codec import SMALL, STRIDE, largest
+from megalite.data_parallel.codec import SMALL, STRIDE, largest
 
 SIZE = 3 * SMALL + 5
 

@@ -7,7 +7,7 @@ import torch
 
 from megalite.data_parallel.buckets import Bucket
 from megalite.data_parallel.facts import BucketKind
-from megalite.data_parallel.more.onebit import OneBit, Signs
+from megalite.data_parallel.onebit import OneBit, Signs
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.codec import PowerSGD
+from megalite.data_parallel.codec import PowerSGD
 from megalite.data_parallel.wire import Background, Channel, WireCounter
 from tests.data_parallel.compression.replicas import SHAPES, odd_bucket, random_values
 from tests.support.ranks import RankContext, run_ranks

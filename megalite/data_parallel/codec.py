@@ -41,8 +41,7 @@ class Codec(ABC):
         """Replace this rank's `values` [bucket size], of the gradient's type, by the lossy mean, the same bits on every
         replica. It blocks; run it with `channel.in_background` to overlap it.
 
-        Collectives: over the replicas.
-        """
+        Collectives: over the replicas."""
         if self.channel.size > 1:
             self._mean(values)
 
@@ -76,8 +75,7 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
 
     Of equal elements the first counts as larger; NaN is the largest. On a CPU, a threshold from a sample leaves few
     candidates; if it leaves too few, all elements are candidates. The result does not depend on the sample. On other
-    devices the host reads nothing.
-    """
+    devices the host reads nothing."""
     places = _candidates(magnitudes, count) if magnitudes.device.type == "cpu" else None
     # Their bits as integers have the same order, with NaN above all.
     among = (magnitudes if places is None else magnitudes[places]).view(_INTEGERS[magnitudes.dtype])
@@ -152,8 +150,7 @@ class Uint8(Codec):
         x_i = values_i + e_i;  C(x_i) to the server of each chunk;  e_i = x_i - C(x_i)
         y = E + Σ_i C(x_i)/n, in the order of ranks;  C(y) to all;  E = y - C(y)
 
-    Wire: 2·(n-1)/n bytes per value and a scale for every 2048 of them.
-    """
+    Wire: 2·(n-1)/n bytes per value and a scale for every 2048 of them."""
 
     name = "uint8"
 
@@ -226,8 +223,7 @@ class PowerSGD(Codec):
 
     Sums add in the order of ranks and in the type of the values, whatever the wire format.
 
-    Wire: 2·(n-1)/n times the bytes of r·(a+b) values per matrix, and of the tensors sent whole.
-    """
+    Wire: 2·(n-1)/n times the bytes of r·(a+b) values per matrix, and of the tensors sent whole."""
 
     name = "powersgd"
 

@@ -9,8 +9,7 @@ import torch
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket, ParameterWaits
 from megalite.data_parallel.facts import Placement, message_elements
-from megalite.data_parallel.more.server import LEADER, Server
-from megalite.data_parallel.more.server_link import Kind, Ledger, Link, Order, Request, by_arrival, by_rank
+from megalite.data_parallel.server import LEADER, Kind, Ledger, Link, Order, Request, Server, by_arrival, by_rank
 from megalite.data_parallel.shards import Norms, OptimizerShard
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.data_parallel.wire import Channel, pipelined
@@ -51,8 +50,7 @@ class ParameterServer(OneServer):
     the order of the next forward. Workers start that forward, and each module waits for its parameters.
 
     Wire, of B bytes of gradients and P of parameters: a worker sends B; the server sends (d-1)·P and receives (d-1)·B, so
-    its link is the bottleneck. d is the expert-dp size for experts, which have other servers.
-    """
+    its link is the bottleneck. d is the expert-dp size for experts, which have other servers."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
@@ -123,8 +121,7 @@ class ShardedParameterServer(DistributedOptimizer):
 
     The sums, the range that each rank steps and the bytes are those of ZeRO-1 (`distributed-optimizer`). The difference
     is the granularity: buckets of d keys instead of `ddp_bucket_size`, so pushes start earlier and parameters arrive in
-    smaller pieces; at most two rounds of keys are buffered; and sums add in the order of ranks on every backend.
-    """
+    smaller pieces; at most two rounds of keys are buffered; and sums add in the order of ranks on every backend."""
 
     def _reduce(self, bucket: Bucket) -> Work:
         channel = self.channel(bucket)

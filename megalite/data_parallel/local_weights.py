@@ -227,8 +227,7 @@ class LocalWeights(OwnWeights):
     first `sync_warmup_steps` updates gradients are all-reduced, and replicas stay equal.
 
     Needs the same replicas for every bucket (no context or expert parallelism), whole main parameters (not split ones),
-    and an optimizer that steps by gradients and has no sums over the world.
-    """
+    and an optimizer that steps by gradients and has no sums over the world."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)

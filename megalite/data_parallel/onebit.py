@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.codec import Codec
+from megalite.data_parallel.codec import Codec
 from megalite.data_parallel.wire import Channel
 
 

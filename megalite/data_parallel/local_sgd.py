@@ -11,7 +11,7 @@ import torch
 
 from megalite.config.run import RunConfig
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.local_weights import LocalWeights, MeanInFlight, Replicas, flat_states, rank_mean, swap
+from megalite.data_parallel.local_weights import LocalWeights, MeanInFlight, Replicas, flat_states, rank_mean, swap
 from megalite.data_parallel.shards import StrategyGroups, StrategyOptions
 from megalite.data_parallel.strategy import DataParallelStrategy, FlatState
 from megalite.kernels.quantization import Integers
@@ -26,8 +26,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def fragment_of(name: str, fragments: int) -> int:
     """Return the fragment of a tensor: round-robin over layers; tensors outside layers are in the first one.
 
-    It depends only on the name, so it is the same in every layout and for both copies of a tied embedding.
-    """
+    It depends only on the name, so it is the same in every layout and for both copies of a tied embedding."""
     layer = _LAYER.search(name)
     return int(layer.group(1)) % fragments if layer else 0
 
@@ -42,8 +41,7 @@ class PeriodicAveraging(LocalWeights):
     An exchange in flight is finished before a checkpoint or an evaluation. This changes no number, as the mean is stored,
     also in the checkpoint, until its update.
 
-    Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time.
-    """
+    Wire: 2·(d-1)/d of the bytes of the main parameters (in the wire's format) in H steps, a fragment's at a time."""
 
     exchange = "exchange"  # phase of a step with an exchange
     anchored = False  # store the last common weights; with a narrow wire they are always stored
@@ -219,8 +217,7 @@ class DiLoCo(PeriodicAveraging):
     equals the inner optimizer. With fragments and a delay it is streaming DiLoCo (arXiv 2501.18512): a fragment's outer
     step is taken when its Δ is used, and x_i = α·x_i + (1-α)·a, α = `sync_mix`.
 
-    Memory: two copies of the main parameters, three with a delay.
-    """
+    Memory: two copies of the main parameters, three with a delay."""
 
     anchored, delayed_state = True, "outer_mean"
 
@@ -250,8 +247,7 @@ def peers_of(graph: str, rank: int, size: int, turn: int) -> tuple[int, ...]:
 
     `ring`: both neighbours. `one-peer`: for a power of two the rank that differs in one bit, another bit each turn
     (averaging alone gives all ranks the mean after log2(size) turns); for other even sizes a rank of the other half,
-    each of them in turn. Odd sizes are not supported.
-    """
+    each of them in turn. Odd sizes are not supported."""
     if graph == "ring":
         return tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
     if size & (size - 1) == 0:
@@ -269,8 +265,7 @@ def _integers(values: torch.Tensor, replicas: Replicas) -> Integers:
 def _pull(own: torch.Tensor, others: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return w·Σ_j (v_j - v_i) over peers j in the order of ranks, w = 1/(peers + 1); added to v_i it gives the average.
 
-    Both v are values as sent, so the results of all ranks sum to 0 and rounding does not change the mean.
-    """
+    Both v are values as sent, so the results of all ranks sum to 0 and rounding does not change the mean."""
     own, total = own.to(dtype), torch.zeros_like(own, dtype=dtype)
     for _, values in sorted(others.items()):
         total += values.to(dtype) - own
@@ -298,8 +293,7 @@ class Gossip(LocalWeights):
 
     Wire: per step and rank the bytes of the main parameters (in the wire's format) for each peer; with choco-sgd one byte
     per element and a scale for every 2048. Memory: as much again while sending; a copy of the weights for decentlam, and
-    for choco-sgd one for this rank and one for each peer.
-    """
+    for choco-sgd one for this rank and one for each peer."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], *, momentum: float, **common: Any) -> None:
         super().__init__(stages, **common)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data_parallel.peers import ReplicasDifferError, check_replicas, fingerprints
-from megalite.training.state_tensors import replicated_states
+from megalite.training.state_tensors import ReplicasDifferError, check_replicas, fingerprints, replicated_states
 from tests.data_parallel.toy import ToyRun
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import MOE, Runner, build, tiny_config

@@ -11,11 +11,11 @@ import torch
 from megalite.config.batch import total_steps
 from megalite.config.parallel import DataParallelConfig
 from megalite.config.run import RunConfig
+from megalite.data_parallel.break_even import BreakEven
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.break_even import BreakEven
-from megalite.data_parallel.more.codec import Codec, PowerSGD, TopK, Uint8
-from megalite.data_parallel.more.local_weights import OwnWeights
-from megalite.data_parallel.more.onebit import OneBit
+from megalite.data_parallel.codec import Codec, PowerSGD, TopK, Uint8
+from megalite.data_parallel.local_weights import OwnWeights
+from megalite.data_parallel.onebit import OneBit
 from megalite.data_parallel.shards import Norms
 from megalite.data_parallel.strategy import AllReduce, DataParallelStrategy, FlatState, TensorState
 from megalite.data_parallel.wire import Channel
@@ -46,8 +46,7 @@ class CompressedAllReduce(AllReduce):
     With fp16 an overflow must not change errors: all ranks first agree that no gradient has overflowed, and compression
     does not overlap with the backward.
 
-    Wire: see the codecs; `wire_dtype` applies to buckets sent whole.
-    """
+    Wire: see the codecs; `wire_dtype` applies to buckets sent whole."""
 
     def __init__(self, stages: Mapping[int, torch.nn.Module], **common: Any) -> None:
         super().__init__(stages, **common)
@@ -249,5 +248,4 @@ class LocalMomentumExchange(OwnWeights, MomentumExchange):
     """A `MomentumExchange` for an optimizer that also steps without an exchange, so that replicas have different weights
     and states.
 
-    Wire: as `MomentumExchange` in steps with an exchange; nothing in the others.
-    """
+    Wire: as `MomentumExchange` in steps with an exchange; nothing in the others."""

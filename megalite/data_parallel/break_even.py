@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.data_parallel.buckets import Bucket
-from megalite.data_parallel.more.codec import Codec
+from megalite.data_parallel.codec import Codec
 from megalite.data_parallel.strategy import DataParallelStrategy
 from megalite.data_parallel.wire import Channel, WireCounter
 from megalite.optimizers.base import FlatParameter, Optimizer, Segment, Update
@@ -48,8 +48,7 @@ class Costs:
     def break_even(self) -> float:
         """Bytes per second R below which lossy means pay, if the hidden part of the reduction stays the same:
 
-        extra + bytes/(k·R) = bytes/R - hidden.
-        """
+        extra + bytes/(k·R) = bytes/R - hidden."""
         hidden = max(self.reduction - self.exposed, 0.0)
         return (self.whole_bytes - self.lossy_bytes) / max(self.extra + hidden, 1e-9)
 
