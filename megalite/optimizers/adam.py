@@ -18,8 +18,7 @@ from megalite.optimizers.base import Context, Exchange, FlatParameter, FlatPart,
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (arXiv 1711.05101), except for norms and biases.
 
-    Its kernel also clips, and rounds the new parameters to the model's precision.
-    """
+    Its kernel also clips, and rounds the new parameters to the model's precision."""
 
     applies_factor = True
     writes_copies = True
@@ -132,8 +131,7 @@ _SPREAD, _FIRST, _SECOND, _CARRY = (
 def global_indices(segment: Segment, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Return the indices, int64, of elements [start, stop) of a flat parameter, all in `segment`, in the whole tensor.
 
-    The indices are consecutive, except for a gap at each end of a row of a split dimension.
-    """
+    The indices are consecutive, except for a gap at each end of a row of a split dimension."""
     first = start - segment.start + segment.offset
     index = torch.arange(first, first + stop - start, device=device)
     shift, local, stride = 0, 1, 1
@@ -192,8 +190,7 @@ def _hash(index: torch.Tensor, key: tuple[int, ...], out: torch.Tensor, *, wide:
 def round_to(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor) -> None:
     """Write fp32 `values`, rounded by the lower 16 of each element's `bits`, to bf16 `target`. Overwrites `bits`.
 
-    NaN and infinities are preserved.
-    """
+    NaN and infinities are preserved."""
     # The bits as an integer grow with the magnitude, so the sum carries into the bf16 part with the right probability.
     rounded = bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
     # A NaN may have carried into its sign. This term is NaN if the value is, else a signed 0; a comparison is slower.
@@ -209,8 +206,7 @@ class ScheduleFreeAdamW(Optimizer):
         z ← z - lr·u,   x ← (1-c)x + c·z,   c = w²/Σw²
 
     The parameters are y, and z is a state; x = (y - (1-β₁)z)/β₁ is evaluated, saved and exported. Checkpoints contain x as
-    the weights, and y as the state `train_param`: a run resumes bit for bit, and other readers of weights get x.
-    """
+    the weights, and y as the state `train_param`: a run resumes bit for bit, and other readers of weights get x."""
 
     from_parameters = Optimizer.from_parameters | {"z", "train_param"}
 

@@ -339,8 +339,7 @@ class SGD(Optimizer):
 
     Weight decay is decoupled, as in AdamW here, and does not apply to norms and biases. torch's SGD adds λx to the
     gradient instead, which momentum accumulates to λ/(1-μ); decoupled, `--weight-decay` means the same with every
-    optimizer. The buffer starts at 0, and there is no dampening, as in torch.
-    """
+    optimizer. The buffer starts at 0, and there is no dampening, as in torch."""
 
     @torch.no_grad()
     def step(self, update: Update, exchange: Exchange | None = None) -> None:

@@ -1,7 +1,7 @@
 """Implement LAMB, Adam with a step size per tensor proportional to the tensor's norm, and sums over whole tensors."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,19 @@ class TensorSums:
         """Replace the table by the sums (or maxima) over all ranks, in place."""
         self._group.all_reduce(table, op=op)
 
+    def totals(
+        self, states: Sequence[tuple[FlatParameter, torch.Tensor]], amount: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return, fp64 [2, tensors], the sums over all ranks of `amount` of each part of a tensor, and of its elements."""
+        table = self.zeros(2)
+        for flat, values in states:
+            for each in flat.segments:
+                if each.counts:
+                    table[0, self.column(each)] += amount(values[each.start : each.stop])
+                    table[1, self.column(each)] += each.stop - each.start
+        self.all_reduce(table)
+        return table
+
     def read(self, table: torch.Tensor) -> Any:
         """Return the numbers as a list; the host waits for the device."""
         with self._group.heartbeat.synchronise():
@@ -59,8 +72,13 @@ class PieceSums:
         self._sums, self._rows = sums, max(seen.values(), default=0)
         self._places = torch.tensor(places, dtype=torch.int64, device=sums.device)
 
-    def add_up(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return, fp64 [tensors], the sums of the squares of the pieces' numbers, such as their norms."""
+    def of_pairs(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return, fp64 [2, tensors], the sums over all ranks of the squares of the pieces' norms: two of each piece, in turn."""
+        squares = torch.stack([self._add_up(norms[::2]), self._add_up(norms[1::2])])
+        self._sums.all_reduce(squares)
+        return squares
+
+    def _add_up(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         table = self._sums.zeros(self._rows)
         if numbers:
             table.view(-1)[self._places] = torch.stack(list(numbers)).double().square()
@@ -175,8 +193,7 @@ class LAMB(Optimizer):
                 weight_decay=update.weight_decay * block.flat.decay,
                 norms=block.column is not None and block.counts,
             )
-        squares = torch.stack([self._piece_sums.add_up(norms[::2]), self._piece_sums.add_up(norms[1::2])])
-        self._sums.all_reduce(squares)
+        squares = self._piece_sums.of_pairs(norms)
         ratios = trust_ratios(*squares, lowest=c.lamb_min_coeff, highest=c.lamb_max_coeff)
         self._ratios = self._sums.read(ratios)
         for block, piece in zip(self._blocks, self.pieces(parts, update), strict=True):

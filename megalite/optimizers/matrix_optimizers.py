@@ -205,8 +205,7 @@ class Muon(MatrixOptimizer):
     norms and biases. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; gate and up
     projection, and the matrices of each expert, are always separate.
 
-    `fused`: rows of queries, key and value per group in a fused matrix; None: it is stepped as one matrix.
-    """
+    `fused`: rows of queries, key and value per group in a fused matrix; None: it is stepped as one matrix."""
 
     needs_states_after = False
 
@@ -267,8 +266,7 @@ class SOAP(MatrixOptimizer):
     with bias corrections m̂ and v̂ as in Adam. `one-sided-soap` is the variant of the paper's section 7: only L and Qₗ, or R
     and Qᵣ if c < r. Only the owner of x stores these matrices, 2·(r² + c²) numbers, and never sends them. Q starts from
     the identity, so that the first updates equal Adam's. Each expert's matrix, gate and up projection are separate
-    matrices; queries, keys and values of a layer are one.
-    """
+    matrices; queries, keys and values of a layer are one."""
 
     needs_states_after = True
 
@@ -298,9 +296,7 @@ class SOAP(MatrixOptimizer):
             name, number = matrix.key
             for side, squares in self._sides[matrix.key].items():
                 for state, values in zip(SQUARES, squares, strict=True):
-                    shape = (matrix.count, *values.shape)
-                    bounds = ((number, number + 1), *((0, size) for size in values.shape))
-                    spec = ShardSpec(name=name, global_shape=shape, slice=bounds)
+                    spec = ShardSpec.whole(name, tuple(values.shape)).stacked(number, matrix.count)
                     found.append(MatrixState(f"{state}_{side}", spec, values[None]))
         return found
 

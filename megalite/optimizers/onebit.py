@@ -63,8 +63,7 @@ class FreezePoint:
     def frozen(self, step: int, updates: int) -> bool:
         """Return whether the step, from 1, is after the warm-up. `updates`: number of updates before the step.
 
-        Steps that fp16 skips do not count for the warm-up; otherwise a moment without updates could be frozen.
-        """
+        Steps that fp16 skips do not count for the warm-up; otherwise a moment without updates could be frozen."""
         if self.step is None or step <= self.step:
             return False
         return self.updates is not None or self._configured is None or updates >= self._configured
@@ -142,17 +141,10 @@ def bound_moments(
     if freeze.bounded == updates:
         return
     freeze.bounded = updates
-    table = sums.zeros(2)
-    moments = [optimizer.state(flat.param)["exp_avg_sq"] for flat in optimizer.parameters]
-    for flat, moment in zip(optimizer.parameters, moments, strict=True):
-        for each in flat.segments:
-            if each.counts:
-                table[0, sums.column(each)] += moment[each.start : each.stop].sum(dtype=torch.float64)
-                table[1, sums.column(each)] += each.stop - each.start
-    sums.all_reduce(table)
-    totals, counts = sums.read(table)
+    moments = [(flat, optimizer.state(flat.param)["exp_avg_sq"]) for flat in optimizer.parameters]
+    totals, counts = sums.read(sums.totals(moments, lambda values: values.sum(dtype=torch.float64)))
     quiet = NOISE_SHARE * optimizer.config.adam_eps**2 * (1.0 - optimizer.config.adam_beta2**updates)
-    for flat, moment in zip(optimizer.parameters, moments, strict=True):
+    for flat, moment in moments:
         columns = [sums.column(each) for each in flat.segments]
         for each, column in zip(flat.segments, columns, strict=True):
             averaged = columns if by_bucket else [column]
@@ -240,8 +232,7 @@ class FrozenMoments(OneBitOptimizer):
 
     v̂ = v/(1-β₂ᵏ), with k updates of v before the freeze: without the correction every step after a short warm-up would be
     1/√(1-β₂ᵏ) times too long. DeepSpeed's rule has neither v̂ nor m̂ and does not bound v. Elements without a gradient in
-    the warm-up never move afterwards, as with the masks that users of DeepSpeed write by hand.
-    """
+    the warm-up never move afterwards, as with the masks that users of DeepSpeed write by hand."""
 
     _base: Optimizer  # the warm-up's optimizer; its states `exp_avg` and `exp_avg_sq` are the moments
 
@@ -347,8 +338,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     u_i/S has the unit of gradients, so errors of the sign compression stay valid when the warm-up ends. x is recomputed
     from values that are equal on all ranks: subtracting each rank's local steps would leave replicas apart by rounding.
-    Between exchanges replicas differ in x_i, m_i and u_i; checkpoints contain those of each replica.
-    """
+    Between exchanges replicas differ in x_i, m_i and u_i; checkpoints contain those of each replica."""
 
     from_zeros = frozenset(("local_update", "synced_param"))  # both are initialized when the warm-up ends
 

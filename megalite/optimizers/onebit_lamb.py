@@ -91,15 +91,8 @@ class OneBitLAMB(FrozenMoments):
         return not all(self._sums.read(ratios > self._unknown))
 
     def _find_sigma(self) -> None:
-        table = self._sums.zeros(2)
-        for flat in self.parameters:
-            momentum = self.state(flat.param)["exp_avg"]
-            for segment in flat.segments:
-                if segment.counts:
-                    column = self._sums.column(segment)
-                    table[0, column] += norm(momentum[segment.start : segment.stop]).square()
-                    table[1, column] += segment.stop - segment.start
-        self._sums.all_reduce(table)
+        momenta = [(flat, self.state(flat.param)["exp_avg"]) for flat in self.parameters]
+        table = self._sums.totals(momenta, lambda values: norm(values).square())
         rms = (table[0] / table[1]).sqrt()
         # The size of a tensor without momentum is unknown.
         self._sigma.copy_(torch.where(rms > 0.0, rms[rms > 0.0].mean() / rms, 1.0))
@@ -150,8 +143,7 @@ class OneBitLAMB(FrozenMoments):
     def _take_mean(self, block: Block, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Update m and v' by the mean of m_i. Return √v + eps (0 if v is 0) and m/(√v + eps), in the gradient's memory.
 
-        All operations run on one block while it is in the cache.
-        """
+        All operations run on one block while it is in the cache."""
         c = self.config
         mean, momentum, moment = map(block.of, (block.flat.grad, *self._lamb.state(block.param).values()))
         known = moment.sign()
@@ -172,8 +164,7 @@ class OneBitLAMB(FrozenMoments):
             found = torch.stack(list(largest)).double() / math.sqrt(self._variance_correction)
             growth.scatter_reduce_(0, self._columns, found, "amax")
         self._sums.all_reduce(growth, op="max")
-        squares = torch.stack([self._piece_sums.add_up(norms[::2]), self._piece_sums.add_up(norms[1::2])])
-        self._sums.all_reduce(squares)
+        squares = self._piece_sums.of_pairs(norms)
         share = torch.where(squares[1] > 0.0, squares[0] / squares[1], 1.0).sqrt_().clamp_(max=1.0)
         factor = (growth * share + 1.0 - share).clamp_(*FACTOR_RANGE)
         lowest, highest = self._factor * (1.0 - FACTOR_CHANGE), self._factor * (1.0 + FACTOR_CHANGE)

@@ -26,8 +26,7 @@ class LossScaler:
 
     Learning rate and weight decay do not advance in a skipped step, as in Megatron-LM; `skipped_steps` and
     `skipped_samples` count their lag. `faults_in_a_row` and `overflows_in_a_row` count steps since the last good one that
-    were skipped for a reason other than the scale, and those that overflowed at the smallest scale.
-    """
+    were skipped for a reason other than the scale, and those that overflowed at the smallest scale."""
 
     def __init__(self, config: RunConfig) -> None:
         training = config.training
