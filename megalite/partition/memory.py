@@ -359,7 +359,7 @@ def fp8_layer_bytes(config: RunConfig, index: int) -> int:
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
-    """Return the most bytes of gradients being computed or reduced on a rank with these stages, beside the shards that
+    """Return the most bytes of gradients being computed or reduced on a rank with these stages, without the shards that
     it keeps. In a pipeline a backward of any stage may follow while gradients of the first are still being reduced."""
     if not (config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients):
         return 0

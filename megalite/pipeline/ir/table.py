@@ -212,10 +212,10 @@ class Table:
             {rank: position},
         )
 
-    def fail_missing(self, action: Action, remark: str, beside: int = NOWHERE) -> NoReturn:
-        """Raise the Fault of a missing action; `beside`: the index of an action to mark in the message."""
+    def fail_missing(self, action: Action, remark: str, near: int = NOWHERE) -> NoReturn:
+        """Raise the Fault of a missing action; `near`: the index of an action to mark in the message."""
         rank = self.schedule.placement[action.stage]
-        marks = {} if beside == NOWHERE else dict([self.where(beside)])
+        marks = {} if near == NOWHERE else dict([self.where(near)])
         raise Fault(f"schedule {self.schedule.name}: {action} is missing on rank {rank}{remark}", marks)
 
 

@@ -132,14 +132,12 @@ def _check_complete(table: Table) -> None:
         both = Action(Kind.B, stage, microbatch)
         at = table.at(int(table.place[CODES[Kind.B], stage, microbatch]))
         table.fail(index, f"its microbatch has a full backward too, {both} {at}; a backward is either B or I and W")
-    _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", beside=Kind.F)
-    _fail_first_missing(table, Kind.I, weight & ~inner, " (its W exists)", beside=Kind.W)
-    _fail_first_missing(table, Kind.W, inner & ~weight, " (its I exists)", beside=Kind.I)
+    _fail_first_missing(table, Kind.B, ~(whole | inner | weight), " (or its halves, I and W)", near=Kind.F)
+    _fail_first_missing(table, Kind.I, weight & ~inner, " (its W exists)", near=Kind.W)
+    _fail_first_missing(table, Kind.W, inner & ~weight, " (its I exists)", near=Kind.I)
 
 
-def _fail_first_missing(
-    table: Table, kind: Kind, missing: BoolArray, remark: str, *, beside: Kind | None = None
-) -> None:
+def _fail_first_missing(table: Table, kind: Kind, missing: BoolArray, remark: str, *, near: Kind | None = None) -> None:
     if not missing.any():
         return
     stage, microbatch = (int(cell[0]) for cell in np.nonzero(missing))
@@ -148,7 +146,7 @@ def _fail_first_missing(
         # A microbatch with very few actions is most likely a wrong number in one cell.
         places = ", ".join(f"{table.action(int(index))} {table.at(int(index))}" for index in found[:3])
         remark += f"; microbatch {microbatch} has only {places}{', ...' if len(found) > 3 else ''}"
-    shown = NOWHERE if beside is None else int(table.place[CODES[beside], stage, microbatch])
+    shown = NOWHERE if near is None else int(table.place[CODES[near], stage, microbatch])
     table.fail_missing(Action(kind, stage, microbatch), remark, shown)
 
 
