@@ -189,9 +189,8 @@ switches and names that nothing here uses |
     --enable-experimental --tokenizer-metadata= --trust-remote-code --chat-template= --DDP-impl= --export-model-type=
     --export-te-mcore-model --export-default-te-spec --export-force-local-attention --modelopt-enabled
 belongs to a feature that is refused |
-    --mtp-hybrid-override-pattern= --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim=
-    --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads= --dsa-indexer-n-heads=
-    --dsa-indexer-head-dim= --dsa-indexer-topk= --dsa-indexer-topk-freq= --dsa-indexer-skip-topk-offset=
+    --mtp-hybrid-override-pattern= --dsa-indexer-n-heads= --dsa-indexer-head-dim= --dsa-indexer-topk=
+    --dsa-indexer-topk-freq= --dsa-indexer-skip-topk-offset=
     --dsa-indexer-loss-coeff= --dsa-indexer-use-sparse-loss --dsa-kernel-backend= --dsa-indexer-rope-interleaved
     --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
     --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32
@@ -260,7 +259,7 @@ settings of BERT, T5, retrieval, vision and Mamba models |
 """
 _REFUSED = r"""
 this kind of attention is not supported; use attention with --num-query-groups |
-    --experimental-attention-variant= --attention-output-gate --use-kitchen-attention --qk-l2-norm --export-qk-l2-norm
+    --use-kitchen-attention --qk-l2-norm --export-qk-l2-norm
 layers of other kinds are not supported; all layers are attention and an MLP |
     --spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
     --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=

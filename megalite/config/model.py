@@ -21,7 +21,7 @@ TRAINING_FIELDS = frozenset(
 differ in them, and other checkpoint formats need not store them."""
 
 
-LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq")
+LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
 """Settings that take one number n (every n-th layer) or a 0 or 1 for each layer."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -29,6 +29,12 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Sizes that only `multi_latent_attention` uses."""
+
+LINEAR_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Sizes of the layers of `linear_attention_freq`."""
 
 
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
@@ -46,7 +52,7 @@ def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[s
 def _every(frequency: list[int], index: int, *, listed: int) -> bool:
     """Return whether layer `index` is an n-th layer (one number n), or has the value `listed` (a list of all
     layers)."""
-    return (index + 1) % max(frequency[0], 1) == 0 if len(frequency) == 1 else frequency[index] == listed
+    return (index + 1) % max(frequency[0], 1) == 0 if len(frequency) == 1 else frequency[index : index + 1] == [listed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +156,22 @@ class ModelConfig:
     """Channels with RoPE of each head's query, and of the key that all heads share."""
     v_head_dim: int = option(128, at_least=1, below=2**24)
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
+    attention_output_gate: bool = option(False)
+    """Multiply attention by a sigmoid gate of each channel, which is projected with the queries."""
+    experimental_attention_variant: str | None = option(None, choices=("gated_delta_net",))
+    """Linear attention in the layers of linear_attention_freq: gated_delta_net (arXiv 2412.06464)."""
+    linear_attention_freq: list[int] | None = option(None, at_least=0, below=10_000)
+    """Layers with softmax attention: every n-th, or a list with 1 (linear) or 0 (softmax) per layer."""
+    linear_conv_kernel_dim: int = option(4, at_least=1, below=1024)
+    """Tokens that the causal convolution of linear attention reads, including the token itself."""
+    linear_key_head_dim: int = option(128, at_least=1, below=2**24)
+    """Size of a query and key head of linear attention."""
+    linear_value_head_dim: int = option(128, at_least=1, below=2**24)
+    """Size of a value head of linear attention."""
+    linear_num_key_heads: int = option(16, at_least=1, below=2**24)
+    """Query and key heads of linear attention."""
+    linear_num_value_heads: int = option(32, at_least=1, below=2**24)
+    """Value heads of linear attention; a multiple of linear_num_key_heads."""
     pre_norms: bool = option(True)
     """Normalize the input of attention and of the MLP."""
     post_norms: bool = option(False)
@@ -270,9 +292,28 @@ class ModelConfig:
             return self.num_attention_heads
         return self.num_query_groups
 
+    @property
+    def group_heads(self) -> int:
+        """Heads in the rows of qkv of one key/value head: its queries, their gates if there are any, key and value."""
+        return self.num_attention_heads // self.query_groups * (1 + self.attention_output_gate) + 2
+
+    @property
+    def linear_channels(self) -> tuple[int, int]:
+        """Channels of a layer with linear attention: those with a convolution, and all that are projected."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        return 2 * keys + values, 2 * keys + 2 * values + 2 * self.linear_num_value_heads
+
+    def is_linear_layer(self, index: int) -> bool:
+        """Return whether layer `index` of the whole model has linear attention; MTP layers equal the last layer."""
+        frequency = self.linear_attention_freq
+        return frequency is not None and not _every(frequency, min(index, self.num_layers - 1), listed=0)
+
     def has_window(self, index: int) -> bool:
         """Return whether layer `index` of the whole model uses the sliding window; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
+        if self.is_linear_layer(index):
+            return False
         if self.sliding_window is None or self.window_attn_skip_freq is None:
             return self.sliding_window is not None
         return not _every(self.window_attn_skip_freq, index, listed=0)
@@ -280,6 +321,8 @@ class ModelConfig:
     def has_rope(self, index: int) -> bool:
         """Return whether layer `index` of the whole model has RoPE; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
+        if self.is_linear_layer(index):
+            return False
         if self.position_embedding_type != "rope" or self.no_rope_freq is None:
             return self.position_embedding_type == "rope"
         return not _every(self.no_rope_freq, index, listed=1)

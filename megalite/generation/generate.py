@@ -135,8 +135,9 @@ def _step(chain: Chain, batch: Batch, sampling: Sampling) -> None:
     x = batch.tokens(stage.device) if chain.is_first else chain.receive_activations(width, len(batch.rows))
     wanted = None
     if batch.is_new:
-        context = stage.generation_context(width)
-        wanted = torch.tensor([len(row.prompt) - 1 for row in batch.rows], device=stage.device)
+        lengths = [len(row.prompt) for row in batch.rows]
+        context = stage.generation_context(width, lengths)
+        wanted = torch.tensor(lengths, device=stage.device) - 1
     else:
         context = stage.next_token_context(batch.lengths)
     with torch.inference_mode():  # skips version counters and view tracking, which saves CPU time

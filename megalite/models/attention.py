@@ -153,7 +153,7 @@ class Attention(AttentionCore):
 
     Rows of `qkv` are ordered by group: its queries, its key, its value. With fewer groups than tp ranks, several ranks
     share a group and each has a part of its queries (`SharedHeads`). If the exchange of heads over cp (`a2a`) needs
-    more key heads than a rank has, they are repeated.
+    more key heads than a rank has, they are repeated. With an output gate, the gates of a group follow its queries.
     """
 
     def __init__(
@@ -173,10 +173,13 @@ class Attention(AttentionCore):
         self._shared: Callable[[Tensor], Tensor] | None = None
         if config.query_groups < factory.tp.size:
             self._shared = SharedHeads(
-                factory.tp, queries=queries, groups=config.query_groups, head_size=config.head_size
+                *(factory.tp, config.query_groups, config.head_size),
+                queries=queries,
+                gated=config.attention_output_gate,
             )
         self.repeats = max(1, self.cp_heads.size // self.groups)
-        rows = config.query_groups * (queries + 2) * self.head_size
+        self.gated = config.attention_output_gate
+        rows = config.query_groups * config.group_heads * self.head_size
         self.qkv = ColumnParallelLinear(
             f"{name}.qkv",
             (rows, config.hidden_size),
@@ -215,20 +218,31 @@ class Attention(AttentionCore):
         """
         if not self.windowed and context.full is not None:
             context = context.full
-        q, k, v = self._in_qkv(self._heads, x, context, cache)
+        q, k, v, gate = self._in_qkv(self._heads, x, context, cache)
         mixed = self._in_core(self.core, q, k, v, context).permute(2, 0, 1, 3)
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.exchange_spans(context))
-        return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
+        return self._in_proj(self._out, mixed, gate, add_late_bias)
 
-    def _heads(self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the core's inputs: queries [b, heads, s, d], keys and values [b, groups, s, d]."""
+    def _out(self, mixed: Tensor, gate: Tensor | None, add_late_bias: bool) -> Tensor:
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
+
+    def _heads(
+        self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the core's inputs: queries [b, heads, s, d], keys and values [b, groups, s, d]; and the gates or None."""
         rope = context.rope if self.has_rope else None
         qkv = self.qkv(x)
         if self._shared is not None:
             qkv = self._shared(qkv)
         s, b = qkv.shape[:2]
-        qkv = qkv.view(s * b, self.groups, self.queries + 2, self.head_size)
+        gate: Tensor | None = None
+        qkv = qkv.view(s * b, self.groups, -1, self.head_size)
+        if self.gated:
+            queries, gate, keys = qkv.split((self.queries, self.queries, 2), dim=2)
+            qkv, gate = torch.cat((queries, keys), dim=2), gate.reshape(s, b, -1, self.head_size)
         if self.q_norm is None and self.plain_rope and rope is not None and context.next_tokens is not None:
             # With few tokens, one call that needlessly rotates the values too is faster than a second call for keys.
             rotated = self._rope(qkv.view(s, b, -1, self.head_size), *rope).view_as(qkv)
@@ -261,7 +275,7 @@ class Attention(AttentionCore):
                 cache.fill(self.name, k, v)
             else:
                 k, v = cache.append(self.name, k, v, context.next_tokens)
-        return q, k, v
+        return q, k, v, gate
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply RoPE to the first `rotary_size` channels of queries or keys.

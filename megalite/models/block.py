@@ -50,7 +50,9 @@ class Block(Module):
         if config.pre_norms:
             self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
         attention: Any = Attention
-        if config.multi_latent_attention:
+        if config.is_linear_layer(index):
+            attention = imported("megalite.models.gated_delta:GatedDeltaNet")
+        elif config.multi_latent_attention:
             attention = imported("megalite.models.latent_attention:LatentAttention")
         self.attention = attention(
             f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index

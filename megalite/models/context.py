@@ -138,7 +138,8 @@ class NextTokens:
 
 
 class KeyValueCache:
-    """Keys and values [b, groups/tp, capacity, d] of each attention layer; each row fills the first columns.
+    """Keys and values [b, groups/tp, capacity, d] of each attention layer; each row fills the first columns. Layers with
+    linear attention have a state of constant size instead.
 
     A full cache doubles, so each token is copied at most once on average, up to `limit` tokens per row. Unused columns
     are zero: their attention weight is 0, but 0 · NaN would be NaN.
@@ -171,6 +172,13 @@ class KeyValueCache:
                 rows = torch.arange(tensor.shape[0], device=tensor.device)
                 entry[rows, :, new.positions] = tensor[:, :, 0]
         return keys[:, :, new.first : new.stop], values[:, :, new.first : new.stop]
+
+    def state(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the last tokens and the state of a layer with linear attention, both [b, ...]."""
+        return self._entries[name]
+
+    def set_state(self, name: str, last: Tensor, state: Tensor) -> None:
+        self._entries[name] = last, state
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
@@ -209,6 +217,7 @@ class ForwardContext:
     auxiliary: AuxiliaryLosses | None = None  # collects auxiliary losses; None in evaluation
     generating: bool = False
     next_tokens: NextTokens | None = None  # set if the rows are one new token each, after cached tokens
+    lengths: Tensor | None = None  # tokens of each row before its padding, int64 [b], if tokens follow; None: all
     full: "ForwardContext | None" = None  # context of layers without a window if others have one; None: this one
     row_counts: dict[int, Any] | None = None  # MoE layer -> counts to reuse in recomputation; None: no recomputation
 

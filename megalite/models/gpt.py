@@ -267,11 +267,15 @@ class GPTStage(Module):
             row_counts=row_counts,
         )
 
-    def generation_context(self, length: int) -> ForwardContext:
-        """Build the context of the first `length` tokens of texts that may get longer; no dropout; cp must be 1."""
+    def generation_context(self, length: int, lengths: Sequence[int] | None = None) -> ForwardContext:
+        """Build the context of the first `length` tokens of texts that may get longer; no dropout; cp must be 1.
+
+        `lengths`: tokens of each row before its padding, if the next tokens will be generated; None: unknown.
+        """
         positions = torch.arange(length, device=self.device)
         visibility = Visibility(window=self._window(length))
         places: dict[str, Any] = {"spans": (((0, length),),), "positions": positions, "position_ids": positions}
+        places["lengths"] = None if lengths is None else torch.tensor(lengths, device=self.device)
         return self._build_context(length, seq_length=length, **places, visibility=visibility, generating=True)
 
     def next_token_context(self, lengths: Sequence[int]) -> ForwardContext:

@@ -18,7 +18,7 @@ from megalite.config.model import BLOCKS, BlockFacts, ModelConfig
 from megalite.config.optimizer import OPTIMIZERS, OptimizerConfig, parse_lr_multipliers
 from megalite.config.run import RunConfig, cache_by_object
 
-Init = Literal["normal", "residual", "zeros", "ones"]
+Init = Literal["normal", "residual", "zeros", "ones", "other"]
 Convention = Literal["palm", "megatron"]
 S = TypeVar("S")
 T = TypeVar("T")
@@ -32,7 +32,8 @@ class ParameterShape:
     shape: tuple[int, ...]
     shard_dim: int | None  # dimension split by tensor parallelism; None: replicated
     decay: bool  # weight decay applies (matrices); not to norms and biases
-    init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream
+    init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream;
+    # other: the layer has its own distribution
     expert: bool = False
     """Dimension 0 is the experts, split over ep; `shard_dim`, if any, is split over expert-tp ranks."""
 
@@ -53,8 +54,14 @@ class StageLayers:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
-    """Return whether the parameter is a matrix outside embedding and head; Muon orthogonalizes these."""
-    return decay and len(shape) >= 2 and name.split(".")[0] not in ("embedding", "head")
+    """Return whether the parameter is a matrix outside embedding and head; Muon orthogonalizes these. The filters of a
+    depthwise convolution are not a matrix: no sum runs over them."""
+    return (
+        decay
+        and len(shape) >= 2
+        and name.split(".")[0] not in ("embedding", "head")
+        and not name.endswith(".conv.weight")
+    )
 
 
 DECOUPLED = frozenset({"embedding.word.weight", "head.weight"})
@@ -96,7 +103,12 @@ def treatment(
 ) -> BucketTraits:
     """Return the bucket traits of a parameter, by its name."""
     model, fp8 = config.model, False
-    if config.parallel.fp8_param_gather and shard_dim is not None and decay and len(shape) > 1 and not expert:
+    if (
+        config.parallel.fp8_param_gather
+        and shard_dim is not None
+        and is_hidden_matrix(name, shape, decay=decay)
+        and not expert
+    ):
         first, index, *_ = name.split(".")
         fp8 = first == "layers" and 0 < int(index) < model.num_layers - 1
     return BucketTraits(
@@ -149,7 +161,7 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, d = model.hidden_size, model.head_size
     # Rows are grouped by key/value head (its query heads, then key, then value), so an equal split of the rows assigns
     # whole groups to each rank.
-    rows = (model.num_attention_heads + 2 * model.query_groups) * d
+    rows = model.query_groups * model.group_heads * d
     shapes = _sinks(model, prefix)
     shapes += _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
     if model.qk_norm_all_heads:
@@ -187,6 +199,21 @@ def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     shapes += _norm(model, f"{prefix}.kv_latent_norm", r) if model.qk_norm else []
     shapes.append(_matrix(f"{prefix}.kv_up.weight", (heads * (model.qk_head_dim + model.v_head_dim), r), 0))
     return shapes + _attention_out(model, prefix)
+
+
+def _linear_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    h, values, (convolved, projected) = model.hidden_size, model.linear_num_value_heads, model.linear_channels
+    conv = _matrix(f"{prefix}.conv.weight", (convolved, model.linear_conv_kernel_dim), 0, "other")
+    one = replace(_bias(f"{prefix}.dt_bias", (values,), 0), init="ones")
+    norm = ParameterShape(
+        name=f"{prefix}.norm.weight", shape=(model.linear_value_head_dim,), shard_dim=None, decay=False, init="ones"
+    )
+    return [
+        *(conv, replace(one, name=f"{prefix}.a_log", init="other"), one),
+        _matrix(f"{prefix}.in_proj.weight", (projected, h), 0),
+        norm,
+        _matrix(f"{prefix}.out.weight", (h, values * model.linear_value_head_dim), 1, "residual"),
+    ]
 
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
@@ -236,7 +263,8 @@ def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
     feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
     shapes_of_layer: list[ParameterShape] = []
-    attention = (_latent_attention if model.multi_latent_attention else _attention)(model, f"{name}.attention")
+    kind = _latent_attention if model.multi_latent_attention else _attention
+    attention = (_linear_attention if model.is_linear_layer(layer_index) else kind)(model, f"{name}.attention")
     for branch, shapes in (("attention", attention), ("mlp", feed_forward)):
         shapes_of_layer += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
         shapes_of_layer += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
@@ -314,7 +342,10 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
     palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one); a sliding window w < s
     makes that 4·w·(heads·d). megatron counts only the keys under the causal mask: s/2 on average, so half of that, or
     w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
+    Linear attention has, as in Megatron-LM, four products of each value head's state (dk·dv) with a token, in both.
     """
+    if model.is_linear_layer(layer_index):
+        return 8 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)
     flops = 2 * keys * model.num_attention_heads * (model.head_size + model.value_size)
@@ -348,7 +379,8 @@ def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
     indices = range(model.mtp_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
         return tuple(indices)
-    return tuple([(model.is_moe_layer(index), model.has_window(index), model.has_rope(index)) for index in indices])
+    facts = (model.is_moe_layer, model.has_window, model.has_rope, model.is_linear_layer)
+    return tuple([tuple([fact(index) for fact in facts]) for index in indices])
 
 
 def map_layers(model: ModelConfig, layers: Iterable[int], of: Callable[[int], T]) -> list[T]:

@@ -69,6 +69,10 @@ def attention_changes(config: RunConfig) -> Changes:
         changes |= {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
         changes["v_head_dim"] = 7 if model.v_head_dim < model.head_size else 10
         changes["q_lora_rank"] = None if model.q_lora_rank is None else 12
+    if model.linear_attention_freq is not None and model.linear_channels[0] > MAX_HIDDEN:
+        keys, shared = _up(2, p.tp * p.cp), min(2, model.linear_num_value_heads // model.linear_num_key_heads)
+        changes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * shared}
+        changes |= {"linear_key_head_dim": 6, "linear_value_head_dim": 8}
     if heads <= MAX_HEADS and model.hidden_size <= MAX_HIDDEN:
         return changes
     if heads > MAX_HEADS:

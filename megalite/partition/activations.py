@@ -58,6 +58,9 @@ def rows_per_choice(config: RunConfig, parts: int | None = None) -> float:
 def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, exact, whole = _sizes(config)
+    if model.is_linear_layer(layer_index):
+        yield from _linear_attention(config)
+        return
     queries, keys_and_values = _attention_widths(config)
     exchanged = p.cp_heads > 1
     core, training = frozenset({"core_attn"}), config.training
@@ -116,10 +119,31 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     alone = exchanged or padded or model.attention_dropout or again
     by = "attn_proj" if alone else "attn_proj core_attn"
     yield _Kept(e * model.num_attention_heads * model.value_size / p.tp, saved_by=by)
+    if model.attention_output_gate:  # the gates and the product with them
+        yield _Kept(2 * e * queries / p.tp, saved_by="attn_proj")
+    yield from _attention_end(config)
+
+
+def _attention_end(config: RunConfig) -> Iterator[_Kept]:
+    """Yield what the norm and the dropout after attention keep."""
+    model, (e, _, whole) = config.model, _sizes(config)
     if model.post_norms:
         yield _Kept(e * model.hidden_size / whole, saved_by="attn_norm")
     if model.hidden_dropout:
         yield _Kept(model.hidden_size / whole, saved_by="mlp_norm" if model.pre_norms else "")
+
+
+def _linear_attention(config: RunConfig) -> Iterator[_Kept]:
+    """Yield the inputs of the norm and of both projections. Everything between the projections is recomputed from the output of
+    the first (`_linear_core`)."""
+    model, p = config.model, config.parallel
+    e, _, whole = _sizes(config)
+    yield _Kept(e * model.hidden_size / whole, saved_by="attn_norm" if model.pre_norms else "qkv_linear")
+    if model.pre_norms:
+        yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}), "qkv_linear")
+    yield _Kept(e * model.linear_channels[1] / p.tp, saved_by="core_attn")
+    yield _Kept(e * model.linear_num_value_heads * model.linear_value_head_dim / p.tp, saved_by="attn_proj")
+    yield from _attention_end(config)
 
 
 def _latents(model: ModelConfig) -> int:
@@ -391,13 +415,16 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     e, exact, whole = _sizes(config)
     h = model.hidden_size
     queries, values = model.num_attention_heads * model.head_size, model.num_attention_heads * model.value_size
-    if model.multi_latent_attention:
+    if model.is_linear_layer(index):
+        values = model.linear_num_value_heads * model.linear_value_head_dim
+        yield h / whole + model.linear_channels[1] / p.tp
+    elif model.multi_latent_attention:
         latent, q = model.kv_lora_rank, model.q_lora_rank
         # Both down-projections share one input.
         yield (h + latent + model.qk_pos_emb_head_dim + latent + (0 if q is None else q + q)) / whole
         yield (queries + model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)) / p.tp
     else:
-        yield h / whole + (queries + 2 * model.query_groups * model.head_size) / p.tp
+        yield h / whole + model.query_groups * model.group_heads * model.head_size / p.tp
     yield values / p.tp + h
     if not model.is_moe_layer(index):
         yield from _deferred_of_mlp(config, model.ffn_size / p.tp)

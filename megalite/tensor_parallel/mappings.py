@@ -126,22 +126,25 @@ class SharedHeads:
     outputs: each receives its queries, and the group's key and value.
 
     Args:
-        queries: query heads of a group; a multiple of the `tp.size // groups` ranks that share it.
         groups: key/value heads; `tp.size` is a multiple of it.
         head_size: channels of a head.
+        queries: query heads of a group; a multiple of the `tp.size // groups` ranks that share it.
+        gated: as many gates follow the queries; a rank receives those of its queries.
     """
 
-    def __init__(self, tp: Group, *, queries: int, groups: int, head_size: int) -> None:
+    def __init__(self, tp: Group, groups: int, head_size: int, *, queries: int, gated: bool = False) -> None:
         sharing = tp.size // groups
         assert tp.size % groups == 0 and queries % sharing == 0, (tp.size, queries, groups)
-        self._tp, self._width = tp, (queries + 2) * head_size // sharing
+        before = (1 + gated) * queries * head_size  # rows before the key and the value
+        self._tp, self._width = tp, (before + 2 * head_size) // sharing
         own, first_rank = tp.rank % sharing, tp.rank - tp.rank % sharing
-        each, keys = queries // sharing * head_size, (queries * head_size, (queries + 2) * head_size)
+        each, keys = queries // sharing * head_size, (before, before + 2 * head_size)
 
         def passed(owner: int, user: int) -> list[Rows]:
-            """Return the group's rows that `owner` sends to `user`, ascending: queries, then key and value."""
+            """Return the group's rows that `owner` sends to `user`, ascending: queries, gates, key and value."""
             owned = owner * self._width, (owner + 1) * self._width
-            return [_overlap(owned, needed) for needed in ((user * each, (user + 1) * each), keys)]
+            firsts = range(user * each, before, queries * head_size)
+            return [_overlap(owned, needed) for needed in (*((first, first + each) for first in firsts), keys)]
 
         sent = [passed(own, user) for user in range(sharing)]
         self._sent = [(first - own * self._width, stop - own * self._width) for rows in sent for first, stop in rows]

@@ -329,6 +329,7 @@ class ParameterFactory:
         shard_dim: int | None = None,
         std: float | None = None,
         value: float = 0.0,
+        transform: Callable[[Tensor], Tensor] | None = None,
         decay: bool = True,
         in_sequence_region: bool = False,
         always_partial: bool = False,
@@ -340,6 +341,7 @@ class ParameterFactory:
 
         Args:
             std: draw from N(0, std²); None: fill with `value`.
+            transform: applied to the drawn numbers.
             in_sequence_region: it is applied to activations that sequence parallelism splits.
             always_partial: each tp rank computes a part of its gradient, with or without sequence parallelism.
             expert: dimension 0 is the experts, split over ep; `shard_dim` is split over expert_tp.
@@ -350,6 +352,8 @@ class ParameterFactory:
             data.fill_(value)
             if std is not None and not (data.is_meta or self.blank):  # meta tensors have no data
                 fill_normal(data, spec, dim=shard_dim or int(expert), std=std, seed=self.seed, expert=expert)
+                if transform is not None:  # in fp64: rounding must not depend on the part of the tensor
+                    data.copy_(transform(data.double()))
 
         if self.late:
             parameter = ShardedParameter(torch.empty((), dtype=self.dtype, device=self.device).expand(spec.shape))

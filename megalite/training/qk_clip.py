@@ -57,7 +57,8 @@ def _rows(model: ModelConfig, prefix: str, group: int, factor: float, alpha: flo
         yield f"{prefix}.kv_up.weight", (first, first + plain, key)
         return
     queries = model.num_attention_heads // model.query_groups * model.head_size
-    first = group * (queries + 2 * model.head_size)
+    first = group * model.group_heads * model.head_size
+    keys = first + (model.group_heads - 2) * model.head_size
     for kind in ("weight", "bias"):  # the bias may not exist
         yield f"{prefix}.qkv.{kind}", (first, first + queries, query)
-        yield f"{prefix}.qkv.{kind}", (first + queries, first + queries + model.head_size, key)
+        yield f"{prefix}.qkv.{kind}", (keys, keys + model.head_size, key)

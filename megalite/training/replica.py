@@ -272,7 +272,8 @@ class Replica:
         parallel, model = self.config.parallel, self.config.model
         if parallel.context_parallel_load_balancer == "headtail":
             return None
-        windows = [model.sliding_window if model.has_window(index) else None for index in range(model.num_layers)]
+        layers = [index for index in range(model.num_layers) if not model.is_linear_layer(index)]
+        windows = [model.sliding_window if model.has_window(index) else None for index in layers]
         return lambda length, starts: balanced_spans(length, parallel.cp, starts, tuple(windows))
 
     @property

@@ -4,7 +4,7 @@ Whether a kernel works on the device is checked when it is built."""
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
-from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS
+from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS, LINEAR_SIZES
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, divisors, owned, rules, without
 from megalite.config.run import attention_in_tiles, stage_layers
@@ -56,6 +56,7 @@ NETWORK: tuple[Check, ...] = (
             "!mup_base_hidden_size|mup_base_head_dim": "--use-mup",
             "!window_attn_skip_freq|rotary_base_local": "--sliding-window 4096",
             f"!{'|'.join(LATENT_SIZES)}": "--multi-latent-attention",
+            f"!linear_attention_freq|{'|'.join(LINEAR_SIZES)}": "--experimental-attention-variant gated_delta_net",
             "?qk_norm_all_heads": "--qk-norm",
             "!mtp_loss_scaling_factor": "--mtp-num-layers 1",
         }
@@ -109,6 +110,23 @@ NETWORK: tuple[Check, ...] = (
             "remove it": lambda c: c.multi_latent_attention and c.num_query_groups not in (None, c.num_attention_heads),
             "{!rotary_percent|rotary_interleaved|add_qkv_bias|qk_norm_all_heads} has no effect with multi_latent_attention; "
             "remove it": lambda c: c.multi_latent_attention,
+            "{?attention_output_gate} does not go with multi_latent_attention, which has no such gate; remove it": lambda c: (
+                c.multi_latent_attention
+            ),
+            "{?attention_output_gate} has no effect with {linear_attention_freq}: no layer has softmax attention; remove it": (
+                lambda c: all(map(c.is_linear_layer, range(c.num_layers)))
+            ),
+            "{experimental_attention_variant} needs the layers that have it; add --linear-attention-freq 4": lambda c: (
+                c.experimental_attention_variant is not None and c.linear_attention_freq is None
+            ),
+            "{linear_attention_freq} leaves no layer to linear attention; use e.g. --linear-attention-freq 4, or "
+            "remove it and experimental_attention_variant": lambda c: (
+                c.linear_attention_freq is not None and not any(map(c.is_linear_layer, range(c.num_layers)))
+            ),
+            "{linear_num_value_heads} is not a multiple of {linear_num_key_heads}; use --linear-num-value-heads "
+            "{=linear_num_key_heads}": lambda c: (
+                c.linear_attention_freq is not None and c.linear_num_value_heads % c.linear_num_key_heads
+            ),
             "{?qk_norm_all_heads} does not go with {normalization}; use --normalization RMSNorm": (
                 lambda c: c.qk_norm and c.normalization != "RMSNorm"
             ),
@@ -149,10 +167,10 @@ def _kernels(c: Settings) -> Findings:
 
 
 def _has_fp32_products(c: Settings) -> bool:
-    """Return whether any matrix product is in fp32; routing, Muon, SOAP and PowerSGD use fp32 with bf16 and fp16
-    too."""
+    """Return whether any matrix product is in fp32; routing, linear attention, Muon, SOAP and PowerSGD use fp32
+    with bf16 and fp16 too."""
     matrices = OPTIMIZERS.facts(c.optimizer).matrices_apart or c.grad_compression == "powersgd"
-    of_half = c.num_experts is not None or matrices
+    of_half = c.num_experts is not None or matrices or c.linear_attention_freq is not None
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 
 

@@ -294,6 +294,16 @@ def _widths(c: Settings) -> Findings:
         )
 
 
+def _linear_heads(c: Settings) -> Findings:
+    """Check the key heads of linear attention over tp and cp: every rank computes the whole sequence for some."""
+    ranks = c.tp * c.cp
+    if c.linear_attention_freq is not None and c.linear_num_key_heads % ranks:
+        yield (
+            f"{{linear_num_key_heads}} is not divisible by tp·cp = {c.tp}·{c.cp} = {ranks}, over which linear attention splits "
+            f"its heads; use tp·cp {divisors(c.linear_num_key_heads)}"
+        )
+
+
 def _vocabulary(c: Settings) -> Findings:
     if c.vocab_size is not None and c.padded_vocab_size % c.tp:
         multiple = math.lcm(c.make_vocab_size_divisible_by, c.tp)
@@ -398,4 +408,4 @@ def _commas(numbers: list[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-CUTS: tuple[Check, ...] = (_widths, _vocabulary, _sequence, _exchanged_heads, _stages)
+CUTS: tuple[Check, ...] = (_widths, _linear_heads, _vocabulary, _sequence, _exchanged_heads, _stages)

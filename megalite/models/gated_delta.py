@@ -1,0 +1,208 @@
+"""Gated DeltaNet: linear attention with a state that decays and that each token corrects (arXiv 2412.06464)."""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.kernels.attention import HALF_TYPES
+from megalite.kernels.bases import Module
+from megalite.models.context import ForwardContext, KeyValueCache, document_position_ids
+from megalite.models.norm import Norm
+from megalite.models.recompute import Recompute, recomputed
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter import ParameterFactory
+
+CHUNK = 64
+"""Tokens between two updates of the state; matrix products compute those of a chunk together."""
+
+
+class GatedDeltaNet(Module):
+    """Linear attention of one layer, split over tp by key head.
+
+    A key head has a query and a key of dk channels. It serves r value heads of dv channels, which have an output gate of
+    dv channels, a write strength and a decay. Rows of `in_proj` are ordered by key head: query, key, values, output
+    gates, strengths, decays. Queries, keys and values pass a causal depthwise convolution and SiLU; queries and keys are
+    normalized. The result of `delta_rule` is normalized per head and multiplied by SiLU of the output gates.
+
+    With context parallelism an all-to-all splits the key heads over cp instead of the sequence, whatever `cp_comm_type`.
+    The backward recomputes everything between the two projections.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        recompute: Recompute,
+        cp_comm_type: str = "p2p",
+        index: int = 0,
+    ) -> None:
+        super().__init__()
+        self.name, self.cp, saves = name, factory.cp, recompute.saves
+        self._in_qkv, self._in_core, self._in_proj = map(saves.runner, ("qkv_linear", "core_attn", "attn_proj"))
+        keys, values, taps = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
+        self.key_size, self.value_size, self.values = (
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            values // keys,
+        )
+        self.convolved = 2 * self.key_size + self.values * self.value_size
+        self.channels = self.convolved, self.values * self.value_size, self.values, self.values
+        h, std = config.hidden_size, config.hidden_std
+        rows = keys * sum(self.channels)
+        self.in_proj = ColumnParallelLinear(f"{name}.in_proj", (rows, h), std=std, bias=False, factory=factory)
+        shape = (keys * self.convolved, taps)
+        self.conv = factory.parameter(f"{name}.conv.weight", shape, shard_dim=0, std=1 / math.sqrt(3 * taps))
+        split = {"shard_dim": 0, "decay": False}
+        self.a_log = factory.parameter(f"{name}.a_log", (values,), std=1.0, transform=_log_uniform, **split)
+        self.dt_bias = factory.parameter(f"{name}.dt_bias", (values,), value=1.0, **split)
+        plain = replace(config, normalization="RMSNorm", norm_zero_centered=False)
+        self.norm = Norm(f"{name}.norm", plain, factory=factory, size=self.value_size, per_head=True)
+        shape, std = (h, values * self.value_size), std / math.sqrt(2 * config.num_layers)
+        self.out = RowParallelLinear(f"{name}.out", shape, std=std, bias=False, factory=factory)
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None, *, add_late_bias: bool = True
+    ) -> Tensor:
+        """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
+
+        Collectives, forward and backward: those of the two linear layers and two all-to-alls over cp.
+        """
+        packed = self._in_qkv(self._project, x, context)
+        if torch.is_grad_enabled():
+            mixed = self._in_core(recomputed, self._core, packed, context)
+        else:
+            mixed = self._core(packed, context, cache)
+        if self.cp.size > 1:
+            mixed = heads_to_sequence(mixed, cp=self.cp, spans=context.spans)
+        return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
+
+    def _project(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the channels of this rank's key heads over the whole sequence, [s, b, key heads, channels]."""
+        packed: Tensor = self.in_proj(x).unflatten(2, (-1, sum(self.channels)))
+        return sequence_to_heads(packed, cp=self.cp, spans=context.spans) if self.cp.size > 1 else packed
+
+    def _core(self, packed: Tensor, context: ForwardContext, cache: KeyValueCache | None = None) -> Tensor:
+        """[s, b, key heads, channels] -> [s, b, value heads, dv], in fp32 (fp64) up to the norm."""
+        exact = packed.float() if packed.dtype in HALF_TYPES else packed
+        mixed, gates, strengths, decays = exact.split(self.channels, dim=3)
+        state, offsets = None, None
+        before = mixed.new_zeros(self.conv.shape[1] - 1, *mixed.shape[1:])
+        if cache is not None and context.next_tokens is not None:
+            before, state = cache.state(self.name)
+            before = before.movedim(1, 0)
+        mixed = torch.cat((before, mixed))
+        places = torch.arange(len(packed), device=packed.device)
+        if context.visibility.document_starts is not None:
+            offsets = document_position_ids(places, context.visibility.document_starts)
+        if context.lengths is not None:  # padding neither changes the state nor lets it decay
+            padded = (places.unsqueeze(1) >= context.lengths)[..., None, None]
+            strengths, decays = strengths.masked_fill(padded, -torch.inf), decays.masked_fill(padded, -torch.inf)
+        a_log, dt_bias = (self._own(each).to(exact.dtype).view(-1, self.values) for each in (self.a_log, self.dt_bias))
+        convolved = F.silu(self._convolve(mixed, offsets)).permute(1, 2, 0, 3)
+        q, k, v = convolved.split((self.key_size, self.key_size, self.channels[1]), dim=3)
+        result, state = delta_rule(
+            *(_normalized(q) / math.sqrt(self.key_size), _normalized(k)),
+            v.unflatten(3, (self.values, -1)).transpose(2, 3),
+            strengths.sigmoid().permute(1, 2, 3, 0),
+            (-a_log.exp() * F.softplus(decays + dt_bias)).permute(1, 2, 3, 0),
+            state=state,
+            offsets=offsets,
+        )
+        if cache is not None:
+            cache.set_state(self.name, self._last(mixed, context.lengths), state)
+        normed = self.norm(result.permute(3, 0, 1, 2, 4).flatten(2, 3).to(packed.dtype))
+        return (normed * F.silu(gates.unflatten(3, (self.values, -1)).flatten(2, 3))).to(packed.dtype)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that belongs to the key heads of this cp rank."""
+        return parameter.chunk(self.cp.size)[self.cp.rank]
+
+    def _convolve(self, x: Tensor, offsets: Tensor | None) -> Tensor:
+        """Sum the last tokens' channels [taps - 1 + s, b, key heads, channels] by weight -> [s, ...], within documents."""
+        weight = self._own(self.conv).to(x.dtype).view(-1, self.convolved, self.conv.shape[1])
+        taps = weight.shape[2]
+        length = len(x) - taps + 1
+        total = x[taps - 1 :] * weight[..., -1]
+        for distance in range(1, taps):
+            first = taps - 1 - distance
+            term = x[first : first + length] * weight[..., first]
+            if offsets is not None:
+                term = term * (offsets >= distance)[..., None, None]
+            total = total + term
+        return total
+
+    def _last(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return each row's last taps - 1 tokens before its padding, [b, taps - 1, key heads, channels]."""
+        count, rows = self.conv.shape[1] - 1, torch.arange(x.shape[1], device=x.device)
+        ends = torch.full_like(rows, len(x) - count) if lengths is None else lengths
+        return x[ends.unsqueeze(1) + torch.arange(count, device=x.device), rows.unsqueeze(1)]
+
+
+def _log_uniform(normal: Tensor) -> Tensor:
+    """Map numbers of a standard normal distribution to logarithms of uniform ones from 1 to 16."""
+    return torch.log(1 + 15 * torch.special.ndtr(normal))
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strengths: Tensor,
+    decays: Tensor,
+    *,
+    state: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute o_t = S_tᵀ·q_t with S_t = exp(g_t)·S_{t-1} + β_t·k_t·(v_t - exp(g_t)·S_{t-1}ᵀ·k_t)ᵀ, by chunks.
+
+    The corrections u_t = β_t·(v_t - ...) of a chunk solve a triangular system, because each depends on the earlier ones
+    only by k_t·k_j and the decay between them.
+
+    Args:
+        q, k: [b, key heads, s, dk].
+        v: [b, key heads, r, s, dv], and β (`strengths`) and g (`decays`, at most 0) [b, key heads, r, s].
+        state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
+        offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
+
+    Returns the outputs [b, key heads, r, s, dv] and S after the last token.
+    """
+    length, size = q.shape[2], min(CHUNK, q.shape[2])
+    padding = -length % size
+    q, k = (F.pad(each, (0, 0, 0, padding)).unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))
+    v = F.pad(v, (0, 0, 0, padding)).unflatten(3, (-1, size))
+    strengths, decays = (F.pad(each, (0, padding)).unflatten(3, (-1, size)) for each in (strengths, decays))
+    since = decays.cumsum(dim=-1)  # logarithm of the decay from the chunk's start
+    places = torch.arange(size, device=q.device)
+    distances = places.unsqueeze(1) - places
+    visible = distances >= 0
+    entered, left = since.exp(), (since[..., -1:] - since).exp()  # decay of the old state, and until the chunk's end
+    if offsets is not None:
+        offsets = F.pad(offsets.t(), (0, padding)).unflatten(1, (-1, size))[:, None, None]
+        visible = visible & (distances <= offsets.unsqueeze(-1))
+        entered = entered * (offsets > places)
+        left = left * (size - 1 - places <= offsets[..., -1:])
+    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
+    system = (k @ k.mT) * between * strengths.unsqueeze(-1)
+    right = torch.cat((v, k * entered.unsqueeze(-1)), dim=-1) * strengths.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    scores = (q @ k.mT) * between
+    q, k = q * entered.unsqueeze(-1), k * left.unsqueeze(-1)
+    state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state
+    outputs = []
+    for chunk in range(v.shape[3]):
+        corrections = written[..., chunk, :, :] - read[..., chunk, :, :] @ state
+        outputs.append(q[..., chunk, :, :] @ state + scores[..., chunk, :, :] @ corrections)
+        state = state * entered[..., chunk, -1, None, None] + k[..., chunk, :, :].mT @ corrections
+    return torch.stack(outputs, dim=3).flatten(3, 4)[..., :length, :], state
