@@ -230,6 +230,7 @@ def group_sizes(config: RunConfig) -> dict[str, int]:
     dense, expert = all_replicas(config)
     return {
         "tp": p.tp,
+        "cp": p.cp,
         "cp-heads": p.cp_heads,
         "cp-keys": p.cp // p.cp_heads,
         "tp-cp": p.tp * p.cp,
@@ -279,7 +280,7 @@ class _Microbatch:
         self._attention_inputs = gathered + shared_gathered if p.sequence_parallel else []
         self._attention_again = gathered if p.sequence_parallel else []
         if model.query_groups < p.tp:  # received by ranks that share a key/value head; also sent, in the mean
-            heads = model.num_attention_heads // p.tp + 2
+            heads = model.num_attention_heads // p.tp * (1 + model.attention_output_gate) + 2
             self._share = [("tp", "all-to-all", self._tokens * heads * model.head_size * self._e)]
         self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # after experts
 
@@ -306,10 +307,14 @@ class _Microbatch:
                     yield "tp", "all-gather", self._activations
 
     def _layer(self, index: int) -> Iterator[Volume]:
-        yield from self._attention_forward()
+        yield from self._attention_forward(index)
         yield from self._feed_forward(index)
-        yield from (*self._enter, *self._attention_core(backward=True), *self._head_norms(), *self._share)
-        yield from (*self._attention_again, *self._attention_gradients)
+        yield from self._enter
+        if self._config.model.is_linear_layer(index):
+            yield from (*self._linear_core(), *self._enter, *self._leave)
+        else:
+            yield from (*self._attention_core(backward=True), *self._head_norms(), *self._share)
+            yield from (*self._attention_again, *self._attention_gradients)
         yield from self._feed_forward_backward(index)
 
     def _head(self) -> Iterator[Volume]:
@@ -359,7 +364,17 @@ class _Microbatch:
         if backward:  # gradients of keys and values, in fp32
             yield "cp-keys", "reduce-scatter" if gathers else "send", passed // self._e * self._w
 
-    def _attention_forward(self) -> list[Volume]:
+    def _linear_core(self) -> list[Volume]:
+        """Return the exchanges of heads of linear attention, in each direction."""
+        model, p = self._config.model, self._config.parallel
+        values = model.linear_num_value_heads * model.linear_value_head_dim
+        return [
+            ("cp", "all-to-all", self._tokens * width // p.tp * self._e) for width in (model.linear_channels[1], values)
+        ]
+
+    def _attention_forward(self, index: int) -> list[Volume]:
+        if self._config.model.is_linear_layer(index):
+            return [*self._enter, *self._linear_core(), *self._leave]
         core = self._attention_core(backward=False)
         return [*self._attention_inputs, *self._share, *self._head_norms(), *core, *self._leave]
 
@@ -421,16 +436,17 @@ class _Microbatch:
             for first in range(layers.start, stop, unit):
                 again: list[Volume] = []
                 for index in range(first, min(first + unit, stop)):
-                    again += [*self._attention_forward(), *self._feed_forward(index, again=True)]
+                    again += [*self._attention_forward(index), *self._feed_forward(index, again=True)]
                 exit_kept = self._config.model.hidden_dropout or self._config.model.post_norms
                 yield from again if exit_kept else _without_exit(again)
         elif training.recompute_granularity == "selective":
             for index in layers:
                 moe = self._config.model.is_moe_layer(index)
-                if "mla_up_proj" in training.recompute_modules:
+                softmax = not self._config.model.is_linear_layer(index)
+                if softmax and "mla_up_proj" in training.recompute_modules:
                     yield from self._attention_inputs
                     yield next(self._attention_core(backward=False))
-                if "core_attn" in training.recompute_modules:
+                if softmax and "core_attn" in training.recompute_modules:
                     yield from (each for each in self._attention_core(backward=False) if each[0] == "cp-keys")
                 if moe and "shared_experts" in training.recompute_modules:
                     yield from _without_exit([*self._enter, *self._leave])

@@ -226,19 +226,44 @@ def attention_projections(price: Pricing) -> PassCosts:
     if np.any(np.asarray(work.latent) > 0):
         return _latent_projections(price)
     queries, kv = work.heads * work.head_size / work.tp, 2.0 * work.groups * work.head_size / work.tp
+    gates = queries * work.output_gate
     rotated = work.tokens * (queries + kv / 2.0)
     # Ranks that share a key/value head exchange the projection's output.
-    share = price.tensor("all-to-all", work.tokens * (queries + 2.0 * work.head_size) * work.element)
+    share = price.tensor("all-to-all", work.tokens * (queries + gates + 2.0 * work.head_size) * work.element)
     share = share * (work.groups < work.tp)
     sums = price.tensor("all-reduce", 4.0 * work.tokens) * (2.0 * work.qk_norm_all_heads)
     return (
         PassCosts(share, share, Parts())
-        + price.linear(work.tokens, queries + kv, work.hidden)
+        + price.linear(work.tokens, queries + gates + kv, work.hidden)
+        + price.passes(5.0, 7.0, work.tokens * gates, 3.0) * work.output_gate
         + price.linear(work.tokens, work.hidden, queries)
         + rotation(price, rotated)
         + price.passes(2.0, 3.0, rotated, 2.0) * work.qk_norm
         + PassCosts(sums, sums, Parts())
     )
+
+
+def linear_attention(price: Pricing) -> PassCosts:
+    """Price the projections of linear attention, and what is between them in fp32: the convolution of 4 tokens, about 20
+    passes over the channels, products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
+    work, chunk = price.work, 64.0
+    heads, dv, dk = work.linear_values / work.tp, work.linear_value_size, work.linear_key_size
+    width = work.linear_channels / work.tp
+    batch = work.tokens * heads / chunk
+    core = price.passes(20.0 * work.exact, 30.0 * work.exact, work.tokens * width, 30.0)
+    core = core + price.passes(8.0 * work.exact, 10.0 * work.exact, work.tokens * heads * chunk, 6.0)
+    inside = (
+        price.gemm(chunk, dk + dv, chunk, batch, times=0.5) * 2.0 + price.gemm(chunk, chunk, dk, batch, times=0.5) * 2.0
+    )
+    across = price.gemm(chunk, dv, dk, batch, times=0.5) * 3.0
+    core = core + PassCosts(inside + across, (inside + across) * 2.0, Parts())
+    there, back = (
+        collective_seconds("all-to-all", work.tokens * each * work.element, work.cp, work.tp, price.cluster)
+        for each in (width, heads * dv)
+    )
+    exchange = PassCosts(Parts(context=there + back), Parts(context=there + back), Parts())
+    products = price.linear(work.tokens, width, work.hidden) + price.linear(work.tokens, work.hidden, heads * dv)
+    return products + core + PassCosts(Parts(), core.forward, Parts()) + exchange
 
 
 def latent_width(work: Workload) -> Number:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megalite.config.batch import microbatch_counts
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig, cache_by_object
@@ -73,6 +74,12 @@ class Workload:
     experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer
     topk: Number = _of(lambda c: c.model.moe_router_topk * rows_per_choice(c))  # experts per token, after capacity
     expert_ffn: Number = _of(lambda c: c.model.expert_ffn_size)
+    linear: Number = _of(lambda c: _linear_share(c.model))  # share of layers with linear attention
+    linear_channels: Number = _of(lambda c: c.model.linear_channels[1])  # projected for linear attention
+    linear_values: Number = _of(lambda c: c.model.linear_num_value_heads)  # its value heads
+    linear_value_size: Number = _of(lambda c: c.model.linear_value_head_dim)
+    linear_key_size: Number = _of(lambda c: c.model.linear_key_head_dim)
+    output_gate: Number = _of(lambda c: c.model.attention_output_gate)
     # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)
     tp: Number = _of(lambda c: c.parallel.tp)
@@ -139,15 +146,20 @@ def _message_share(config: RunConfig) -> float:
     return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
 
 
+def _linear_share(model: ModelConfig) -> float:
+    return sum(map(model.is_linear_layer, range(model.num_layers))) / model.num_layers
+
+
 def _keys(config: RunConfig) -> float:
-    """Return the positions that a query sees before the causal mask: s, or the window. If layers have both, return the
-    k with which the mask leaves their mean number of positions: k·(1 - k/2s)."""
+    """Return the positions that a query sees before the causal mask: s, or the window. If layers with softmax attention have
+    both, return the k with which the mask leaves their mean number of positions: k·(1 - k/2s)."""
     model, s = config.model, config.training.seq_length
     window = min(s, model.sliding_window or s)
+    layers = model.num_layers - sum(map(model.is_linear_layer, range(model.num_layers)))
     windowed = sum(map(model.has_window, range(model.num_layers)))
-    if windowed in (0, model.num_layers):
+    if windowed in (0, layers):
         return window if windowed else s
-    share = windowed / model.num_layers
+    share = windowed / layers
     seen = share * window * (1.0 - window / (2.0 * s)) + (1.0 - share) * s / 2.0
     return s * (1.0 - math.sqrt(max(1.0 - 2.0 * seen / s, 0.0)))
 

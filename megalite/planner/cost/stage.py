@@ -79,6 +79,9 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
     work = price.work
     norms = operations.norm(price, work.hidden / work.split) * work.norms
     core, projections = operations.attention_core(price), operations.attention_projections(price)
+    if np.any(np.asarray(work.linear) > 0):  # layers are priced by their mean
+        core, softmax = core * (1.0 - work.linear), projections * (1.0 - work.linear)
+        projections = softmax + operations.linear_attention(price) * work.linear
     entering = operations.latent_width(work) if np.any(np.asarray(work.latent) > 0) else None
     communication = price.block_communication(projections.weight_gradient, entering)
     total = norms + core + projections + communication + operations.residual(price) * 2.0
@@ -107,7 +110,7 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         whole = total.forward + last * (-early * (1.0 - work.hidden_dropout))
     if np.any(np.asarray(work.recompute_up) > 0):
         up = operations.latent_up(price).forward + price.enter(operations.latent_width(work))
-        again = again + up * work.recompute_up
+        again = again + up * (work.recompute_up * (1.0 - work.linear))
     again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
     again = again * (1.0 - work.recompute_full) + whole * work.recompute_full
     return total, again

@@ -5,9 +5,9 @@ per rank and moment that may need most memory) times the bytes of each (the shar
 single config computes both, once per distinct case; a product of two small matrices gives all layouts.
 
 The result is exact if all stages of a rank are equal. Otherwise these may differ: the moment of the peak, rounding, the
-cut of unequal layers over chunks; with zero-2 and fully-sharded, bucket padding and the stage with the largest buckets;
-with soap, the rank with most matrices; with offload, visiting states and layers that are back beside a head. The best
-layouts are sized again exactly.
+cut of unequal layers over chunks; the places of layers with linear attention; with zero-2 and fully-sharded, bucket
+padding and the stage with the largest buckets; with soap, the rank with most matrices; with offload, visiting states and
+layers that are back beside a head. The best layouts are sized again exactly.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -108,7 +108,10 @@ class Sizer:
 
         def sizes(place: int) -> list[float]:
             config = self.of_share(shares, place)
-            kept = [0 if index is None else fp8_layer_bytes(config, index) for index in self._examples()]
+            kept = [
+                sum(share * fp8_layer_bytes(config, index) for index, share in examples)
+                for examples in self._examples()
+            ]
             return [*kept, *(-fp8_layer_bytes(config, index) for index in (0, config.model.num_layers - 1))]
 
         parts = shares.dp * shares.cp // shares.dp_instances
@@ -132,24 +135,28 @@ class Sizer:
         return np.array(found, dtype=np.float64)[of_kind]
 
     @cached_property
-    def _classes(self) -> tuple[list[list[tuple[int, ParameterShape]]], list[ParameterShape]]:
-        """List the tensors of dense layer, expert layer, embedding, head and copy with their class; one of each class."""
+    def _classes(self) -> tuple[list[list[tuple[int, ParameterShape, float]]], list[ParameterShape]]:
+        """List the tensors of dense layer, expert layer, embedding, head and copy with their class and share; one of each
+        class."""
         model = self.config.model
-        layers = [[] if index is None else layer_shapes(model, index) for index in self._examples()]
+        layers = [
+            [(shape, share) for index, share in each for shape in layer_shapes(model, index)]
+            for each in self._examples()
+        ]
         embedding = embedding_shapes(model)
         copy = embedding[:1] if needs_copy(model) else []
         classes: dict[tuple[object, ...], int] = {}
         examples: list[ParameterShape] = []
-        parts = []
-        for shapes in (*layers, embedding, head_shapes(model), copy):
-            keys = [
-                (shape.expert, moment_widths(self.config, shape), square_width(self.config, shape)) for shape in shapes
-            ]
-            for key, shape in zip(keys, shapes):
+        parts: list[list[tuple[int, ParameterShape, float]]] = []
+        ends = ([(shape, 1.0) for shape in shapes] for shapes in (embedding, head_shapes(model), copy))
+        for tensors in (*layers, *ends):
+            parts.append([])
+            for shape, share in tensors:
+                key = shape.expert, moment_widths(self.config, shape), square_width(self.config, shape)
                 if key not in classes:
                     classes[key] = len(classes)
                     examples.append(shape)
-            parts.append([(classes[key], shape) for key, shape in zip(keys, shapes)])
+                parts[-1].append((classes[key], shape, share))
         return parts, examples
 
     def _local(self, shares: Shares) -> Floats:
@@ -160,8 +167,8 @@ class Sizer:
             config = self.of_share(shares, place)
             local = np.zeros((len(parts), len(classes)))
             for part, tensors in enumerate(parts):
-                for column, shape in tensors:
-                    local[part, column] += local_size(shape, config)
+                for column, shape, share in tensors:
+                    local[part, column] += share * local_size(shape, config)
             return local
 
         return self.by_kind("local", (shares.tp, shares.ep), sizes)
@@ -182,10 +189,11 @@ class Sizer:
     def _one_sequence(self, shares: Shares, place: int, cp: int) -> list[float]:
         config = self.of_share(shares, place, micro_batch_size=1, cp=cp)
         embedding, head = _plan(0, layers=0, embedding=True), _plan(0, layers=0, head=True)
-        plans = [None if index is None else _plan(index) for index in self._examples()]
-        active = [0 if plan is None else layer_activation_bytes(config, plan.first_layer) for plan in plans]
-        deferred = [0 if plan is None else deferred_bytes(config, plan) for plan in plans]
-        workspace = [0 if plan is None else recompute_workspace_bytes(config, plan) for plan in plans]
+        layers = self._examples()
+        active = [sum(share * layer_activation_bytes(config, index) for index, share in each) for each in layers]
+        deferred = [sum(share * deferred_bytes(config, _plan(index)) for index, share in each) for each in layers]
+        workspaces = ((recompute_workspace_bytes(config, _plan(index)) for index, _ in each) for each in layers)
+        workspace = [max(each, default=0) for each in workspaces]
         ends = [stage_activation_bytes(config, plan) for plan in (embedding, head)]
         entering = layer_activation_bytes(config, granularity="full")
         waiting = [*deferred, deferred_bytes(config, head)]
@@ -200,7 +208,7 @@ class Sizer:
         if not len(places):
             return
         some, model = shares.take(places), self.config.model
-        present = [kind for kind, index in enumerate(self._examples()) if index is not None]
+        present = [kind for kind, examples in enumerate(self._examples()) if examples]
         per_layer = self._local(some)[:, present].sum(2).min(1)
         # Three kinds of buckets are open at once; a quarter more is in flight.
         several = 3 + 3 * self.config.parallel.ddp_bucket_size // per_layer
@@ -231,11 +239,16 @@ class Sizer:
         over = shares.tp if etp is None else np.full_like(shares.tp, etp)
         return shares.tp * shares.cp * shares.dp // (over * shares.ep * shares.dp_instances)
 
-    def _examples(self) -> tuple[int | None, int | None]:
-        """Return the index of a layer with a dense MLP and of one with experts; None if there is none."""
-        model = self.config.model
-        moe = [model.is_moe_layer(index) for index in range(model.num_layers)]
-        return tuple(moe.index(kind) if kind in moe else None for kind in (False, True))  # type: ignore[return-value]
+    def _examples(self) -> list[list[tuple[int, float]]]:
+        """Return the layers that stand for those with a dense MLP and for those with experts: one with softmax and one with
+        linear attention, with their shares, as far as there are such layers."""
+        model, found = self.config.model, []
+        for moe in (False, True):
+            layers = [index for index in range(model.num_layers) if model.is_moe_layer(index) == moe]
+            linear = list(map(model.is_linear_layer, layers))
+            kinds = [kind for kind in (False, True) if kind in linear]
+            found.append([(layers[linear.index(kind)], linear.count(kind) / len(layers)) for kind in kinds])
+        return found
 
     def of_share(self, shares: Shares, place: int, **changed: int) -> RunConfig:
         """Return the config of a share; callers pass the stages, so pipeline settings do not matter."""
