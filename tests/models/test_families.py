@@ -211,11 +211,13 @@ def all_float64() -> Iterator[None]:
 def their_model(family: Family) -> Any:
     """Build the transformers model with weights large enough that every part affects the logits."""
     # From where it lives: an import from the top of the package reads every model that there is.
-    small = re.sub("(?<=[a-z0-9])(moe|lite|oss|m2|v[23])$", r"_\1", family.kind.lower().replace("moelite", "_moelite"))
+    small = re.sub(
+        "(?<=[a-z0-9])(moe|lite|oss|m2|v[23]|next)$", r"_\1", family.kind.lower().replace("moelite", "_moelite")
+    )
     folder = f"transformers.models.{small}"
     config_class = getattr(
         importlib.import_module(f"{folder}.configuration_{small}"),
-        "Gemma3TextConfig" if family.kind == "Gemma3" else f"{family.kind}Config",
+        f"{family.kind}{'Text' * (family.kind in ('Gemma3', 'Qwen3_5', 'Qwen3_5Moe'))}Config",
     )
     name = "GPT2LMHeadModel" if family.kind == "GPT2" else f"{family.kind}ForCausalLM"
     model_class = getattr(importlib.import_module(f"{folder}.modeling_{small}"), name)

@@ -13,6 +13,7 @@ from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import (
     GEMMA,
     GPT2,
+    QWEN_NEXT,
     DeepSeek,
     Exaone4,
     Gemma,
@@ -20,6 +21,7 @@ from megalite.conversion.huggingface.variants import (
     GptOssExperts,
     MiniMaxM2,
     Olmo3,
+    Qwen3Next,
     SmolLM3,
 )
 from megalite.conversion.weights import ConversionError
@@ -52,6 +54,15 @@ _QWEN: dict[str, Any] = {
     "window_from": 28,
     "mixed": True,
 }
+_QWEN_NEXT: dict[str, Any] = {
+    "max_positions": 32768,
+    "key_value_heads": 2,
+    "head_size": 256,
+    "attention_bias": True,
+    "qk_norm": True,
+    "partial_rotary": 0.25,
+    "fixed": QWEN_NEXT,
+}
 _GLM: dict[str, Any] = {
     "max_positions": 131072,
     "norm_epsilon": 1.5625e-7,
@@ -62,6 +73,9 @@ _GLM: dict[str, Any] = {
     "partial_rotary": 0.5,
     "fused_mlp": True,
 }
+
+
+_QWEN_EXPERTS: dict[str, Any] = {"width": 512, "shared": ("shared_expert_intermediate_size", 512), "shared_gate": True}
 
 
 def _routed(*, count: int | None, shared: int | None, **more: Any) -> ExpertKeys:
@@ -281,6 +295,20 @@ _ALL = (
         experts=_routed(count=64, topk=4, width=1536, shared=1, scaling=1.8, dense="mlp_layer_types"),
         mtp=True,
     ),
+    Qwen3Next(
+        *("qwen3_next", "Qwen3NextForCausalLM"),
+        **_QWEN_NEXT,
+        fused_linear=True,
+        experts=ExpertKeys(
+            count=("num_experts", 512), topk=10, normalises=True, dense="decoder_sparse_step", **_QWEN_EXPERTS
+        ),
+    ),
+    Qwen3Next("qwen3_5_text", "Qwen3_5ForCausalLM", **_QWEN_NEXT | {"key_value_heads": 4}),
+    Qwen3Next(
+        *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+        **_QWEN_NEXT,
+        experts=ExpertKeys(count=("num_experts", 256), topk=8, **_QWEN_EXPERTS),
+    ),
 )
 SAME = {"kimi_k2": "deepseek_v3"}
 """model_type of published folders -> the family that has this architecture."""
@@ -341,6 +369,8 @@ def _normal_form(values: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"softmax_scale": model.softmax_scale or model.head_size**-0.5}
     found["window_attn_skip_freq"] = windows if len(set(windows)) > 1 else None
     found["no_rope_freq"] = None if all(ropes) else [1 - one for one in ropes]
+    linear = [int(model.is_linear_layer(index)) for index in range(model.num_layers)]
+    found["linear_attention_freq"] = linear if any(linear) else None
     if not any(windows):
         found |= {"sliding_window": None, "rotary_base_local": None}
     if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:

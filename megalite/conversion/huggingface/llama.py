@@ -220,7 +220,7 @@ class LlamaLike(Family):
                 yield from _mtp_pieces(model, there, here, write=present is None)
             if model.pre_norms:
                 yield WeightPiece(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (h,))
-            yield from self.attention_pieces(model, f"{there}.self_attn", f"{here}.attention")
+            yield from self.mixer_pieces(model, i, there, f"{here}.attention")
             if model.post_norms:
                 yield WeightPiece(
                     f"{there}.{self.sandwich[0]}_layernorm.weight", f"{here}.attention_post_norm.weight", (h,)
@@ -238,21 +238,28 @@ class LlamaLike(Family):
         if not model.tie_embeddings:
             yield WeightPiece(head, "head.weight", rows, vocabulary)
 
+    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
+        """Yield the tensors of a layer's attention."""
+        yield from self.attention_pieces(model, f"{layer}.self_attn", here)
+
     def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[WeightPiece]:
-        h, d, groups = model.hidden_size, model.head_size, model.query_groups
-        queries = model.num_attention_heads // groups
-        # Ranges of the query heads, the key and the value in each of our groups of rows.
-        parts = {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+        h, d, groups, width = model.hidden_size, model.head_size, model.query_groups, model.group_heads
+        queries, key = model.num_attention_heads // groups, width - 2
+        # Ranges of the query heads (with their gates), the key and the value in each of our groups of rows.
+        parts = {"q": (0, key), "k": (key, key + 1), "v": (key + 1, width)}
 
         def rows(first: int, last: int) -> View:
-            return lambda ours: ours.unflatten(0, (groups, queries + 2, d))[:, first:last]
+            # Each of their heads has its query and then its gate.
+            gated: View = lambda part: part.unflatten(1, (2, queries)).transpose(1, 2)  # noqa: E731
+            order = gated if last - first > queries else whole
+            return lambda ours: order(ours.unflatten(0, (groups, width, d))[:, first:last])
 
         if model.softmax_type == "learnable":
             yield WeightPiece(f"{there}.sinks", f"{here}.sinks", (model.num_attention_heads,))
         kinds = ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",)
         for kind in kinds:
             if self.fused_qkv:
-                size = groups * (queries + 2) * d
+                size = groups * width * d
                 views = [rows(first, last) for first, last in parts.values()]
                 shape = (size, h) if kind == "weight" else (size,)
                 yield WeightPiece(f"{there}.qkv_proj.{kind}", f"{here}.qkv.{kind}", shape, views[0], tuple(views[1:]))
@@ -282,7 +289,10 @@ def layers_without(have: list[bool], *, listed: int) -> list[int] | None:
 
 def layer_kinds(model: ModelConfig) -> list[str]:
     """Return `layer_types` of config.json."""
-    return [LAYER_KINDS[model.has_window(index)] for index in range(model.num_layers)]
+    return [
+        "linear_attention" if model.is_linear_layer(index) else LAYER_KINDS[model.has_window(index)]
+        for index in range(model.num_layers)
+    ]
 
 
 def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> Iterator[WeightPiece]:

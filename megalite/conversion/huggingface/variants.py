@@ -1,15 +1,17 @@
-"""Map GPT-2, and the differences of DeepSeek, Gemma, OLMo 3, SmolLM3, EXAONE 4, MiniMax-M2 and gpt-oss from Llama."""
+"""Map GPT-2, and the differences of DeepSeek, Gemma, OLMo 3, SmolLM3, EXAONE 4, MiniMax-M2, gpt-oss and Qwen3-Next from
+Llama."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import LINEAR_SIZES, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, split_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.llama import Family, LlamaLike, layers_without
+from megalite.conversion.huggingface.llama import Family, LlamaLike, layer_kinds, layers_without
 from megalite.conversion.huggingface.quantized import PACKED, packed_shape
 from megalite.conversion.weights import View, WeightPiece, first_rows, whole
 
@@ -319,3 +321,82 @@ class GptOssExperts(ExpertKeys):
             f"{there}.gate_up_proj_bias", f"{here}.experts.up.bias", (experts, 2 * f), lambda bias: bias.transpose(1, 2)
         )
         yield WeightPiece(f"{there}.down_proj_bias", f"{here}.experts.down.bias", (experts, h))
+
+
+QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
+    {"norm_zero_centered": True, "attention_output_gate": True}
+)  # settings of Qwen3-Next and Qwen3.5
+_KINDS = ("full_attention", "linear_attention")
+_LINEAR_SIZES = dict(zip(LINEAR_SIZES, (4, 128, 128, 16, 32), strict=True))  # their defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Next(LlamaLike):
+    """Qwen3-Next and Qwen3.5's text model: most layers have linear attention, the others an output gate."""
+
+    buffers = re.compile(r"mtp\..*")  # layers of multi-token prediction, which transformers does not read either
+    fused_linear: bool = False  # linear attention's projections are two tensors, ordered by key head
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        layers, kinds = file.layers("num_hidden_layers"), file.values.get("layer_types")
+        if kinds is None:
+            every = file.integer("full_attention_interval", 4)
+            kinds = [_KINDS[(index + 1) % every != 0] for index in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
+            raise file.fault(
+                f"layer_types is {str(kinds)[:60]}; it must be {' or '.join(_KINDS)} for each of {layers} layers"
+            )
+        values = {name: value for name, value in file.values.items() if name != "layer_types"}
+        if self.experts is not None:  # files without dense layers have no width for them
+            values.setdefault("intermediate_size", values.get("moe_intermediate_size", self.experts.width))
+        settings = super()._settings(ModelFile(values, file.where), positions)
+        linear = [kind == _KINDS[True] for kind in kinds]
+        if any(linear):
+            settings |= {name: file.integer(name, default) for name, default in _LINEAR_SIZES.items()}
+            settings["experimental_attention_variant"] = "gated_delta_net"
+            settings["linear_attention_freq"] = layers_without(linear, listed=0) or [1] * layers
+        return settings
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        values = super().write(model, seq_length) | {name: getattr(model, name) for name in _LINEAR_SIZES}
+        return values | {"layer_types": layer_kinds(model)}
+
+    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
+        if not model.is_linear_layer(index):
+            yield from super().mixer_pieces(model, index, layer, here)
+            return
+        h, heads, values, (convolved, _projected) = (
+            model.hidden_size,
+            model.linear_num_key_heads,
+            model.linear_num_value_heads,
+            model.linear_channels,
+        )
+        there, key, value = (
+            f"{layer}.linear_attn",
+            model.linear_key_head_dim,
+            values // heads * model.linear_value_head_dim,
+        )
+        # Ends of a key head's channels: query, key, values, output gates, strengths and decays.
+        ends = list(itertools.accumulate((key, key, value, value, values // heads, values // heads), initial=0))
+
+        def rows(first: int, last: int) -> View:
+            return lambda ours: ours.unflatten(0, (heads, -1))[:, ends[first] : ends[last]]
+
+        shape = (convolved, 1, model.linear_conv_kernel_dim)
+        # Theirs has the channels of all queries, all keys and all values.
+        split = rows(0, 1), (rows(1, 2), rows(2, 3))
+        yield WeightPiece(f"{there}.conv1d.weight", f"{here}.conv.weight", shape, *split)
+        yield WeightPiece(f"{there}.A_log", f"{here}.a_log", (values,))
+        yield WeightPiece(f"{there}.dt_bias", f"{here}.dt_bias", (values,))
+        if self.fused_linear:
+            parts: dict[str, tuple[int, Any]] = {
+                "qkvz": (convolved + heads * value, (rows(0, 4),)),
+                "ba": (2 * values, (rows(4, 6),)),
+            }
+        else:
+            parts = {"qkv": (convolved, split), "z": (heads * value, (rows(3, 4),))}
+            parts |= {"b": (values, (rows(4, 5),)), "a": (values, (rows(5, 6),))}
+        for name, (size, views) in parts.items():
+            yield WeightPiece(f"{there}.in_proj_{name}.weight", f"{here}.in_proj.weight", (size, h), *views)
+        yield WeightPiece(f"{there}.norm.weight", f"{here}.norm.weight", (model.linear_value_head_dim,))
+        yield WeightPiece(f"{there}.out_proj.weight", f"{here}.out.weight", (h, heads * value))

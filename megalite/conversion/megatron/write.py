@@ -75,6 +75,8 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "use_mup",
+        "attention_output_gate",
+        "linear_attention_freq",
     ):
         if getattr(model, name):
             yield name

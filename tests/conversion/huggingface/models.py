@@ -43,6 +43,11 @@ _FULL, _MIXED = ["full_attention"] * 3, ["full_attention", "sliding_attention", 
 _DOTS = {"num_key_value_heads": 2, "n_routed_experts": 8, "moe_intermediate_size": 12, "norm_topk_prob": True}
 _DOTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "sliding_window": 4, "experts_implementation": "eager"}
 _DOTS |= rope(50.0)
+_LINEAR, _SOFTMAX = "linear_attention", "full_attention"
+_NEXT: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "layer_types": [_LINEAR, _SOFTMAX, _LINEAR]}
+_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
+_NEXT |= {"linear_conv_kernel_dim": 3, **rope(50.0, partial_rotary_factor=0.5)}
+_NEXT_EXPERTS = _NEXT | _EXPERTS | {"shared_expert_intermediate_size": 20, **rope(50.0, partial_rotary_factor=0.5)}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 
 
@@ -140,6 +145,20 @@ CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} |
             "mlp_layer_types": ["dense", "dense", "sparse"],
         },
     ),
+    "qwen3-next": _case("Qwen3Next", {**_NEXT_EXPERTS, "mlp_only_layers": [0]}),
+    "qwen3-next-parts": _case(
+        "Qwen3Next",
+        {
+            **_NEXT_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+        }
+        | {"num_key_value_heads": 4, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3.5": _case("Qwen3_5", _NEXT),
+    "qwen3.5-moe": _case("Qwen3_5Moe", _NEXT_EXPERTS),
     "mixtral-window": _case("Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
 }
 """Every case of `test_families` except Gemma, which cannot be converted, plus further features."""
