@@ -36,6 +36,9 @@ LINEAR_SIZES = (
 )
 """Sizes of the layers of `linear_attention_freq`."""
 
+LINEAR_CHUNK = 64
+"""Tokens of linear attention between two updates of its state; matrix products compute those of a chunk together."""
+
 
 def free_settings(position_embedding_type: str, *, extends: bool) -> frozenset[str]:
     """Return the model settings in which a run may differ from the weights it loads. `extends`: it may extend the

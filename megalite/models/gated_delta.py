@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import LINEAR_CHUNK, ModelConfig
 from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Module
@@ -16,9 +16,6 @@ from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute, recomputed
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter import ParameterFactory
-
-CHUNK = 64
-"""Tokens between two updates of the state; matrix products compute those of a chunk together."""
 
 
 class GatedDeltaNet(Module):
@@ -177,7 +174,7 @@ def delta_rule(
 
     Returns the outputs [b, key heads, r, s, dv] and S after the last token.
     """
-    length, size = q.shape[2], min(CHUNK, q.shape[2])
+    length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
     padding = -length % size
     q, k = (F.pad(each, (0, 0, 0, padding)).unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))
     v = F.pad(v, (0, 0, 0, padding)).unflatten(3, (-1, size))

@@ -196,6 +196,10 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
         found["sliding_window"] = generator.randint(2, s)
         if generator.random() < 0.5:
             found["window_attn_skip_freq"] = [generator.randint(2, 3)]
+    if generator.random() < 0.2:
+        found |= _linear_attention(generator, tp * cp)
+    elif "multi_latent_attention" not in found:
+        found["attention_output_gate"] = generator.random() < 0.2
     return found
 
 
@@ -210,6 +214,14 @@ def _latents(generator: random.Random) -> Drawn:
     found: Drawn = {"multi_latent_attention": True, "kv_lora_rank": generator.randint(4, 12)}
     found |= {"qk_head_dim": plain, "qk_pos_emb_head_dim": rotary, "v_head_dim": generator.randint(3, plain + rotary)}
     return found | ({"q_lora_rank": generator.randint(4, 12)} if generator.random() < 0.5 else {})
+
+
+def _linear_attention(generator: random.Random, ranks: int) -> Drawn:
+    keys = ranks * generator.randint(1, 2)
+    found: Drawn = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": keys}
+    found |= {"linear_attention_freq": [generator.randint(2, 3)], "linear_conv_kernel_dim": generator.randint(1, 4)}
+    found |= {"linear_num_value_heads": keys * generator.randint(1, 2), "linear_key_head_dim": generator.randint(2, 6)}
+    return found | {"linear_value_head_dim": generator.randint(2, 6)}
 
 
 _SCORES: dict[str, tuple[Any, ...]] = {

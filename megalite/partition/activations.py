@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megalite.config.describe import replace
-from megalite.config.model import ModelConfig
+from megalite.config.model import LINEAR_CHUNK, ModelConfig
 from megalite.config.run import RunConfig, cache_by_reading
 from megalite.config.training import LOSSES
 from megalite.models.shapes import map_by_kind, map_layers
@@ -144,6 +144,19 @@ def _linear_attention(config: RunConfig) -> Iterator[_Kept]:
     yield _Kept(e * model.linear_channels[1] / p.tp, saved_by="core_attn")
     yield _Kept(e * model.linear_num_value_heads * model.linear_value_head_dim / p.tp, saved_by="attn_proj")
     yield from _attention_end(config)
+
+
+def _linear_core(config: RunConfig) -> float:
+    """Return the bytes per token that the backward of a layer with linear attention recomputes at once."""
+    model, p = config.model, config.parallel
+    e, exact, _ = _sizes(config)
+    chunk = min(LINEAR_CHUNK, config.training.seq_length)
+    keys, dk = model.linear_num_key_heads, model.linear_key_head_dim
+    values, dv = model.linear_num_value_heads, model.linear_value_head_dim
+    # Tables of decays and products in a chunk; convolved channels; parts of the corrections; the state of each chunk.
+    elements = (4 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
+    elements += values * (6 * dk + 5 * dv + 7) + 2 * keys + values * dk * dv / chunk
+    return (exact * elements + 2 * e * values * dv) / p.tp
 
 
 def _latents(model: ModelConfig) -> int:
@@ -343,27 +356,30 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the most bytes that recomputation or offloading brings back at once, beside what is kept throughout.
 
     With full recompute these are a unit's activations without its input, with selective all that one module frees in a
-    layer."""
+    layer. Linear attention always recomputes what is between its projections."""
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
     mtp = config.model.mtp_layers if plan.has_head else range(0)
     if training.recompute_ahead:
         return recompute_workspace_bytes(_graph_config(config), plan)  # what an R restores counts as activations
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
+    linear = any(map(config.model.is_linear_layer, (*layers, *mtp)))
+    core = round(_tokens(config) * _linear_core(config)) if linear else 0
     if training.recompute_granularity == "full":
         units = (sum(_layer_bytes(config, unit, "none")) for unit in recompute_units(config, plan))
         again = [unit - _unit_input_bytes(config) for unit in units]
         # An MTP layer also restores both norms' outputs; its own input is among its kept tensors.
         again += [2 * _unit_input_bytes(config) + layer for layer in _layer_bytes(config, mtp, "none")]
-        return max(again, default=0) + restored
+        return max(again, default=0) + restored + core
     if training.recompute_granularity == "none":
-        return restored
+        return restored + core
 
     def most(index: int) -> float:
         kept = [*_attention(config, index), *_feed_forward(config, index)]
         freed = (sum(each.bytes for each in kept if name in each.freed_by) for name in training.recompute_modules)
         return max(freed, default=0.0)
 
-    return round(_tokens(config) * max(map_layers(config.model, (*layers, *mtp), most), default=0.0)) + restored
+    freed = round(_tokens(config) * max(map_layers(config.model, (*layers, *mtp), most), default=0.0))
+    return max(freed, core) + restored
 
 
 def _graph_config(config: RunConfig) -> RunConfig:

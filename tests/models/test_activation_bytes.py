@@ -8,7 +8,7 @@ selective recompute omits 5as/h; full keeps 2sbh.
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.models.context import AuxiliaryLosses
 from megalite.models.gpt import GPTStage
-from megalite.partition.activations import stage_activation_bytes
+from megalite.partition.activations import recompute_workspace_bytes, stage_activation_bytes
 from megalite.partition.memory import activation_peaks
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.partition.stages import StagePlan
@@ -64,6 +64,18 @@ LATENT: dict[str, Any] = {
     "qk_pos_emb_head_dim": 16,
     "v_head_dim": 32,
     "qk_norm": True,
+}
+NEXT: dict[str, Any] = {
+    **LLAMA,
+    "num_layers": 2,
+    "num_query_groups": 2,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [2],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
 }
 TP2, SP = {"tp": 2}, {"sequence_parallel": True}
 
@@ -181,6 +193,9 @@ def test_bytes_of_a_layer_equal_the_formula(settings: dict[str, Any], formula: C
         {**LATENT, "cp": 4, **HIERARCHICAL, **selective("mla_up_proj", "core_attn")},
         {**LLAMA, "num_query_groups": 1, "cp": 4, **HIERARCHICAL, **DROPOUT},
         {**LLAMA, "qk_norm": True, "cp": 2, **DROPOUT, **selective("core_attn")},
+        {**NEXT, "qk_norm": True},
+        {**NEXT, **TP2, **SP, "post_norms": True, "hidden_dropout": 0.1},
+        {**NEXT, "cp": 2, "cp_comm_type": "a2a", **selective("core_attn", "layernorm")},
         {**MOE, "activation": "swiglu", "moe_router_topk": 1, "moe_router_pre_softmax": True},
         {**MOE, **selective("moe")},
         {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
@@ -205,6 +220,18 @@ def test_bytes_of_experts_on_several_ranks_equal_the_plan(settings: dict[str, An
     ranks = run_ranks(2, kept, 2, {**MOE, **settings})
     alive = sum(rank["alive"] for rank in ranks) / 2
     assert ranks[0]["planned"] == pytest.approx(alive, rel=WITHIN)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_that_linear_attention_recomputes_equal_the_plan(precision: str) -> None:
+    changes = {"linear_attention_freq": [1, 1], "attention_output_gate": False}
+    config = tiny_config(1, **{**GPT, **NEXT, **changes, "precision": precision})
+    stage, plan = layers_alone(RankContext(0, {}), config)
+    layer: Any = cast(Any, stage.layers["0"]).attention
+    packed = torch.ones(S, B, 4, sum(layer.channels), dtype=stage.factory.dtype).requires_grad_()
+    with SavedBytes([packed, *stage.parameters()]) as saved:
+        result = layer._core(packed, stage.context())
+    assert recompute_workspace_bytes(config, plan) == pytest.approx(saved.now, rel=WITHIN) and result.shape[2] == 8
 
 
 def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dict[str, float]:

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.model import LINEAR_CHUNK as CHUNK
 from megalite.config.model import ModelConfig
 from megalite.models.context import KeyValueCache
-from megalite.models.gated_delta import CHUNK, delta_rule
+from megalite.models.gated_delta import delta_rule
 from megalite.models.shapes import is_hidden_matrix, layer_forward_flops
 from megalite.topology.group import Group
 from tests.models.stages import LLAMA, build, named, varied

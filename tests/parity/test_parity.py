@@ -12,26 +12,19 @@ from tests.parity.factors import FAMILIES, Z1, Settings, refusal, settings_of, w
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.same import require_same
-from tests.support.tiny import LATENT, rows_of, tiny_config, whole
+from tests.support.tiny import LATENT, NEXT, rows_of, tiny_config, whole
 
 TWO: Settings = {"num_layers": 2}
 
-NEXT: Settings = {
+QWEN: Settings = {
     **FAMILIES["qwen2-moe"],
+    **NEXT,
     "add_qkv_bias": False,
     "moe_router_pre_softmax": False,
     "norm_zero_centered": True,
     "qk_norm": True,
     "rotary_percent": 0.5,
     "kv_channels": 8,
-    "attention_output_gate": True,
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": [2],
-    "linear_conv_kernel_dim": 3,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
 }
 """Qwen3-Next."""
 
@@ -39,7 +32,7 @@ GROUPS: dict[str, Settings] = {
     **FAMILIES,
     "LATENT": LATENT,
     "Z1": Z1,
-    "NEXT": NEXT,
+    "QWEN": QWEN,
     "TWO": TWO,
     "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # for collectives over eight ranks
     "SIX": {"global_batch_size": 6},
@@ -92,13 +85,13 @@ ramp-pp2-z1: pp=2 dp=2 Z1 RAMP TWO
 batches-of-a-schedule-z1: dp=2 Z1 STEPWISE TWO
 experts-over-tp: mixtral tp=2 etp=1 reduction_order=rank TWO
 experts-over-tp-server: mixtral tp=2 etp=1 SHARDED reduction_order=rank TWO
-next-tp2-sp-ep2: NEXT tp=2 dp=2 ep=2 sequence_parallel recompute_granularity=selective optimizer=muon FEW
-next-tp4-one-group-zb: NEXT num_query_groups=2 linear_num_key_heads=4 tp=4 pp=2 pipeline_schedule=zb-h1 FEW
-next-pp2-vpp2-host: NEXT linear_attention_freq=[1,0,1,1] pp=2 vpp=2 cpu_offloading_num_layers=1 micro_batch_size=2
-next-cp4-documents-zero3: NEXT cp=4 dp=2 reset_attention_mask reset_position_ids dp_strategy=fully-sharded FEW
-next-tp2-cp2-a2a-full: NEXT tp=2 cp=2 dp=2 cp_comm_type=a2a reset_attention_mask eod_mask_loss
+next-tp2-sp-ep2: QWEN tp=2 dp=2 ep=2 sequence_parallel recompute_granularity=selective optimizer=muon FEW
+next-tp4-one-group-zb: QWEN num_query_groups=2 linear_num_key_heads=4 tp=4 pp=2 pipeline_schedule=zb-h1 FEW
+next-pp2-vpp2-host: QWEN linear_attention_freq=[1,0,1,1] pp=2 vpp=2 cpu_offloading_num_layers=1 micro_batch_size=2
+next-cp4-documents-zero3: QWEN cp=4 dp=2 reset_attention_mask reset_position_ids dp_strategy=fully-sharded FEW
+next-tp2-cp2-a2a-full: QWEN tp=2 cp=2 dp=2 cp_comm_type=a2a reset_attention_mask eod_mask_loss
   context_parallel_load_balancer=headtail recompute_granularity=full sequence_parallel FEW
-next-cp2-balanced-zero1: NEXT Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area linear_conv_kernel_dim=1
+next-cp2-balanced-zero1: QWEN Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area linear_conv_kernel_dim=1
   qk_norm=false qk_clip qk_clip_threshold=0.05 FEW
 nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared_relu decoupled_lr=0.02 tp=2 dp=2
   dp_strategy=distributed-optimizer FEW

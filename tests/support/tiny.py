@@ -19,6 +19,7 @@ __all__ = [
     "LATENT",
     "LLAMA",
     "MOE",
+    "NEXT",
     "TINY",
     "Z1",
     "Part",
@@ -77,6 +78,19 @@ LATENT: dict[str, Any] = {
     "qk_norm": True,
 }
 """Attention of DeepSeek-V3."""
+
+NEXT: dict[str, Any] = {
+    **LLAMA,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [2],
+    "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
+"""Attention of Qwen3-Next."""
 
 BIASED: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",

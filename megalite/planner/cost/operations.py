@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megalite.config.model import LINEAR_CHUNK
 from megalite.planner.cost.rates import Number, Parts, Workload, collective_seconds, gemm_seconds, tensor_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 
@@ -246,7 +247,7 @@ def attention_projections(price: Pricing) -> PassCosts:
 def linear_attention(price: Pricing) -> PassCosts:
     """Price the projections of linear attention, and what is between them in fp32: the convolution of 4 tokens, about 20
     passes over the channels, products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
-    work, chunk = price.work, 64.0
+    work, chunk = price.work, float(LINEAR_CHUNK)
     heads, dv, dk = work.linear_values / work.tp, work.linear_value_size, work.linear_key_size
     width = work.linear_channels / work.tp
     batch = work.tokens * heads / chunk

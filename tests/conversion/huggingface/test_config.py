@@ -42,6 +42,9 @@ CLASSES |= {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
 }
 
 NOT_COMPARED = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
@@ -91,6 +94,7 @@ PRESETS = {
     "mixtral-8x7b": "mixtral",
     "qwen3-30b-a3b": "qwen3_moe",
     "qwen3-235b-a22b": "qwen3_moe",
+    "qwen3-next-80b-a3b": "qwen3_next",
     "gemma2-9b": "gemma2",
     "gemma3-27b": "gemma3_text",
     "olmo2-7b": "olmo2",
@@ -187,6 +191,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "qwen3_moe",
         {"layer_types": ["sliding_attention"] * 30},
         "layer_types is not full_attention for each of 30 layers",
+    ),
+    (
+        "qwen3_next",
+        {"layer_types": ["full_attention"] * 29},
+        "it must be full_attention or linear_attention for each of 30",
     ),
     ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
     ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "is 'yarn'; it must be default"),
