@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ class GatedDeltaNet(Module):
         self.in_proj = ColumnParallelLinear(f"{name}.in_proj", (rows, h), std=std, bias=False, factory=factory)
         shape = (keys * self.convolved, taps)
         self.conv = factory.parameter(f"{name}.conv.weight", shape, shard_dim=0, std=1 / math.sqrt(3 * taps))
-        split = {"shard_dim": 0, "decay": False}
+        split: dict[str, Any] = {"shard_dim": 0, "decay": False}
         self.a_log = factory.parameter(f"{name}.a_log", (values,), std=1.0, transform=_log_uniform, **split)
         self.dt_bias = factory.parameter(f"{name}.dt_bias", (values,), value=1.0, **split)
         plain = replace(config, normalization="RMSNorm", norm_zero_centered=False)

@@ -32,7 +32,7 @@ class Norm(Module):
         shape = (size or config.hidden_size,)
         self.eps, self.zero_centered = config.norm_epsilon, config.norm_zero_centered
         value = 0.0 if self.zero_centered else 1.0
-        partial = {"in_sequence_region": True, "always_partial": per_head}
+        partial: dict[str, Any] = {"in_sequence_region": True, "always_partial": per_head}
         self.weight = factory.parameter(f"{name}.weight", shape, value=value, decay=False, **partial)
         self.bias = None
         if config.normalization == "LayerNorm":

@@ -154,7 +154,7 @@ def _linear_core(config: RunConfig) -> float:
     keys, dk = model.linear_num_key_heads, model.linear_key_head_dim
     values, dv = model.linear_num_value_heads, model.linear_value_head_dim
     # Tables of decays and products in a chunk; convolved channels; parts of the corrections; the state of each chunk.
-    elements = (4 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
+    elements: float = (4 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
     elements += values * (6 * dk + 5 * dv + 7) + 2 * keys + values * dk * dv / chunk
     return (exact * elements + 2 * e * values * dv) / p.tp
 
