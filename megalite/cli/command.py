@@ -141,7 +141,7 @@ class Command:
             show(self.help())
             return 0 if words else self.status_without_words
         if self.settings is not None and "--help-all" in words:
-            show(imported("megalite.config.help:full_help")(self.name))
+            show(imported("megalite.config.flags:full_help")(self.name))
             return 0
         if self.commands:
             return self._no_command(words)

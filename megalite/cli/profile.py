@@ -13,8 +13,7 @@ import torch
 from megalite.cli.display import duration, rate, table
 from megalite.cli.output import show
 from megalite.config.byte_size import format_bytes
-from megalite.config.errors import ConfigError
-from megalite.config.values import nearest
+from megalite.config.errors import ConfigError, nearest
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine, describe_machine
 from megalite.profiling.passes import with_passes

@@ -14,8 +14,8 @@ from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, r
 from megalite.cli.output import notify, show, stdout_is_terminal
 from megalite.config.data import is_address
 from megalite.config.describe import redact_text
-from megalite.config.exit_codes import INTERRUPTED
-from megalite.config.flags import Invocation, parse_arguments
+from megalite.config.errors import INTERRUPTED
+from megalite.config.flags import Invocation, basic_help, full_help, parse_arguments
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.training.stopping import RunFolder, StopRequests, StopRun
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
             for remark in invocation.remarks:
                 notify(remark)
         if invocation.help is not None:
-            name = "full_help" if invocation.help == "all" else "basic_help"
-            show(imported(f"megalite.config.help:{name}")(program))
+            show((full_help if invocation.help == "all" else basic_help)(program))
         elif invocation.version:
             print(f"megalite {megalite.__version__}")
         elif invocation.dry_run:

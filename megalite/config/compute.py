@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.errors import ConfigError, nearest
@@ -13,26 +12,24 @@ BACKENDS = ("apex", "triton", "onednn", "torch")
 """Kernel backends: NVIDIA's apex, megalite's Triton kernels, the oneDNN inside torch where torch itself does not use
 it, torch."""
 
-OPERATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "rmsnorm": "RMSNorm",
-        "layernorm": "LayerNorm",
-        "add_norm": "bias, dropout, residual sum and the norm behind it",
-        "bias_gelu": "bias and GELU",
-        "swiglu": "silu(gate) · up",
-        "geglu": "gelu(gate) · up",
-        "rope": "rotary position embedding",
-        "softmax": "softmax of attention scores in memory, where attention has dropout",
-        "dropout_mask": "which elements dropout keeps",
-        "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
-        "fp8": "scaling and rounding to fp8",
-        "matmul": "output and input gradient of linear layers",
-        "weight_grad": "weight gradients added to the main gradient",
-        "adam": "AdamW",
-        "lamb": "LAMB",
-        "l2norm": "gradient norm",
-    }
-)
+OPERATIONS: Mapping[str, str] = {
+    "rmsnorm": "RMSNorm",
+    "layernorm": "LayerNorm",
+    "add_norm": "bias, dropout, residual sum and the norm behind it",
+    "bias_gelu": "bias and GELU",
+    "swiglu": "silu(gate) · up",
+    "geglu": "gelu(gate) · up",
+    "rope": "rotary position embedding",
+    "softmax": "softmax of attention scores in memory, where attention has dropout",
+    "dropout_mask": "which elements dropout keeps",
+    "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
+    "fp8": "scaling and rounding to fp8",
+    "matmul": "output and input gradient of linear layers",
+    "weight_grad": "weight gradients added to the main gradient",
+    "adam": "AdamW",
+    "lamb": "LAMB",
+    "l2norm": "gradient norm",
+}
 """Operations that can have more than one kernel -> description."""
 
 
@@ -122,11 +119,8 @@ def unknown_kernels(requests: Mapping[str, str]) -> Iterator[str]:
 
 
 def kernels_in_words(chosen: Mapping[str, str]) -> str:
-    """Return `torch; triton for adam, rmsnorm`: the backend of most operations, then the exceptions.
-
-    Args:
-        chosen: operation -> backend.
-    """
+    """Return `torch; triton for adam, rmsnorm`: the backend of most operations, then the exceptions. `chosen`:
+    operation -> backend."""
     serves: dict[str, list[str]] = {}
     for operation, backend in chosen.items():
         serves.setdefault(backend, []).append(operation)

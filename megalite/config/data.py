@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.errors import ConfigError, shortened
@@ -158,9 +157,10 @@ def read_split_file(path: str, where: str) -> dict[str, list[str]]:
     return {f"{split}_data_path": words_of(split, value, f"{where} {path}") for split, value in given.items()}
 
 
-DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = MappingProxyType(
-    {"--data-args-path": read_args_file, "--per-split-data-args-path": read_split_file}
-)
+DATA_FILES: Mapping[str, Callable[[str, str], dict[str, list[str]]]] = {
+    "--data-args-path": read_args_file,
+    "--per-split-data-args-path": read_split_file,
+}
 """Megatron-LM's flag -> (its FILE, the flag) -> the settings in it."""
 
 

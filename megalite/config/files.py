@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.data import PATH_SETTINGS, words_of
-from megalite.config.describe import Setting, sectioned, sections, settings
+from megalite.config.describe import Setting, coerce, sectioned, sections, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end, shortened
 from megalite.config.megatron import STANDS_FOR
 from megalite.config.megatron_flags import known_flags
@@ -15,7 +15,6 @@ from megalite.config.merge import Level, merge
 from megalite.config.reading import as_yaml, load_mapping, read_input
 from megalite.config.registry import import_modules
 from megalite.config.run import RunConfig
-from megalite.config.values import coerce
 
 
 def load(path: str | Path) -> RunConfig:

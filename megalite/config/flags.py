@@ -1,19 +1,29 @@
-"""Parse the flat command line: `parse_arguments(sys.argv[1:])` returns a RunConfig and the other options.
+"""Parse the flat command line: `parse_arguments(sys.argv[1:])` returns a RunConfig and the other options. Build its help.
 
 A small parser over the table of settings rather than argparse: no abbreviations, all problems in one error, and
 Megatron-LM's spellings beside megalite's."""
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
-from megalite.config.describe import Setting, settings
+from megalite.config.describe import Setting, from_words, sections, settings, whole_number
 from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end
-from megalite.config.files import imports_of, read_level, read_preset
-from megalite.config.megatron import DERIVED, FROM_VALUE, REFUSED_VALUES, SEVERAL, STANDS_FOR, VALUES, WORDS, layer_list
+from megalite.config.files import imports_of, preset_names, read_level, read_preset
+from megalite.config.megatron import (
+    DERIVED,
+    FROM_VALUE,
+    REFUSED_VALUES,
+    SEVERAL,
+    SHORTHANDS,
+    STANDS_FOR,
+    VALUES,
+    WORDS,
+    layer_list,
+)
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, Merged, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
@@ -21,25 +31,22 @@ from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
 from megalite.config.run import hugging_face_folder, least_ranks
 from megalite.config.validate import validate
-from megalite.config.values import from_words, whole_number
 
-RUN_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "--config": ("FILE", "YAML file of settings; may be repeated, later files win."),
-        "--preset": ("NAME", "Start from a named model; files and flags override it."),
-        "--dry-run": ("", "Print layout, memory, schedule and batch sizes; needs no devices."),
-        "--json": ("", "With --dry-run: print JSON."),
-        "--world-size": ("N", "With --dry-run: number of ranks; default: the smallest that fits."),
-        "--rank": ("N", "With --dry-run: show what rank N (from 0) holds and does."),
-        "--use-checkpoint-args": (
-            "",
-            "Take the model from the checkpoint in --load and override the settings; default: only if they set no size.",
-        ),
-        "--help": ("", "Show the settings that most runs need."),
-        "--help-all": ("", "Show every setting."),
-        "--version": ("", "Print the version."),
-    }
-)
+RUN_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "--config": ("FILE", "YAML file of settings; may be repeated, later files win."),
+    "--preset": ("NAME", "Start from a named model; files and flags override it."),
+    "--dry-run": ("", "Print layout, memory, schedule and batch sizes; needs no devices."),
+    "--json": ("", "With --dry-run: print JSON."),
+    "--world-size": ("N", "With --dry-run: number of ranks; default: the smallest that fits."),
+    "--rank": ("N", "With --dry-run: show what rank N (from 0) holds and does."),
+    "--use-checkpoint-args": (
+        "",
+        "Take the model from the checkpoint in --load and override the settings; default: only if they set no size.",
+    ),
+    "--help": ("", "Show the settings that most runs need."),
+    "--help-all": ("", "Show every setting."),
+    "--version": ("", "Print the version."),
+}
 """Flags that are not settings -> (placeholder of the value or empty, help)."""
 
 
@@ -141,9 +148,12 @@ def _read(
         # If flags and files are correct, the caller validates; here only settings without effect matter.
         idle = problems if problems.found else Problems()
         validate(merged.config, ranks, merged.explicit, startable=starts, problems=idle)
-    without_effect = [Note(_flag_of_idle(name), NO_EFFECT_HERE, why) for name, why in idle.idle.items()] if idle else []
+    notes = list(merged.notes)
+    for name, why in idle.idle.items() if idle else ():
+        setting = settings()[name]
+        notes.append(Note(setting.off if setting.default is True else setting.flags[0], NO_EFFECT_HERE, why))
     return Invocation(
-        **(vars(merged) | {"notes": (*merged.notes, *without_effect)}),
+        **(vars(merged) | {"notes": tuple(notes)}),
         dry_run=dry_run,
         json="--json" in options,
         world_size=numbers.get("--world-size"),
@@ -254,23 +264,14 @@ def _add_setting(level: Level, flag: str, words: list[str], others: Iterable[str
 def _setting_flags() -> Mapping[str, Setting]:
     """Return every spelling on the command line -> its setting."""
     table = {flag: setting for setting in settings().values() for flag in setting.flags}
-    return table | {_negative(flag): setting for flag, setting in table.items() if setting.type is bool}
-
-
-def _flag_of_idle(name: str) -> str:
-    """Return the flag of a setting; for a switch that is on by default, the flag that turns it off."""
-    flag = f"--{name.replace('_', '-')}"
-    return _negative(flag) if settings()[name].default is True else flag
-
-
-def _negative(flag: str) -> str:
-    return f"--no-{flag.removeprefix('--')}"
+    negative = {f"--no-{flag.removeprefix('--')}": each for flag, each in table.items() if each.type is bool}
+    return table | negative
 
 
 def _value_of(setting: Setting, flag: str, words: list[str]) -> Any:
     if setting.type is bool:
         on = flag in setting.flags
-        _no_words(flag, words, _negative(setting.flags[0]) if on else setting.flags[0])
+        _no_words(flag, words, setting.off if on else setting.flags[0])
         return on
     if not words:
         raise ConfigError(f"{flag} needs a value ({setting.type_name})")
@@ -290,3 +291,93 @@ def _no_words(flag: str, words: list[str], opposite: str = "") -> None:
     if words:
         remedy = f"; for the opposite write {opposite}" if opposite else ""
         raise ConfigError(f"{flag} takes no value, got {' '.join(words)}{remedy}")
+
+
+_WIDTH = 110
+_PLACEHOLDERS = {int: "N", float: "X", str: "TEXT"}
+
+
+def basic_help(program: str) -> str:
+    """Return the settings that most runs need, on one screen."""
+    lines = _head(program)
+    for flag in ("--config", "--preset", "--dry-run", "--json", "--world-size", "--help-all"):
+        lines.append(_row("run" if flag == "--config" else "", f"{flag} {RUN_OPTIONS[flag][0]}", RUN_OPTIONS[flag][1]))
+    for section in sections():
+        shown = [setting for setting in settings().values() if setting.section == section and setting.basic]
+        for setting in shown:
+            usage = f"{setting.flags[0]}{_value(setting)}"
+            lines.append(_row(section if setting is shown[0] else "", usage, _first_clause(setting)))
+    return "\n".join(lines)
+
+
+def full_help(program: str) -> str:
+    """Return every setting with all spellings, choices and its default."""
+    lines = [
+        *_head(program),
+        "Later ones win: default < preset < config files < flags. `none` unsets a setting that is none by default.",
+        "",
+    ]
+    for flag, (placeholder, text) in RUN_OPTIONS.items():
+        lines.append(f"  {flag} {placeholder}".rstrip())
+        lines.append(f"      {text}")
+    lines.append(f"      presets: {', '.join(preset_names())}")
+    for section, cls in sections().items():
+        lines += ["", f"{section}: {(cls.__doc__ or '').splitlines()[0]}"]
+        for setting in settings().values():
+            if setting.section == section:
+                flags = (*setting.flags, setting.off) if setting.type is bool else setting.flags
+                lines.append(f"  {', '.join(f'{flag}{_value(setting)}' for flag in flags)}")
+                lines.append(f"      {setting.help} [{setting.type_name}; default {_shown(setting.default)}]")
+    lines += ["", "Megatron-LM's flags that set other settings:"]
+    with_word = {f"{flag} {word}": sets for flag, words in WORDS.items() for word, sets in words.items()}
+    for flag, sets in {**SHORTHANDS, **with_word}.items():
+        lines.append(f"  {flag:<42} {', '.join(f'`{name}: {_shown(value)}`' for name, value in sets.items())}")
+    lines += [f"  {flag}{f' {_PLACEHOLDERS[kind]}' if kind else ''}" for flag, (kind, _) in DERIVED.items()]
+    lines += [f"  {flag} {'FILE' if flag.endswith('-path') else 'VALUE'}" for flag in FROM_VALUE]
+    lines += [f"  and {len(known_flags())} that set nothing or are refused; megalite port explains them"]
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    """Wrap a line at its own indentation, hanging if it starts with a flag."""
+    indent = " " * (len(line) - len(line.lstrip()) + (4 if line.lstrip().startswith("--") else 0))
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def _head(program: str) -> list[str]:
+    usage = f"usage: {program} [--preset NAME] [--config FILE ...] [--SETTING VALUE ...]"
+    return [usage, f"  example: {program} --preset gpt2-124m --tp 2 --dry-run"]
+
+
+def _row(section: str, usage: str, text: str) -> str:
+    return f"{section:<10} {usage:<29} {text}".rstrip()
+
+
+def _value(setting: Setting) -> str:
+    """Return the placeholder of a flag's value."""
+    if setting.type is bool:
+        return ""
+    return f" {'NAME' if setting.choices else _PLACEHOLDERS[setting.type]}{' ...' if setting.is_list else ''}"
+
+
+def _first_clause(setting: Setting) -> str:
+    """Return the first clause of the help, then the choices, in at most 70 characters.
+
+    A long list of choices replaces the clause, a very long one is abbreviated."""
+    clause = re.split(r"; |: |\. |\.$", setting.help)[0]
+    if setting.choices:
+        choices = "|".join(setting.choices)
+        if len(choices) > 78:
+            return f"{clause}: {setting.choices[0]} or another of {len(setting.choices)}"
+        return f"{clause}: {choices}" if len(choices) <= 60 else choices
+    return clause if len(clause) <= 70 else clause[:66].rsplit(" ", 1)[0] + " ..."
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -7,125 +7,112 @@ flags of earlier versions and of forks such as Megatron-DeepSpeed and Pai-Megatr
 import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
+from megalite.config.describe import whole_number
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.megatron_flags import FP8
 from megalite.config.strategies import ALIASES
-from megalite.config.values import whole_number
 
-SHORTHANDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "--bf16": {"precision": "bf16"},
-        "--fp16": {"precision": "fp16"},
-        "--fp32": {"precision": "fp32"},
-        "--fp64": {"precision": "fp64"},
-        "--swiglu": {"activation": "swiglu"},
-        "--quick-geglu": {"activation": "quick_geglu"},
-        "--squared-relu": {"activation": "squared_relu"},
-        "--openai-gelu": {"activation": "gelu_tanh"},
-        "--disable-bias-linear": {"add_bias_linear": False},
-        "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
-        "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
-        "--no-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
-        "--disable-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
-        "--use-torch-fsdp2": {"dp_strategy": "fully-sharded"},
-        "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
-        "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
-        "--recompute-activations": {"recompute_granularity": "selective"},
-        "--checkpoint-activations": {"recompute_granularity": "full"},
-        "--disable-fp8-wgrad": {"fp8_wgrad": False},
-        "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
-        "--no-load-optim": {"load_optimizer": False},
-        "--muon-no-split-qkv": {"muon_split_qkv": False},
-        "--use-checkpoint-opt-param-scheduler": {"require_same_schedule": True},
-    }
-)
+SHORTHANDS: Mapping[str, Mapping[str, Any]] = {
+    "--bf16": {"precision": "bf16"},
+    "--fp16": {"precision": "fp16"},
+    "--fp32": {"precision": "fp32"},
+    "--fp64": {"precision": "fp64"},
+    "--swiglu": {"activation": "swiglu"},
+    "--quick-geglu": {"activation": "quick_geglu"},
+    "--squared-relu": {"activation": "squared_relu"},
+    "--openai-gelu": {"activation": "gelu_tanh"},
+    "--disable-bias-linear": {"add_bias_linear": False},
+    "--untie-embeddings-and-output-weights": {"tie_embeddings": False},
+    "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+    "--no-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
+    "--disable-pad-vocab-size": {"make_vocab_size_divisible_by": 1},
+    "--use-torch-fsdp2": {"dp_strategy": "fully-sharded"},
+    "--grad-reduce-in-bf16": {"wire_dtype": "bf16"},
+    "--use-tp-pp-dp-mapping": {"rank_order": "tp-cp-ep-pp-dp"},
+    "--recompute-activations": {"recompute_granularity": "selective"},
+    "--checkpoint-activations": {"recompute_granularity": "full"},
+    "--disable-fp8-wgrad": {"fp8_wgrad": False},
+    "--exit-on-missing-checkpoint": {"fresh_if_missing": False},
+    "--no-load-optim": {"load_optimizer": False},
+    "--muon-no-split-qkv": {"muon_split_qkv": False},
+    "--use-checkpoint-opt-param-scheduler": {"require_same_schedule": True},
+}
 """Flag without a value -> the settings that it sets."""
 
 _ZERO_STAGES = [ALIASES[name] for name in ("ddp", "zero1", "zero2", "zero3")]
-WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "--data-parallel-sharding-strategy": dict(
-            zip(("no_shard", "optim", "optim_grads", "optim_grads_params"), _ZERO_STAGES, strict=True)
-        ),
-        "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
-        "--fp8-format": {"hybrid": {"fp8": True}, "e4m3": {"fp8": True, "fp8_recipe": "blockwise"}},
-        "--activations-checkpoint-method": {
-            name: {"recompute_granularity": "full", "recompute_method": name} for name in ("uniform", "block")
-        },
-        "--zero-stage": {str(stage): given for stage, given in enumerate(_ZERO_STAGES)},
-    }
-)
+WORDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "--data-parallel-sharding-strategy": dict(
+        zip(("no_shard", "optim", "optim_grads", "optim_grads_params"), _ZERO_STAGES, strict=True)
+    ),
+    "--megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"wire_dtype": "bf16"}},
+    "--fp8-format": {"hybrid": {"fp8": True}, "e4m3": {"fp8": True, "fp8_recipe": "blockwise"}},
+    "--activations-checkpoint-method": {
+        name: {"recompute_granularity": "full", "recompute_method": name} for name in ("uniform", "block")
+    },
+    "--zero-stage": {str(stage): given for stage, given in enumerate(_ZERO_STAGES)},
+}
 """Flag with a word -> the word -> the settings that it sets."""
 
-VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "recompute_modules": {"moe_act": "mlp_act"},
-        "offload_modules": {"moe_act": "mlp_act"},
-        "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
-        "cp_comm_type": {"all_gather": "allgather"},
-        "fp8_recipe": {"delayed": "tensorwise"},
-        "timing_log_level": {"2": "1"},
-        "eval_iters": {"-1": "0"},
-        "normalization": {"rmsnorm": "RMSNorm"},
-        "tokenizer_type": {
-            "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-            "Llama2Tokenizer": "SentencePieceTokenizer",
-            "PretrainedFromHF": "HuggingFaceTokenizer",
-        },
-    }
-)
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "recompute_modules": {"moe_act": "mlp_act"},
+    "offload_modules": {"moe_act": "mlp_act"},
+    "attention_backend": {"fused": "cudnn", "unfused": "math", "local": "math"},
+    "cp_comm_type": {"all_gather": "allgather"},
+    "fp8_recipe": {"delayed": "tensorwise"},
+    "timing_log_level": {"2": "1"},
+    "eval_iters": {"-1": "0"},
+    "normalization": {"rmsnorm": "RMSNorm"},
+    "tokenizer_type": {
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+        "Llama2Tokenizer": "SentencePieceTokenizer",
+        "PretrainedFromHF": "HuggingFaceTokenizer",
+    },
+}
 """Setting -> Megatron's name of a value on the command line -> ours."""
 
-SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "optimizer": {"dist_muon": {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}},
-        "dataset": {"MMAP": {}, "LLama-Pretrain-Idxmap": {}},
-    }
-)
+SEVERAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "optimizer": {"dist_muon": {"optimizer": "muon", "dp_strategy": "distributed-optimizer"}},
+    "dataset": {"MMAP": {}, "LLama-Pretrain-Idxmap": {}},
+}
 """Setting -> Megatron's name of a value -> the settings that it sets here; empty for the only kind of token file."""
 
-REFUSED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}}
-)
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "position_embedding_type": {"yarn": "use --position-embedding-type rope --rope-scaling yarn"}
+}
 """Setting -> Megatron's name of an unsupported value -> what to use."""
 
-DIFFERENCES: Mapping[str, str] = MappingProxyType(
-    {
-        "--fp8-format": FP8,
-        "--no-load-optim": "learning rate and weight decay continue from the loaded step; Megatron-LM restarts them",
-    }
-)
+DIFFERENCES: Mapping[str, str] = {
+    "--fp8-format": FP8,
+    "--no-load-optim": "learning rate and weight decay continue from the loaded step; Megatron-LM restarts them",
+}
 """Flag in the tables above -> the difference, which is reported each time."""
 
 SINKHORN_SCORES = ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor")
 """Settings that Megatron-LM does not read with Sinkhorn routing: the number of experts per token decides."""
 
 _SCALING = ("rope_scaling", "rope_scaling_factor")
-DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = MappingProxyType(
-    {
-        "--num-layers-per-virtual-pipeline-stage": (int, ("vpp",)),
-        "--decoder-first-pipeline-num-layers": (int, ("pipeline_layers",)),
-        "--decoder-last-pipeline-num-layers": (int, ("pipeline_layers",)),
-        "--group-query-attention": (None, ()),
-        "--no-position-embedding": (None, ()),
-        "--use-distributed-optimizer": (None, ("dp_strategy",)),
-        "--account-for-embedding-in-pipeline-split": (None, ("pipeline_layers",)),
-        "--account-for-loss-in-pipeline-split": (None, ("pipeline_layers",)),
-        "--eval-global-batch-size": (int, ()),
-        "--moe-layer-freq": (str, ("moe_first_dense_layers", "moe_layer_freq")),
-        "--moe-router-load-balancing-type": (
-            str,
-            ("moe_aux_loss_coeff", "moe_aux_loss_sequences", "moe_router_sinkhorn", *SINKHORN_SCORES),
-        ),
-        "--rope-type": (str, ()),
-        "--use-rope-scaling": (None, ("rope_scaling",)),
-        "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),
-    }
-)
+DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = {
+    "--num-layers-per-virtual-pipeline-stage": (int, ("vpp",)),
+    "--decoder-first-pipeline-num-layers": (int, ("pipeline_layers",)),
+    "--decoder-last-pipeline-num-layers": (int, ("pipeline_layers",)),
+    "--group-query-attention": (None, ()),
+    "--no-position-embedding": (None, ()),
+    "--use-distributed-optimizer": (None, ("dp_strategy",)),
+    "--account-for-embedding-in-pipeline-split": (None, ("pipeline_layers",)),
+    "--account-for-loss-in-pipeline-split": (None, ("pipeline_layers",)),
+    "--eval-global-batch-size": (int, ()),
+    "--moe-layer-freq": (str, ("moe_first_dense_layers", "moe_layer_freq")),
+    "--moe-router-load-balancing-type": (
+        str,
+        ("moe_aux_loss_coeff", "moe_aux_loss_sequences", "moe_router_sinkhorn", *SINKHORN_SCORES),
+    ),
+    "--rope-type": (str, ()),
+    "--use-rope-scaling": (None, ("rope_scaling",)),
+    "--rotary-scaling-factor": (str, (*_SCALING, "rope_original_max_positions")),
+}
 """Flag that depends on other settings (see merge.py) -> the type of its value, if any, and the settings that it
 sets."""
 
@@ -209,25 +196,21 @@ def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:
     return (first, every) if found == list(pattern) else None
 
 
-FROM_VALUE: Mapping[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] = MappingProxyType(
-    {
-        **{flag: (read, PATH_SETTINGS) for flag, read in DATA_FILES.items()},
-        "--save-retain-interval": (_kept_checkpoints, ("keep_latest", "keep_every")),
-        "--window-size": (_window, ("sliding_window",)),
-        "--rotary-seq-len-interpolation-factor": (_interpolated, _SCALING),
-        "--padded-vocab-size": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
-        "--pad-vocab-size-to": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
-    }
-)
+FROM_VALUE: Mapping[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] = {
+    **{flag: (read, PATH_SETTINGS) for flag, read in DATA_FILES.items()},
+    "--save-retain-interval": (_kept_checkpoints, ("keep_latest", "keep_every")),
+    "--window-size": (_window, ("sliding_window",)),
+    "--rotary-seq-len-interpolation-factor": (_interpolated, _SCALING),
+    "--padded-vocab-size": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
+    "--pad-vocab-size-to": (_padded, ("vocab_size", "make_vocab_size_divisible_by")),
+}
 """Flag -> (parser of its value and the flag, names of the settings that it sets)."""
 
-STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        **{flag: tuple(fixed) for flag, fixed in SHORTHANDS.items()},
-        **{flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()},
-        **{flag: names for flag, (_, names) in (*DERIVED.items(), *FROM_VALUE.items())},
-    }
-)
+STANDS_FOR: Mapping[str, tuple[str, ...]] = {
+    **{flag: tuple(fixed) for flag, fixed in SHORTHANDS.items()},
+    **{flag: tuple({name for fixed in words.values() for name in fixed}) for flag, words in WORDS.items()},
+    **{flag: names for flag, (_, names) in (*DERIVED.items(), *FROM_VALUE.items())},
+}
 """Flag that is not a setting -> the settings that it sets."""
 
 

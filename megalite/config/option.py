@@ -45,8 +45,7 @@ def option(
         flags: additional spellings (`("--tensor-model-parallel-size",)`), such as Megatron-LM's long names.
         choices: legal values, if they are few.
         basic: whether `--help` lists the setting; `--help-all` lists all.
-        bounds: bounds of a number, see `Bounds`.
-    """
+        bounds: bounds of a number, see `Bounds`."""
     metadata = {"flags": flags, "legal": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)

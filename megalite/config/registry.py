@@ -47,8 +47,7 @@ class Registry(Collection[str], Generic[T]):
     Args:
         setting: the setting that selects an implementation, for errors.
         builtin: name -> `module:attribute`, imported at the first `get`, optionally with facts.
-        facts: builds facts from the keywords of `register`; default: none.
-    """
+        facts: builds facts from the keywords of `register`; default: none."""
 
     def __init__(
         self, setting: str, builtin: Mapping[str, str | tuple[str, Any]] = {}, facts: Callable[..., Any] = lambda: None

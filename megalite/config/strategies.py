@@ -5,7 +5,6 @@ A strategy is a class (`data_parallel.strategy.DataParallelStrategy`) and the fa
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megalite.config.registry import Registry
@@ -216,20 +215,13 @@ STRATEGIES: Registry[type] = Registry(
 )
 """Strategies by name. Register your own with `@STRATEGIES.register("mine", traffic=..., ...)` above its class."""
 
-ALIASES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "ddp": {"dp_strategy": "all-reduce"},
-        "horovod": {"dp_strategy": "fused-all-reduce"},
-        "byteps": {"dp_strategy": "sharded-parameter-server"},
-        "zero1": {"dp_strategy": "distributed-optimizer"},
-        "zero2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
-        "zero3": {"dp_strategy": "fully-sharded"},
-        "fsdp": {"dp_strategy": "fully-sharded"},
-    }
-)
+ALIASES: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"dp_strategy": "all-reduce"},
+    "horovod": {"dp_strategy": "fused-all-reduce"},
+    "byteps": {"dp_strategy": "sharded-parameter-server"},
+    "zero1": {"dp_strategy": "distributed-optimizer"},
+    "zero2": {"dp_strategy": "distributed-optimizer", "shard_gradients": True},
+    "zero3": {"dp_strategy": "fully-sharded"},
+    "fsdp": {"dp_strategy": "fully-sharded"},
+}
 """Aliases of `dp_strategy` values -> the settings that they set."""
-
-
-def searched_strategies() -> tuple[str, ...]:
-    """Return the strategies that the planner and elastic runs choose among."""
-    return tuple(name for name in STRATEGIES if STRATEGIES.facts(name).searched)

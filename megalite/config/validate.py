@@ -6,11 +6,10 @@ which numbers of microbatches it accepts, so dry run and training build the sche
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
-from megalite.config.describe import replace, settings, values_of
+from megalite.config.describe import check_choice, replace, settings, values_of
 from megalite.config.errors import Findings, Problems, raise_at_end
 from megalite.config.option import plain
 from megalite.config.registry import import_modules
@@ -22,7 +21,6 @@ from megalite.config.rules.rule import Check, Settings, render, rule_settings, r
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
 from megalite.config.training import parse_batch_schedule
-from megalite.config.values import check_choice
 
 __all__ = ["microbatch_counts", "require_startable", "validate"]
 
@@ -146,20 +144,18 @@ def _last_size(c: Settings) -> int | None:
     return parse_batch_schedule(c.step_batch_size_schedule)[-1][1] if c.step_batch_size_schedule is not None else None
 
 
-_DERIVED: Mapping[str, Callable[[Settings], object]] = MappingProxyType(
-    {
-        "etp": lambda c: c.expert_tp if c.num_experts else c.etp,
-        "global_batch_size": lambda c: c.global_batch_size or _last_size(c) or samples_per_microbatch(c.run),
-        "num_query_groups": lambda c: c.query_groups,
-        "kv_channels": lambda c: c.head_size,
-        "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP
-        "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
-        "eval_interval": lambda c: (
-            c.eval_interval
-            or (1000 if c.valid_data_path and (c.eval_iters or c.full_validation) and not c.dataset else None)
-        ),
-    }
-)
+_DERIVED: Mapping[str, Callable[[Settings], object]] = {
+    "etp": lambda c: c.expert_tp if c.num_experts else c.etp,
+    "global_batch_size": lambda c: c.global_batch_size or _last_size(c) or samples_per_microbatch(c.run),
+    "num_query_groups": lambda c: c.query_groups,
+    "kv_channels": lambda c: c.head_size,
+    "ffn_hidden_size": lambda c: c.ffn_size or None,  # 0: no layer has a dense MLP
+    "max_position_embeddings": lambda c: c.max_position_embeddings or c.seq_length,
+    "eval_interval": lambda c: (
+        c.eval_interval
+        or (1000 if c.valid_data_path and (c.eval_iters or c.full_validation) and not c.dataset else None)
+    ),
+}
 """Setting that may be left open -> its derived value."""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder, write_all, write_durably
-from megalite.config.errors import ConfigError
+from megalite.config.errors import BAD_INPUT, ConfigError
 from megalite.config.reading import read_text
 from megalite.sweep.candidates import Run
 from megalite.sweep.spec import SweepSpec
@@ -186,7 +186,6 @@ def table(runs: Sequence[Run], results: Mapping[str, Result]) -> str:
 
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
-BAD_INPUT = 2  # exit status of a training program that refuses its settings
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"

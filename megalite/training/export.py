@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from megalite.checkpoint.files import run_in_daemon
-from megalite.config.errors import ConfigError
-from megalite.config.exit_codes import NOT_SAVED
+from megalite.config.errors import NOT_SAVED, ConfigError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.exit_codes import NON_FINITE
+from megalite.config.errors import NON_FINITE
 from megalite.config.run import RunConfig
 from megalite.data.loader import Microbatch
 from megalite.data_parallel.buckets import has_memory

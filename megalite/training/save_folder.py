@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megalite.checkpoint.files import lock_folder, replace_durably
 from megalite.checkpoint.folders import correct_latest, remove_unfinished
 from megalite.config.describe import redact_text, sectioned
-from megalite.config.errors import ConfigError, TakenError
-from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.errors import NO_PROGRESS, ConfigError, TakenError
 from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group

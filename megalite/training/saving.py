@@ -23,8 +23,7 @@ from megalite.checkpoint.save import (
 )
 from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig, is_address
-from megalite.config.errors import CheckpointError
-from megalite.config.exit_codes import NOT_SAVED
+from megalite.config.errors import NOT_SAVED, CheckpointError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress

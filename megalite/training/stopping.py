@@ -18,8 +18,7 @@ from types import FrameType
 
 from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder, write_all
 from megalite.config.describe import redacted
-from megalite.config.errors import ConfigError, TakenError
-from megalite.config.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE
+from megalite.config.errors import DONE, FAILED, INTERRUPTED, REQUEUE, ConfigError, TakenError
 
 FILE_NAME = "exit.json"
 _RESERVED, _RESERVED_BYTES = f".{FILE_NAME}.reserved", 16384
@@ -34,7 +33,7 @@ class Ending:
     `interrupted` by Ctrl-C; `failed`."""
     reason: str
     step: int | None  # steps since the very first start; None if it ended before it looked for a checkpoint
-    exit_code: int  # one of `config.exit_codes`
+    exit_code: int  # one of `config.errors`
 
     @classmethod
     def finished(cls, step: int) -> "Ending":

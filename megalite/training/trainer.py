@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.batch import batch_size, sequence_length, steps_left
-from megalite.config.errors import ConfigError, RankError, TakenError
-from megalite.config.exit_codes import DONE
+from megalite.config.errors import DONE, ConfigError, RankError, TakenError
 from megalite.config.registry import import_modules, imported
 from megalite.config.rules.run import ELASTIC
 from megalite.config.run import RunConfig, saves_at

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megalite.config.exit_codes import HUNG
+from megalite.config.errors import HUNG
 
 STOPPED, TRACED, GONE, RUNNING = "stopped", "traced", "gone", "running"
 

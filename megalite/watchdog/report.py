@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.exit_codes import HUNG
+from megalite.config.errors import HUNG
 from megalite.watchdog.heartbeat import RECENT, SYNCHRONISE, Operation, RankState
 from megalite.watchdog.processes import in_the_kernel
 

@@ -14,7 +14,7 @@ from megalite.cli.main import COMMANDS, main
 from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
 from megalite.cli.tool_commands import CONFIG as config_main
 from megalite.config.files import preset_names
-from megalite.config.help import full_help
+from megalite.config.flags import full_help
 from megalite.data.indexed_dataset import TOKEN_DTYPES
 from megalite.preprocess.train_tokenizer import WORD_PATTERNS
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from megalite.config.data import DATA_FILES
 from megalite.config.describe import settings
-from megalite.config.flags import RUN_OPTIONS
-from megalite.config.help import basic_help, full_help
+from megalite.config.flags import RUN_OPTIONS, basic_help, full_help
 from megalite.config.megatron import DERIVED, SHORTHANDS, WORDS
 
 DOCS = Path(__file__).parents[2] / "docs"

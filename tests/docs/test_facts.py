@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from megalite.cli.main import main
-from megalite.config import exit_codes
+from megalite.config import errors
 from megalite.config.training import WRITERS
 from megalite.training import goodput
 from megalite.training.instruments import _COLUMNS, _LABELS
@@ -31,14 +31,16 @@ def section(name: str, heading: str) -> str:
 
 def test_pages_list_the_exit_statuses() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", section("docs/failures.md", "Exit status"), re.MULTILINE))
-    assert {int(status): meaning for status, meaning in rows.items()} == dict(exit_codes.MEANINGS)
-    assert {value for value in vars(exit_codes).values() if isinstance(value, int)} == set(exit_codes.MEANINGS)
+    assert {int(status): meaning for status, meaning in rows.items()} == dict(errors.MEANINGS)
+    assert {value for name, value in vars(errors).items() if name[0].isupper() and isinstance(value, int)} == {
+        *errors.MEANINGS
+    }
 
 
 def test_documented_exit_json_is_valid() -> None:
     shown = json.loads(page("docs/failures.md").partition("```json\n")[2].partition("```")[0])
     assert asdict(Ending(**shown)) == shown
-    assert shown["exit_code"] == exit_codes.REQUEUE
+    assert shown["exit_code"] == errors.REQUEUE
 
 
 # docs/doctor.md

@@ -7,7 +7,7 @@ import pytest
 
 import megalite
 from megalite.cli.train import main
-from megalite.config.exit_codes import BAD_INPUT
+from megalite.config.errors import BAD_INPUT
 from tests.e2e.forked import train_forked
 from tests.e2e.programs import MODEL, TRAINING, Corpus
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.exit_codes import HUNG
+from megalite.config.errors import HUNG
 from megalite.watchdog.processes import supported
 from tests.e2e.hung_runs import FLAGS, SECONDS, hang
 from tests.e2e.programs import TORCHRUN, run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.train import main
-from megalite.config.exit_codes import INTERRUPTED
+from megalite.config.errors import INTERRUPTED
 from tests.e2e.programs import MODEL, REPOSITORY, TRAINING, Corpus, finish, run, start, train_command
 from tests.support.patience import wait_until
 

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.cli.model_commands import CONVERT
 from megalite.cli.train import main
-from megalite.config.exit_codes import BAD_INPUT, DONE, NOT_SAVED, REQUEUE
+from megalite.config.errors import BAD_INPUT, DONE, NOT_SAVED, REQUEUE
 from megalite.conversion.huggingface import weights
 from tests.conversion.samples import contents
 from tests.e2e.forked import fork_rank, train_forked

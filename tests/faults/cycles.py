@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.config.exit_codes import DONE, INTERRUPTED, REQUEUE
+from megalite.config.errors import DONE, INTERRUPTED, REQUEUE
 from tests.e2e.corpus import build_corpus
 from tests.faults.compare import check_records, check_state, open_sound, records, steps_in
 from tests.faults.life import Kill, Life, live, printed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.describe import replace
-from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.errors import NO_PROGRESS
 from megalite.config.run import RunConfig
 from megalite.training.save_folder import FILE_NAME, RestartGuard, RestartLoopError, require_progress, settings_digest
 from tests.support.ranks import RankContext, run_ranks

@@ -9,8 +9,7 @@ import pytest
 
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.errors import ConfigError
-from megalite.config.exit_codes import NO_PROGRESS
+from megalite.config.errors import NO_PROGRESS, ConfigError
 from megalite.optimizers.schedules import Progress
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError

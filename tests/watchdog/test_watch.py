@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.exit_codes import HUNG
+from megalite.config.errors import HUNG
 from megalite.watchdog.processes import start_time, started_at
 from megalite.watchdog.watch import WatchedRank, WatchPlan
 from tests.support.patience import wait_until

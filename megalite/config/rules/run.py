@@ -8,7 +8,7 @@ from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, owned, parsed, rules, without
 from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
-from megalite.config.strategies import searched_strategies
+from megalite.config.strategies import STRATEGIES
 from megalite.config.training import WRITERS
 
 EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
@@ -286,7 +286,7 @@ def _elastic(c: Settings) -> Findings:
     if save is not None and resumes_elsewhere:
         yield f"elastic resumes from its own checkpoints, but the run has {{load}} and saves to {save}; use --load {save}"
     for name, works in (
-        ("dp_strategy", searched_strategies()),
+        ("dp_strategy", tuple(name for name in STRATEGIES if STRATEGIES.facts(name).searched)),
         ("grad_compression", ("none",)),
         ("pipeline_compression", ("none",)),
         ("optimizer", tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)),

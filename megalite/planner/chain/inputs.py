@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.errors import ConfigError, shortened
+from megalite.config.errors import ConfigError, nearest, shortened
 from megalite.config.reading import OR_ZERO, build, find_file, read_yaml
-from megalite.config.values import nearest
 
 _NAME = re.compile(r"(\d{1,4})x(\d{1,3})(?:@(\d{1,4}(?:\.\d{1,3})?))?", re.ASCII)
 _MOST_DEVICES = 256

@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, nearest
 from megalite.config.files import level_from_text, read_preset
 from megalite.config.merge import merge
 from megalite.config.reading import number, read_input
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.config.values import nearest
 from megalite.partition.pipeline import plan_stages
 from megalite.planner.cost.operations import Pricing
 from megalite.planner.cost.rates import data_stride, members_within, slowest_share, stacked, workload_of

@@ -25,13 +25,12 @@ import numpy.typing as npt
 from megalite.config.batch import batch_sizes
 from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings, value_of, values_of
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, nearest
 from megalite.config.rules.compute import RECOMPUTE as RECOMPUTE_RULES
 from megalite.config.rules.data_parallel import OPTIMIZER, STRATEGY
 from megalite.config.rules.rule import divisor_list, whole_shares
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import check_rules, validate
-from megalite.config.values import nearest
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.generators import SCHEDULES
 from megalite.planner.hardware import Cluster
