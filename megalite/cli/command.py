@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megalite
-from megalite.cli.failures import DEBUG_FLAG, guarded
-from megalite.cli.output import notify, show
+from megalite.cli.output import DEBUG_FLAG, guarded, notify, show
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest

@@ -57,8 +57,8 @@ def words_of(command: Command) -> Words:
     if command.settings is not None or not command.parses:
         found |= {flag: preset_names() if flag == "--preset" else () for flag in RUN_OPTIONS}
         for setting in settings().values():
-            negated = [f"--no-{setting.flags[0][2:]}"] if setting.type is bool else []
-            found |= dict.fromkeys([*setting.flags, *negated], tuple(setting.choices))
+            negated = [setting.off] if setting.type is bool else []
+            found |= dict.fromkeys([*setting.flags, *negated], setting.choices)
     found |= {word: tuple(flag.choices) for word, flag in command.spellings.items() if flag.help}
     return {"--help": ()} | found
 

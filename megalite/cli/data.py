@@ -11,12 +11,11 @@ from typing import Any
 
 from megalite.cli.display import ByteProgress, decimal_bytes
 from megalite.cli.dry_run import world_size_of
-from megalite.cli.failures import BAD_INPUT, explain, first_signal_raises
-from megalite.cli.output import json_text, notify, show, visible
+from megalite.cli.output import explain, first_signal_raises, json_text, notify, show, visible
 from megalite.cli.preprocess import tokenizer_config
 from megalite.config.data import SPLITS
 from megalite.config.describe import replace
-from megalite.config.errors import ConfigError
+from megalite.config.errors import BAD_INPUT, ConfigError
 from megalite.config.flags import Invocation
 from megalite.config.reading import as_yaml
 from megalite.config.run import RunConfig
@@ -343,8 +342,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Build the indices of a dataset or blend for the samples first <= i < stop, and return a report.
 
-    For a blend, documents, tokens and samples per epoch are None; for a small index (not stored), the folder is None.
-    """
+    For a blend, documents, tokens and samples per epoch are None; for a small index (not stored), the folder is None."""
     cache = part.cache
     assert cache is not None, "build_datasets gives each a cache"
     started = time.perf_counter()

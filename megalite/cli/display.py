@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from megalite.cli.output import notify, stderr_is_terminal, visible
+from megalite.cli.output import is_terminal, notify, visible
 
 _TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 60.0, 10.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
@@ -104,7 +105,7 @@ class Redrawn:
     """Text that is redrawn in place on a terminal. Without a terminal nothing is printed."""
 
     def __init__(self, out: TextIO | None = None, *, stays: bool = True) -> None:
-        self._shows = stderr_is_terminal() if out is None else out.isatty()
+        self._shows = is_terminal(sys.stderr if out is None else out)
         self._console, self._stays = Console(file=out, stderr=out is None, highlight=False), stays
         self._live: Live | None = None
 
@@ -150,7 +151,8 @@ class ProgressLine:
         """Show the progress if the interval has passed. `total`: final value of `done`, None if unknown. `amounts`:
         counters; `text` receives their rates per second."""
         now = time.monotonic()
-        if self._recent and now - self._shown < (_TERMINAL_SECONDS if stderr_is_terminal() else _LOG_SECONDS):
+        draws = is_terminal(sys.stderr)
+        if self._recent and now - self._shown < (_TERMINAL_SECONDS if draws else _LOG_SECONDS):
             return
         self._recent.append((now, done, *amounts))
         while len(self._recent) > 2 and now - self._recent[0][0] > _WINDOW_SECONDS:
@@ -163,7 +165,7 @@ class ProgressLine:
         parts = [text(rates)]
         if total and speed > 0:
             parts.append(f"{clock(max(total - done, 0) / speed)} left")
-        if stderr_is_terminal():
+        if draws:
             self._draw(done, total, ", ".join(parts))
         else:
             share = [f"{min(100 * done // total, 100):3d} %"] if total else []

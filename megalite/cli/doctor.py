@@ -5,7 +5,6 @@ import platform
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,16 +133,14 @@ def _summary(found: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-_SIZES: Mapping[str, int] = MappingProxyType(
-    {
-        "bias_gelu": 16384,
-        "swiglu": 11008,
-        "geglu": 11008,
-        "rope": 128,
-        "cross_entropy": 50304,
-        **dict.fromkeys(("adam", "lamb", "l2norm"), 1 << 24),
-    }
-)
+_SIZES: Mapping[str, int] = {
+    "bias_gelu": 16384,
+    "swiglu": 11008,
+    "geglu": 11008,
+    "rope": 128,
+    "cross_entropy": 50304,
+    **dict.fromkeys(("adam", "lamb", "l2norm"), 1 << 24),
+}
 """Operation -> size of the last dimension or flat buffer in a model of hidden size 4096, if it is not 4096."""
 
 _FLAT = ("adam", "lamb")  # operations on the fp32 state of the optimizer

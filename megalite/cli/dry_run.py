@@ -258,8 +258,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
     """Return the report of `--dry-run --rank` for a config from `checked`.
 
     Parameters, buckets and states are exact for this rank. Activations, workspace and communication are those of its
-    pipeline rank, at the largest batch size.
-    """
+    pipeline rank, at the largest batch size."""
     layout = layout_of(config)
     if rank >= layout.world_size:
         last = layout.world_size - 1
@@ -296,8 +295,7 @@ def rank_report(config: RunConfig, rank: int) -> dict[str, Any]:
 def communication_rows(config: RunConfig, pipeline_rank: int, num_microbatches: int) -> list[dict[str, Any]]:
     """Return the communication volume per step of a rank at this pipeline rank, by group and operation.
 
-    `basis` is not empty if steps differ in volume; it names the steps that the row describes.
-    """
+    `basis` is not empty if steps differ in volume; it names the steps that the row describes."""
     sizes, rows = group_sizes(config), []
     prefixes = ("inter-", "intra-") if config.parallel.strategy.weights == "local" else ("intra-",)
     for (group, operation), volume in sorted(step_volumes(config, pipeline_rank, num_microbatches).items()):

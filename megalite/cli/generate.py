@@ -65,15 +65,23 @@ def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> Para
 
 
 def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = True) -> InferenceModel:
-    """Load the model of the flags on the ranks of the topology."""
+    """Load the model of the flags on the ranks of the topology; download addresses once per node.
+
+    Collectives: those of `fetch_remote_files`, if one is an address, and of `load_model`."""
 
     def log(line: str) -> None:
         if topology.rank == 0:
             print(line, file=sys.stderr)
 
-    load, tokenizer_model = local_paths(flags.load, flags.ckpt_step, flags.tokenizer_model, topology, log)
+    load, tokenizer_model = flags.load, flags.tokenizer_model
+    if is_address(str(load)) or is_address(tokenizer_model or ""):
+        remote = replace(RunConfig(), load=str(load), ckpt_step=flags.ckpt_step, tokenizer_model=tokenizer_model)
+        found = imported("megalite.training.setup:fetch_remote_files")(remote, world=topology.world, log=log)
+        if not Path(found.checkpoint.load).exists():
+            raise CheckpointMissing(f"no complete checkpoint at {load}; give the address of the folder of steps")
+        load, tokenizer_model = found.checkpoint.load, found.data.tokenizer_model
     return load_model(
-        load,
+        Path(load),
         topology,
         step=flags.ckpt_step,
         ema=flags.weights == "ema",
@@ -82,21 +90,6 @@ def open_model(flags: Namespace, topology: Topology, *, needs_tokenizer: bool = 
         needs_tokenizer=needs_tokenizer,
         log=log,
     )
-
-
-def local_paths(
-    load: Path | str, step: int | None, tokenizer_model: str | None, topology: Topology, log: Callable[[str], None]
-) -> tuple[Path, str | None]:
-    """Return the local folder of a model and the path of a tokenizer; download addresses once per node.
-
-    Collectives: those of `fetch_remote_files`, if one is an address."""
-    if is_address(str(load)) or is_address(tokenizer_model or ""):
-        remote = replace(RunConfig(), load=str(load), ckpt_step=step, tokenizer_model=tokenizer_model)
-        found = imported("megalite.training.setup:fetch_remote_files")(remote, world=topology.world, log=log)
-        if not Path(found.checkpoint.load).exists():
-            raise CheckpointMissing(f"no complete checkpoint at {load}; give the address of the folder of steps")
-        load, tokenizer_model = found.checkpoint.load, found.data.tokenizer_model
-    return Path(load), tokenizer_model
 
 
 def run_on_ranks(flags: Namespace, work: Callable[[Namespace, Topology], None], *, data_parallel: bool) -> int:

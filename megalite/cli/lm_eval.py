@@ -3,7 +3,7 @@
 The package lm_eval is optional. Under torchrun the model is split over the ranks, all ranks run the same tasks, and the
 harness reports on rank 0."""
 
-import sys
+from argparse import Namespace
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # registers the harness' models, which it skips after another registration
@@ -12,15 +12,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalite.cli.generate import DTYPES, local_paths
-from megalite.config.data import DataConfig
+from megalite.cli.generate import layout_of, open_model
 from megalite.config.errors import ConfigError
-from megalite.conversion.inference import load_model
 from megalite.generation.continuation import GrowingText, Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.likelihood import Scored, likelihoods
 from megalite.tokenizers.chat import require_chat_template
-from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, start_distributed, stop_distributed
 
 _MAX_NEW_TOKENS = 256
@@ -33,8 +30,7 @@ class MegaliteLM(TemplateLM):
     requests.
 
     The arguments, given in --model_args, are those of `megalite evaluate`, and `max_gen_toks`: maximum number of new
-    tokens if a task sets none.
-    """
+    tokens if a task sets none."""
 
     def __init__(
         self,
@@ -54,29 +50,16 @@ class MegaliteLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal():
             raise ConfigError(f"batch_size is {batch_size}; give a number, e.g. 8")
-        launch = Launch.from_environment()
-        if launch.world_size % (tp * pp):
-            raise ConfigError(f"tp {tp} x pp {pp} does not divide the {launch.world_size} ranks that were started")
-        layout = ParallelLayout(tp=tp, pp=pp, dp=launch.world_size // (tp * pp))
+        launch, axes = Launch.from_environment(), {"tp": tp, "pp": pp, "cp": 1, "ep": 1}
+        tokenizer = {"tokenizer_model": tokenizer_model, "tiktoken_pattern": tiktoken_pattern}
+        flags = Namespace(load=load, ckpt_step=ckpt_step, weights="trained", dtype=dtype, **axes, **tokenizer)
+        layout = layout_of(flags, launch.world_size, data_parallel=True)
         self._device = launch.device(device or "auto")
         start_distributed(launch, self._device, backend="auto", timeout_minutes=_TIMEOUT_MINUTES)
         self._topology = Topology.create(
             layout, rank=launch.rank, device=self._device, timeout_minutes=_TIMEOUT_MINUTES
         )
-
-        def log(line: str) -> None:
-            if launch.rank == 0:
-                print(line, file=sys.stderr)
-
-        folder, tokenizer_model = local_paths(load, ckpt_step, tokenizer_model, self._topology, log)
-        self._model = load_model(
-            folder,
-            self._topology,
-            step=ckpt_step,
-            dtype=DTYPES.get(dtype) if dtype is not None else None,
-            tokenizer=DataConfig(tokenizer_model=tokenizer_model, tiktoken_pattern=tiktoken_pattern),
-            log=log,
-        )
+        self._model = open_model(flags, self._topology)
         assert self._model.tokenizer is not None
         self._tokenizer, self._max_new_tokens = self._model.tokenizer, int(max_gen_toks)
         self._chain = Chain(self._model.stage, self._topology)

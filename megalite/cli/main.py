@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from megalite.cli import model_commands as model
 from megalite.cli import tool_commands as tool
@@ -14,7 +13,7 @@ _ALL = (
     *(tool.REHEARSE, tool.SCHEDULE, tool.PLAN, tool.PLAN_FIT, tool.PLAN_CHAIN, tool.PROFILE, tool.SWEEP, tool.PARITY),
     *(tool.DOCTOR, tool.KERNELS, tool.RUNS, tool.COMPLETION),
 )
-COMMANDS: Mapping[str, Command] = MappingProxyType({each.name.removeprefix("megalite "): each for each in _ALL})
+COMMANDS: Mapping[str, Command] = {each.name.removeprefix("megalite "): each for each in _ALL}
 """Name -> command. Implementations are imported after parsing, so that help needs no torch."""
 
 main = Command(

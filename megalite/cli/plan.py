@@ -20,7 +20,6 @@ from megalite.cli.output import json_text, show
 from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
-from megalite.config.flags import Invocation
 from megalite.config.reading import as_yaml, write_text
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.draw import Panel, draw_svg, render_grid
@@ -110,12 +109,6 @@ def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareSt
     return f"The step of the best layout{note}, in seconds:\n{render_grid(timeline, width=width)}"
 
 
-def search_inputs(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
-    cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
-    limit = flags.max_memory or cluster.accelerator.memory_bytes * USUAL_MEMORY
-    return request_of(flags.invocation, cluster, flags.gpus, flags.fix or (), limit), cluster, stack
-
-
 def _tokens(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMBT]?)", text, re.ASCII | re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
@@ -123,18 +116,18 @@ def _tokens(text: str) -> float:
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
-def request_of(
-    invocation: Invocation, cluster: Cluster, ranks: int, constraints: Sequence[str], limit: float
-) -> Request:
+def search_inputs(flags: Namespace) -> tuple[Request, Cluster, SoftwareStack]:
     """Build the search: given settings that the search decides become constraints, the others apply to all layouts."""
-    refuse_not_searched(invocation.config, invocation.explicit)
-    fixed = fixed_settings(invocation.config, invocation.explicit)
-    for text in constraints:
+    cluster, stack = load_cluster(flags.cluster), load_stack(flags.stack)
+    limit = flags.max_memory or cluster.accelerator.memory_bytes * USUAL_MEMORY
+    invocation, config = flags.invocation, flags.invocation.config
+    refuse_not_searched(config, invocation.explicit)
+    fixed = fixed_settings(config, invocation.explicit)
+    for text in flags.fix or ():
         name, values = parse_constraint(text)
         if fixed.get(name, values) != values:
             raise ConfigError(f"--fix {text} and {name} {','.join(map(str, fixed[name]))} contradict; keep one of them")
         fixed[name] = values
-    config = invocation.config
     if config.training.global_batch_size is None:
         raise ConfigError("the batch is not set; add --global-batch-size, e.g. 1536")
     if invocation.provenance["precision"] == "default":
@@ -143,7 +136,8 @@ def request_of(
         best = max(order, key=lambda precision: peaks[precision])  # of equal peaks the first
         config = with_settings(config, precision=best)
     config = with_vocabulary(config)
-    return request_for(config, world_size=ranks, fixed=fixed, memory_limit=limit, cluster=cluster)
+    request = request_for(config, world_size=flags.gpus, fixed=fixed, memory_limit=limit, cluster=cluster)
+    return request, cluster, stack
 
 
 def run_fit(flags: Namespace) -> int:

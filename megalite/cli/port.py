@@ -311,15 +311,7 @@ def command_line(ported: Ported, config_file: str | None = None) -> str:
     parts = [" ".join(_quoted(word) for word in launcher), "pretrain_gpt.py"] if launcher else ["megalite train"]
     if config_file is not None:
         return f"{' '.join(parts)} --config {_quoted(config_file)}"
-    flags = []
-    for name, value in ported.values.items():
-        setting = settings()[name]
-        flag = setting.flags[0]
-        if setting.type is bool:
-            flags.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            values = value if isinstance(value, list) else ["none" if value is None else value]
-            flags.append(" ".join([flag, *(_quoted(_plain(each)) for each in values)]))
+    flags = [" ".join(map(_quoted, settings()[name].words(value))) for name, value in ported.values.items()]
     return " \\\n    ".join([" ".join(parts), *flags])
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.display import ByteProgress, ProgressLine, decimal_bytes
-from megalite.cli.failures import Stopped, first_signal_raises
 from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, SENTENCEPIECE
-from megalite.cli.output import notify, occupy_closed_streams, show
+from megalite.cli.output import Stopped, first_signal_raises, notify, occupy_closed_streams, show
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, nearest

@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from megalite.cli.display import table, working
-from megalite.cli.output import show, stdout_is_terminal
+from megalite.cli.output import is_terminal, show
 from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
@@ -25,7 +26,6 @@ from megalite.planner.page import Row, Section, Table, page
 _WIDTH = 240  # columns of the grid without a terminal
 _DEFAULT_UNIT_SECONDS = 1e-3  # in a trace, one unit of costs without a named unit
 _SHOWN_RANKS = 64
-_LIVE = "live activations, in microbatches x stages"
 
 
 def format_study(study: Study, *, unit: str, width: int, lowered: bool) -> str:
@@ -54,18 +54,6 @@ def summary(study: Study, unit: str) -> str:
         f"makespan {timeline.makespan:.6g}{name} ({timeline.makespan / study.ideal:.3f} of the ideal {study.ideal:.6g}), "
         f"bubble {timeline.bubble_fraction:.1%}, without a barrier between steps {timeline.span_bubble_fraction:.1%}"
     )
-
-
-def peak_texts(study: Study) -> tuple[str, ...]:
-    """Return the peak memory per rank: bytes if the costs have sizes, else live activations."""
-    if study.peak_bytes is not None:
-        return tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
-    return tuple(map(str, study.timeline.peak_activations))
-
-
-def meaning_of_peaks(studies: Sequence[Study]) -> str:
-    """Return what the numbers of `peak_texts` mean. All studies share their costs."""
-    return _LIVE if studies[0].peak_bytes is None else "memory of one step's activations and messages"
 
 
 _MEANING = (
@@ -103,8 +91,15 @@ def format_comparison(studies: Sequence[Study], refused: Mapping[str, str], *, u
 
 
 def _drawn(studies: Sequence[Study], unit: str) -> str:
-    panels = [Panel(study.timeline, peak_texts(study), summary(study, unit)) for study in studies]
-    return draw_svg(panels, unit=unit, peak=meaning_of_peaks(studies))
+    """Draw the schedules with the peak per rank: bytes if the costs, which all share, have sizes."""
+    panels, meaning = [], "live activations, in microbatches x stages"
+    for study in studies:
+        peaks = tuple(map(str, study.timeline.peak_activations))
+        if study.peak_bytes is not None:
+            peaks = tuple(format_bytes(round(peak)) for peak in study.peak_bytes)
+            meaning = "memory of one step's activations and messages"
+        panels.append(Panel(study.timeline, peaks, summary(study, unit)))
+    return draw_svg(panels, unit=unit, peak=meaning)
 
 
 def html_page(studies: Sequence[Study], refused: Mapping[str, str], unit: str) -> str:
@@ -172,7 +167,7 @@ def _answer(flags: Namespace) -> str:
     if flags.compare is not None:
         text = format_comparison(studies, refused, unit=unit)
     else:
-        width = shutil.get_terminal_size().columns if stdout_is_terminal() else _WIDTH
+        width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else _WIDTH
         text = format_study(studies[0], unit=unit, width=width, lowered=flags.lowered)
     return "\n".join([text, *(f"wrote {path}" for path in written)])
 

@@ -11,8 +11,7 @@ from typing import TextIO
 
 from megalite.checkpoint.files import replace_durably
 from megalite.cli.display import ProgressLine, Redrawn, duration, short, table
-from megalite.cli.failures import Stopped, first_signal_raises
-from megalite.cli.output import notify, show
+from megalite.cli.output import Stopped, first_signal_raises, notify, show
 from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
 from megalite.config.reading import gc_paused

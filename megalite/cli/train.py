@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -10,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megalite
-from megalite.cli.failures import UNDER_TORCHRUN, End, guarded, is_first_rank, report_error
-from megalite.cli.output import notify, show, stdout_is_terminal
+from megalite.cli.output import UNDER_TORCHRUN, End, guarded, is_first_rank, is_terminal, notify, report_error, show
 from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import INTERRUPTED
@@ -193,7 +193,7 @@ class RunLog:
 
 
 def _print(line: str) -> None:
-    if not stdout_is_terminal():
+    if not is_terminal(sys.stdout):
         print(line, flush=True)
         return
     from rich.console import Console

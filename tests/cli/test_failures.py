@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, UNDER_TORCHRUN, Stopped
-from megalite.cli.failures import guarded as guarding
 from megalite.cli.main import COMMANDS, main
-from megalite.cli.output import show
+from megalite.cli.output import BAD_INPUT, BUG, DEBUG_VARIABLE, INTERRUPTED, UNDER_TORCHRUN, Stopped, show
+from megalite.cli.output import guarded as guarding
 from megalite.cli.train import RunLog
 from megalite.config.errors import ConfigError, RankError
 from megalite.training.step import Stepper

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.cli.failures import BAD_INPUT, DEBUG_VARIABLE
 from megalite.cli.main import COMMANDS, main
+from megalite.cli.output import BAD_INPUT, DEBUG_VARIABLE
 from megalite.config.describe import settings as all_settings
 from megalite.conversion.native import write_native
 from tests.cli.test_plan import PROFILE

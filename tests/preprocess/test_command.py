@@ -74,7 +74,7 @@ def test_second_signal_does_not_interrupt_saving(
 
 def test_third_signal_ends_the_process() -> None:
     code = (
-        "import signal\nfrom megalite.cli.failures import Stopped, first_signal_raises\n"
+        "import signal\nfrom megalite.cli.output import Stopped, first_signal_raises\n"
         "with first_signal_raises():\n"
         "    try:\n        signal.raise_signal(2)\n    except Stopped:\n        signal.raise_signal(15)\n"
         "        print('saved', flush=True)\n        signal.raise_signal(15)\n        print('never')\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.failures import Stopped, first_signal_raises
+from megalite.cli.output import Stopped, first_signal_raises
 from megalite.config import files
 from megalite.sweep import guard
 from megalite.sweep.candidates import Run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.cli.failures import report_error
+from megalite.cli.output import report_error
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
