@@ -1,7 +1,6 @@
 """Expand a sweep's grid, list and plan over its base into configurations, validated and with predictions, or refused."""
 
 import copy
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -36,7 +35,7 @@ from megalite.tokenizers.build import build_tokenizer
 class Predicted:
     memory_bytes: int  # of the fullest rank
     first_rank_bytes: int  # of rank 0, where memory is measured
-    step_seconds: float | None = None  # None without a cluster
+    step_seconds: float | None  # None without a cluster
 
 
 def read_machine(cluster: str | None, stack: str) -> Machine | None:
@@ -47,16 +46,6 @@ def usable_bytes(memory_limit: float | None, machine: Machine | None) -> float |
     """Return the bytes of a device that a generated schedule may use, if known."""
     usual = None if machine is None else USUAL_MEMORY * machine.cluster.accelerator.memory_bytes
     return memory_limit or usual
-
-
-def predicted_memory(config: RunConfig) -> Predicted:
-    """Predict the bytes per rank of a validated config with a known vocabulary. Raises ConfigError if the schedule does
-    not support the number of microbatches, or exceeds pipeline_memory_limit."""
-    schedule = schedule_of(config, microbatch_counts(config)[-1])
-    if config.parallel.pipeline_memory_limit is not None:
-        proved(config, lowered(config, schedule), plan_stages(config))
-    totals = [memory.total_bytes for memory in planned_memory(config, schedule)]
-    return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0])
 
 
 MOST = 100_000  # configurations per sweep: a larger grid is a mistake
@@ -254,15 +243,16 @@ def _label(candidate: Candidate, varying: Sequence[str]) -> str:
 
 
 def _predicted(config: RunConfig, limit: float | None, machine: Machine | None) -> Predicted:
-    """Predict memory and, for a machine, seconds. Raises ConfigError if the memory limit or the machine rules it out."""
-    memory = predicted_memory(config)
-    if limit is not None and memory.memory_bytes > limit:
-        raise ConfigError(
-            f"needs {format_bytes(memory.memory_bytes)} per rank, over memory_limit {format_bytes(limit)}"
-        )
-    if machine is None:
-        return memory
-    return dataclasses.replace(memory, step_seconds=float(predict(config, *machine).step_seconds))
+    """Predict memory and, for a machine, seconds. Raises ConfigError if the schedule does not support the number of
+    microbatches or exceeds pipeline_memory_limit, or if `limit` or the machine rules the config out."""
+    schedule = schedule_of(config, microbatch_counts(config)[-1])
+    if config.parallel.pipeline_memory_limit is not None:
+        proved(config, lowered(config, schedule), plan_stages(config))
+    totals = [memory.total_bytes for memory in planned_memory(config, schedule)]
+    if limit is not None and max(totals) > limit:
+        raise ConfigError(f"needs {format_bytes(max(totals))} per rank, over memory_limit {format_bytes(limit)}")
+    seconds = None if machine is None else float(predict(config, *machine).step_seconds)
+    return Predicted(memory_bytes=max(totals), first_rank_bytes=totals[0], step_seconds=seconds)
 
 
 def _vocabulary(data: DataConfig, known: dict[str, int | ConfigError]) -> int:

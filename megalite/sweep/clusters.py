@@ -16,11 +16,11 @@ import yaml
 
 from megalite.config.errors import ConfigError
 from megalite.config.registry import optional
-from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, call, nodes_of, training_command, try_call
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import KubernetesSpec, RaySpec
+from megalite.watchdog.processes import END_SECONDS
 
 MANIFEST = "job.yaml"
 _PORT = 29400  # a pod has its own ports
@@ -208,7 +208,7 @@ class RayRun(Launched):
         """Interrupt the tasks; they are killed if they do not stop their processes in time."""
         for task in self._tasks:
             self._ray.cancel(task)
-        self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=3 * guard.END_SECONDS)
+        self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=3 * END_SECONDS)
         self._ray.util.remove_placement_group(self._group)
 
 

@@ -19,10 +19,10 @@ from megalite.checkpoint.files import write_durably
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.results import LOG, Result, Store, outcome, refused, steps_made
 from megalite.sweep.spec import NodesSpec, SbatchSpec
+from megalite.watchdog import processes
 
 CONFIG = "config.yaml"  # in a run's folder; training overwrites it with the resolved config
 
@@ -105,7 +105,7 @@ class LocalRun(Launched):
         super().__init__()
         with log.open("ab") as file:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", guard.__name__, str(os.getpid()), *command],
+                [sys.executable, "-m", processes.__name__, str(os.getpid()), *command],
                 env=None if environment is None else dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -120,9 +120,9 @@ class LocalRun(Launched):
     def end(self) -> None:
         self._guard.terminate()
         try:
-            self._guard.wait(3 * guard.END_SECONDS)
+            self._guard.wait(3 * processes.END_SECONDS)
         except subprocess.TimeoutExpired:
-            guard.kill_below(self._guard.pid)
+            processes.kill_below(self._guard.pid)
             self._guard.kill()
             self._guard.wait()
 

@@ -13,13 +13,12 @@ import pytest
 
 from megalite.cli.output import Stopped, first_signal_raises
 from megalite.config import files
-from megalite.sweep import guard
 from megalite.sweep.candidates import Run
 from megalite.sweep.execute import CONFIG, LocalRun, Progress, SbatchLauncher, execute, launchable
-from megalite.sweep.guard import descendants
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
-from megalite.watchdog.processes import stat_fields
+from megalite.watchdog import processes
+from megalite.watchdog.processes import descendants, stat_fields
 from tests.support.patience import wait_until
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
@@ -180,7 +179,7 @@ def test_end_kills_processes_that_ignore_signals(
     child = int(wait_for(tmp_path / "child"))
     assert is_alive(child)
     assert child in descendants(os.getpid())
-    monkeypatch.setattr(guard, "END_SECONDS", 0.1)  # the guard's own process uses the longer limit
+    monkeypatch.setattr(processes, "END_SECONDS", 0.1)  # the guard's own process uses the longer limit
     run.end()
     assert_gone(child)
 
