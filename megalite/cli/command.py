@@ -18,6 +18,7 @@ from megalite.cli.output import DEBUG_FLAG, guarded, notify, show
 from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
+from megalite.config.option import as_number
 from megalite.config.registry import import_modules, imported
 from megalite.config.run import hugging_face_folder
 
@@ -367,10 +368,7 @@ def _whole_number(word: str) -> int:
 
 
 def _number(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
+    value = as_number(word)
     if not math.isfinite(value):
         raise ConfigError(f"takes a number such as 0.5, got {word!r}")
     return value

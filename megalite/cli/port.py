@@ -207,7 +207,7 @@ def _words(flag: str, value: Any, shell: Shell) -> Iterator[str]:
         inner = re.fullmatch(r"\[([^\]]+)\]", text) if not re.search(r"[*+]", text) else None
         is_several = re.fullmatch(r"\d+( \d+)+", text)  # bash splits them
         for word in inner[1].replace(",", " ").split() if inner else text.split() if is_several else [text]:
-            yield "".join(shell.expand('"' + word.replace('"', '\\"') + '"'))
+            yield "".join(shell.expand(quoted(word)))
 
 
 # ---- porting

@@ -13,6 +13,7 @@ from megalite.config.data import DATA_FILES, PATH_SETTINGS
 from megalite.config.describe import whole_number
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.megatron_flags import FP8
+from megalite.config.option import as_number
 from megalite.config.strategies import ALIASES
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = {
@@ -146,11 +147,8 @@ def _padded(text: str, where: str) -> dict[str, Any]:
 
 def stretched(text: str, where: str) -> dict[str, Any]:
     """Parse `--rotary-scaling-factor N`: Megatron's YaRN of multi-latent attention beyond 4096 positions; 1: off."""
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if factor < 1.0:
+    factor = as_number(text)
+    if not factor >= 1.0:
         raise ConfigError(f"{where} takes a number of at least 1, such as 40, got {text[:60]}")
     if factor == 1.0:
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
-from megalite.config.option import option
+from megalite.config.option import as_number, option
 from megalite.config.registry import Registry
 
 Formats = Mapping[str, Literal["main", "bf16"]]
@@ -277,10 +277,7 @@ def parse_lr_multipliers(texts: Sequence[str]) -> list[tuple[str, float]]:
     found = []
     for text in texts:
         pattern, _, number = text.rpartition("=")
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = math.nan
+        factor = as_number(number)
         if not pattern or not 0.0 <= factor < math.inf:
             raise ConfigError(f"lr_multipliers has {text!r} in it; write PATTERN=FACTOR, e.g. 'layers.0.*=0.5'")
         found.append((pattern, factor))

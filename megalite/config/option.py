@@ -28,6 +28,14 @@ class Bounds(NamedTuple):
         return f"must be at most {plain(self.at_most)}" if value > self.at_most else None
 
 
+def as_number(text: str) -> float:
+    """Return the number that a text spells, or NaN."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def plain(value: float) -> str:
     """Format a number; large whole numbers keep all digits."""
     return str(int(value)) if value == int(value) and abs(value) >= 1e6 else f"{value:g}"

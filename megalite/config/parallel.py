@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
-from megalite.config.option import option
+from megalite.config.option import as_number, option
 from megalite.config.registry import Registry
 from megalite.config.strategies import STRATEGIES, StrategyFacts, integer_bytes
 
@@ -217,10 +217,7 @@ def parse_pipeline_compression(text: str) -> tuple[str, float]:
     """Parse `pipeline_compression` into (none, bf16, uint8 or topk; share of elements sent). Raises ConfigError:
     neither."""
     kind, _, number = text.partition(":")
-    try:
-        share = float(number) if kind == "topk" else 1.0
-    except ValueError:
-        share = math.nan
+    share = as_number(number) if kind == "topk" else 1.0
     if text not in ("none", "bf16", "uint8") and not (kind == "topk" and 0.0 < share <= 1.0):
         raise ConfigError(f"pipeline_compression is {text!r}; use none, bf16, uint8 or topk:SHARE, e.g. topk:0.25")
     return kind, share

@@ -151,13 +151,10 @@ def _run_import(what: str, load: Callable[[], object]) -> None:
     try:
         load()
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
+        files = (frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__)
+        frames = [frame for frame in files if "importlib" not in frame.filename]
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         missing = isinstance(error, ModuleNotFoundError) and not frames
         hint = "; give a dotted name that Python finds from the working folder, on PYTHONPATH or installed" * missing
         reason = str(error) or "no message"
         raise ConfigError(f"{what} cannot be imported: {type(error).__name__}: {reason}{where}{hint}") from error
-
-
-def _is_user_file(file: str) -> bool:
-    return file != __file__ and "importlib" not in file
