@@ -49,24 +49,13 @@ def fuzz(
 def draw(generator: random.Random) -> tuple[list[str], Shrunk]:
     """Return the flags of a random small legal config, and the result of `shrink`, which keeps its sizes."""
     while True:
-        arguments = to_flags(_settings(generator))
+        arguments = [word for name, value in _settings(generator).items() for word in settings()[name].words(value)]
         invocation = parse_arguments(arguments)
         keep = frozenset({"eod_mask_loss"} & invocation.explicit)
         try:
             return arguments, shrink(invocation.config, keep=keep, explicit=invocation.explicit)
         except ConfigError:
             continue  # only the validator checks which settings are compatible
-
-
-def to_flags(drawn: Drawn) -> list[str]:
-    words: list[str] = []
-    for name, value in drawn.items():
-        flag = settings()[name].flags[0]
-        if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag.removeprefix("--"))
-        else:
-            words += [flag, *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def _settings(generator: random.Random) -> Drawn:

@@ -2,8 +2,7 @@
 
 Starting a Python process with torch takes seconds, so the pool starts its workers once. The first n workers form a job
 of n ranks and keep it with its process groups, until a call needs another n or the job has too many groups. Workers are
-spawned, as a fork of a process that has used OpenMP may hang.
-"""
+spawned, as a fork of a process that has used OpenMP may hang."""
 
 import datetime
 import gc

@@ -1,7 +1,6 @@
 """Shrink a user's config to fit a laptop; its model family, switches and layout are kept.
 
-Small sizes stay as they are, so shrinking a small or shrunk config changes nothing.
-"""
+Small sizes stay as they are, so shrinking a small or shrunk config changes nothing."""
 
 import itertools
 import math

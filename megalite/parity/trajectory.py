@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megalite.config.batch import batch_size, batch_sizes, sequence_length
-from megalite.config.describe import replace
+from megalite.config.describe import replace, settings
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.dataset import Packing
@@ -71,26 +71,16 @@ def assemble(ranks: Sequence[dict[str, Part]]) -> dict[str, np.ndarray]:
 
 EOD = 0  # the end-of-document token of `UnevenSamples`
 
-LAYOUT_OF_ONE_RANK = {
-    **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "dp", "pipeline_recv_prefetch", "pipeline_send_window"), 1),
-    **dict.fromkeys(
-        ("sequence_parallel", "tp_comm_overlap", "pipeline_check_memory", "recompute_ahead", "sanitize_communication"),
-        False,
-    ),
-    **dict.fromkeys(("optimizer_cpu_offload", "fine_grained_activation_offloading"), False),
-    "cpu_offloading_num_layers": 0,
-    **dict.fromkeys(("etp", "pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout")),
-    **dict.fromkeys(("pipeline_costs", "pipeline_memory_limit", "microbatch_group_size_per_virtual_pipeline_stage")),
-    "hierarchical_context_parallel_sizes": None,
-    "scatter_gather_tensors_in_pipeline": True,
-    "context_parallel_load_balancer": "headtail",
-    "cp_comm_type": "p2p",
-    "pipeline_warmup": "pa",
-    "rank_order": "tp-cp-ep-dp-pp",
-    "dp_strategy": "all-reduce",
-    "recompute_granularity": "none",
-}
-"""Settings that must not change the numbers, at their simplest values."""
+_OF_LAYOUT = (
+    *("tp", "pp", "vpp", "cp", "ep", "etp", "rank_order", "sequence_parallel", "tp_comm_overlap"),
+    *("cp_comm_type", "context_parallel_load_balancer", "hierarchical_context_parallel_sizes"),
+    *("pipeline_schedule", "pipeline_schedule_file", "pipeline_layers", "pipeline_layout", "pipeline_costs"),
+    *("pipeline_warmup", "pipeline_memory_limit", "pipeline_check_memory", "pipeline_recv_prefetch"),
+    *("pipeline_send_window", "microbatch_group_size_per_virtual_pipeline_stage", "scatter_gather_tensors_in_pipeline"),
+    *("dp_strategy", "sanitize_communication", "recompute_granularity", "recompute_ahead", "optimizer_cpu_offload"),
+    *("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+)
+"""Settings that must not change the numbers; one rank has their defaults."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +205,8 @@ def plain(config: RunConfig) -> RunConfig:
     ramp-up or batch schedule the micro batch size stays, as no single size fits all batches."""
     training = config.training
     size = training.global_batch_size if len(batch_sizes(config)) == 1 else training.micro_batch_size
-    return validate(replace(config, **LAYOUT_OF_ONE_RANK, micro_batch_size=size), 1)
+    one_rank = {name: settings()[name].default for name in _OF_LAYOUT}
+    return validate(replace(config, **one_rank, dp=1, micro_batch_size=size), 1)
 
 
 def one_rank_trajectory(config: RunConfig, steps: int) -> Trajectory:
