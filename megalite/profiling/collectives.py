@@ -1,7 +1,6 @@
 """Describes the machine of the ranks, and measures collectives and messages inside a node and across nodes.
 
-All groups of a kind communicate at once, as in training, because the ranks of a node share its links and adapters.
-"""
+All groups of a kind communicate at once, as in training, because the ranks of a node share its links and adapters."""
 
 import math
 import os

@@ -2,8 +2,7 @@
 
 Operations must match and must not deadlock; lost overlap is found too. NCCL runs the operations of a communicator in the
 order in which they were started, so waiting for one waits for all earlier ones too. The compute stream waits as its
-program does.
-"""
+program does."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

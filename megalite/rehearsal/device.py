@@ -1,8 +1,7 @@
 """A device without computation: torch's meta tensors, observed while the real training step runs on them.
 
 Tensors on the device have shape and dtype but no data. The dispatch mode below sees each operator: it counts kernels, the
-memory of live storages, and the places where the host would wait for the device.
-"""
+memory of live storages, and the places where the host would wait for the device."""
 
 import weakref
 from collections import Counter
@@ -143,8 +142,7 @@ class Device(TorchDispatchMode):
     """Dispatch mode in which `meta` tensors act as a device: operators are counted, and reads by the host get values.
 
     Values read by the host are made up: results are 0 and finite, and each expert has the same number of tokens. Further
-    operators on these token counts also run on the CPU (`values_of`).
-    """
+    operators on these token counts also run on the CPU (`values_of`)."""
 
     def __init__(self) -> None:
         super().__init__()
