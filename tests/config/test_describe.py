@@ -45,3 +45,8 @@ def test_flat_and_sectioned_values() -> None:
     assert values_of(config)["lr"] == 0.1
     assert list(values_of(config)) == list(settings())
     assert sectioned(config)["parallel"]["tp"] == 4
+
+
+def test_words_set_a_value() -> None:
+    found = [settings()[name].words(value) for name, value in {"tie_embeddings": False, "lr": 1e-3, "tp": 2}.items()]
+    assert found == [["--no-tie-embeddings"], ["--lr", "0.001"], ["--tp", "2"]]
