@@ -274,7 +274,7 @@ not supported; leave it out to use the standard router |
     --moe-input-jitter-eps= --moe-use-upcycling --moe-router-force-biased=
     --moe-apply-probs-on-input --export-moe-apply-probs-on-input --moe-latent-size= --moe-expert-rank-capacity-factor=
 use --recompute-granularity selective --recompute-modules moe | --moe-layer-recompute
-norms and biases are not decayed | --apply-wd-to-qk-layernorm --no-weight-decay-cond-type=
+use --apply-wd-to-qk-layernorm | --no-weight-decay-cond-type=
 all weights are trained | --freeze-all-layers --freeze-base-for-mtp --mtp-detach-heads
 each MTP layer is a separate layer on the last stage | --mtp-use-repeated-layer --mtp-hsm --mtp-standalone
 muon multiplies in the precision of the matrix | --muon-fp32-matmul-prec=

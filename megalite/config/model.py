@@ -10,7 +10,7 @@ from megalite.config.registry import Registry
 
 TRAINING_FIELDS = frozenset(
     {
-        *("hidden_dropout", "attention_dropout", "init_method_std"),
+        *("hidden_dropout", "attention_dropout", "init_method_std", "apply_wd_to_qk_layernorm"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy"),
         *("moe_pad_expert_input_to_capacity", "moe_router_sinkhorn"),
         "moe_router_force_load_balancing",
@@ -187,6 +187,8 @@ class ModelConfig:
     """Normalize queries and keys per head, before RoPE."""
     qk_norm_all_heads: bool = option(False)
     """qk_norm normalizes over all heads together."""
+    apply_wd_to_qk_layernorm: bool = option(False)
+    """Weight decay applies also to the norms of qk_norm, with their biases."""
     norm_epsilon: float = option(1e-5, above=0, flags=("--layernorm-epsilon",))
     """Added to the variance inside the norm."""
     activation: str = option("gelu", choices=("gelu", "gelu_tanh", "squared_relu", *GATED))

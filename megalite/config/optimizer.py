@@ -148,7 +148,7 @@ ONEBIT_OPTIMIZERS = ("onebit-adam", "onebit-lamb", "zero-one-adam")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedules. Norms and biases are not decayed."""
+    """The optimizer and its schedules. Biases and norms are not decayed, except with apply_wd_to_qk_layernorm."""
 
     optimizer: str = option("adam", choices=OPTIMIZERS)
     """Optimizer; adam is AdamW (docs/data_parallel.md)."""

@@ -60,7 +60,7 @@ class GatedDeltaNet(Module):
         split: dict[str, Any] = {"shard_dim": 0, "decay": False}
         self.a_log = factory.parameter(f"{name}.a_log", (values,), std=1.0, transform=_log_uniform, **split)
         self.dt_bias = factory.parameter(f"{name}.dt_bias", (values,), value=1.0, **split)
-        plain = replace(config, normalization="RMSNorm", norm_zero_centered=False)
+        plain = replace(config, normalization="RMSNorm", norm_zero_centered=False, apply_wd_to_qk_layernorm=False)
         self.norm = Norm(f"{name}.norm", plain, factory=factory, size=self.value_size, per_head=True)
         shape, std = (h, values * self.value_size), std / math.sqrt(2 * config.num_layers)
         self.out = RowParallelLinear(f"{name}.out", shape, std=std, bias=False, factory=factory)

@@ -32,11 +32,12 @@ class Norm(Module):
         shape = (size or config.hidden_size,)
         self.eps, self.zero_centered = config.norm_epsilon, config.norm_zero_centered
         value = 0.0 if self.zero_centered else 1.0
-        partial: dict[str, Any] = {"in_sequence_region": True, "always_partial": per_head}
-        self.weight = factory.parameter(f"{name}.weight", shape, value=value, decay=False, **partial)
+        decay = per_head and config.apply_wd_to_qk_layernorm
+        settings: dict[str, Any] = {"in_sequence_region": True, "always_partial": per_head, "decay": decay}
+        self.weight = factory.parameter(f"{name}.weight", shape, value=value, **settings)
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = factory.parameter(f"{name}.bias", shape, decay=False, **partial)
+            self.bias = factory.parameter(f"{name}.bias", shape, **settings)
         self._kernel = factory.kernel("rmsnorm" if self.bias is None else "layernorm", *shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +78,8 @@ class AllHeadsNorm(Module):
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, size: int) -> None:
         super().__init__()
         self.eps, self.offset, self.tp = config.norm_epsilon, float(config.norm_zero_centered), factory.tp
-        self.weight = factory.parameter(f"{name}.weight", (size,), shard_dim=0, value=1.0 - self.offset, decay=False)
+        decay = config.apply_wd_to_qk_layernorm
+        self.weight = factory.parameter(f"{name}.weight", (size,), shard_dim=0, value=1.0 - self.offset, decay=decay)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads/tp, d] -> [s, b, heads/tp, d].

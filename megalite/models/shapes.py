@@ -31,7 +31,7 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     shard_dim: int | None  # dimension split by tensor parallelism; None: replicated
-    decay: bool  # weight decay applies (matrices); not to norms and biases
+    decay: bool  # weight decay applies: to matrices, not to biases and most norms
     init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream;
     # other: the layer has its own distribution
     expert: bool = False
@@ -41,6 +41,11 @@ class ParameterShape:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a matrix, which multiplies tokens."""
+        return self.decay and len(self.shape) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +169,12 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     rows = model.query_groups * model.group_heads * d
     shapes = _sinks(model, prefix)
     shapes += _linear(f"{prefix}.qkv", (rows, h), 0, bias=model.add_bias_linear or model.add_qkv_bias)
-    if model.qk_norm_all_heads:
-        norms = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d)
-        norms += _norm(model, f"{prefix}.k_norm", model.query_groups * d)
-        shapes += [replace(shape, shard_dim=0) for shape in norms]
-    elif model.qk_norm:
+    if model.qk_norm:
         # One weight for all heads: each tensor-parallel rank has a copy, and its own heads' part of the gradient.
-        shapes += _norm(model, f"{prefix}.q_norm", d) + _norm(model, f"{prefix}.k_norm", d)
+        together, split = model.qk_norm_all_heads, 0 if model.qk_norm_all_heads else None
+        norms = _norm(model, f"{prefix}.q_norm", model.num_attention_heads * d if together else d)
+        norms += _norm(model, f"{prefix}.k_norm", model.query_groups * d if together else d)
+        shapes += [replace(shape, shard_dim=split, decay=model.apply_wd_to_qk_layernorm) for shape in norms]
     return shapes + _attention_out(model, prefix)
 
 
@@ -360,7 +364,7 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     """
     weights = 0
     for shape in layer_shapes(model, layer_index):
-        if shape.decay:
+        if shape.multiplies:
             weights += shape.size // (model.num_experts or 1) * model.moe_router_topk if shape.expert else shape.size
     return 2 * weights + attention_core_flops(model, layer_index, seq_length, convention)
 

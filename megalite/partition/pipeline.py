@@ -84,9 +84,8 @@ def _module_flops(config: RunConfig, layer_index: int, modules: set[str]) -> int
     """Return the FLOPs per token of those modules of a layer that have matrix products."""
     model, seq_length = config.model, config.training.seq_length
     core = attention_core_flops(model, layer_index, seq_length)
-    projections = sum(
-        2 * shape.size for shape in layer_shapes(model, layer_index) if shape.decay and ".attention." in shape.name
-    )
+    shapes = layer_shapes(model, layer_index)
+    projections = sum(2 * shape.size for shape in shapes if shape.multiplies and ".attention." in shape.name)
     feed_forward = layer_forward_flops(model, layer_index, seq_length) - core - projections
     again = core if "core_attn" in modules else 0
     if "mla_up_proj" in modules:

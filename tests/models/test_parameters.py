@@ -37,9 +37,14 @@ PRESETS = list({repr(tiny_preset(name)): name for name in preset_names()}.values
 """Presets without duplicates of the same small model."""
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_parameters_equal_the_table(preset: str) -> None:
-    model, tp, group = tiny_preset(preset), 2, Group("tp", (0, 1), 1)
+MODELS = {name: tiny_preset(name) for name in PRESETS}
+MODELS["decayed norms"] = varied(GPT, qk_norm=True, apply_wd_to_qk_layernorm=True)
+MODELS["decayed norms, all heads"] = varied(MODELS["olmo3-7b"], apply_wd_to_qk_layernorm=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_equal_the_table(name: str) -> None:
+    model, tp, group = MODELS[name], 2, Group("tp", (0, 1), 1)
     for cut in ((0, 3), (0, 1), (1, 2), (2, 3)):
         table = stage_shapes(model, *cut, cut[0] == 0, cut[1] == 3) + buffer_shapes(model, *cut)
         parameters = named(build(model, cut=cut, tp=group))

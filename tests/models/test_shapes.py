@@ -46,6 +46,16 @@ def test_shapes_of_a_gpt_layer() -> None:
     ]
 
 
+def test_weight_decay_of_query_and_key_norms() -> None:
+    plain = dataclasses.replace(GPT, qk_norm=True)
+    decayed = dataclasses.replace(plain, apply_wd_to_qk_layernorm=True)
+    before, after = (rows(layer_shapes(model, 1)) for model in (plain, decayed))
+    names = [f"layers.1.attention.{one}_norm.{part}" for one in "qk" for part in ("weight", "bias")]
+    assert [row[0] for row, old in zip(after, before, strict=True) if row != old] == names
+    assert all(row[3] for row in after if row[0] in names)
+    assert layer_forward_flops(decayed, 1, 16) == layer_forward_flops(plain, 1, 16)
+
+
 def test_layers_with_a_window_have_fewer_flops() -> None:
     s, model = 100, ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, sliding_window=10)
     mixed = dataclasses.replace(model, window_attn_skip_freq=[2])

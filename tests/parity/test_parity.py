@@ -93,6 +93,7 @@ next-tp2-cp2-a2a-full: QWEN tp=2 cp=2 dp=2 cp_comm_type=a2a reset_attention_mask
   context_parallel_load_balancer=headtail recompute_granularity=full sequence_parallel FEW
 next-cp2-balanced-zero1: QWEN Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area linear_conv_kernel_dim=1
   qk_norm=false qk_clip qk_clip_threshold=0.05 FEW
+decayed-norms: qwen apply_wd_to_qk_layernorm tp=2 pp=2 dp=2 Z1 weight_decay=0.5 FEW
 nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared_relu decoupled_lr=0.02 tp=2 dp=2
   dp_strategy=distributed-optimizer FEW
 gpt-j-decoupled: llama rotary_interleaved decoupled_lr=0.03 decoupled_min_lr=0.01 pp=2 cp=2 TWO

@@ -57,7 +57,7 @@ NETWORK: tuple[Check, ...] = (
             "!window_attn_skip_freq|rotary_base_local": "--sliding-window 4096",
             f"!{'|'.join(LATENT_SIZES)}": "--multi-latent-attention",
             f"!linear_attention_freq|{'|'.join(LINEAR_SIZES)}": "--experimental-attention-variant gated_delta_net",
-            "?qk_norm_all_heads": "--qk-norm",
+            "?qk_norm_all_heads|apply_wd_to_qk_layernorm": "--qk-norm",
             "!mtp_loss_scaling_factor": "--mtp-num-layers 1",
         }
     ),
@@ -110,6 +110,9 @@ NETWORK: tuple[Check, ...] = (
             "remove it": lambda c: c.multi_latent_attention and c.num_query_groups not in (None, c.num_attention_heads),
             "{!rotary_percent|rotary_interleaved|add_qkv_bias|qk_norm_all_heads} has no effect with multi_latent_attention; "
             "remove it": lambda c: c.multi_latent_attention,
+            "{?apply_wd_to_qk_layernorm} does not go with multi_latent_attention, where no norm is decayed; remove it": (
+                lambda c: c.multi_latent_attention
+            ),
             "{?attention_output_gate} does not go with multi_latent_attention, which has no such gate; remove it": lambda c: (
                 c.multi_latent_attention
             ),

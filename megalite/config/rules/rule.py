@@ -67,7 +67,7 @@ IDLE = frozenset(
         *("check_replicas_interval", "etp", "rotary_base", "rotary_percent", "load_optimizer", "require_same_schedule"),
         *("attention_backend", "fp8_recipe", "fp8_wgrad", "recompute_method", "recompute_num_layers"),
         *("recompute_modules", "mtp_loss_scaling_factor", "offload_modules", "fp8_param_gather"),
-        *("rope_mscale", "rope_mscale_all_dim"),
+        *("rope_mscale", "rope_mscale_all_dim", "apply_wd_to_qk_layernorm"),
         *(name for name in settings() if name.startswith("moe_")),
     }
 )
