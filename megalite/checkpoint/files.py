@@ -241,21 +241,29 @@ class FileEntry:
     block: int = 0
 
 
+def length_fault(path: Path, entry: FileEntry) -> str | None:
+    """Return how the length of a file differs from its manifest entry, or None if it does not."""
+    try:
+        length = file_length(path)
+    except CheckpointError as error:
+        return str(error)
+    return None if length == entry.length else f"{path.name}: {length} bytes long, the manifest says {entry.length}"
+
+
 def entry_fault(path: Path, entry: FileEntry, *, from_disk: bool = False) -> str | None:
     """Read a file and return how it differs from its manifest entry, or None if it does not.
 
     Args:
         from_disk: drop the file, which must be synced, from the page cache first, so that the read comes from the disk.
     """
+    if (fault := length_fault(path, entry)) is not None:
+        return fault
     try:
-        length = file_length(path)
-        if length != entry.length:
-            return f"{path.name}: {length} bytes long, the manifest says {entry.length}"
         with os.fdopen(open_plain(path), "rb", buffering=0) as file:
             if from_disk:
-                advise(file.fileno(), 0, length, "POSIX_FADV_DONTNEED")
+                advise(file.fileno(), 0, entry.length, "POSIX_FADV_DONTNEED")
             if entry.block:
-                digest = _hash_of_blocks(file.fileno(), length, entry.block)
+                digest = _hash_of_blocks(file.fileno(), entry.length, entry.block)
             else:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
     except CheckpointError as error:

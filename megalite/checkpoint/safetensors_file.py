@@ -6,7 +6,7 @@ This writer writes the header first, because all sizes are known, then streams t
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from megalite.checkpoint.files import (
     sync_file,
     write_at,
 )
-from megalite.checkpoint.safetensors_header import FORMAT_PT, HeaderFault, Record, header_bytes, read_header
+from megalite.checkpoint.safetensors_header import HeaderFault, Record, header_bytes, read_header
 from megalite.config.errors import CheckpointError
 
 TORCH_DTYPES = {
@@ -45,19 +45,12 @@ class SafetensorsWriter:
     """Write one file, with its tensors in the order of `records`. Only a few tensors are in memory at a time.
 
     Args:
-        metadata: string map for the header.
         digest: compute the file's hash, on separate threads.
         progress: called after each chunk on the writing thread, to report to a watchdog while a large file is written.
     """
 
     def __init__(
-        self,
-        path: Path,
-        records: Sequence[Record],
-        *,
-        metadata: Mapping[str, str] = FORMAT_PT,
-        digest: bool = True,
-        progress: Callable[[], None] = lambda: None,
+        self, path: Path, records: Sequence[Record], *, digest: bool = True, progress: Callable[[], None] = lambda: None
     ) -> None:
         self._path, self._progress = path, progress
         self._pending = list(reversed(records))
@@ -66,7 +59,7 @@ class SafetensorsWriter:
         self._behind = BackgroundWork[None](threads=1, most=2)
         self._digest = RunningDigest() if digest else None
         try:
-            self._append(memoryview(header_bytes(records, metadata)))
+            self._append(memoryview(header_bytes(records)))
         except BaseException:
             self.close()
             raise
@@ -146,12 +139,11 @@ class SafetensorsReader:
         self._path = path
         self._descriptor: _Descriptor | None = _Descriptor(open_plain(path))
         try:
-            header = read_header(self._descriptor, os.fstat(self._descriptor).st_size)
+            self.records, self._offsets = read_header(self._descriptor, os.fstat(self._descriptor).st_size)
         except HeaderFault as fault:
             raise CheckpointError(f"{path}: {fault}") from None
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        self.records, self.metadata, self._offsets = header.records, header.metadata, header.offsets
 
     def open(self) -> None:
         """Reopen the file if it is closed."""

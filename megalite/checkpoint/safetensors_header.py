@@ -8,18 +8,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megalite.checkpoint.manifest import unique_keys
 
 MAX_HEADER = 100 << 20
 """Maximum bytes of a header, as in the safetensors library."""
-
-FORMAT_PT: Mapping[str, str] = MappingProxyType({"format": "pt"})
-"""Metadata of files written from torch."""
 
 _NAMES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0"}
 _ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
@@ -39,12 +35,12 @@ class Record:
 
 
 def file_bytes(records: Sequence[Record]) -> int:
-    return len(header_bytes(records, FORMAT_PT)) + sum(record.nbytes for record in records)
+    return len(header_bytes(records)) + sum(record.nbytes for record in records)
 
 
-def header_bytes(records: Sequence[Record], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(records: Sequence[Record]) -> bytes:
     """Return the bytes before the data: the header's length and the header."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # as of files written from torch
     offset = 0
     for record in records:
         entries[record.key] = {
@@ -62,22 +58,9 @@ class HeaderFault(Exception):
     """A fault in a header; the caller adds the file's name."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """A checked header.
-
-    Args:
-        records: by key, in the order of their data.
-        offsets: byte offset of each tensor's data in the file, by key.
-    """
-
-    records: dict[str, Record]
-    offsets: dict[str, int]
-    metadata: dict[str, str]
-
-
-def read_header(descriptor: int, length: int) -> Header:
-    """Read and check the header of an open file of `length` bytes.
+def read_header(descriptor: int, length: int) -> tuple[dict[str, Record], dict[str, int]]:
+    """Read and check the header of an open file of `length` bytes. Return the records by key, in the order of their
+    data, and the byte offset of each tensor's data in the file.
 
     Raises:
         HeaderFault: the header is malformed, or its sizes do not match the file.
@@ -88,11 +71,8 @@ def read_header(descriptor: int, length: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise HeaderFault("its __metadata__ does not map strings to strings")
     ordered = _parse_records(header, length - start)
-    return Header(
-        records={record.key: record for _, record in ordered},
-        offsets={record.key: start + offset for offset, record in ordered},
-        metadata=metadata,
-    )
+    offsets = {record.key: start + offset for offset, record in ordered}
+    return {record.key: record for _, record in ordered}, offsets
 
 
 def _read_json(descriptor: int, length: int) -> tuple[dict[str, Any], int]:

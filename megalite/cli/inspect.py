@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from megalite.checkpoint.folders import CheckpointRemoved, FoundCheckpoint, raise_if_removed, survey, unlisted, verify
 from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, TensorEntry
-from megalite.checkpoint.survey import CheckpointRemoved, FoundCheckpoint, raise_if_removed, survey, unlisted, verify
 from megalite.cli.command import fetch
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.output import json_text, notify, show, visible

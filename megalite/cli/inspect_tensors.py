@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megalite.checkpoint.compare import Comparison, compare, statistics
+from megalite.checkpoint.folders import FoundCheckpoint
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Manifest, TensorEntry, file_key
-from megalite.checkpoint.survey import FoundCheckpoint
 from megalite.cli.display import short, table
 from megalite.config.errors import CheckpointError, plural
 

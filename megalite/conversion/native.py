@@ -26,7 +26,6 @@ from megalite.checkpoint.manifest import (
     weight_key,
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
-from megalite.checkpoint.safetensors_header import FORMAT_PT
 from megalite.checkpoint.save import code_version
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
@@ -250,7 +249,7 @@ def write_native(
     entries: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for name, part in zip(names, parts, strict=True):
-        entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True, metadata=FORMAT_PT)
+        entries[name] = write_file(output, f"{step}/{name}", part, kept, advance, digest=True)
         for target in part:
             key, shape = keys[target.key], target.piece.shape
             whole = Part(name, tuple((0, size) for size in shape))

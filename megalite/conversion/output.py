@@ -245,14 +245,7 @@ def split_files(targets: Sequence[Target], max_file_bytes: int) -> list[list[Tar
 
 
 def write_file(
-    output: Output,
-    name: str,
-    targets: Sequence[Target],
-    weights: Weights,
-    advance: Advance,
-    *,
-    digest: bool,
-    metadata: Mapping[str, str],
+    output: Output, name: str, targets: Sequence[Target], weights: Weights, advance: Advance, *, digest: bool
 ) -> FileEntry:
     """Write one file. If an earlier run has finished it, skip it, but still advance by its bytes.
 
@@ -264,7 +257,7 @@ def write_file(
         return FileEntry(**done)
     path = output.staging / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = SafetensorsWriter(path, [target.record for target in targets], metadata=metadata, digest=digest)
+    writer = SafetensorsWriter(path, [target.record for target in targets], digest=digest)
     try:
         for target in targets:
             writer.write_blocks(stored_blocks(weights, target.piece, target.dtype))

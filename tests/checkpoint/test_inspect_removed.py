@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.checkpoint.survey as survey_module
+import megalite.checkpoint.folders as folders_module
 import megalite.cli.inspect_tensors as tensors_module
 from megalite.cli.inspect import OK
 from tests.checkpoint.inspecting import Captured, Tensors, inspect, refused, said, save_tensors
@@ -46,12 +46,12 @@ def _in(step: Path) -> Callable[..., bool]:
     return lambda path, *others: path.parent == step
 
 
-@pytest.mark.parametrize("function", ["read_text", "file_length"])
+@pytest.mark.parametrize("function", ["read_text", "length_fault"])
 def test_older_checkpoint_removed(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     older = folder / "step-0000001"
-    _before(monkeypatch, survey_module, function, _in(older), lambda: shutil.rmtree(older))
+    _before(monkeypatch, folders_module, function, _in(older), lambda: shutil.rmtree(older))
     assert inspect(folder) == OK
     table, rest = said(capsys).split("\n\n", 1)
     assert table.splitlines()[2].endswith("removed meanwhile") and rest.endswith("sha256 OK\n")
@@ -59,7 +59,7 @@ def test_older_checkpoint_removed(
 
 def test_newest_checkpoint_removed_in_hashing(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = folder / "step-0000002"
-    _before(monkeypatch, survey_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
+    _before(monkeypatch, folders_module, "entry_fault", _in(newest), lambda: shutil.rmtree(newest))
     assert inspect(folder) == OK
     table, rest = said(capsys).split("\n\n", 1)
     assert table.splitlines()[1].endswith("removed meanwhile")

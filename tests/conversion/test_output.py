@@ -221,12 +221,12 @@ class TestWriting:
         """Read one file with the format's own library."""
         output = Output(tmp_path / "model", identity={})
         done: list[int] = []
-        entry = write_file(output, "a/b", targets, LastRead(weights), done.append, digest=True, metadata={"who": "me"})
+        entry = write_file(output, "a/b", targets, LastRead(weights), done.append, digest=True)
         path = output.staging / "a/b"
         assert entry.length == path.stat().st_size and len(entry.sha256) == 64
         assert done == [target.record.nbytes for target in targets]
         with safe_open(path, framework="pt") as file:
-            assert file.metadata() == {"who": "me"}
+            assert file.metadata() == {"format": "pt"}
             assert list(file.keys()) == sorted(target.key for target in targets)
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 

@@ -18,7 +18,7 @@ import torch
 
 from megalite.checkpoint.manifest import Slice, TensorEntry, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, SafetensorsReader
-from megalite.checkpoint.safetensors_header import FORMAT_PT, Record
+from megalite.checkpoint.safetensors_header import Record
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig
@@ -315,7 +315,7 @@ def write_huggingface(
     output = Output(folder, identity=identity, files=names, log=log)
     source = LastRead(weights)
     for name, part in zip(names, files):
-        write_file(output, name, part, source, advance, digest=False, metadata=FORMAT_PT)
+        write_file(output, name, part, source, advance, digest=False)
     if len(files) > 1:
         total = sum(target.record.nbytes for target in targets)
         places = {target.key: name for name, part in zip(names, files) for target in part}
