@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import write_documents
+from megalite.data.dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset, write_documents
 from megalite.data.megatron_dataset import MegatronDataset
 from megalite.preprocess.verify import verify
 

@@ -21,8 +21,7 @@ from megalite.config.reading import as_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
-from megalite.data.dataset import SampleSource
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.dataset import GPTDataset, SampleSource
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.megatron_dataset import MegatronBlend, MegatronDataset
 from megalite.data.sources import WholeSplit, open_run_datasets, samples_to_read

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,6 @@ from megalite.data.index_cache import Kept
 
 MAX_PERIOD = 1 << 20  # largest common denominator of the shares for which a block is one period
 BLOCK = 1 << 16  # approximate samples in a block of other blends
-
-
-@runtime_checkable
-class Indexed(Protocol):
-    """A dataset with indices that can be built before their use."""
-
-    def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Build the indices of samples [first, stop), for the first `epochs` of their epochs (None: all)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,12 @@ class BlendedDataset:
         return cast(PackedSource, self.datasets[dataset]).packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Store the large indices that samples [first, stop) need, the first `epochs` of each dataset."""
+        """Store the large indices that samples [first, stop) need, the first `epochs` of each dataset (None: all)."""
         kept: list[Kept | None] = []
         if first < stop:
             for dataset, start, end in zip(self.datasets, self.counts(first), self.counts(stop), strict=True):
-                if isinstance(dataset, Indexed):
-                    kept += dataset.prepare(start, end, epochs=epochs)
+                if (prepare := getattr(dataset, "prepare", None)) is not None:
+                    kept += prepare(start, end, epochs=epochs)
         return kept
 
     def locate(self, k: int) -> tuple[int, int]:

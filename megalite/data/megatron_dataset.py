@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import DocumentDataset, require_sample
-from megalite.data.gpt_dataset import sizes_digest
+from megalite.data.dataset import DocumentDataset, require_sample, sizes_digest
 from megalite.data.index_cache import Arrays, IndexCache, Kept, OneIndex, Recipe
 
 MAX_BLENDED = 32766  # datasets in one blend: Megatron numbers them with int16
@@ -100,17 +99,14 @@ class MegatronDataset(OneIndex, DocumentDataset):
         return (self.num_tokens - 1) // self.seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Return sample k, 0 <= k < len, int64 `[seq_length + 1]`; inputs are all but the last token, labels all but
-        the first. Raises ConfigError if k is too large or a token id is outside the vocabulary."""
         _require_below(self.name, k, len(self))
         row = self.arrays["shuffle_index"].item(k)
         position, offset = self.arrays["sample_index"][row].tolist()
         return self._read(self.arrays["document_index"], position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Store the index of all epochs if it is large; `epochs` has no effect. Returns its entry, or None if it is
-        small or cannot be stored. Raises ConfigError if there are fewer than `stop` samples, or the user's cache folder
-        cannot be written."""
+        """Store the index, which is that of all epochs. Raises ConfigError as `GPTDataset.prepare`, and if there are fewer
+        than `stop` samples."""
         _require_below(self.name, max(stop - 1, 0), len(self))
         return self._keep()
 
@@ -200,15 +196,13 @@ class MegatronBlend(OneIndex):
         return self.size
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Return sample k, 0 <= k < len, int64 `[seq_length + 1]`."""
         _require_below(self.name, k, self.size)
         dataset = self.datasets[self.arrays["dataset_index"].item(k)]
         return dataset.sample(self.arrays["dataset_sample_index"].item(k))
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Store the large indices of the blend and its datasets, for all epochs. Returns the entry of the blend, then
-        those of the datasets, None for one that is small or cannot be stored. Raises ConfigError if there are fewer
-        than `stop` samples, a dataset has fewer than the blend needs, or the user's cache folder cannot be written."""
+        """Store the index of the blend, then those of its datasets. Raises ConfigError as `MegatronDataset.prepare`, also if
+        a dataset has fewer samples than the blend needs."""
         _require_below(self.name, max(stop - 1, 0), self.size)
         kept = self._keep()
         counts = np.zeros(len(self.datasets), dtype=np.int64)

@@ -86,8 +86,6 @@ class PackedDataset(DocumentDataset):
         return text + f"{cut} are longer than seq_length {self.seq_length} and cut there; the loss is on responses"
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Return sample k >= 0, int64 `[seq_length + 1]`: concatenated documents, then padding. Raises ConfigError,
-        with file, document and id, if a token id is outside the vocabulary."""
         sample = np.full(self.seq_length + 1, self.pad_token, dtype=np.int64)
         position = 0
         for sequence, start, length in self._pieces(k):
@@ -96,7 +94,6 @@ class PackedDataset(DocumentDataset):
         return sample
 
     def packing(self, k: int) -> Packing:
-        """Return the positions of the documents in sample k."""
         starts, position = [], 0
         counts = None if self.responses is None else np.zeros(self.seq_length, dtype=np.bool_)
         for piece in self._pieces(k):

@@ -121,9 +121,6 @@ class _Cache:
     def __init__(self, folder: Path, say: Callable[[str], None], stopped: Callable[[], bool]) -> None:
         self._folder, self._log, self._stopped = folder, say, stopped
 
-    def _place(self, address: str) -> Path:
-        return _place_in(self._folder, address)
-
     def file(
         self,
         address: str,
@@ -135,7 +132,7 @@ class _Cache:
     ) -> Path | None:
         """Fetch a file; return None if it is optional and missing. `sha256`: expected digest, computed as in a
         `FileEntry` if `block` is set."""
-        place = place or self._place(address)
+        place = place or _place_in(self._folder, address)
         note = place.with_name(f"{place.name}.origin")
         try:
             state = open_store(address).state()
@@ -222,7 +219,7 @@ class _Cache:
         .json."""
         parts = urlsplit(prefix)
         prefixes = [prefix, urlunsplit(parts._replace(path=mask_prefix(parts.path)))] if sft else [prefix]
-        here = self._place(prefix)
+        here = _place_in(self._folder, prefix)
         for one in prefixes:
             place = here.with_name(PurePosixPath(urlsplit(one).path).name)
             side = self.file(with_suffix(one, ".json"), place=Path(f"{place}.json"), optional=True)
@@ -237,7 +234,7 @@ class _Cache:
 
         `own`: the checkpoint is of this run, so earlier fetched steps are removed."""
         folder = folder.rstrip("/")
-        local, unusable = self._place(folder), list[ConfigError]()
+        local, unusable = _place_in(self._folder, folder), list[ConfigError]()
         for name in _candidates(folder, config.checkpoint.ckpt_step):
             base, place, manifest = with_suffix(folder, f"/{name}"), local / f"of-{name}" / name, None
             try:

@@ -17,6 +17,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.data.dataset import (
+    GPTDataset,
     KeyedPermutation,
     MockDataset,
     Packing,
@@ -25,7 +26,6 @@ from megalite.data.dataset import (
     require_sample,
     split_documents,
 )
-from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import SMALL_BYTES, IndexCache, Kept
 from megalite.data.token_files import TokenFiles, refuse_examples
 from megalite.tokenizers.base import Tokenizer
@@ -340,7 +340,7 @@ def as_source(dataset: Any, config: RunConfig, split: str) -> SampleSource:
     elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         if not len(dataset):
             raise ConfigError(f"{name}: the {split} split is empty; add samples, or return None to omit it")
-        read = _Shuffled(dataset, seed=config.training.seed, stream=_STREAM + number).sample
+        read = _shuffled(dataset, config.training.seed, _STREAM + number)
     else:
         raise ConfigError(
             f"{name} is of the type {type(dataset).__name__}, which has neither sample(k) nor a length and [i]; an iterable "
@@ -357,22 +357,15 @@ def as_source(dataset: Any, config: RunConfig, split: str) -> SampleSource:
     return source
 
 
-@dataclass(eq=False)
-class _Shuffled:
-    """Repeats a finite dataset, each epoch in another order."""
+def _shuffled(items: Any, seed: int, stream: int) -> Callable[[int], Any]:
+    """Return a reader that repeats a finite dataset, each epoch in another order."""
+    order = memoize(lambda epoch: KeyedPermutation(len(items), seed=seed, index=epoch, stream=stream))
 
-    items: Any
-    seed: int
-    stream: int
+    def read(k: int) -> Any:
+        epoch, position = divmod(k, len(items))
+        return items[order(epoch)(position)]
 
-    def __post_init__(self) -> None:
-        self._order = memoize(
-            lambda epoch: KeyedPermutation(len(self.items), seed=self.seed, index=epoch, stream=self.stream)
-        )
-
-    def sample(self, k: int) -> Any:
-        epoch, position = divmod(k, len(self.items))
-        return self.items[self._order(epoch)(position)]
+    return read
 
 
 @dataclass(eq=False, frozen=True)

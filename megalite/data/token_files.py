@@ -28,8 +28,6 @@ from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.tokenizers.base import Tokenizer
 
-SUFFIXES = (".bin", ".idx", ".json")
-"""Files of one dataset: tokens, index and, if megalite preprocessed it, the side file."""
 FORMAT = 1
 MASK_KEY = "sft_mask"
 """Key of the mask in `keys` of a fine-tuning dataset."""

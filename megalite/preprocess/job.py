@@ -10,7 +10,8 @@ from pathlib import Path
 from megalite.checkpoint.files import not_writable
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.token_files import MASK_KEY, SUFFIXES
+from megalite.data.indexed_dataset import SUFFIXES
+from megalite.data.token_files import MASK_KEY
 from megalite.preprocess.inputs import UNFINISHED, Input, find_inputs, open_regular
 from megalite.preprocess.pieces import Limits, TextDocuments, check_keys
 from megalite.preprocess.workers import MAX_WORKERS

@@ -23,9 +23,11 @@ from megalite.data.indexed_dataset import (
     IndexedDataset,
     first_token,
     lengths_in_blocks,
+    new_files,
+    require_fit,
     token_blocks,
+    write_index,
 )
-from megalite.data.indexed_writer import new_files, require_fit, write_index
 from megalite.data.token_files import encode_side_file, read_side_file, side_digests
 from megalite.preprocess.output import LengthStatistics, make_folder, refuse_existing
 

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from megalite.checkpoint.files import lock_folder, replace_durably, sync_folder
 from megalite.checkpoint.manifest import seal
 from megalite.config.errors import ConfigError
-from megalite.data.indexed_dataset import token_dtype
-from megalite.data.indexed_writer import LENGTH, TokenCounts, TokenStream
-from megalite.data.token_files import SUFFIXES
+from megalite.data.indexed_dataset import LENGTH, SUFFIXES, TokenCounts, TokenStream, token_dtype
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import PreprocessJob, Progress, job_inputs
 from megalite.preprocess.pieces import Place

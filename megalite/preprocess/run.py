@@ -13,9 +13,8 @@ from typing import Any
 from megalite.checkpoint.files import sync_folder, write_durably
 from megalite.config.errors import ConfigError
 from megalite.config.registry import imported
-from megalite.data.indexed_dataset import token_dtype
-from megalite.data.indexed_writer import TokenCounts, move_into_place
-from megalite.data.token_files import SUFFIXES, encode_side_file
+from megalite.data.indexed_dataset import SUFFIXES, TokenCounts, move_into_place, token_dtype
+from megalite.data.token_files import encode_side_file
 from megalite.preprocess.documents import PieceTokenizer, TokenizedPiece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.job import (

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import (
+    SUFFIXES,
     DatasetFault,
     IndexedDataset,
     UnsupportedDataset,
@@ -21,7 +22,7 @@ from megalite.data.indexed_dataset import (
     token_blocks,
     token_ends,
 )
-from megalite.data.token_files import SUFFIXES, read_side_file, side_digests, side_file_path
+from megalite.data.token_files import read_side_file, side_digests, side_file_path
 from megalite.preprocess.output import LengthStatistics
 
 

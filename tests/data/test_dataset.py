@@ -9,8 +9,15 @@ import pytest
 from megalite.config.data import parse_split
 from megalite.config.errors import ConfigError
 from megalite.data.blended import BlendedDataset
-from megalite.data.dataset import KeyedPermutation, MockDataset, SampleSource, permutation, raw_draws, split_documents
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.dataset import (
+    GPTDataset,
+    KeyedPermutation,
+    MockDataset,
+    SampleSource,
+    permutation,
+    raw_draws,
+    split_documents,
+)
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset
 from tests.data.token_files import write_by_layout

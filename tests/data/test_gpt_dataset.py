@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data.dataset import permutation
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.dataset import GPTDataset, permutation
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from tests.data.token_files import distinct_documents, write_by_layout
@@ -105,7 +104,7 @@ def test_two_epochs_are_cached(indexed: IndexedDataset, monkeypatch: pytest.Monk
         built.append(index)
         return permutation(count, seed=seed, index=index, stream=stream, dtype=dtype)
 
-    monkeypatch.setattr("megalite.data.gpt_dataset.permutation", counted)
+    monkeypatch.setattr("megalite.data.dataset.permutation", counted)
     dataset = make(indexed)
     for k in (0, 13, 14, 13, 14, 28, 14, 27, 29):
         dataset.sample(k)

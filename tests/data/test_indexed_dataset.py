@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.data import indexed_dataset, indexed_writer
-from megalite.data.indexed_dataset import DatasetFault, IndexedDataset, UnsupportedDataset, token_dtype
-from megalite.data.indexed_writer import TokenCounts, TokenStream, write_documents
+from megalite.data import indexed_dataset
+from megalite.data.indexed_dataset import (
+    DatasetFault,
+    IndexedDataset,
+    TokenCounts,
+    TokenStream,
+    UnsupportedDataset,
+    token_dtype,
+    write_documents,
+)
 from tests.data.token_files import blocks_of, write_by_layout
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [7, 8, 9, 10, 11], [12, 13]]
@@ -229,7 +236,7 @@ def test_ids_and_dtypes_out_of_range_are_refused(tmp_path: Path, monkeypatch: py
             write_documents(tmp_path / "d", blocks_of([[3, bad]]), np.uint16)
     with pytest.raises(ConfigError, match="type float32 cannot be stored; use one of uint8"):
         write_documents(tmp_path / "d", [], np.float32)
-    monkeypatch.setattr(indexed_writer, "LENGTH", np.dtype("i1"))
+    monkeypatch.setattr(indexed_dataset, "LENGTH", np.dtype("i1"))
     with pytest.raises(ConfigError, match="a document has 128 tokens; the format allows at most 127: split it"):
         write_documents(tmp_path / "d", blocks_of([[1] * 127, [1] * 128]), np.uint16)
     assert list(tmp_path.iterdir()) == []
@@ -243,7 +250,7 @@ def test_index_written_in_blocks_has_the_documented_layout(
     documents = [[draw.randrange(60000) for _ in range(draw.randrange(4))] for _ in range(100)]
     documents = [[], *documents, []]
     write_by_layout(tmp_path / "theirs", documents, code=code)
-    monkeypatch.setattr(indexed_writer, "_BLOCK", block)
+    monkeypatch.setattr(indexed_dataset, "BLOCK", block)
     rest = np.array([token for document in documents[50:] for token in document], dtype=np.int32)
     blocks = [*blocks_of(documents[:50]), (rest, [len(document) for document in documents[50:]])]
     write_documents(tmp_path / "ours", blocks, token_dtype(size))

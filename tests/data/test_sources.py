@@ -14,9 +14,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.blended import BlendedDataset
-from megalite.data.dataset import MockDataset
-from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed_writer import write_documents
+from megalite.data.dataset import GPTDataset, MockDataset
+from megalite.data.indexed_dataset import write_documents
 from megalite.data.packed_dataset import PackedDataset
 from megalite.data.sources import Datasets, WholeSplit, build_datasets, megatron_lengths, samples_to_read
 from tests.data.token_files import write_by_layout

@@ -8,7 +8,7 @@ import pytest
 
 from megalite.cli.model_commands import PREPROCESS as preprocess_main
 from megalite.config.errors import ConfigError
-from megalite.data import indexed_dataset, indexed_writer
+from megalite.data import indexed_dataset
 from megalite.data.dataset import split_documents
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.token_files import read_side_file
@@ -111,7 +111,7 @@ def test_merge_writes_all_files_or_none(tmp_path: Path, at: str, monkeypatch: py
 
     monkeypatch.setattr(Path, "replace", replace_or_fail)
     if at == "folder":
-        monkeypatch.setattr(indexed_writer, "sync_folder", lambda path: fail() if list(tmp_path.glob("all*")) else None)
+        monkeypatch.setattr(indexed_dataset, "sync_folder", lambda _: fail() if list(tmp_path.glob("all*")) else None)
     with pytest.raises(OSError, match="disk full"):
         merge([a], str(tmp_path / "all"))
     assert sorted(tmp_path.iterdir()) == before

@@ -4,7 +4,7 @@ import pytest
 
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.dataset import GPTDataset
 from megalite.data.sources import build_datasets
 from megalite.training.setup import is_first_on_node, prepare_indices
 from tests.data.token_files import write_by_layout

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from drawings.canvas import FAINT, GREY, LIGHT, MIDDLE, MUTED, Drawing
-from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import write_documents
+from megalite.data.dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset, write_documents
 from megalite.data.packed_dataset import PackedDataset
 
 LENGTHS = (7, 4, 9, 3, 6, 2, 4)

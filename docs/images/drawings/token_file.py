@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from drawings.canvas import DARK, FAINT, GREY, LIGHT, MUTED, Drawing
-from megalite.data.indexed_dataset import HEADER, MAGIC
-from megalite.data.indexed_writer import write_documents
+from megalite.data.indexed_dataset import HEADER, MAGIC, write_documents
 
 DOCUMENTS = ([464, 3797, 3332, 50256], [5756, 50256], [2061, 318, 1521, 50256])
 """Ids of three short texts, the last of each the end of document."""

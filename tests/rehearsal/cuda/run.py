@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.data.indexed_dataset import token_dtype
-from megalite.data.indexed_writer import write_documents
+from megalite.data.indexed_dataset import token_dtype, write_documents
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
