@@ -297,8 +297,8 @@ Blocks = Callable[[], Iterator[NDArray]]  # each call yields the blocks of an ar
 
 def move_into_place(folder: Path, prefixes: Sequence[str]) -> None:
     """Rename the complete output `folder/NUMBER.bin`, .idx and .json to its prefixes. A second call continues after a
-    kill. The .idx and .json of an earlier output are removed before its .bin is replaced, so neither ever exists beside
-    a .bin that it does not describe."""
+    kill. The .idx and .json of an earlier output are removed before its .bin is replaced, so neither ever describes
+    another .bin."""
     for number, prefix in enumerate(prefixes):
         for suffix in SUFFIXES:
             made = folder / f"{number}{suffix}"
@@ -314,7 +314,7 @@ def move_into_place(folder: Path, prefixes: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def new_files(prefixes: Sequence[str]) -> Iterator[Path]:
-    """Create a temporary folder beside the outputs for the files `NUMBER.bin`, .idx and .json of each prefix. At the
+    """Create a temporary folder next to the outputs for the files `NUMBER.bin`, .idx and .json of each prefix. At the
     end of the context all files are renamed to their prefixes; if anything raises before, none is."""
     named = {f"{number}{suffix}": f"{prefix}{suffix}" for number, prefix in enumerate(prefixes) for suffix in SUFFIXES}
     home = Path(f"{prefixes[0]}.bin").parent
