@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import common
-from megalite.conversion.inference import load_model
+from megalite.conversion.open import load_model
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.topology.topology import Topology

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megalite.conversion.inference import load_model
+from megalite.conversion.open import load_model
 from megalite.topology.topology import Topology
 
 ROUNDING = 1e-4

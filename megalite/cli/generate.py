@@ -21,8 +21,8 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, plural
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
-from megalite.conversion.inference import InferenceModel, load_model
 from megalite.conversion.native import PRECISIONS
+from megalite.conversion.open import InferenceModel, load_model
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.likelihood import (

@@ -12,19 +12,16 @@ from megalite.conversion.weights import ConversionError, Weights
 from megalite.tokenizers.base import Tokenizer, read_tokenizer_file
 from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, find_tokenizer_files, is_tiktoken
 
-GENERATION = "generation_config.json"
+MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *(SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION),
-)
+GENERATION = "generation_config.json"
+_COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
+"""Files that describe a tokenizer, but are none by themselves."""
+TOKENIZER_FILES = (*_KNOWN, *_COMPANIONS)
 """Files beside the weights that a conversion copies."""
 TOKENIZER_SETTINGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
 """Settings of section `data` that define the tokenizer."""
-
-MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
-_COMPANIONS = tuple(name for name in TOKENIZER_FILES if name not in _KNOWN)  # not a tokenizer by themselves
 _NO_HINTS, _FOLDER = DataConfig(), "tokenizer"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.conversion.inference import build_stage
+from megalite.conversion.open import build_stage
 from megalite.conversion.weights import ConversionError, Weights, Wrapped, parameter_shapes
 from megalite.models.shapes import parameter_count
 from megalite.tensor_parallel.parameter import ShardedParameter

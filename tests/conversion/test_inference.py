@@ -13,8 +13,8 @@ import torch
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.inference import load_model, stop_token_ids
 from megalite.conversion.native import write_native
+from megalite.conversion.open import load_model, stop_token_ids
 from megalite.generation.continuation import Sampling
 from megalite.generation.generate import Chain
 from megalite.generation.likelihood import TokenStream, Windows, measure

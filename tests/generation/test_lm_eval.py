@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.conversion.inference import load_model
+from megalite.conversion.open import load_model
 from megalite.generation.generate import Chain
 from megalite.generation.likelihood import Scored, likelihoods
 from megalite.topology.topology import Topology

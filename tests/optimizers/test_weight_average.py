@@ -10,9 +10,8 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.weights import export_checkpoint
-from megalite.conversion.inference import load_model
 from megalite.conversion.native import NativeWeights
-from megalite.conversion.open import open_weights
+from megalite.conversion.open import load_model, open_weights
 from megalite.parity.trajectory import assemble, local_parts
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology

@@ -368,10 +368,7 @@ class MegatronDistWeights(MegatronModel):
         if found is None:
             raise ConversionError(f"{self.path} lacks {piece.name}, which its args require")
         stored, index = found
-        if stored.shape[len(index) :] != piece.shape:
-            shape = list(stored.shape[len(index) :])
-            raise ConversionError(f"{self.path}: {piece.name} is {shape}; its args require {list(piece.shape)}")
-        require_readable(self.path, piece.name, stored.dtype)
+        require_readable(self.path, piece, stored.shape[len(index) :], stored.dtype)
         return _Source(stored, index, piece)
 
 

@@ -348,9 +348,7 @@ def _checked(path: Path, tensors: Mapping[str, torch.Tensor], piece: WeightPiece
     tensor = tensors.get(piece.name)
     if tensor is None:
         raise ConversionError(f"{path} lacks {piece.name}, which its args require")
-    if tuple(tensor.shape) != piece.shape:
-        raise ConversionError(f"{path}: {piece.name} is {list(tensor.shape)}; its args require {list(piece.shape)}")
-    require_readable(path, piece.name, tensor.dtype)
+    require_readable(path, piece, tensor.shape, tensor.dtype)
     return tensor
 
 

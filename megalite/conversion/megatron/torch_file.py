@@ -13,7 +13,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,8 +65,11 @@ become `Inert`: their code need not be installed and is never run.
 """
 
 
-def require_readable(path: Path, name: str, dtype: torch.dtype) -> None:
-    """Raise for a weight of integers or of a quantized dtype (such as fp8): its scales are stored elsewhere."""
+def require_readable(path: Path, piece: WeightPiece, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise for a weight of another shape, of integers, or of a quantized dtype (such as fp8): its scales are elsewhere."""
+    name = piece.name
+    if tuple(shape) != piece.shape:
+        raise ConversionError(f"{path}: {name} is {list(shape)}; its args require {list(piece.shape)}")
     if not dtype.is_floating_point:
         raise ConversionError(f"{path}: {name} has dtype {dtype}, which is not floating-point")
     if dtype not in DTYPE_NAMES:
