@@ -306,9 +306,8 @@ class _GrowingList:
 
     def repeat(self, times: int, steps: str) -> None:
         """Append the steps `times` times. A step is a kind and a chunk; `W` without a chunk is the oldest pending W."""
-        for _ in range(times):
-            for step in steps.split():
-                self.done.append(self._action(Kind(step[0]), [self.stages[int(chunk)] for chunk in step[1:]]))
+        parsed = [(Kind(step[0]), [self.stages[int(chunk)] for chunk in step[1:]]) for step in steps.split()]
+        self.done += (self._action(*step) for _ in range(times) for step in parsed)
 
     def _action(self, kind: Kind, stages: Sequence[int]) -> Action:
         if kind is Kind.W:

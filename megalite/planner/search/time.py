@@ -38,6 +38,7 @@ class Prices:
     message: Floats  # from one stage to the next, mean over the hops
     reduce: Floats  # one reduction of the gradients per rank
     pieces: Floats  # number of its collectives
+    embedding: Floats  # fraction of the parameters of the rank with the first stage
     last: Floats  # per step: sums that start when all reductions have finished
     tied: Floats  # per step: sum of a tied embedding's gradients over the ends of a pipeline
     gather: Floats  # one gather of the parameters per rank
@@ -121,7 +122,7 @@ class Clock:
         forward, inputs, weights, again = (model @ prices.layers[kind] for kind in range(4))
         fixed = p * chunks * constant
         totals = (forward + fixed, inputs + again + fixed, weights + 0.0 * fixed)
-        ramp = _ramp(pipelines, busiest, totals)
+        ramp = _ramp(pipelines, busiest, totals, prices.message)
         step = m * busiest + ramp
         if p > 1:
             hops = np.array([[_hops(each)] for each in pipelines])
@@ -164,14 +165,16 @@ class Clock:
         straight = np.array([[float(each.schedule not in VEE)] for each in pipelines])
         one = first_forward / chunks * (stack.overlap_gradients and p.overlap_param_gather)
         once = prices.gather * (1.0 - prices.fully)
-        late = np.maximum(np.maximum(once / chunks - one, once - ((chunks - 1.0) * many + 1.0) * one), 0.0)
+        # Parameters of the rank's other chunks.
+        others = (1.0 - prices.embedding) * (1.0 - 1.0 / chunks)
+        late = np.maximum(np.maximum(once * (1.0 - others) - one, once - ((chunks - 1.0) * many + 1.0) * one), 0.0)
         # The ends of a V are on one rank.
         tied = prices.tied * straight * (pp > 1)
         reduce, last = prices.reduce + tied * (1.0 - prices.sharded), prices.last + tied * prices.sharded
         # A stage's last backward hides all pieces but the last, after its first part has made the first one.
         one = overlapped * (busiest - first_forward) / chunks * (1.0 - 1.0 / prices.pieces)
         end = np.maximum(reduce - ((chunks - 1.0) * many * straight + 1.0) * one, reduce / prices.pieces)
-        end = np.maximum(end, reduce / chunks - one)
+        end = np.maximum(end, reduce - prices.reduce * others - one)
         total = reduce * np.where(prices.sharded > 0, m, 1.0) + prices.fully * 2.0 * m * prices.gather
         exposed: Floats = np.maximum(end, prices.sharded * (total - overlapped * m * busiest)) + last + late
         slowdown = stack.overlap_cost * np.maximum(total + once + last - exposed, 0.0)
@@ -252,25 +255,31 @@ class Clock:
         sizes = self.sizer.on_rank(parts, pp).T
         replicas = (work.dp * work.cp, work.tp * work.cp * work.dp / (work.expert_tp * work.ep))
         instances = few.dp_instances.astype(float)
+        # Inner layers' weights, except experts', may be gathered in 8 bits.
+        dense, moe = self.sizer.layers
+        inner = (parts[0, :, 0] * dense + parts[1, :, 0] * moe) * max(0.0, 1.0 - 2.0 / (dense + moe)) / pp
+        saved = (config.parallel.fp8_param_gather * (element - 1.0) * inner, 0.0)
         reduce = gather = summed = across = np.zeros(len(few))
-        for count, everywhere in zip(sizes, replicas, strict=True):
+        for count, everywhere, less in zip(sizes, replicas, saved, strict=True):
             group = everywhere / instances
             own, hop = count * wire / group, stride * group
             across = across + rates.collective_seconds("all-reduce", own, instances, hop, cluster)
             summed = summed + rates.collective_seconds("all-reduce", count * wire, group, stride, cluster)
             reduce = reduce + rates.collective_seconds("reduce-scatter", count * wire, group, stride, cluster)
-            gather = gather + rates.collective_seconds("all-gather", count * element, group, stride, cluster)
+            gather = gather + rates.collective_seconds("all-gather", count * element - less, group, stride, cluster)
         pieces = np.maximum(sizes.sum(0) / config.parallel.ddp_bucket_size, 1.0)
         copy = parts[4].sum(1) * wire
         hop, share = rates.pipeline_ends(rates.pipeline_stride(work), pp, cluster)
         tied = rates.collective_seconds("all-reduce", copy, 2.0, hop, cluster, taking_part=share)
-        found = np.stack(np.broadcast_arrays(reduce, summed, across, gather, pieces, tied, replicas[0] / instances))
-        reduce, summed, across, gather, pieces, tied, group = found[:, of_kind]
+        first, group = parts[2].sum(1) / sizes.sum(0), replicas[0] / instances
+        found = np.stack(np.broadcast_arrays(reduce, summed, across, gather, pieces, first, tied, group))
+        reduce, summed, across, gather, pieces, first, tied, group = found[:, of_kind]
         plain, states, _, fully = (shares.strategy == index for index in range(len(STRATEGIES)))
         sharded = ~(plain | states)
         return {
             "reduce": np.where(plain, summed, reduce) + across * ~sharded,
             "pieces": pieces,
+            "embedding": first,
             "last": across * sharded,
             "tied": tied / np.where(sharded, group, 1.0),
             "gather": gather * ~plain,
@@ -282,7 +291,7 @@ class Clock:
 def _hops(pipeline: Pipeline) -> float:
     """Return the number of messages that lengthen the step once, with those that the schedule waits for in its ramp."""
     schedule, p, v, m, _ = pipeline
-    if schedule == "interleaved" or (schedule == "looped-bfs" and m <= p):
+    if schedule == "interleaved":
         return 2.0 * (v * p - 1)
     if schedule == "1f1b":
         return 2.0 * max(p - 2, 0)
@@ -302,8 +311,9 @@ def _waits(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats,
     return np.maximum(found, 0.0)
 
 
-def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, Floats, Floats]) -> Floats:
-    """Return the time of a step beyond that of its microbatches on the busiest rank."""
+def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, ...], message: Floats) -> Floats:
+    """Return the time of a step beyond that of its microbatches on the busiest rank. In looped-bfs, chunks after the
+    first wait until a microbatch has passed all ranks."""
     p, m = pipelines[0].pp, pipelines[0].microbatches
     forward, inputs, weights = totals
     whole = forward + inputs + weights
@@ -318,8 +328,9 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
         if schedule in ("1f1b", "gpipe"):
             found[row] = rest[row]
         elif schedule in ("interleaved", "looped-bfs"):
-            waits = (v - 1.0) * max(p - m, 0) / p
-            found[row] = (rest[row] + waits * whole[row]) / v
+            messages = 2.0 * p * v * message if schedule == "looped-bfs" else 0.0
+            waits = np.maximum((1.0 - m / p) * whole[row] + messages, 0.0)
+            found[row] = (rest[row] + (v - 1.0) * waits) / v
         else:
             f, i, w = forward[row], inputs[row], weights[row]
             early = each[row] * (np.minimum(f, i) if v == 2 else w)
