@@ -12,6 +12,7 @@ b200, gb200  NeMo 25.02 and 25.04: the same models in fp8
 b200_long    NeMo's page on long sequences, 25.04.rc2: Llama 3 8B, 8,192 to 1,048,576 on 2 to 256 B200
 b200_bridge  Megatron Bridge 25.09 and 25.11, and gb200_bridge up to 26.06: Llama 3 in fp8, one scale per tensor
 b200_mx      the same, and gb200_mx, with a scale per 32 numbers (MXFP8)
+bf16         NVIDIA/dgxc-benchmarking's llama3.1/README.md of 2025: Llama 3.1 405B in bf16 on 128 and 256 GB200
 
 Blackwell is fitted on b200_long, b200_bridge and gb200_bridge, and tested on the other tables; --write writes the files.
 
@@ -89,7 +90,9 @@ def configs(line: dict[str, str]) -> Iterator[RunConfig]:
     settings |= {"seq_length": sizes["seq"], "global_batch_size": batch, "precision": "bf16", "mock_data": True}
     settings |= {"tp": sizes["tp"], "pp": pp, "cp": sizes["cp"], "dp": dp, "sequence_parallel": sizes["tp"] > 1}
     settings |= {"dp_strategy": "distributed-optimizer", "overlap_grad_reduce": True, "overlap_param_gather": True}
-    if line["part"] not in ("lm", "b200_mx", "gb200_mx") and dp * sizes["cp"] > 1:  # recipes for fp8 gather weights in fp8
+    if (
+        line["part"] not in ("lm", "b200_mx", "gb200_mx", "bf16") and dp * sizes["cp"] > 1
+    ):  # recipes for fp8 gather weights in fp8
         settings |= {"fp8": True, "fp8_param_gather": True}
     micro = [int(line["micro_batch"])] if line["micro_batch"] else [1, 2, 4]
     chunks = [int(line["vpp"])] if line["vpp"] else [n for n in range(1, layers + 1) if layers % (n * pp) == 0]
@@ -138,6 +141,7 @@ def machines() -> dict[str, Machine]:
     hopper = load_cluster("dgx-h100")
     found = {part: Machine(hopper, float8) for part in ("nemo", "long", "bridge")}
     found |= {part: Machine(load_cluster(f"dgx-{part}"), blackwell) for part in ("b200", "gb200")}
+    found["bf16"] = Machine(found["gb200"].cluster, replace(blackwell, float8_rate=0.0))
     return {"lm": Machine(hopper, older), **found}
 
 
