@@ -1,6 +1,6 @@
-"""`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's `RankPool`.
+"""`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's `RankPool` of this size.
 
-New ranks would take ten seconds per test; the pool forks from a process that has torch imported. Warnings are errors in the
+New ranks would take ten seconds per test; pools fork from a process that has torch imported. Warnings are errors in the
 workers too.
 """
 
@@ -15,11 +15,11 @@ from megalite.parity import pool as rank_pool
 from megalite.parity.pool import RankContext, RankFailure, RankPool
 from tests.support.fork_server import fork_server
 
-__all__ = ["POOL_SIZE", "RankContext", "RankFailure", "forked_pools", "run_ranks"]
+__all__ = ["RankContext", "RankFailure", "forked_pools", "run_ranks", "stop_ranks"]
 
-POOL_SIZE = 8
-
-_pools: list[RankPool] = []
+_MOST_POOLS = 4
+_pools: dict[int, RankPool] = {}
+"""Number of ranks -> pool, the least recently used first. To keep several is cheaper than to replace the groups of one."""
 
 rank_pool._MOST_GROUPS = 128
 """Limit of process groups per pool. In forks a group adds no thread (`tests/support/forks.py`)."""
@@ -35,8 +35,9 @@ def forked_pools(module: ModuleType = rank_pool) -> Iterator[None]:
 
 
 @atexit.register
-def _stop_pools() -> None:
-    for pool in _pools:
+def stop_ranks() -> None:
+    """Stop all ranks. After a fault they may be in different operations, which later tests must not meet."""
+    for pool in _pools.values():
         pool.stop()
     _pools.clear()
 
@@ -45,16 +46,18 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
     """Call `fn(context, *args, **kwargs)` on ranks 0..size-1 together and return their results in rank order.
 
     Args:
-        size: number of ranks, at most `POOL_SIZE`.
+        size: number of ranks.
         fn: a function at module level (workers import it); `context` is a `RankContext`.
         timeout: seconds without any rank finishing before the pool is killed and the test fails.
 
     Raises:
         RankFailure: with the traceback of the first rank that raised.
     """
-    if _pools and _pools[0].stopped:
-        _pools.clear()
-    if not _pools:
+    pool = _pools.pop(size, None)
+    if pool is None or pool.stopped:
+        if len(_pools) == _MOST_POOLS:
+            _pools.pop(next(iter(_pools))).stop()
         with forked_pools():
-            _pools.append(RankPool(POOL_SIZE, strict=True))
-    return _pools[0].run(size, fn, *args, timeout=timeout, **kwargs)
+            pool = RankPool(size, strict=True)
+    _pools[size] = pool
+    return pool.run(size, fn, *args, timeout=timeout, **kwargs)

@@ -17,19 +17,16 @@ SECONDS = datetime.timedelta(seconds=20)
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    """Return a store like torchrun's."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SECONDS)
 
 
 def part(store: dist.TCPStore, rank: int, world: int, late: float = 0.0) -> dist.PrefixStore:
-    """Join as one rank, over a separate connection."""
     time.sleep(late)
     client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=SECONDS)
     return fresh_prefix_store(client, rank=rank, world_size=world, timeout=SECONDS)
 
 
 def start(store: dist.TCPStore, late: list[float]) -> list[dist.PrefixStore]:
-    """Start all ranks, each with a delay in seconds."""
     with ThreadPoolExecutor(len(late)) as threads:
         came = [threads.submit(part, store, rank, len(late), wait) for rank, wait in enumerate(late)]
         return [each.result(timeout=30) for each in came]

@@ -85,7 +85,6 @@ def explained(
 
 @pytest.fixture
 def port() -> Any:
-    """Return the port of a store outside the ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
 

@@ -15,7 +15,7 @@ from megalite.kernels.bases import Function
 from megalite.topology.group import Group
 from megalite.topology.sanitizer import CommunicationFault, SanitizedGroup, calling_line, poison
 from megalite.training.non_finite import NonFiniteError
-from tests.support.ranks import RankContext, run_ranks
+from tests.support.ranks import RankContext, run_ranks, stop_ranks
 from tests.support.tiny import LLAMA, Z1, Runner, build, tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,6 @@ PLANTS = {
 
 @contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """Replace the function in this process."""
     module, _, path = plant.place.partition(":")
     *outer, name = path.split(".")
     owner: Any = importlib.import_module(f"megalite.{module}")
@@ -131,16 +130,10 @@ def outcome(context: RankContext, plant: Plant) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-def nothing(context: RankContext) -> None:
-    """Another number of ranks needs another job."""
-
-
 @pytest.fixture
-def job() -> Iterator[None]:
-    """Use process groups that no later test uses: after a fault, ranks may be in different operations."""
-    run_ranks(1, nothing)
+def fresh() -> Iterator[None]:
     yield
-    run_ranks(1, nothing)
+    stop_ranks()
 
 
 @pytest.mark.parametrize("layout", ["overlapped", "bf16 wire", "gossip"])
@@ -149,7 +142,7 @@ def test_clean_program_passes_with_the_same_numbers(layout: str) -> None:
     assert run_ranks(2, losses, layout) == run_ranks(2, losses, layout, sanitized=False)
 
 
-@pytest.mark.usefixtures("job")
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_fault_is_found(name: str) -> None:
     for found in run_ranks(2, outcome, PLANTS[name]):
@@ -218,7 +211,7 @@ def context_barrier(group: Group) -> None:
     group.all_reduce(torch.zeros(1))
 
 
-@pytest.mark.usefixtures("job")
+@pytest.mark.usefixtures("fresh")
 def test_each_operation_is_checked() -> None:
     for rank, said in enumerate(run_ranks(2, each_operation)):
         assert len(said) == 12
@@ -236,7 +229,7 @@ def dropped_operation(context: RankContext) -> str:
     return "nothing"
 
 
-@pytest.mark.usefixtures("job")
+@pytest.mark.usefixtures("fresh")
 def test_dropped_operation_is_named() -> None:
     for rank, said in enumerate(run_ranks(2, dropped_operation)):
         assert said.startswith(f"rank {rank}: all_reduce over dp started at ") and "was never waited for" in said

@@ -18,7 +18,7 @@ from megalite.topology.group import Group
 from megalite.topology.lost_peers import is_connection_error, is_timeout
 from megalite.topology.shared_memory import SLOT_BYTES, SharedMemory
 from tests.support.fork_server import fork_server
-from tests.support.ranks import RankContext, run_ranks
+from tests.support.ranks import RankContext, run_ranks, stop_ranks
 
 pytestmark = pytest.mark.skipif(shared_memory._system() is None, reason="shared memory needs Linux on x86-64")
 
@@ -159,15 +159,10 @@ def unlike(context: RankContext) -> str:
 
 
 def test_mismatched_operations_are_an_error_on_both_ranks() -> None:
-    run_ranks(1, nothing)
     first, second = run_ranks(2, unlike)
-    run_ranks(1, nothing)
+    stop_ranks()
     assert first == "rank 1 of tp [0, 1] is in another operation than all_reduce of 8 torch.float32"
     assert second == "rank 0 of tp [0, 1] is in another operation than all_reduce of 4 torch.float64"
-
-
-def nothing(context: RankContext) -> None:
-    """Use another number of ranks, and so another job: no later test uses groups with a fault."""
 
 
 class TwoHosts(Group):

@@ -1,14 +1,28 @@
-"""Test that torch's flight recorder is enabled with NCCL, and that the user's variables are kept."""
+"""Test the start of a rank: backends, the scheduling policy of CPU ranks, and torch's flight recorder."""
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from megalite.topology.topology import Launch
+from megalite.config.errors import ConfigError
+from megalite.topology.topology import Launch, check_backend, start_distributed
+from tests.e2e.forked import train_forked
+from tests.support.ranks import RankContext, run_ranks
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda")])
+def test_backend_that_does_not_fit_is_refused(backend: str, device: str) -> None:
+    fits = {"cpu": "gloo", "cuda": "nccl"}[device]
+    with pytest.raises(ConfigError, match=f"{backend} but the run is on {device}; use {fits} or auto"):
+        check_backend(backend, torch.device(device))
+    for other in ("auto", fits):
+        check_backend(other, torch.device(device))
+
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NAMES = (
@@ -72,3 +86,40 @@ def test_active_recorder_is_detected(name: str) -> None:
     assert Launch.from_environment().flight_recorder
     os.environ[name] = "0"
     assert not Launch.from_environment().flight_recorder
+
+
+batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no SCHED_BATCH")
+
+
+def start(words: list[str]) -> int:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for size, chosen in ((1, None), (2, None), (2, os.SCHED_IDLE)):
+        if os.fork() == 0:
+            if chosen is not None:
+                os.sched_setscheduler(0, chosen, os.sched_param(0))
+            os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
+            launch = Launch(rank=0, world_size=size, local_rank=0)
+            with suppress(Exception):  # no other rank joins
+                start_distributed(launch, torch.device("cpu"), backend="gloo", timeout_minutes=0.001)
+            print(os.sched_getscheduler(0), flush=True)
+            os._exit(0)
+        os.wait()
+    return 0
+
+
+@batch
+def test_only_several_ranks_with_the_default_policy_are_batch_jobs() -> None:
+    made = train_forked(1, command=f"{__name__}:start")
+    assert made.out.split() == [str(policy) for policy in (os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE)]
+
+
+def _policies(context: RankContext) -> set[int]:
+    """Return the policies of all threads of this rank, after gloo has started its threads."""
+    context.topology(dp=2).world.all_reduce(torch.zeros(1))
+    return {os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
+
+
+@batch
+def test_gloo_threads_inherit_the_policy() -> None:
+    for policies in run_ranks(2, _policies):
+        assert policies == {os.SCHED_BATCH}
