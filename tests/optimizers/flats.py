@@ -14,7 +14,6 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool, orthogonal: bool = False) -> FlatParameter:
-    """Return a flat parameter of consecutive tensors, and padding."""
     segments, start = [], 0
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
@@ -28,7 +27,6 @@ def flat_of(tensors: Mapping[str, torch.Tensor], *, decay: bool, orthogonal: boo
 
 
 def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> list[FlatParameter]:
-    """Return one flat parameter with weight decay and one without."""
     return [
         flat_of({name: value for name, value in tensors.items() if (name in decayed) is decay}, decay=decay)
         for decay in (True, False)
@@ -36,20 +34,17 @@ def flats_of(tensors: Mapping[str, torch.Tensor], decayed: Collection[str]) -> l
 
 
 def tensors_of(flat: FlatParameter, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Return views, by name, of the parameter or of `values` like it."""
     values = flat.param.data if values is None else values
     return {each.name: values[each.start : each.stop].view(each.global_shape) for each in flat.segments}
 
 
 def set_gradients(flats: Sequence[FlatParameter], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Set the gradients of all tensors."""
     for flat in flats:
         for name, grad in tensors_of(flat, flat.param.grad).items():
             grad.copy_(gradients[name])
 
 
 def weights(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return copies of all tensors."""
     return {name: values.clone() for flat in optimizer.parameters for name, values in tensors_of(flat).items()}
 
 

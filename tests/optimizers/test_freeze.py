@@ -14,23 +14,17 @@ from megalite.config.run import RunConfig
 from megalite.kernels.optimizer_ops import Direction
 from megalite.optimizers.onebit import FreezePoint, exchanges, updates_variance, warmup_steps, zero_without_moment
 from megalite.topology.group import Group
+from tests.support.tiny import words
 
 WORLD = Group.solo("world")
 
 
 def made(**settings: Any) -> FreezePoint:
-    common = {
-        "global_batch_size": 4,
-        "optimizer": "onebit-adam",
-        "train_iters": 100,
-        "adam_beta2": 0.9,
-        "freeze_threshold": 0.96,
-    }
+    common = words("global_batch_size=4 optimizer=onebit-adam train_iters=100 adam_beta2=0.9 freeze_threshold=0.96")
     return FreezePoint(replace(RunConfig(), **{**common, **settings}), world=WORLD)
 
 
 def feed(point: FreezePoint, norms: Sequence[float], first: int = 1) -> dict[int, str]:
-    """Pass a norm after each step; return the log lines by step."""
     said = {}
     for step, norm in enumerate(norms, start=first):
         line = point.observe(step, lambda norm=norm: torch.tensor(norm, dtype=torch.float64))  # type: ignore[misc]

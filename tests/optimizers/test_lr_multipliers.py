@@ -26,7 +26,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def changes(settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the change of each weight in the first step."""
     runner = Runner(build(RankContext(0), tiny_config(1, num_layers=2, **settings)))
     before = local_parts(runner.replica, "weight")
     runner.step()

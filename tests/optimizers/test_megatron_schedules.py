@@ -162,7 +162,6 @@ def trajectory(config: RunConfig) -> list[tuple[float, float]]:
 
 
 def reference(config: RunConfig, *, ahead: int) -> list[tuple[float, float]]:
-    """Return the same of their scheduler; with `ahead` 1, it also advances before the first step."""
     scheduler, samples, found = theirs(config), 0, []
     for step in range(65 + ahead):
         if step >= ahead:

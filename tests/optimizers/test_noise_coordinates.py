@@ -16,7 +16,7 @@ from tests.optimizers.flats import flat_of, tensors_of
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
-FREEZE, STEPS = 20, 50
+FREEZE, STEPS = 10, 25
 MODEL: dict[str, Any] = {
     "num_layers": 1,
     "precision": "fp32",

@@ -12,15 +12,9 @@ from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.optimizers.schedules import Decay, Progress, Schedules
 from tests.support.plugins import registered
+from tests.support.tiny import words
 
-BASE: dict[str, Any] = {
-    "vocab_size": 100,
-    "train_iters": 100,
-    "micro_batch_size": 1,
-    "global_batch_size": 4,
-    "lr": 1.0,
-    "min_lr": 0.2,
-}
+BASE: dict[str, Any] = words("vocab_size=100 train_iters=100 micro_batch_size=1 global_batch_size=4 lr=1.0 min_lr=0.2")
 
 
 def schedules(**changes: Any) -> Schedules:

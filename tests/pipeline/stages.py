@@ -104,7 +104,6 @@ class Rank:
         return self.stages[stage](data(microbatch) if x is None else x, microbatch)
 
     def step(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Return losses and reduced gradients."""
         self.strategy.zero_grad()
         losses = [loss.item() for loss in self.executor.run()]
         self.strategy.finish_grad_sync()

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.generators import with_recompute_ahead
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import Action, Schedule
 from megalite.tensor_parallel.parameter import DeferredWeightGradients
 from megalite.topology.group import Group, Work
-from tests.pipeline.stages import Rank, Watched, one_rank
+from tests.pipeline.stages import Rank, Watched
 
 
 def test_split_program_needs_deferred_weight_gradients() -> None:
@@ -145,21 +144,3 @@ def test_weight_gradient_error_shows_the_grid() -> None:
     me.deferred[0].run = run  # type: ignore[method-assign]
     me.executor.run()
     assert me.deferred[0].pending == 0
-
-
-def test_recompute_ahead_runs_forwards_twice() -> None:
-    """A pair with an R runs its forward twice, first without a graph; its loss counts once."""
-    schedule = with_recompute_ahead(Schedule.from_csv("0F0,0F1,0B0,0B1\n"))
-    assert schedule.recomputed == {(0, 0), (0, 1)}
-    me = Rank(lower(schedule), 0, {})
-    seen: list[tuple[int, bool]] = []
-    plain = me.forward
-
-    def forward(stage: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
-        seen.append((microbatch, torch.is_grad_enabled()))
-        return plain(stage, microbatch, x)
-
-    me.executor._forward = forward
-    losses = me.executor.run()
-    assert seen == [(0, False), (1, False), (0, True), (1, True)]
-    assert [loss.item() for loss in losses] == one_rank(1, range(2))[0]

@@ -148,8 +148,7 @@ def test_valid_within_limit_and_never_slower_than_named(seed: int) -> None:
     assert case.time(schedule) <= min(fitting, default=float("inf")) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("placement", [loop_placement(3, 1), v_placement(3)])
+@pytest.mark.parametrize(("placement", "ahead"), [(loop_placement(3, 1), False), (v_placement(3), True)])
 def test_same_arguments_same_schedule(placement: tuple[int, ...], ahead: bool) -> None:
     """Earlier searches with other limits must not matter; the search treats some limits as equal and some not."""
     count = len(placement)

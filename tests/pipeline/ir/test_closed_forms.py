@@ -46,7 +46,7 @@ def sizes(name: str) -> Iterator[Size]:
         for p, v, m in product((1, 2, 3, 4, 5), (2, 3), range(1, 13)):
             yield Size(name, p, v, m)
     else:
-        for p, m in product(range(1, 7), range(1, 16)):
+        for p, m in product(range(1, 6), range(1, 13)):
             if name != "dualpipe-v" or m >= 2 * p:
                 yield Size(name, p, 2 if name in ("zb-v", "dualpipe-v") else 1, m)
 
@@ -168,7 +168,7 @@ def test_memory_of_split_schedules_equals_the_closed_forms(name: str) -> None:
         peaks = [peak.size for peak in memory_peaks(lower(schedule), bytes_of)]
         assert peaks == limits, size
         compared += 1
-    assert compared > 40
+    assert compared > 30
 
 
 def sends(size: Size, rank: int) -> int:

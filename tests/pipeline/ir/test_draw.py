@@ -107,7 +107,6 @@ def picture(panels: list[Panel], unit: str = "") -> str:
 
 
 def boxes(root: ET.Element) -> dict[Action, ET.Element]:
-    """Return the boxes of actions by their tooltips."""
     found = {}
     for box in root.iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")
@@ -192,7 +191,6 @@ def of_phase(trace: Trace, phase: str) -> list[Trace]:
 
 
 def slice_around(trace: Trace, end: Trace) -> Trace:
-    """The slice of the track that contains an end of a flow."""
     (found,) = [
         each
         for each in of_phase(trace, "X")

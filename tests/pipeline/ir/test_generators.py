@@ -1,26 +1,36 @@
-"""Generators compared with published orders, and the errors of each."""
+"""Generators compared with published orders, forward-only schedules, recompute-ahead, and the errors of each."""
 
 import itertools
+import random
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir import generators
 from megalite.pipeline.ir.generators import (
+    SCHEDULES,
     build_schedule,
+    default_schedule,
     dualpipe_v,
+    forward_only,
     gpipe,
     interleaved,
+    loop_placement,
     looped_bfs,
     one_f_one_b,
     smallest_group,
+    v_placement,
+    with_recompute_ahead,
     zb_h1,
     zb_h2,
     zb_v,
 )
 from megalite.pipeline.ir.lower import lower
-from megalite.pipeline.ir.schedule import Kind, Schedule
+from megalite.pipeline.ir.memory import Sizes, memory_peaks
+from megalite.pipeline.ir.schedule import GRADIENTS, Action, Kind, Schedule
+from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
 
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -87,7 +97,7 @@ def test_interleaved_orders_equal_published_tables(
 
 def test_every_schedule_is_valid_for_any_number_of_microbatches() -> None:
     """Under both send semantics, with only the required receives posted; including p = 1 and m < p."""
-    for name, ranks, ahead in itertools.product(generators.SCHEDULES, range(1, 5), (False, True)):
+    for name, ranks, ahead in itertools.product(SCHEDULES, range(1, 5), (False, True)):
         for microbatches in range(2 * ranks if name == "dualpipe-v" else 1, 11):
             sizes = {"num_ranks": ranks, "num_chunks": 1 if name in ONE_CHUNK else 2, "num_microbatches": microbatches}
             schedule = build_schedule(name, **sizes, recompute_ahead=ahead)
@@ -109,8 +119,8 @@ def test_build_schedule_by_name() -> None:
     assert built("zb-h2", 1) == zb_h2(2, 5)
     assert built("zb-v", 2) == zb_v(2, 5)
     assert built("dualpipe-v", 2) == dualpipe_v(2, 5)
-    assert built("zb-h1", 1, recompute_ahead=True) == generators.with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
-    assert [generators.default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
+    assert built("zb-h1", 1, recompute_ahead=True) == with_recompute_ahead(zb_h1(2, 5)) != zb_h1(2, 5)
+    assert [default_schedule(chunks) for chunks in (1, 2, 3)] == ["1f1b", "interleaved", "interleaved"]
 
 
 @pytest.mark.parametrize(
@@ -176,3 +186,116 @@ def test_interleaved_refuses_only_invalid_sizes_with_remedies() -> None:
                 (size,) = re.findall(rf"stage (\d+), the default, with {microbatches} microbatches", remedies)
                 assert interleaved(ranks, 2, microbatches, int(size)) == interleaved(ranks, 2, microbatches)
     assert refused > 200
+
+
+def evaluation_time(placement: tuple[int, ...], microbatches: int) -> float:
+    costs = Costs.uniform(len(placement))
+    return simulate(lower(forward_only(placement, microbatches)), costs).makespan
+
+
+def test_expected_forward_only_orders() -> None:
+    assert rows(forward_only((0, 1), 3)) == ["0F0 0F1 0F2", "1F0 1F1 1F2"]
+    # Groups of p; the remainder joins the last group.
+    assert rows(forward_only((0, 1, 0, 1), 5))[1] == "1F0 1F1 3F0 3F1 1F2 1F3 1F4 3F2 3F3 3F4"
+    # Slot 2i + s.
+    assert rows(forward_only((0, 1, 1, 0), 3)) == ["0F0 0F1 3F0 0F2 3F1 3F2", "1F0 2F0 1F1 2F1 1F2 2F2"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_loops_have_no_bubble_for_any_number_of_microbatches(ranks: int, chunks: int) -> None:
+    placement = loop_placement(ranks, chunks)
+    for microbatches in range(1, 14):
+        schedule = forward_only(placement, microbatches)
+        assert schedule.forward_only
+        report = validate(lower(schedule))
+        assert report.peak_activations == (1,) * ranks
+        # With fewer microbatches than ranks a chunk waits for the ring; otherwise only the ramp is idle.
+        wanted = (chunks - 1) * max(microbatches, ranks) + microbatches + ranks - 1
+        if microbatches >= ranks:
+            assert wanted == chunks * microbatches + ranks - 1
+        assert evaluation_time(placement, microbatches) == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_v_idles_only_in_the_ramps(ranks: int) -> None:
+    """The last rank's 2m forwards have p-1 steps on the way down before and p-1 on the way up after them: the minimum."""
+    for microbatches in (1, 2, 3, 5, 8):
+        assert evaluation_time(v_placement(ranks), microbatches) == 2 * microbatches + 2 * (ranks - 1)
+        report = validate(lower(forward_only(v_placement(ranks), microbatches)))
+        assert max(report.peak_receives) <= 2
+        assert report.peak_activations == (1,) * ranks
+
+
+def test_rank_with_most_stages_never_idles() -> None:
+    rng = random.Random(3)
+    for _ in range(150):
+        ranks = rng.randint(1, 4)
+        placement = [*range(ranks), *(rng.randrange(ranks) for _ in range(rng.randint(0, 5)))]
+        rng.shuffle(placement)
+        validate(lower(forward_only(placement, rng.randint(1, 7))))
+        most = max(placement.count(rank) for rank in range(ranks))
+        short, long = (evaluation_time(tuple(placement), microbatches) for microbatches in (20, 40))
+        assert long - short == 20 * most, placement
+
+
+def with_r_everywhere(schedule: Schedule) -> Schedule:
+    """Put an R before each backward, even if its forward has just run: the form of the published percentages."""
+    rows = tuple(
+        tuple(
+            each
+            for action in row
+            for each in ((Action(Kind.R, *action[1:]), action) if action.kind in GRADIENTS else (action,))
+        )
+        for row in schedule.actions
+    )
+    return replace(schedule, actions=rows)
+
+
+def makespan(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
+    costs = Costs.uniform(schedule.num_stages, forward=forward, backward=backward, recompute=forward)
+    return simulate(lower(schedule), costs).makespan
+
+
+def test_expected_recompute_orders() -> None:
+    assert rows(with_recompute_ahead(one_f_one_b(2, 3))) == [
+        "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2",
+        "1F0 1B0 1F1 1B1 1F2 1B2",  # each backward follows its forward: the graph is kept
+    ]
+    assert rows(with_recompute_ahead(zb_h1(2, 3)))[1] == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
+    assert rows(with_recompute_ahead(gpipe(1, 2))) == ["0F0 0F1 0R0 0B0 0R1 0B1"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(3, 4), one_f_one_b(3, 6), interleaved(2, 2, 4), zb_h1(3, 5), zb_h2(3, 5), zb_v(3, 6), dualpipe_v(3, 7)],
+    ids=lambda schedule: schedule.name,
+)
+def test_each_backward_follows_its_forward_or_recomputation(schedule: Schedule) -> None:
+    """Only R is added, and at most one graph is live per rank."""
+    ahead = with_recompute_ahead(schedule)
+    for row, before in zip(ahead.actions, schedule.actions, strict=True):
+        assert tuple(action for action in row if action.kind is not Kind.R) == before
+        for earlier, action in pairwise(row):
+            if action.kind in GRADIENTS:
+                assert earlier[1:] == action[1:] and earlier.kind in (Kind.F, Kind.R)
+    graphs = memory_peaks(lower(ahead), Sizes.uniform(schedule.num_stages))
+    assert [peak.size for peak in graphs] == [1.0] * schedule.num_ranks
+    assert makespan(ahead) <= makespan(schedule)
+
+
+def test_1f1b_makespan_equals_the_formula() -> None:
+    for ranks in range(2, 5):
+        for microbatches in range(2, 8):
+            for forward, backward in ((1, 1), (1, 2), (2, 3)):
+                wanted = microbatches * (2 * forward + backward) + (ranks - 1) * (forward + backward)
+                schedule = one_f_one_b(ranks, microbatches)
+                assert makespan(with_r_everywhere(schedule), forward, backward) == wanted
+                assert makespan(with_recompute_ahead(schedule), forward, backward) == wanted - 2 * forward
+
+
+def test_only_training_schedules_without_recomputation_are_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"forward_only has no backward.*use a training schedule"):
+        with_recompute_ahead(forward_only(loop_placement(2, 1), 3))
+    with pytest.raises(ConfigError, match=r"gpipe recomputes already.*without any R"):
+        with_recompute_ahead(with_recompute_ahead(gpipe(2, 3)))

@@ -13,7 +13,7 @@ from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.schedule import COMPUTE, RECVS, SENDS, Action, Kind, Schedule, ScheduleError
 from megalite.pipeline.ir.simulate import Costs, simulate
 from megalite.pipeline.ir.validate import validate
-from tests.pipeline.ir.random_schedules import random_schedule
+from tests.pipeline.ir.random_programs import random_schedule
 
 SAMPLES = [
     one_f_one_b(4, 6),

@@ -23,9 +23,8 @@ from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule, ScheduleError, live_units
 from megalite.pipeline.ir.validate import validate, validate_written
-from tests.pipeline.ir.mutants import late, mutant, rebuilt, reordered
 from tests.pipeline.ir.oracle import exhaustible, is_valid, peaks, shortest_circle
-from tests.pipeline.ir.random_schedules import random_schedule
+from tests.pipeline.ir.random_programs import late, mutant, random_schedule, rebuilt, reordered
 
 VEE = Schedule.from_csv(
     "0F0,0F1,3F0,3B0,0F2,3F1,3B1,0B0,3F2,3B2,0B1,0B2\n1F0,2F0,1F1,2F1,1F2,2B0,1B0,2F2,2B1,1B1,2B2,1B2\n", name="vee"
@@ -72,7 +71,6 @@ FAULTS = (
 
 
 def verdict(program: Program) -> str:
-    """Return the validator's message, or "" if it accepts the program."""
     try:
         validate(program)
     except ScheduleError as error:
