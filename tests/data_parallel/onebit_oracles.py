@@ -23,7 +23,6 @@ class Layout(NamedTuple):
 
 
 def layouts(run: ToyRun) -> list[Layout]:
-    """Return the plans of a run's buckets."""
     return [
         Layout(
             bucket.grad.numel(),
@@ -55,7 +54,6 @@ class Means:
 
     @staticmethod
     def coded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the signs and their size."""
         size = (x.double().square().sum() / x.numel()).sqrt()
         return torch.where(x >= 0, 1.0, -1.0), size.to(x.dtype)
 
@@ -93,7 +91,6 @@ class Warmed:
         self.run = ToyRun(RankContext(0, {}).topology(dp=1), settings)
 
     def step(self, step: int) -> Tensors:
-        """Step by the gradient added in rank order."""
         run = self.run
         run.strategy.begin_step(step)
         for name in SHAPES:
@@ -104,7 +101,6 @@ class Warmed:
         return run.weights()
 
     def moments(self) -> tuple[Tensors, Tensors]:
-        """Return copies of both moments, by tensor."""
         found: tuple[Tensors, Tensors] = ({}, {})
         for shard in self.run.strategy.shards:
             states = self.run.optimizer.state(shard.main_param)
@@ -116,7 +112,6 @@ class Warmed:
 
 
 def own_gradients(step: int, ranks: int) -> list[Tensors]:
-    """Return each rank's estimate of the whole gradient."""
     return [{name: gradient(name, step, rank) * float(ranks) for name in SHAPES} for rank in range(ranks)]
 
 
@@ -141,14 +136,12 @@ def bounded(moments: Tensors, groups: Sequence[Sequence[str]]) -> Tensors:
 
 
 def each_alone() -> list[list[str]]:
-    """Return groups of one tensor each."""
     return [[name] for name in SHAPES]
 
 
 def onebit_adam(
     buckets: Sequence[Layout], ranks: int, *, freeze: int, steps: int, scale: str = "tensor", lr: float = 0.05
 ) -> list[Tensors]:
-    """Return the weights after each step."""
     warmed, means = Warmed("adam", ranks), Means(buckets, ranks, scale)
     found = [warmed.step(step) for step in range(1, freeze + 1)]
     weights = {name: value.clone() for name, value in found[-1].items()}

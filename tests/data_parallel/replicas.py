@@ -26,7 +26,6 @@ DECENTLAM = {"gossip_algorithm": "decentlam", **SGD}
 
 
 def start() -> Weights:
-    """Return the weights before the first step, flat."""
     return {name: padded(values) for name, values in initial().items()}
 
 
@@ -64,15 +63,12 @@ class Replica:
         self.optimizer.step()
 
     def state(self, kind: str) -> Weights:
-        """Return an optimizer state by tensor."""
         return {name: self.optimizer.state[weight][kind] for name, weight in self.weights.items()}
 
     def copy(self) -> Weights:
-        """Return the weights, flat."""
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def shaped(self) -> Weights:
-        """Return the weights with the model's shapes."""
         sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
         return {name: values[: sizes[name]].view(SHAPES[name]) for name, values in self.copy().items()}
 
@@ -86,7 +82,6 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sent(values: torch.Tensor, wire: torch.dtype | None) -> torch.Tensor:
-    """Return the values in the wire's format."""
     return values if wire is None else values.to(wire)
 
 
@@ -161,7 +156,6 @@ def assert_near(found: list[dict[str, Any]], wanted: list[list[dict[str, Any]]],
 
 
 def assert_same(found: list[dict[str, Any]], wanted: list[list[Weights]]) -> None:
-    """Assert that all weights of all ranks after all steps are bit-equal."""
     for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
         for step, (ours, theirs) in enumerate(zip(one["weights"], other, strict=True), start=1):
             for name in SHAPES:

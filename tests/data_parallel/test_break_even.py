@@ -95,7 +95,6 @@ def test_line_is_logged_once_and_its_bytes_are_counted(freeze: int, at: list[int
 
 
 def probed(sent: list[float], plain: list[float], at: int) -> float:
-    """Return the bytes of the measurement, which are all in step `at`."""
     more = {step: a - b for step, (a, b) in enumerate(zip(sent, plain, strict=True), start=1) if a != b}
     assert list(more) == [at]
     return sum(more.values())

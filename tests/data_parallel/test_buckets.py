@@ -21,7 +21,6 @@ FACTORY = ParameterFactory(
 
 
 def parameters() -> list[ShardedParameter]:
-    """Two layers with parameters of every kind of bucket."""
     made = []
     for layer in range(2):
         made += [

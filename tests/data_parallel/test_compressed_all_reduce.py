@@ -9,7 +9,7 @@ from megalite.optimizers.schedules import Progress
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
 from tests.data_parallel.toy import SHAPES, ToyRun, assert_same, gradient, initial, padded
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config, words
 
 CODECS = ("onebit", "uint8", "topk", "powersgd")
 
@@ -22,7 +22,6 @@ VECTORS = ("norm", "bias")
 
 
 def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_scale: float = 1.0) -> dict[str, Any]:
-    """Run four steps; return the weights after each, phases, and bytes sent."""
     run = ToyRun(context.topology(dp=ranks), {**TOY, **settings})
     found: dict[str, Any] = {"weights": [], "phases": [], "bytes": []}
     for step in range(1, 5):
@@ -36,7 +35,6 @@ def toy_steps(context: RankContext, ranks: int, settings: dict[str, Any], loss_s
 
 
 def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -> torch.Tensor:
-    """Return the tensors as one bucket."""
     return padded(torch.cat([tensors[name].flatten() for name in names]), 64 * ranks)
 
 
@@ -104,20 +102,13 @@ def test_one_rank_equals_a_plain_all_reduce() -> None:
         assert found["bytes"] == [0.0] * 4
 
 
-TINY: dict[str, Any] = {
-    "precision": "fp32",
-    "num_layers": 2,
-    "micro_batch_size": 2,
-    "weight_decay": 0.0,
-    "clip_grad": 1.0,
-}
+TINY: dict[str, Any] = words("precision=fp32 num_layers=2 micro_batch_size=2 weight_decay=0.0 clip_grad=1.0")
 
 OWN: dict[str, dict[str, Any]] = {"topk": {"topk_density": 0.1}, "powersgd": {"powersgd_rank": 2}}
 """Settings of codecs."""
 
 
 def compressed(name: str) -> dict[str, Any]:
-    """Return the settings of a run."""
     return {"grad_compression": name, **OWN.get(name, {})}
 
 

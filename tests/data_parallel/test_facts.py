@@ -99,7 +99,6 @@ class Tripled(DataParallelStrategy):
 
 
 def tripled() -> AbstractContextManager[None]:
-    """Register the strategy in the block."""
     facts = {"settings": "ddp_bucket_size", "traffic": lambda t: [("all-reduce", 3 * t.elements * t.wire)]}
     return registered(STRATEGIES, "tripled", Tripled, **facts)
 

@@ -19,7 +19,6 @@ FACTORY = ParameterFactory(tp=Group.solo("tp"), seed=1, dtype=torch.float32, dev
 
 
 def bucket_of(sizes: list[int], *, replicas: int = 1, uses: int = 1) -> Bucket:
-    """Return a bucket with parameters of these lengths, in the order of the buffer."""
     parameters = [
         FACTORY.parameter(f"p{index}", (size,), uses=uses) for index, size in reversed(list(enumerate(sizes)))
     ]

@@ -217,7 +217,6 @@ def test_public_copies_are_equal() -> None:
 
 
 def drift(replicas: list[Replica], step: int) -> None:
-    """Step each replica without exchanges."""
     for replica in replicas:
         replica.step(step)
 

@@ -249,7 +249,6 @@ INSTANCES = {"dp_instances": 2}
 
 
 def merged(name: str, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
-    """Return the gradient of two ranks together."""
     first, second = (gradient(name, step, member, scale).double() for member in (2 * rank, 2 * rank + 1))
     return first + second
 

@@ -52,7 +52,6 @@ OTHERS: list[dict[str, Any]] = [
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Set a small piece size, so that a bucket has several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "HOST_PIECE", 128)
         patch.setattr(shards, "HOST_PIECE", 128)
@@ -134,7 +133,6 @@ def test_resume_with_offload_is_exact(settings: dict[str, Any], tmp_path: Path) 
 
 
 def pinned_bytes(replica: Replica) -> int:
-    """Return the bytes of main parameters and states in host memory."""
     total = 0
     for shard in replica.strategy.shards:
         if shard.host is not None:

@@ -41,7 +41,6 @@ class Windows:
 
 
 def learned(context: RankContext, settings: dict[str, Any]) -> tuple[float, float]:
-    """Return the first loss, and the loss of the mean model on four further batches."""
     runner = Runner(build(context, tiny_config(4, **SETTINGS, **settings)))
     runner.loader = make_loader(runner.replica, Windows(), eod_token=None)
     first = runner.step().loss

@@ -29,7 +29,6 @@ STATES = ("weight", "main_param", "exp_avg", "exp_avg_sq")
 
 
 def bits(context: RankContext, settings: Settings) -> dict[str, Any]:
-    """Run clipped steps over 2 ranks, of one microbatch each."""
     more = {"dp": 2, "clip_grad": 0.1, "micro_batch_size": 4, "num_layers": 2}
     runner = Runner(build(context, tiny_config(2, **{**more, **settings})))
     steps = [runner.step() for _ in range(STEPS)]
@@ -99,7 +98,6 @@ def steps(runner: Runner, count: int) -> list[tuple[float, float]]:
 def leg(
     context: RankContext, world: int, settings: Settings, taken_from: str | None, to: str, count: int
 ) -> dict[str, Any]:
-    """Run a part of a run: load a checkpoint, run steps, save; return the state before and after."""
     config = tiny_config(world, **{"precision": "bf16", "num_layers": 2, "load": taken_from, **settings})
     runner = Runner(build(context, config)) if taken_from is None else continued(context, config, taken_from)
     start = state(runner)

@@ -52,7 +52,6 @@ class ToyRun:
         self.steps = 0
 
     def gradients(self, *, scale: float = 1.0, loss_scale: float = 1.0) -> list[float]:
-        """Run forward and backward of a step; return the sums of the strategy's norm terms over its scope."""
         step = self.steps + 1
         self.strategy.begin_step(step, loss_scale=loss_scale)
         self.strategy.enable_grad_sync(0)
@@ -67,14 +66,12 @@ class ToyRun:
         return terms.tolist()
 
     def step(self, *, lr: float = 0.05, loss_scale: float = 1.0) -> None:
-        """Run one whole step."""
         self.gradients(loss_scale=loss_scale)
         self.steps += 1
         update = Update(step=self.steps, lr=lr, weight_decay=0.1, factor=1.0 / loss_scale)
         self.strategy.update(self.optimizer, update)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights on this rank."""
         self.strategy.wait_for_parameters()
         return {name: getattr(self.toy, name).detach().clone() for name in SHAPES}
 
@@ -107,7 +104,6 @@ def trajectory(context: RankContext, dp: int, settings: Mapping[str, Any], steps
 
 
 def initial() -> dict[str, torch.Tensor]:
-    """Return the weights before the first step."""
     toy = Toy()
     return {name: getattr(toy, name).detach().clone() for name in SHAPES}
 
@@ -117,7 +113,6 @@ Weights = dict[str, torch.Tensor]
 
 
 def summed(name: str, step: int, ranks: int) -> torch.Tensor:
-    """Return the gradient of a step, added in rank order."""
     return torch.stack([gradient(name, step, rank) for rank in range(ranks)]).sum(dim=0)
 
 
@@ -157,7 +152,6 @@ def adam(
 
 
 def assert_same(found: list[Weights], wanted: list[Weights]) -> None:
-    """Assert that all weights are bit-equal."""
     for step, (one, other) in enumerate(zip(found, wanted, strict=True), start=1):
         for name in SHAPES:
             assert torch.equal(one[name], other[name]), f"{name} after step {step}"

@@ -19,14 +19,12 @@ class EightBits:
 
     @staticmethod
     def rounded(x: Array) -> tuple[Array, Array]:
-        """Return the integers and the scale of each element."""
         scale = np.float32(np.abs(x).max()) / np.float32(127)
         if scale * 127 < 1e-30:
             return np.zeros_like(x), np.float32(0)
         return np.rint(x * (np.float32(1) / scale)), scale
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of one step."""
         size, part = len(self.server), len(self.server) // self.ranks
         out = np.empty(size, np.float32)
         for first in range(0, size, part):
@@ -52,7 +50,6 @@ class Largest:
         self.errors = [np.zeros(size, np.float32) for _ in range(ranks)]
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of one step."""
         out = np.zeros(len(self.errors[0]), np.float32)
         for error, own in zip(self.errors, values, strict=True):
             error += own.numpy()
@@ -80,7 +77,6 @@ class LowRank:
         return len(shape) > 1 and 2 * self.rank * (shape[-2] + shape[-1]) < shape[-2] * shape[-1]
 
     def mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of one step."""
         out, start = torch.zeros_like(self.errors[0]), 0
         for name, shape in self.shapes.items():
             stop = start + int(np.prod(shape))
@@ -98,7 +94,6 @@ class LowRank:
         return out
 
     def low(self, name: str, parts: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the mean of matrices and each rank's error."""
         q = self.q[name]
         lefts = [torch.bmm(q, part.mT) for part in parts]
         basis = torch.linalg.qr(sum(lefts[1:], start=lefts[0]).mT).Q.mT.contiguous()

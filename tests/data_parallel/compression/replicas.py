@@ -26,7 +26,6 @@ CODECS = ("uint8", "topk", "powersgd")
 
 
 def odd_bucket(ranks: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Bucket:
-    """Return a bucket of the tensors."""
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     kind = BucketKind(decay=True, split_over_tp=True, partial_over_tp=False, tied=False, expert=False)
     parameters = [factory.parameter(name, shape, std=1.0) for name, shape in shapes.items()]
@@ -44,7 +43,6 @@ def random_values(step: int, rank: int, size: int) -> torch.Tensor:
 
 
 def constant_values(step: int, rank: int, size: int) -> torch.Tensor:
-    """Return the same values in each step."""
     return random_values(1, rank, size)
 
 
@@ -64,7 +62,6 @@ class Found:
 
 
 def forget(codec: Codec) -> None:
-    """Zero the errors."""
     for state in codec.states():
         state.values.zero_()
 
@@ -95,12 +92,10 @@ def means(
 
 
 def owed(ranks: Sequence[Found]) -> torch.Tensor:
-    """Return the mean of all ranks' errors, fp64."""
     total = torch.stack([found.private.double() for found in ranks if found.private is not None]).mean(dim=0)
     shared = [found.shared for found in ranks if found.shared is not None]
     return total + torch.cat(shared) if shared else total
 
 
 def true_mean(values: Values, step: int, ranks: int, size: int) -> torch.Tensor:
-    """Return the exact mean, fp64."""
     return torch.stack([values(step, rank, size).double() for rank in range(ranks)]).mean(dim=0)
