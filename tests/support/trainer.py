@@ -1,9 +1,7 @@
 """Run a `Trainer` in the test's process, or on a replica built by a test on ranks of the pool."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from megalite.config.describe import replace
@@ -12,6 +10,7 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.training.replica import Replica
 from megalite.training.stopping import RunFolder, StopRequests
 from megalite.training.trainer import Trainer
+from tests.e2e.programs import records as records
 
 
 def fit(log: Callable[[str], None] | None = None, **settings: Any) -> list[str]:
@@ -19,12 +18,6 @@ def fit(log: Callable[[str], None] | None = None, **settings: Any) -> list[str]:
     lines: list[str] = []
     Trainer(replace(RunConfig(), **settings), explicit=frozenset(), log=log or lines.append).fit()
     return lines
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Records of one kind in a run's metrics.jsonl."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record["kind"] == kind]
 
 
 class ReplicaTrainer(Trainer):

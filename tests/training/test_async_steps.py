@@ -31,7 +31,6 @@ SCRIPT = [
 def worker(
     context: RankContext, world: int, settings: Settings, steps: int, folder: Path | None, resume: bool
 ) -> dict[str, Any]:
-    """Make steps from the start or a checkpoint, then evaluate and save together."""
     replica = build(context, tiny_config(world, **settings))
     strategy = replica.strategy
     progress = Progress(0, 0)

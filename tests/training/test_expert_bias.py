@@ -25,7 +25,6 @@ def biases(runner: Runner) -> dict[int, list[float]]:
 
 
 def trained(context: RankContext, settings: dict[str, Any], folder: str) -> tuple[dict[int, list[float]], list[str]]:
-    """Return the biases after three steps, and those that this rank saves."""
     runner = Runner(build(context, tiny_config(context_size(settings), **SETTINGS, **settings)))
     for _ in range(3):
         runner.step()

@@ -12,20 +12,14 @@ from megalite.optimizers.schedules import Progress, Schedules
 from megalite.tensor_parallel.parameter import ShardedParameter
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import changed, state_copies
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Runner, build, tiny_config, words
 
 Settings = dict[str, Any]
 
-FP16: Settings = {
-    "precision": "fp16",
-    "initial_loss_scale": 2.0**10,
-    "hysteresis": 2,
-    "num_layers": 2,
-    "micro_batch_size": 2,
-    "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,
-    "lr": 1e-3,
-}
+FP16: Settings = words(
+    "precision=fp16 initial_loss_scale=1024.0 hysteresis=2 num_layers=2 micro_batch_size=2 global_batch_size=4 "
+    "lr_decay_style=constant lr_warmup_iters=0 lr=1e-3"
+)
 
 BEFORE = 2
 """Steps before the bad one; they cover the warm-up of strategies that have one."""

@@ -47,7 +47,6 @@ def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
-    """Train, and call `at` after a step's log line."""
     lines: list[str] = []
 
     def log(line: str) -> None:
@@ -64,7 +63,6 @@ def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
 
 
 def fill(disk: Path) -> None:
-    """Fill all blocks."""
     with (disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError) as caught:
         while True:
             file.write(b"x" * 4096)
@@ -85,7 +83,6 @@ def test_full_disk_loses_only_records(disk: Path, tmp_path: Path) -> None:
     folder = disk / "run"
 
     def grow() -> None:
-        """Fill the last block of each file too."""
         fill(disk)
         for path in (folder / "metrics.jsonl", folder / "metrics.csv", *folder.glob("tensorboard/*")):
             with path.open("ab") as file:

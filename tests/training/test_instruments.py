@@ -15,24 +15,16 @@ from megalite.training.saving import Saver
 from megalite.training.step import Stepper
 from tests.support.listeners import listening_here
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import TINY, build, tiny_config
+from tests.support.tiny import TINY, build, tiny_config, words
 from tests.support.trainer import ReplicaTrainer, fit, records
 
-RUN: dict[str, Any] = {
-    "mock_data": True,
-    "eod_mask_loss": False,
-    "num_layers": 2,
-    "train_iters": 6,
-    "log_interval": 3,
-    "eval_interval": 3,
-    "eval_iters": 1,
-    "save_interval": 4,
-    "lr_warmup_iters": 0,
-}
+RUN: dict[str, Any] = words(
+    "mock_data eod_mask_loss=false num_layers=2 train_iters=6 log_interval=3 eval_interval=3 eval_iters=1 "
+    "save_interval=4 lr_warmup_iters=0"
+)
 
 
 def run(folder: Path, **changes: Any) -> list[str]:
-    """Train in this process, and return the log lines."""
     return fit(**{**TINY, **RUN, "run_dir": str(folder), **changes})
 
 

@@ -35,13 +35,12 @@ FOUR_STEPS = {"train_iters": 4, "eval_interval": 2, "eval_iters": 2, "split": "8
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     generator = np.random.default_rng(5)
-    documents = [generator.integers(1, 90, size=length).tolist() for length in generator.integers(2, 60, size=400)]
+    documents = [generator.integers(1, 90, size=length).tolist() for length in generator.integers(2, 60, size=120)]
     write_by_layout(tmp_path / "d", documents)
     return str(tmp_path / "d")
 
 
 def run(prefix: str, folder: Path, **changes: Any) -> list[str]:
-    """Train in this process, and return the log lines."""
     return fit(**{**TINY, "data_path": [prefix], "run_dir": str(folder), **FOUR_STEPS, **changes})
 
 
@@ -260,7 +259,6 @@ def test_ranks_without_data_take_part_in_the_test_evaluation(prefix: str) -> Non
 
 
 def logged(context: RankContext, world: int, prefix: str) -> list[str]:
-    """Return this rank's log of a pipeline over all ranks."""
     lines: list[str] = []
     config = tiny_config(world, **FOUR_STEPS, num_layers=3, pp=world, data_path=[prefix])
     ReplicaTrainer(build(context, config), lines.append if context.rank == 0 else lambda line: None).fit()

@@ -68,7 +68,7 @@ tp2-cp2-zero3: tp=2 cp=2 dp_strategy=fully-sharded loss=focal
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_have_the_numbers_of_one_rank(layout: str) -> None:
     with losses():
-        config = tiny_config(world_of(LAYOUTS[layout]), **LAYOUTS[layout])
+        config = tiny_config(world_of(LAYOUTS[layout]), global_batch_size=4, **LAYOUTS[layout])
         reference = one_rank_trajectory(config, 2)
         assert_same_numbers(whole(run_ranks(world_of(LAYOUTS[layout]), trajectory, config)), reference)
         other = one_rank_trajectory(replace(config, loss="cross-entropy"), 1).steps[0].loss

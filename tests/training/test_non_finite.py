@@ -18,18 +18,12 @@ from megalite.training.saving import Saver
 from megalite.training.step import StepResult
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import changed, state_copies
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Runner, build, tiny_config, words
 from tests.training.test_found_inf import planted
 
 Settings = dict[str, Any]
 
-SMALL: Settings = {
-    "num_layers": 2,
-    "precision": "fp32",
-    "hidden_dropout": 0.1,
-    "lr_warmup_iters": 0,
-    "lr_decay_style": "constant",
-}
+SMALL: Settings = words("num_layers=2 precision=fp32 hidden_dropout=0.1 lr_warmup_iters=0 lr_decay_style=constant")
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2": (2, {"tp": 2}),
     "pp2": (2, {"pp": 2}),

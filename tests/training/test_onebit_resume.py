@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.errors import CheckpointError, ConfigError
+from megalite.config.errors import CheckpointError
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, hashes, save_run
 from tests.support.tiny import Runner, build, tiny_config
@@ -69,20 +69,6 @@ def test_errors_are_kept_with_fewer_replicas(settings: dict[str, Any], tmp_path:
     assert two[0][2] == ["momentum"] * 2
     if settings is not ZERO_ONE:
         assert two[0][3] == two[1][3]
-
-
-def moved(context: RankContext, folder: str) -> str:
-    """Change a freeze step that the checkpoint has passed."""
-    settings = {**SETTINGS, "optimizer": "onebit-lamb", "freeze_step": 5}
-    with pytest.raises(ConfigError) as caught:
-        continued(context, tiny_config(2, dp=2, **settings), folder)
-    return str(caught.value)
-
-
-def test_freeze_step_in_the_past_cannot_be_changed(tmp_path: Path) -> None:
-    run_ranks(4, first_run, str(tmp_path), {"optimizer": "onebit-lamb"})
-    for message in run_ranks(2, moved, str(tmp_path)):
-        assert message.startswith("freeze_step is 5") and "after step 3" in message
 
 
 def other_optimizer(context: RankContext, folder: str, settings: dict[str, Any], to: dict[str, Any]) -> Any:

@@ -28,7 +28,6 @@ def replica_of(seq_length: int, settings: dict[str, Any], *, batch: int = 1) -> 
 
 
 def losses(replica: Replica, tokens: torch.Tensor, labels: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Return the loss of each position, [b, s]."""
     (stage,) = replica.stages.values()
     with torch.no_grad():
         result = stage(tokens, stage.context(tuple(range(len(tokens))), **more), labels=labels)

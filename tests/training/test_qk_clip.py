@@ -31,7 +31,6 @@ ATTENTIONS: dict[str, Settings] = {
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-    """Return the largest score of each head."""
     columns = torch.arange(q.shape[2])
     visible = attention._visible(columns, columns, visibility)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[3] ** 0.5

@@ -1,63 +1,14 @@
-"""Test that lost peers are named, and that a flipped bit in one rank's weights or states is found and named."""
+"""Test that a flipped bit in one rank's weights or states is found and named."""
 
 from typing import Any
 
 import pytest
 import torch
 
-<<<<<<<< HEAD:tests/training/test_replica_check.py
 from megalite.training.state_tensors import ReplicasDifferError, check_replicas, fingerprints, replicated_states
 from tests.data_parallel.toy import ToyRun
-========
-from megalite.topology.lost_peers import (
-    PeerLostError,
-    ReplicasDifferError,
-    check_replicas,
-    fingerprints,
-    raise_if_peer_lost,
-)
-from megalite.data_parallel.strategy import AllReduce
-from megalite.topology.group import Group
-from megalite.training.state_tensors import replicated_states
-from tests.data_parallel.toy import Toy, ToyRun, bare
->>>>>>>> 950b972e (Data-parallel tests in fewer files and lines):tests/data_parallel/test_peers.py
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import MOE, Runner, build, tiny_config
-
-CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24250.")
-
-
-def said(error: BaseException, dp: Group, world: Group) -> str | None:
-    strategy = bare(AllReduce, {0: Toy()}, groups={"dp": dp, "world": world})
-    strategy.step = 7
-    try:
-        raise_if_peer_lost(error, strategy)
-    except PeerLostError as found:
-        assert found.__cause__ is error
-        return str(found)
-    return None
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("Connection closed by peer"), KeyError()])
-def test_other_errors_are_unchanged(error: BaseException) -> None:
-    assert said(error, Group("dp-cp", (0, 2), 0), Group.solo("world")) is None
-
-
-def test_group_and_peers_are_named_if_no_rank_can_be() -> None:
-    found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group.solo("world"))
-    assert "step 7: a connection of rank 0 broke, to a peer in its dp group [0, 2]" in str(found)
-
-
-def test_world_is_named_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group: [])
-    found = said(CLOSED, Group.solo("dp-cp"), Group("world", (0, 1), 1))
-    assert "a connection of rank 1 broke, to a peer in its world [0, 1];" in str(found)
-
-
-def test_each_lost_rank_is_named_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.data_parallel.peers.lost_ranks", lambda group: [1, 2])
-    found = said(CLOSED, Group("dp-cp", (0, 2), 0), Group("world", (0, 1, 2), 0))
-    assert "rank 1; rank 2 of dp group [0, 2] are gone: connections were closed in step 7" in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -167,7 +167,6 @@ def test_peaks_of_known_gpus(monkeypatch: pytest.MonkeyPatch, name: str, precisi
 
 
 def losses(count: int, *, seed: int = 1) -> list[float]:
-    """Return a falling loss with noise."""
     draw = random.Random(seed)
     return [3.0 + 4.0 * math.exp(-step / 80) + draw.gauss(0.0, 0.03) for step in range(count)]
 

@@ -42,7 +42,6 @@ def steps(runner: Runner, count: int) -> list[tuple[float, float, float, bool]]:
 
 
 def uninterrupted(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train, save, and continue."""
     runner = Runner(build(context, tiny_config(world, **settings)))
     steps(runner, BEFORE)
     saved = state(runner)
@@ -51,7 +50,6 @@ def uninterrupted(context: RankContext, world: int, settings: dict[str, Any], fo
 
 
 def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Load into a new replica, and continue."""
     replica = build(context, tiny_config(world, load=folder, **settings))
     runner = Runner(replica, load(replica, Path(folder), tokenizer="a" * 64, log=silent))
     loaded = state(runner)
@@ -60,7 +58,6 @@ def resumed(context: RankContext, world: int, settings: dict[str, Any], folder: 
 
 
 def whole(ranks: list[dict[str, Any]], moment: str) -> dict[str, dict[str, np.ndarray]]:
-    """Return the full tensors of each kind; copies must agree."""
     return {kind: assemble([rank[moment][kind] for rank in ranks]) for kind in STATES}
 
 
@@ -126,7 +123,6 @@ def test_fp16_starts_with_the_initial_scale_after_an_fp32_run(in_fp32: tuple[Pat
 
 
 def refused(context: RankContext, folder: str, changes: dict[str, Any], fingerprint: str) -> str:
-    """Return the message of a load that must fail on this rank."""
     replica = build(context, tiny_config(2, dp=2, load=folder, **{"precision": "fp32", **changes}))
     try:
         load(replica, Path(folder), tokenizer=fingerprint, log=silent)
@@ -243,7 +239,6 @@ MEGATRON = {**BASE, "data_order": "megatron", "train_iters": 20}
 
 
 def in_manifest(**changes: Any) -> dict[str, Any]:
-    """Return the config as in a manifest."""
     config: dict[str, Any] = json.loads(json.dumps(asdict(tiny_config(1, **{**BASE, **changes}))))
     return config
 

@@ -15,32 +15,25 @@ from megalite.parity.pool import RankPool
 from megalite.training.resume import load
 from tests.support.ranks import RankContext, forked_pools, run_ranks
 from tests.support.state import continued, save_run, silent
-from tests.support.tiny import Z1, Runner, build, tiny_config
+from tests.support.tiny import Z1, Runner, build, tiny_config, words
 
 Settings = dict[str, Any]
 
 CLEAR = Path("/proc/self/clear_refs")
 
-LARGE: Settings = {
-    "num_layers": 3,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "vocab_size": 6144,
-    "seq_length": 16,
-    "global_batch_size": 2,
-    "ddp_bucket_size": 4_000_000,
-}
+LARGE: Settings = words(
+    "num_layers=3 hidden_size=512 num_attention_heads=8 vocab_size=6144 seq_length=16 global_batch_size=2 "
+    "ddp_bucket_size=4000000"
+)
 """12.6 million parameters, a quarter of them in one tensor; activations of a megabyte."""
 
 
 def resident(field: str) -> int:
-    """Return `VmRSS` or its peak `VmHWM`, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def growth(work: Callable[[], Runner]) -> int:
-    """Return how much peak resident memory grows during `work()`, in bytes."""
     gc.collect()
     CLEAR.write_text("5")
     before = resident("VmRSS")
@@ -75,7 +68,6 @@ def peaks(context: RankContext, world: int, settings: Settings, folder: str) -> 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Start new processes with another setting of the allocator."""
     with forked_pools(), RankPool(2, strict=True) as ranks:
         yield ranks
 
@@ -94,14 +86,9 @@ def test_resume_needs_no_more_memory_than_start(world: int, settings: Settings, 
         assert again <= 1.05 * first
 
 
-WIDE: Settings = {
-    "num_layers": 2,
-    "hidden_size": 256,
-    "ffn_hidden_size": 2048,
-    "vocab_size": 512,
-    "ddp_bucket_size": 300_000,
-    "precision": "fp32",
-}
+WIDE: Settings = words(
+    "num_layers=2 hidden_size=256 ffn_hidden_size=2048 vocab_size=512 ddp_bucket_size=300000 precision=fp32"
+)
 """Rows of a row-parallel MLP weight over tp 2 are a page long; those of attention, 2 % of the model, are shorter."""
 
 QUARTERS: Settings = {"tp": 2, "pp": 2, "sequence_parallel": True}

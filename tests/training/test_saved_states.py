@@ -181,7 +181,6 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write a checkpoint from each layout."""
     found = {}
     for layout in dict.fromkeys(pair[0] for pair in PAIRS):
         found[layout] = tmp_path_factory.mktemp("from")

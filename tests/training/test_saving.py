@@ -19,6 +19,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.training.save_folder import refuse_foreign_checkpoints
 from megalite.training.saving import HostCopies, SaveError, Saver
 from tests.checkpoint.inspecting import flip_last_bit
+from tests.faults.compare import steps_in
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
@@ -32,12 +33,7 @@ def make_saver(context: RankContext, world: int, **settings: Any) -> tuple[Runne
     return runner, Saver(runner.replica, tokenizer=None, log=lines.append), lines
 
 
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
-
-
 def verified(context: RankContext, folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Return all tensors of a valid checkpoint; for one rank."""
     group = context.topology_of(tiny_config()).world
     cpu = torch.device("cpu")
     checkpoint = find_checkpoint(folder, step=step, world=group, log=pytest.fail)

@@ -1,40 +1,245 @@
-"""A run that is stopped at any time is saved at its step, and continues as if it had not stopped."""
+"""Stops: signals and other requests, when a rank exits at once; a stopped run continues as if it had not stopped."""
 
+import ctypes
 import json
+import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.checkpoint.folders import candidates
-from megalite.checkpoint.manifest import CheckpointMissing
-from megalite.config.errors import NO_PROGRESS, ConfigError
+import megalite.training.stopping as stopping
+from megalite.config.describe import replace
+from megalite.config.errors import NO_PROGRESS, CheckpointError, ConfigError
+from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
 from megalite.training.non_finite import NonFiniteError
 from megalite.training.save_folder import RestartLoopError
+from megalite.training.saving import SaveError
 from megalite.training.step import Stepper
-from megalite.training.stopping import Ending, StopRequests
-from tests.faults.compare import check_state, open_sound
+from megalite.training.stopping import FILE_NAME, Ending, StopRequest, StopRequests, StopRun, write_ending
+from megalite.training.trainer import Trainer
+from tests.faults.compare import check_state, open_sound, steps_in
+from tests.support.fork_server import fork_server
+from tests.support.patience import wait_until
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer, fit
+from tests.support.tiny import TINY, build, tiny_config, words
+from tests.support.trainer import ReplicaTrainer, fit, records
 
-RUN: dict[str, Any] = {
-    "num_layers": 2,
-    "precision": "fp32",
-    "global_batch_size": 4,
-    "train_iters": 4,
-    "lr_warmup_iters": 1,
-    "hidden_dropout": 0.1,
-    "eval_interval": 2,
-    "eval_iters": 2,
-    "mock_data": True,
-    "eod_mask_loss": False,
-    "save_interval": 3,
-    "async_save": True,
-    "log_interval": 1,
-}
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_waits_for_the_agreement_of_ranks(number: signal.Signals) -> None:
+    stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
+    before = signal.getsignal(number)
+    with stops.listen():
+        stops.started()
+        assert (stops.number, stops.request) == (0, None)
+        send(number)
+        send(number)
+        assert stops.request == StopRequest(100 + number)
+        assert stops.request.cause == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_signal_before_the_first_step_interrupts_the_setup() -> None:
+    stops = StopRequests(signals=["SIGTERM"])
+    with stops.listen():
+        with pytest.raises(StopRun) as caught:
+            send(signal.SIGTERM)
+            time.sleep(1.0)
+        assert caught.value.request.cause == "SIGTERM"
+        send(signal.SIGTERM)  # the process is already leaving
+    assert not isinstance(caught.value, Exception), "it must not count as an error"
+
+
+def test_signal_received_before_started_stops_the_run() -> None:
+    stops = StopRequests(signals=["SIGTERM"])
+    stops._received[signal.SIGTERM] = time.monotonic()
+    with pytest.raises(StopRun):
+        stops.started()
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        stops = StopRequests(signals=["SIGTERM", "SIGUSR1"])
+        with stops.listen():
+            stops.started()
+            send(signal.SIGUSR1)
+            assert stops.request is None
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_time_limit_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    stops = StopRequests(minutes=2.0)
+    now[0] += 119.0
+    assert stops.number == 0
+    now[0] += 1.0
+    assert stops.request is not None and stops.request.cause == "exit_duration_in_mins is over"
+
+
+def test_exit_file_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    stops = StopRequests(file=tmp_path / "STOP")
+    assert stops.number == 0
+    (tmp_path / "STOP").touch()
+    assert stops.number == 0, "it is not checked at every step"
+    now[0] += 1.0
+    assert stops.request == StopRequest(1)
+    (tmp_path / "STOP").unlink()
+    assert stops.request == StopRequest(1), "once seen it is kept"
+    (tmp_path / "STOP").touch()
+    with pytest.raises(ConfigError, match=r"STOP exists already.*remove it to train, or give another --exit-file"):
+        StopRequests(file=tmp_path / "STOP").refuse_old_file()
+
+
+# ---- processes that block in C code, where no Python handler can run
+
+
+def hold() -> None:
+    lib, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    lib.pthread_mutex_lock(mutex)
+    lib.pthread_mutex_lock(mutex)
+
+
+def held(note: str, patience: float) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
+    stops = StopRequests(signals=["SIGTERM"], patience=patience)
+    stops.before_forced_exit = lambda request, text: Path(note).write_text(f"{request.cause}: {text}")
+    with stops.listen():
+        stops.started()
+        Path(f"{note}.ready").touch()
+        hold()
+
+
+def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0) -> tuple[int | None, str]:
+    """Return exit status and last words of a blocked process after an action."""
+    note = tmp_path / "note"
+    process = fork_server().Process(target=held, args=(str(note), patience))
+    process.start()
+    try:
+        wait_until(Path(f"{note}.ready").exists, seconds=30.0)
+        assert process.pid is not None
+        act(process.pid)
+        process.join(20.0)
+        return process.exitcode, note.read_text() if note.exists() else ""
+    finally:
+        process.kill()
+        process.join()
+
+
+def ended(process: int, *, seconds: float) -> bool:
+    """Check that it ends within that time; its parent may have reaped it already."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="holds a thread in a lock of glibc")
+
+
+@linux
+def test_second_ctrl_c_exits_immediately(tmp_path: Path) -> None:
+    def twice(process: int) -> None:
+        os.kill(process, signal.SIGINT)
+        os.kill(process, signal.SIGINT)  # a launcher repeats the same signal
+        time.sleep(0.8)
+        assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press does not count as two"
+        # A process that gets no core in the meantime receives several as one: send one more.
+        for _ in range(10):
+            os.kill(process, signal.SIGINT)
+            if ended(process, seconds=2.0):
+                return
+
+    status, said = status_of(tmp_path, twice)
+    assert (status, said) == (130, "SIGINT: interrupted twice: nothing is saved")
+
+
+@linux
+def test_process_exits_after_its_grace_period(tmp_path: Path) -> None:
+    status, said = status_of(tmp_path, lambda process: os.kill(process, signal.SIGTERM), patience=0.3)
+    assert status == 75
+    assert said.startswith("SIGTERM: SIGTERM came 0.3 s ago and the ranks have not finished their step")
+
+
+def reported(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / FILE_NAME).read_text())
+    assert set(found) == {"status", "reason", "step", "exit_code"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (ConfigError("no"), 2, "no"),
+        (CheckpointError("no"), 2, "no"),
+        (NonFiniteError("nan"), 3, "nan"),
+        (SaveError("full"), 4, "full"),
+        (RestartLoopError("again"), 5, "again"),
+        (RuntimeError("gone"), 1, "RuntimeError: gone"),
+    ],
+)
+def test_ending_of_errors(tmp_path: Path, error: Exception, code: int, reason: str) -> None:
+    def fails() -> Ending:
+        assert not (tmp_path / FILE_NAME).exists(), "the previous run's exit.json must be removed"
+        raise error
+
+    write_ending(tmp_path, Ending.finished(1))
+    with pytest.raises(type(error)):
+        end(fails, tmp_path, StopRequests(), step=5, moved=True)
+    assert reported(tmp_path) == {"status": "failed", "reason": reason, "step": 5, "exit_code": code}
+
+
+def end(run: Any, folder: Path, stops: StopRequests, *, step: int | None = None, moved: bool = False) -> Ending:
+    trainer = Trainer(replace(RunConfig(), run_dir=str(folder)), log=lambda line: None, stops=stops)
+    trainer._step_reached, trainer._stepped = step, moved
+    trainer._build = lambda stack: run()  # type: ignore[method-assign]
+    return trainer.fit()
+
+
+def test_stop_before_the_first_step(tmp_path: Path) -> None:
+    def stopped() -> Ending:
+        raise StopRun(StopRequest(100 + signal.SIGTERM))
+
+    assert end(stopped, tmp_path, StopRequests(), step=4).exit_code == 75
+    assert reported(tmp_path)["step"] == 4
+
+
+def test_lost_peer_after_a_stop_request_is_a_stop(tmp_path: Path) -> None:
+    def broken() -> Ending:
+        raise RuntimeError("Connection closed by peer")
+
+    asked = StopRequests(minutes=-1.0)
+    assert end(broken, tmp_path, asked).status == "requeue"
+    with pytest.raises(RuntimeError):
+        end(broken, tmp_path, asked, step=1, moved=True)
+    with pytest.raises(RuntimeError):
+        end(broken, tmp_path, StopRequests())
+
+
+RUN: dict[str, Any] = words(
+    "num_layers=2 precision=fp32 global_batch_size=4 train_iters=4 lr_warmup_iters=1 hidden_dropout=0.1 "
+    "eval_interval=2 eval_iters=2 mock_data eod_mask_loss=false save_interval=3 async_save log_interval=1"
+)
 TERM = 100 + signal.SIGTERM
 
 
@@ -69,16 +274,8 @@ def run_starts(
     return endings, lines
 
 
-def records(folder: Path, kind: str) -> list[tuple[Any, ...]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row.get("loss", row.get("valid_loss"))) for row in found if row["kind"] == kind]
-
-
-def steps_in(folder: Path) -> list[int]:
-    try:
-        return sorted(candidate.step for candidate in candidates(folder / "checkpoints"))
-    except CheckpointMissing:
-        return []
+def losses(folder: Path, kind: str) -> list[tuple[Any, ...]]:
+    return [(row["step"], row.get("loss", row.get("valid_loss"))) for row in records(folder, kind)]
 
 
 LOOKS = 10
@@ -104,10 +301,10 @@ def test_stop_at_every_check_is_exact(name: str, tmp_path: Path) -> None:
     *stopped, (last, _) = endings
     assert [(one.status, one.exit_code, one.step) for one, _ in stopped] == [("requeue", 75, step) for step in steps]
     assert (last.status, last.step) == ("finished", 4)
-    assert steps_in(folder) == sorted({*steps, 3, 4} - {0})
-    assert records(folder, "train") == records(whole, "train")
+    assert steps_in(folder / "checkpoints") == sorted({*steps, 3, 4} - {0})
+    assert losses(folder, "train") == losses(whole, "train")
     # A resumed start evaluates, the uninterrupted run does not.
-    assert set(records(folder, "valid")) >= set(records(whole, "valid"))
+    assert set(losses(folder, "valid")) >= set(losses(whole, "valid"))
     ours, theirs = (open_sound(path / "checkpoints", 4) for path in (folder, whole))
     assert check_state(ours, theirs, 0.0) > 20
     assert not (folder / "checkpoints" / "attempts.json").exists()
@@ -142,7 +339,7 @@ def test_independent_ranks_stop_at_their_next_meeting(tmp_path: Path) -> None:
         found = run_ranks(2, run_starts, 2, {**APART, "save_interval": 1}, str(folder), [moment], 1)
         for (ending, _), *_ in (life[0] for life in found):
             assert (ending.status, ending.step) == ("requeue", step)
-        assert steps_in(folder)[-1] == step
+        assert steps_in(folder / "checkpoints")[-1] == step
 
 
 FAILING = {**RUN, "eval_interval": None, "save_interval": 1, "async_save": False, "train_iters": 9}

@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that the test advances."""
     now = [100.0]
     monkeypatch.setattr(trace_module.time, "perf_counter", lambda: now[0])
     return now
@@ -182,7 +181,6 @@ def test_costs_and_bubble_are_recovered_from_events(name: str) -> None:
 def traced(
     context: RankContext, folder: Path, settings: dict[str, Any]
 ) -> tuple[list[float | None], list[str], dict[str, float]]:
-    """Make three steps with a trace of the second; return (bubbles, log lines, seconds of each phase)."""
     config = tiny_config(4, **settings)
     replica = build(context, config)
     lines: list[str] = []

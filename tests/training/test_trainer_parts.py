@@ -19,18 +19,12 @@ from megalite.training.callbacks import CallbackError
 from megalite.training.stopping import Ending, RunFolder
 from tests.e2e.forked import train_forked
 from tests.support.plugins import registered
+from tests.support.tiny import words
 
-SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 16,
-    "vocab_size": 64,
-    "global_batch_size": 4,
-    "train_iters": 4,
-    "device": "cpu",
-    "log_interval": 1,
-}
+SIZES: dict[str, Any] = words(
+    "num_layers=2 hidden_size=32 num_attention_heads=4 seq_length=16 vocab_size=64 global_batch_size=4 "
+    "train_iters=4 device=cpu log_interval=1"
+)
 
 
 def mock(**changes: Any) -> RunConfig:
