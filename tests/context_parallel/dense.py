@@ -45,11 +45,9 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def rows_of(tensor: Tensor, rank: int, cp: int, dim: int) -> Tensor:
-    """Return rank `rank`'s part of a whole sequence along `dim`."""
     spans = zigzag(tensor.shape[dim], cp)[rank]
     return torch.cat([tensor.narrow(dim, first, stop - first) for first, stop in spans], dim=dim)
 
 
 def zigzag(s: int, cp: int) -> tuple[Spans, ...]:
-    """Return each rank's spans of a sequence."""
     return tuple(sequence_spans(s, cp_rank=rank, cp_size=cp) for rank in range(cp))

@@ -24,7 +24,6 @@ def headtail(s: int, cp: int) -> tuple[Spans, ...]:
 
 
 def areas(held: tuple[Spans, ...], starts: Starts, window: int | None = None) -> list[int]:
-    """Return each rank's computed pairs: the tiles of its queries with all keys."""
     rule = Visibility(window=window, document_starts=starts)
     found = []
     for queries in held:
@@ -39,7 +38,6 @@ def areas(held: tuple[Spans, ...], starts: Starts, window: int | None = None) ->
 
 
 def imbalance(loads: list[int]) -> float:
-    """Return the busiest rank's work as a multiple of the mean."""
     return max(loads) * len(loads) / sum(loads)
 
 

@@ -18,7 +18,6 @@ Starts = tuple[int, ...] | None
 
 
 def sees(p: int, c: int, window: int | None, starts: Starts) -> bool:
-    """Apply the rule to one pair at a time."""
     if c > p or (window is not None and p - c >= window):
         return False
     return starts is None or not any(c < start <= p for start in starts)
@@ -34,7 +33,6 @@ def expected(rows: list[int], columns: list[int], window: int | None, starts: St
 
 
 def painted(found: list[Tile], rows: Span, columns: Span) -> np.ndarray:
-    """Count how often each pair is covered."""
     canvas = np.zeros((rows[1] - rows[0], columns[1] - columns[0]), dtype=int)
     single = [(tile, place * (tile.q[1] - tile.q[0])) for tile in found for place in range(tile.count)]
     for tile in (replace(tile.shifted(further, further), count=1) for tile, further in single):

@@ -26,7 +26,6 @@ MOST_FAILURES = 10
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("kills", type=int, nargs="?", default=10, help="how many kills; default 10")
     parser.add_argument("--seed", type=int, default=0, help="which ones; default 0")
@@ -58,7 +57,6 @@ def _keep_watching(stories: list[Story], kills: int) -> bool:
 
 
 def _printed(story: Story) -> Story:
-    """Print the result of each run as soon as it ends."""
     state = "FAILED" if story.failure else f"{story.tensors} tensors equal"
     missed = f"; not met: {', '.join(story.missed)}" if story.missed else ""
     print(

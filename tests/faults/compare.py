@@ -39,7 +39,6 @@ def check_records(ours: list[dict[str, Any]], reference: list[dict[str, Any]], t
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of the visible checkpoints, ascending."""
     try:
         return sorted(candidate.step for candidate in candidates(folder))
     except CheckpointMissing:

@@ -107,13 +107,11 @@ def live(size: int, command: Sequence[str], run_dir: Path, log: Path, kill: Kill
 
 
 def printed(log: Path, rank: int, streams: Sequence[str] = STREAMS) -> str:
-    """The rank's output."""
     files = [log / f"{rank}.{stream}" for stream in streams]
     return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 def _watch(checkpoints: Path, log: Path, kill: Kill | None) -> None:
-    """Prepare the rank before it trains."""
     signal.alarm(round(LONGEST) + 60)  # if the parent has ended
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)

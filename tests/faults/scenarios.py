@@ -69,7 +69,6 @@ class Saving:
 
     @property
     def is_async(self) -> bool:
-        """Whether checkpoints are written in the background."""
         return "--async-save" in self.flags
 
     def left(self, last: int) -> set[int]:

@@ -56,7 +56,6 @@ class Reference:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Records of its steps."""
         return records(self.run_dir / "metrics.jsonl")
 
 
@@ -81,7 +80,6 @@ class Workspace:
         self.reference = cache(self._make_reference)
 
     def command(self, layout: Layout, saving: Saving, run_dir: Path) -> list[str]:
-        """Flags of one life."""
         resume = ("--load", str(run_dir / "checkpoints"), "--fresh-if-missing", "--run-dir", str(run_dir))
         save = ("--save-interval", str(saving.interval), *saving.flags)
         return [*SIZES, *TRAINING, *self.data, *layout.flags, *resume, *save]
@@ -244,7 +242,6 @@ class _Driver:
         assert set(life.statuses) == {0}, f"no one was killed, and yet it ended with {life.statuses}"
 
     def _check_end(self, reference: Reference) -> None:
-        """Check losses, state and the contents of the folder."""
         made = records(self.metrics)
         check_records(made, reference.records, self.tolerance)
         assert [row["step"] for row in made] == list(range(1, STEPS + 1)), [row["step"] for row in made]

@@ -62,7 +62,6 @@ def tokens(microbatch: int) -> Tensor:
 
 
 def gradients(stack: Stack) -> dict[str, Tensor]:
-    """Return gradients by name; parameters with a main gradient have no other."""
     made = {}
     for name, parameter in sharded(stack).items():
         assert (parameter.grad is None) == (parameter.main_grad is not None), name

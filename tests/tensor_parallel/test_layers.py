@@ -28,7 +28,6 @@ def factory(tp: Group, sequence_parallel: bool) -> ParameterFactory:
 
 
 def local(parameter: ShardedParameter, full: Tensor) -> Tensor:
-    """Return the parameter's slice of a full tensor."""
     return full[tuple(slice(start, stop) for start, stop in parameter.info.spec.slice)]
 
 
@@ -82,7 +81,6 @@ def check_column(tp: Group, shape: tuple[int, ...], bias: bool, sp: bool, main_g
         assert torch.equal(layer(ours_x), ours)
 
     def columns(full: Tensor) -> Tensor:
-        """Return this rank's columns of [s, b, o]."""
         return part(full.view(S, B, *shape[:-1]), tp, 1 + len(shape) - 1).flatten(2)
 
     close(ours, columns(y), "output")

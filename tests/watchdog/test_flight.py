@@ -10,7 +10,6 @@ from megalite.watchdog.report import Report, Verdict, condensed, oldest, stuck_o
 def entry(
     seq: int, state: str = "completed", *, group: str = "1", op: str = "all_reduce", **more: Any
 ) -> dict[str, Any]:
-    """Return an entry as in NCCL's recorder (version 2.10 of the format)."""
     return {
         "record_id": seq,
         "pg_id": int(group),

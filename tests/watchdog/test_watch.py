@@ -90,7 +90,6 @@ class Run:
         return dataclasses.replace(plan, **changes)
 
     def watch(self, plan: WatchPlan | None = None) -> subprocess.Popen[str]:
-        """Start a watch process."""
         watcher = subprocess.Popen(
             [sys.executable, "-m", "megalite.watchdog.watch"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -275,7 +274,6 @@ def test_watcher_reports_alone_if_the_other_host_is_silent(start: Any) -> None:
 
 
 def ignored_signals(pid: int) -> set[int]:
-    """Return the signals that a process ignores."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
     mask = int(line.split()[1], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
