@@ -134,7 +134,6 @@ def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
 
 
 def pairs_of(row: Row) -> Iterator[Part]:
-    """The pairs in a row."""
     return itertools.combinations(row.items(), 2)
 
 
@@ -203,7 +202,6 @@ class Table:
         return sum(self.counts[pair] == 1 for pair in pairs_of(row))
 
     def may_replace(self, row: Row, other: Row) -> bool:
-        """Whether no pair is lost."""
         given_up = (pair for pair in pairs_of(row) if any(other[factor] != value for factor, value in pair))
         return all(self.counts[pair] != 1 for pair in given_up) and other not in self.rows and _is_legal(other)
 

@@ -186,12 +186,10 @@ Row = dict[str, str]  # Factor -> value
 
 
 def settings_of(row: Row) -> Settings:
-    """The settings of a row over `TINY`."""
     return {name: value for factor in FACTORS for name, value in FACTORS[factor][row[factor]].items()}
 
 
 def world_of(settings: Settings) -> int:
-    """Ranks of a layout."""
     world = 1
     for axis in AXES:
         world *= settings.get(axis, 1)

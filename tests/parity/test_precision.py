@@ -13,16 +13,10 @@ import pytest
 from megalite.parity.trajectory import Runner, assemble, local_parts
 from tests.parity.factors import FAMILIES, LOSSES, Settings, world_of
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import build, tiny_config
+from tests.support.tiny import build, tiny_config, words
 
 STEPS = 12
-SCHEDULE: Settings = {
-    "lr": 2e-4,
-    "lr_warmup_iters": None,
-    "lr_decay_style": "constant",
-    "weight_decay": 0.0,
-    "micro_batch_size": 2,
-}
+SCHEDULE: Settings = words("lr=2e-4 lr_warmup_iters=null lr_decay_style=constant weight_decay=0.0 micro_batch_size=2")
 Z1: Settings = {"dp_strategy": "distributed-optimizer"}
 
 MODELS: dict[str, Settings] = {
