@@ -56,18 +56,15 @@ class Command:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether the command has no effect."""
         return self.words[:2] == ["megalite", "config"] or not CHEAP_FLAGS.isdisjoint(self.words)
 
 
 def documents() -> list[Path]:
-    """All pages that show commands."""
     folders = (REPOSITORY.glob("*.md"), REPOSITORY.glob("docs/**/*.md"), REPOSITORY.glob("examples/**/*.md"))
     return sorted(path for folder in folders for path in folder)
 
 
 def commands_in(text: str, source: str) -> Iterator[Command]:
-    """Commands of a page, in order."""
     for block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
@@ -75,7 +72,6 @@ def commands_in(text: str, source: str) -> Iterator[Command]:
 
 
 def all_commands() -> list[Command]:
-    """Commands of all pages, without duplicates."""
     found: dict[str, Command] = {}
     for path in documents():
         source = str(path.relative_to(REPOSITORY))

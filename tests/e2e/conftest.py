@@ -23,5 +23,4 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Path of a run folder that does not exist yet."""
     return tmp_path / "run"

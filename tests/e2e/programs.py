@@ -34,7 +34,6 @@ class Corpus:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of `pretrain_gpt.py` to train on it."""
         return [*("--data-path", str(self.prefix), "--split", "90,10,0"), *("--tokenizer-model", str(self.tokenizer))]
 
 
@@ -49,11 +48,9 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """Lines of stderr that are megalite's error messages."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     def require_success(self) -> "Outcome":
-        """Return self, or raise an AssertionError with the program's output."""
         assert self.status == 0, f"status {self.status}\n{self.out}\n{self.err}"
         return self
 
@@ -92,7 +89,6 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> Outcome:
 
 
 def run(*command: str | Path, seconds: float = 60) -> Outcome:
-    """Start a program and wait for it to end."""
     return finish(start(command), seconds=seconds)
 
 
@@ -103,12 +99,10 @@ def train_command(ranks: int, *flags: str | Path) -> list[str | Path]:
 
 
 def train(ranks: int, *flags: str | Path, seconds: float = 90) -> Outcome:
-    """Train and wait for the end."""
     return run(*train_command(ranks, *flags), seconds=seconds)
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The `train` or `valid` records in a run's metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 

@@ -31,7 +31,6 @@ class Files:
 
 @pytest.fixture(scope="module")
 def bad(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A finished run, and paths that are none."""
     folder = tmp_path_factory.mktemp("bad")
     checkpoints = folder / "checkpoints"
     assert main([*RUN, *corpus.flags, "--save", str(checkpoints)]) == 0
@@ -48,7 +47,6 @@ class Case:
     says: tuple[str, ...]
 
     def words(self, files: Files) -> list[str]:
-        """The command line."""
         data = files.corpus
         names = {**vars(files), "tokenizer": data.tokenizer, "data": data.prefix}
         return [word.format(**names) for word in self.flags.split()]
@@ -77,7 +75,6 @@ def check_message(errors: list[str], case: Case, files: Files) -> None:
 
 
 def run_with(flags: list[str]) -> list[str]:
-    """`RUN` with settings replaced and extended by the flags."""
     given = {word for word in flags if word.startswith("--")}
     pairs = zip(RUN[::2], RUN[1::2], strict=True)
     return [*(word for pair in pairs if pair[0] not in given for word in pair), *flags]

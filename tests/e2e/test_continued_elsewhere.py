@@ -15,7 +15,7 @@ RUNS = {
     "latent attention, experts balanced by a bias, a second token": (
         "experts",
         "--seq-length 64",
-        (8, "--tp 2 --pp 2 --ep 2 --sequence-parallel --use-distributed-optimizer"),
+        (4, "--pp 2 --ep 2 --use-distributed-optimizer"),
         (2, "--tp 2 --etp 1 --ep 2 --sequence-parallel"),
     ),
     "layers with a window and layers without, each with another RoPE, over a divided sequence": (

@@ -21,7 +21,6 @@ FLAGS = f"{MOCKED} --global-batch-size 4 --precision fp64 --lr 1e-3 --train-iter
 
 
 def agent(port: int, words: list[str | Path], log: Path, *, hosts_store: bool) -> subprocess.Popen[bytes]:
-    """Start torchrun on a "host" of two ranks."""
     meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
     conf = f"is_host={int(hosts_store)},keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=8"
     launch = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-conf", conf)

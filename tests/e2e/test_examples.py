@@ -22,7 +22,6 @@ CHEAP = [command for command in SHOWN if command.is_cheap]
 
 
 def name_of(command: Command) -> str:
-    """Test id."""
     return f"{command.source}: {command.line[:50]}"
 
 

@@ -41,7 +41,6 @@ Numbers = list[tuple[float, float]]
 
 
 def trained(folder: Path, ranks: int, flags: str) -> Numbers:
-    """Return the numbers of a run in fp32."""
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), "tests/e2e/on_one_gpu.py"]
     run(*launcher, *RUN.split(), *flags.split(), "--run-dir", folder, seconds=240).require_success()
     return [(record["loss"], record["grad_norm"]) for record in records(folder, "train")]
@@ -49,7 +48,6 @@ def trained(folder: Path, ranks: int, flags: str) -> Numbers:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Numbers]:
-    """Return the CPU's numbers of a model, computed once."""
     return functools.cache(lambda model: trained(tmp_path_factory.mktemp(model), 1, f"{MODELS[model]} --device cpu"))
 
 

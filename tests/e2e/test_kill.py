@@ -24,13 +24,11 @@ SCHEDULED = f"--train-iters {STEPS} --tp 2 --attention-dropout 0.1".split()
 
 
 def flags(corpus: Corpus, run_dir: Path) -> list[str | Path]:
-    """Flags of both runs."""
     resume = ("--save-interval", str(SAVE_INTERVAL), "--load", run_dir / "checkpoints", "--fresh-if-missing")
     return [*MODEL, *TRAINING, *SCHEDULED, *corpus.flags, "--run-dir", run_dir, *resume]
 
 
 def checkpoints(run_dir: Path) -> set[str]:
-    """Names in the checkpoint folder."""
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 

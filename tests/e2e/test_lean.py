@@ -38,3 +38,5 @@ def test_stack_is_short_and_imports_are_few() -> None:
     assert frames[0] == "<module>" and frames[-1] == "Executor.run"
     assert len(frames) <= MOST_FRAMES, frames
     assert len(modules) <= MOST_MODULES, modules
+    optimizers = {name.rpartition(".")[2] for name in modules if name.startswith("megalite.optimizers.")}
+    assert optimizers == {"base", "adam", "schedules"}, "others are imported if a config names them"

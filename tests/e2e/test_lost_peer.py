@@ -21,7 +21,6 @@ WITHIN = 20.0
 
 
 def output_after_kill(folder: Path, ranks: int, victim: int, flags: Sequence[str]) -> list[str]:
-    """Train, kill one rank during training, and return the stderr of each rank."""
     with forked(ranks, [*FLAGS, *flags, "--run-dir", folder / "run"], folder) as processes:
         wait_until(
             lambda: reached(folder / "run", 3),

@@ -108,23 +108,21 @@ def test_stored_checkpoint_is_converted_evaluated_and_protected(
     ]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_only_rank_0_reads_the_manifest(launcher: str, tmp_path: Path) -> None:
+def test_only_rank_0_reads_the_manifest(tmp_path: Path) -> None:
     """Rank 0 reads settings from a checkpoint in a store, and a damaged manifest is one error. Also without torchrun, where rank 0
     hosts the TCP store."""
-    bare = FLAGS[FLAGS.index("--mock-data") :]
-    words = [*bare, "--data-cache-path", tmp_path / "cache", "--load", "s3://bucket/run", "--tp", "2"]
-    with running(S3Server()) as server:
+    manifest, bare = "bucket/run/step-0000006/manifest.json", FLAGS[FLAGS.index("--mock-data") :]
+    with running(S3Server()) as server, socket.create_server(("localhost", 0)) as free:
         saves = ["--save", "s3://bucket/run", "--save-interval", "6", "--data-cache-path", tmp_path / "cache"]
         train_forked(1, *FLAGS, *saves, seconds=150, more=server.environment).require_success()
-        server.asked.clear()
-        with socket.create_server(("localhost", 0)) as free:
-            by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
-        environment = {**server.environment, **(by_hand if launcher == "none" else {})}
-        said = train_forked(2, *words, seconds=150, more=environment).require_success().out
-        assert "nothing to do" in said
-        manifest = "bucket/run/step-0000006/manifest.json"
-        assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once for the copy"
+        by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        for launcher, variables in (("torchrun", {}), ("none", by_hand)):
+            words = [*bare, "--data-cache-path", tmp_path / launcher, "--load", "s3://bucket/run", "--tp", "2"]
+            server.asked.clear()
+            said = train_forked(2, *words, seconds=150, more=server.environment | variables).require_success().out
+            assert "nothing to do" in said
+            assert server.asked.count(("GET", manifest)) == 2, "once for the settings, once for the copy"
         server.objects[manifest] = b"{}"
-        failed = train_forked(2, *words, seconds=150, more=environment)
+        failed = train_forked(2, *words, seconds=150, more=server.environment)
     assert failed.status == 2 and len(failed.errors) == 1 and "step-0000006/manifest.json: " in failed.errors[0]
