@@ -9,12 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.config.data import DataConfig
-from megalite.config.errors import ConfigError
-from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.pieces import Limits
-from megalite.preprocess.run import preprocess
-from tests.preprocess.jobs import documents
 from tests.preprocess.reading import Found, only, read_all, words, write
 from tests.support.patience import within
 
@@ -218,33 +213,3 @@ def test_each_line_is_kept_or_named(tmp_path: Path, content: bytes, piece_bytes:
     with within(content):
         found = read_all(path, limits=limits)
     assert found == expected(path, content)
-
-
-@settings(untimed, max_examples=40)
-@given(content=damaged(), strict=st.booleans())
-def test_output_of_damaged_files(tmp_path: Path, content: bytes, strict: bool) -> None:
-    """A complete run: the tokens of the good lines and the number of bad ones, or one error naming the file."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    job = PreprocessJob(
-        inputs=(str(path),),
-        output_prefix=str(tmp_path / "out"),
-        tokenizer=DataConfig(tokenizer_type="ByteLevelTokenizer"),
-        max_document_bytes=LONGEST,
-        strict=strict,
-        restart=True,
-    )
-    texts, bad = expected(path, content)
-    if not texts or (strict and bad):
-        with pytest.raises(ConfigError) as refused:
-            preprocess(job)
-        message = str(refused.value)
-        assert "\n" not in message and str(path) in message
-        if strict and bad:
-            assert message.startswith(f"{path}:{bad[0][1]}: ")
-        return
-    with within(content):
-        result = preprocess(job)
-    assert documents(tmp_path) == [list(text.encode()) for text in texts]
-    assert [fault.split(": ")[0] for fault in result.faults] == [f"{path}:{line}" for _, line, _ in bad]
-    assert result.bad_lines == len(bad)

@@ -116,19 +116,3 @@ def test_memory_does_not_depend_on_the_compression_ratio(tmp_path: Path, kind: p
     for number in (0, len(places) // 3, len(places) - 2):
         again = cut_parquet(str(path), path.stat().st_size, ["text"], 1 << 18, places[number], Event())
         assert [piece[0] for piece in again] == places[number + 1 :]
-
-
-def test_pieces_of_growing_and_shrinking_rows(tmp_path: Path) -> None:
-    sizes = [10] * 700 + [20_001] * 30 + [3] * 300 + [0, 9000] * 20
-    texts = [
-        f"{number:06}".ljust(size, "x") if 0 < size < 20_000 else "y" * size or None
-        for number, size in enumerate(sizes)
-    ]
-    path = write(tmp_path / "a.parquet", {"text": texts}, row_group_size=900)
-    limits = Limits(piece_bytes=5000)
-    pieces = pieces_of(path, limits=limits)
-    found, bad = read(pieces, limits)
-    assert found == [text for text in texts if text] and len(bad) == 20
-    assert max(piece.num_bytes for piece in pieces) < 5000 + 20_001
-    for number in range(0, len(pieces) - 1, 9):
-        assert pieces_of(path, limits=limits, after=Place(0, pieces[number].stop))[0].stop == pieces[number + 1].stop

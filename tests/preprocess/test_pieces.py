@@ -21,9 +21,9 @@ from megalite.config.errors import ConfigError
 from megalite.preprocess.documents import read_piece
 from megalite.preprocess.inputs import AHEAD_ITEMS, find_inputs, read_ahead
 from megalite.preprocess.pieces import Limits, Piece, Place, cut
-from tests.preprocess.reading import Found, pieces_of, places, read, read_all, words, write
-
-LONGEST = 120
+from tests.preprocess.reading import pieces_of, places, read, read_all, words, write
+from tests.preprocess.test_documents import LONGEST, expected
+from tests.support.patience import wait_until
 
 
 def corpus(generator: random.Random) -> bytes:
@@ -39,20 +39,6 @@ def corpus(generator: random.Random) -> bytes:
     return mark + b"\n".join(lines) + end
 
 
-def expected(name: str, content: bytes) -> Found:
-    """Read a file with a plain loop over its whole content."""
-    texts, bad = [], []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if len(line) > LONGEST:
-            bad.append((name, number, "too long"))
-        elif line.strip():
-            try:
-                texts.append(json.loads(line)["text"])
-            except ValueError:
-                bad.append((name, number, "invalid JSON"))
-    return texts, bad
-
-
 @pytest.mark.parametrize("piece_bytes", [1, 13, 100, 1 << 18])
 def test_pieces_have_every_document_once(tmp_path: Path, piece_bytes: int) -> None:
     generator = random.Random(piece_bytes)
@@ -63,7 +49,7 @@ def test_pieces_have_every_document_once(tmp_path: Path, piece_bytes: int) -> No
         bounds = set()
         for path in paths:
             pieces = pieces_of(path, limits=limits)
-            assert read(pieces, limits) == expected(path.name, content), (trial, path.name)
+            assert read(pieces, limits) == expected(path, content), (trial, path.name)
             bounds.add(tuple((piece.start, piece.stop, piece.content) for piece in pieces))
             assert pieces[-1].disk_bytes == path.stat().st_size
             assert sum(piece.num_bytes for piece in pieces) == len(content)
@@ -185,10 +171,7 @@ def test_thread_reads_ahead_and_ends_with_its_reader() -> None:
 
     ahead = read_ahead(numbers)
     assert next(ahead) == 1
-    deadline = time.monotonic() + 10
-    while len(made) < 1 + AHEAD_ITEMS:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(made) >= 1 + AHEAD_ITEMS, seconds=10)
     time.sleep(0.05)
     assert len(made) == 1 + AHEAD_ITEMS  # one piece is consumed
     ahead.close()
@@ -236,15 +219,11 @@ class TestStandardInput:
     def pieces(self, after: Place | None = None) -> list[Piece]:
         return list(cut(find_inputs(["-"]), keys=["text"], limits=self.LIMITS, after=after))
 
-    def test_standard_input_is_read_to_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_standard_input_is_recognized_by_its_content(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with self.piped(monkeypatch, self.CONTENT):
             pieces = self.pieces()
         assert len(pieces) > 20 and all(piece.path == "-" for piece in pieces)
         assert read(pieces, self.LIMITS) == ([str(n) for n in range(3000)], [])
-
-    def test_standard_input_is_recognized_by_its_content(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with self.piped(monkeypatch, self.CONTENT):
-            pieces = self.pieces()
         found = places(pieces, self.LIMITS)
         place = found[7]
         with self.piped(monkeypatch, self.CONTENT):

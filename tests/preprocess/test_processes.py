@@ -5,25 +5,18 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megalite.preprocess.output import State
 from tests.preprocess.jobs import NUMBER_FLAGS, output_bytes, run_numbers, write_numbers
+from tests.support.patience import wait_until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 4000
 PATIENCE_SECONDS = 60.0
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"timed out waiting for {what}"
-        time.sleep(0.002)
 
 
 class Command:
@@ -50,7 +43,7 @@ class Command:
     def wait_until_kept(self, more: int) -> bool:
         """Wait until that many more documents are saved; False if the command ends before."""
         start = self.kept()
-        wait_for(lambda: self.kept() >= start + more or self.process.poll() is not None, "saved documents")
+        wait_until(lambda: self.kept() >= start + more or self.process.poll() is not None)
         return self.process.poll() is None
 
     def kept(self) -> int:
@@ -98,7 +91,7 @@ def test_killed_command_resumes_and_leaves_no_process(folder: Path, expected: li
         started = command.workers()
         command.process.kill()
         assert command.process.wait() == -signal.SIGKILL
-        wait_for(lambda pids=tuple(started): all(map(is_gone, pids)), "the workers to end")
+        wait_until(lambda pids=tuple(started): all(map(is_gone, pids)))
         killed += 1
     status, said = command.end()
     assert status == 0, said

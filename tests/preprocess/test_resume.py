@@ -1,6 +1,5 @@
 """Interrupted runs, and how the next run resumes their work."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -74,19 +73,6 @@ def test_bad_lines_of_the_kept_part_are_counted(tmp_path: Path) -> None:
     assert (again.bad, again.faults) == (whole.bad, whole.faults)
     assert [fault.split(":")[1] for fault in again.faults] == ["1", "4", "6", "8"]
     assert output_bytes(tmp_path) == expected
-
-
-def test_several_keys_and_compressed_inputs_resume(tmp_path: Path) -> None:
-    rows = [json.dumps({"q": str(i), "a": f"{i} {i + 1}"}) for i in range(200)]
-    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress("\n".join(rows[:150]).encode()))
-    (tmp_path / "2.jsonl").write_text("\n".join(rows[150:]))
-    inputs = (tmp_path / "1.jsonl.gz", tmp_path / "2.jsonl")
-    for after in (60, 149, 151):
-        with pytest.raises(Stop):
-            preprocess(number_job(tmp_path, *inputs, json_keys=("q", "a"), piece_bytes=64), stop_after(after))
-    run_numbers(tmp_path, *inputs, json_keys=("q", "a"))
-    assert documents(tmp_path, "q") == [[i] for i in range(200)]
-    assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200)]
 
 
 @pytest.mark.parametrize("name", ["0.bin", "0.lengths", "1.bin", "state.json"])

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import sentencepiece
 
@@ -197,21 +195,6 @@ def test_ids_beyond_the_vocabulary_are_an_error(tmp_path: Path, monkeypatch: pyt
     )
     with pytest.raises(ConfigError, match="NullTokenizer returns token id 1000, beyond its 1000 ids"):
         run_numbers(tmp_path, write_jsonl(tmp_path / "a.jsonl", ["1"]))
-
-
-def test_parquet_with_two_workers(tmp_path: Path) -> None:
-    """Row groups are pieces, enough of them for workers; two keys, and a null is a bad row."""
-    rows = [{"q": str(i), "a": f"{i} {i + 1}" if i != 70 else None} for i in range(200)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
-    found = []
-    for workers in (1, 2):
-        result = run_numbers(
-            tmp_path, tmp_path / "a.parquet", json_keys=("q", "a"), workers=workers, piece_bytes=64, restart=True
-        )
-        assert (result.documents, result.bad_lines) == (199, 1) and ":71: " in result.faults[0]
-        found.append([output_bytes(tmp_path, key) for key in ("q", "a")])
-    assert found[0] == found[1]
-    assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200) if i != 70]
 
 
 def assert_refused(job: PreprocessJob, message: str) -> None:

@@ -11,11 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.preprocess.job import PreprocessJob, Progress
+from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.run import job_facts, plan, preprocess
 from megalite.tokenizers.base import ByteLevelTokenizer
 from megalite.tokenizers.build import build_tokenizer
-from tests.preprocess.jobs import Stop, stop_after
 
 BYTES = DataConfig(tokenizer_type="ByteLevelTokenizer")
 CHATML = (
@@ -179,22 +178,6 @@ def test_templates_without_locatable_answers_are_errors(tmp_path: Path) -> None:
     garbled = DataConfig(tokenizer_model=str(tokenizer_folder(tmp_path / "garbled", "{% for %}")))
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: the chat template is not one"):
         preprocess(job(tmp_path, examples, tokenizer=garbled))
-
-
-def test_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    examples = write_examples(
-        tmp_path / "e.jsonl", *({"prompt": f"{i}", "response": "b" * (i % 9)} for i in range(1, 99))
-    )
-    small = {"piece_bytes": 500, "checkpoint_seconds": 0.0}
-    preprocess(job(tmp_path / "whole", examples, **small))
-    with pytest.raises(Stop):
-        preprocess(job(tmp_path / "cut", examples, **small), stop_after(40))
-    resumed: Progress = preprocess(job(tmp_path / "cut", examples, **small))
-    assert resumed.notice.startswith("resuming after")
-    for name in ("sft", "sft_mask"):
-        for suffix in (".bin", ".idx", ".json"):
-            ours, whole = (tmp_path / run / f"out_{name}_document{suffix}" for run in ("cut", "whole"))
-            assert ours.read_bytes() == whole.read_bytes()
 
 
 def test_changed_template_is_another_job(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megalite.config.errors import ConfigError
 from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset, first_token, lengths_in_blocks, token_ends
 from megalite.preprocess.output import refuse_existing
-from megalite.preprocess.verify import find_prefixes, inspect, parse_documents, read_documents, verify
+from megalite.preprocess.verify import find_prefixes, inspect, parse_documents, verify
 from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
 
 
@@ -137,18 +137,6 @@ def test_summary_of_a_dataset(tmp_path: Path) -> None:
     assert (side["documents"], side["key"]) == (6, "text")
     empty = inspect(IndexedDataset(write(tmp_path / "e", [])))
     assert empty["document_lengths"] == {"min": 0, "mean": 0.0, "max": 0, "buckets": {}}
-
-
-def test_contents_of_documents(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "d", MIXED))
-    assert list(read_documents(dataset, range(1, 4), max_tokens=2)) == [
-        {"number": 1, "sequences": 3, "length": 3, "tokens": [4, 5]},
-        {"number": 2, "sequences": 0, "length": 0, "tokens": []},
-        {"number": 3, "sequences": 1, "length": 0, "tokens": []},
-    ]
-    assert [document["tokens"] for document in read_documents(dataset, range(6), max_tokens=9)] == [
-        [token for sequence in document for token in sequence] for document in MIXED
-    ]
 
 
 EOD = 99
