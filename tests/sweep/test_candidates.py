@@ -111,13 +111,6 @@ def test_training_config_of_a_plan_is_not_a_list_of_plans(tmp_path: Path) -> Non
         expand(read_spec(path))
 
 
-def test_labels_name_differing_settings(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]})
-    _, runs = read_runs(path)
-    assert [run.label for run in runs] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]
-    assert list(runs[0].settings) == ["tp", "dp_strategy"]
-
-
 def test_imports_of_a_sweep_are_in_each_config(tmp_path: Path) -> None:
     """A run reads it from its file."""
     settings = MODEL | {"imports": ["examples.extend.lion"]}

@@ -77,7 +77,7 @@ def processes_with(words: str) -> list[str]:
 @pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks of a killed sweep run on")
 def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path) -> None:
-    path = write_sweep(tmp_path, grid={"tp": [1, 2]}, environment={"OMP_NUM_THREADS": 1})
+    path = write_sweep(tmp_path, ranks=1, grid={"micro_batch_size": [1, 2]}, environment={"OMP_NUM_THREADS": 1})
     folder = tmp_path / "out"
     spec, runs = read_runs(path)
     store = Store.open(folder, spec, "local")
@@ -87,8 +87,8 @@ def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megalite.cli.main", "sweep", str(path), "--output", str(folder)]
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     config = f"-m megalite.cli.main train --config {folder}"
-    # The guard, torchrun and its two ranks.
-    wait_until(lambda: len(processes_with(config)) == 4, seconds=90)
+    # The guard, torchrun and its rank.
+    wait_until(lambda: len(processes_with(config)) == 3, seconds=90)
     sweep.send_signal(signal.SIGKILL)
     sweep.communicate()
     wait_until(lambda: processes_with(config) == [], seconds=30)
@@ -101,5 +101,5 @@ def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path) -> None:
     assert (result["key"], result["status"], result["steps"]) == (runs[1].key, OK, 2)
     assert result["step_seconds"] > 0
     assert result["memory_bytes"] > 10**7
-    assert "2/2 tp 2: ok" in again.stdout
+    assert "2/2 micro_batch_size 2: ok" in again.stdout
     assert runs[1].key in (folder / "report.html").read_text()
