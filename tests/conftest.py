@@ -14,6 +14,10 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs started by tests find the compiled package
+os.environ.pop("RANK", None)  # the tests are no ranks, even where the shell that starts them is one
+os.environ.pop("WORLD_SIZE", None)
+os.environ.pop("LOCAL_RANK", None)
+os.environ.pop("TORCHELASTIC_RUN_ID", None)
 
 import pytest
 import torch

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from megalite.cli.model_commands import EVALUATE
 from megalite.conversion.native import write_native
@@ -36,13 +35,6 @@ def _bytes_in_order() -> list[int]:
     """Return the bytes in the order of `byte_tokenizer`."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [*printable, *(byte for byte in range(256) if byte not in printable)]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def evaluate(folder: Path, *words: str | Path) -> int:

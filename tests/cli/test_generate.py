@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from megalite.cli.generate import DTYPES
 from megalite.cli.model_commands import GENERATE as main
@@ -27,13 +26,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_native(weights, folder / "ours")
     write_huggingface(weights, folder / "theirs")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def generate(*words: str | Path) -> int:

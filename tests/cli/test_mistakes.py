@@ -97,10 +97,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run outside the repository, with a clean environment."""
+    """Run outside the repository."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", DEBUG_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
 
 
 def refused(words: list[str], capsys: Captured) -> str:
@@ -281,15 +280,3 @@ def test_pipes_and_devices_are_refused_quickly(line: str, device: str, tmp_path:
     (tmp_path / "text.txt").write_text("some text")
     known = {"out": tmp_path / "out", "file": tmp_path / "text.txt", "folder": tmp_path, "text": tmp_path / "text.txt"}
     assert path.stem in refused(line.format(path=path, **known).split(), capsys)
-
-
-def test_deeply_nested_records_count_as_damaged(tmp_path: Path, capsys: Captured) -> None:
-    """A line of another program does not stop `runs`."""
-    run = tmp_path / "runs" / "one"
-    run.mkdir(parents=True)
-    nested = '{"step": 1, "kind": "train", "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"
-    record = '{"step": 2, "kind": "train", "loss": 1.0, "lr": 0.1, "tokens_per_second": 3.0}\n'
-    (run / "metrics.jsonl").write_text(nested + record)
-    (run / "sessions.json").write_text("[" * 200_000)
-    assert main(["runs", str(tmp_path / "runs")]) == 0
-    assert "one" in capsys.readouterr().out

@@ -106,6 +106,8 @@ def test_png_output(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([str(runs), "--png", str(tmp_path / "runs.png")]) == 0
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'runs.png'}\n")
+    assert main([str(runs / "a"), "--png", str(tmp_path / "a.svg")]) == 0, "the suffix gives the format"
+    assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -152,21 +154,15 @@ def test_non_finite_values_are_gaps() -> None:
     assert draw_curves([Line("a", [(1.0, math.nan)], 0)], x_label="x", y_label="y") == ""
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    write_run(tmp_path / "run", steps=6)
-    return tmp_path / "run"
-
-
-def test_drawing_of_one_run(run: Path) -> None:
-    """The argument is the folder of the run; the suffix gives the format."""
-    assert main([str(run), "--png", str(run / "curve.svg")]) == 0
-    assert "<svg" in (run / "curve.svg").read_text()
-
-
-def test_damaged_lines_are_ignored(run: Path) -> None:
+def test_damaged_lines_are_ignored(tmp_path: Path) -> None:
+    """Including deeply nested ones."""
+    run = tmp_path / "run"
+    write_run(run, steps=6)
+    (run / "sessions.json").write_text("[" * 200_000)
     path = run / METRICS
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[1] = lines[1][:20] + b"\xff\x00\n"
+    lines[1] = (
+        lines[1][:20] + b"\xff\x00\n" + b'{"step": 2, "kind": "train", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
+    )
     path.write_bytes(b"".join(lines) + b'[1]\n"text"\n{}\n' + lines[0].rstrip(b"\n"))  # the last line is truncated
     assert list(read_run(run, "a").losses) == [(float(step), 2.0 + 4.0 / step) for step in (1, 3, 4, 5, 6)]

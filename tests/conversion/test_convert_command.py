@@ -12,7 +12,7 @@ import torch
 from megalite.cli import convert
 from megalite.cli.display import ByteProgress
 from megalite.conversion.huggingface.weights import HuggingFaceWeights
-from megalite.conversion.native import NativeWeights, write_native
+from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import workplace_of
 from tests.conversion.samples import GPT, LLAMA, MadeUp, byte_tokenizer, contents, run, train
@@ -78,19 +78,6 @@ def test_invalid_arguments_are_one_line_and_status_2(
     assert error.startswith("error: ") and error.count("\n") == 1
     assert says in error
     assert not (tmp_path / "target").exists() and not workplace_of(tmp_path / "target").exists()
-
-
-def test_tokenizer_is_copied_unless_disabled(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(gpt, tmp_path / "with", "--to", "huggingface") == 0
-    assert "tokenizer: vocab.json, merges.txt" in capsys.readouterr().out
-    assert (tmp_path / "with" / "vocab.json").is_file()
-    assert run(gpt, tmp_path / "without", "--to", "native", "--without-tokenizer") == 0
-    assert "without tokenizer (--without-tokenizer)" in capsys.readouterr().out
-    assert NativeWeights(tmp_path / "without").tokenizer_files == []
-    assert run(tmp_path / "without", tmp_path / "x", "--to", "native", "--without-tokenizer") == 0
-    words = ["--to", "huggingface", "--tokenizer-model", tmp_path / "data"]
-    assert run(tmp_path / "without", tmp_path / "again", *words) == 0
-    assert (tmp_path / "again" / "merges.txt").is_file()
 
 
 def test_ctrl_c_keeps_finished_files(

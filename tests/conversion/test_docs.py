@@ -17,9 +17,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 
 
 def test_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     weights = MadeUp(tmp_path, {**GPT, "seq_length": 128}, tokenizer_files=byte_tokenizer(tmp_path / "data"))
     write_native(weights, Path("runs/1/checkpoints"))

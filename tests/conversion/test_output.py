@@ -16,16 +16,7 @@ from megalite.checkpoint.manifest import Slice
 from megalite.conversion import weights as blockwise
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
-from megalite.conversion.output import (
-    Output,
-    Target,
-    check_target,
-    identity_of,
-    split_files,
-    stored_blocks,
-    workplace_of,
-    write_file,
-)
+from megalite.conversion.output import Output, Target, identity_of, split_files, stored_blocks, workplace_of, write_file
 from megalite.conversion.weights import (
     ConversionError,
     LastRead,
@@ -115,15 +106,6 @@ def test_changed_finished_file_is_rewritten(tmp_path: Path, change: Callable[[Pa
     assert second.finished("b") == {}
 
 
-def test_files_of_another_conversion_are_removed(tmp_path: Path) -> None:
-    first = Output(tmp_path / "model", identity=IDENTITY)
-    write(first, "a", b"aaa")
-    del first
-    second = Output(tmp_path / "model", identity={**IDENTITY, "source": "b"})
-    assert second.finished("a") is None
-    assert contents(second.staging) == {}
-
-
 def test_log_reports_a_continued_conversion(tmp_path: Path) -> None:
     said: list[str] = []
     first = Output(tmp_path / "model", identity=IDENTITY, files=["a", "b", "c"], log=said.append)
@@ -135,7 +117,8 @@ def test_log_reports_a_continued_conversion(tmp_path: Path) -> None:
     second = Output(tmp_path / "model", identity=IDENTITY, files=["a", "b", "c"], log=said.append)
     assert said == ["continues: 1 of 3 files are done"]
     del second
-    Output(tmp_path / "model", identity={}, files=["a"], log=said.append)
+    third = Output(tmp_path / "model", identity={}, files=["a"], log=said.append)
+    assert third.finished("a") is None and contents(third.staging) == {}
     assert len(said) == 2 and said[1].startswith("starts again")
 
 
@@ -147,15 +130,6 @@ def test_damaged_progress_file_restarts_the_conversion(tmp_path: Path, text: str
     place = workplace_of(tmp_path / "model") / "progress.json"
     place.write_text(text.replace("%s", str(IDENTITY).replace("'", '"')))
     assert Output(tmp_path / "model", identity=IDENTITY).finished("a") is None
-
-
-def test_killed_between_rename_and_cleanup(tmp_path: Path) -> None:
-    output = Output(tmp_path / "model", identity=IDENTITY)
-    write(output, "a", b"aaa")
-    output.staging.rename(tmp_path / "model")
-    with pytest.raises(ConversionError, match="not empty"):
-        Output(tmp_path / "model", identity=IDENTITY)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_target_has_one_conversion_at_a_time(tmp_path: Path) -> None:
@@ -193,12 +167,6 @@ def test_identity_detects_a_rewritten_file_with_the_old_time(tmp_path: Path) -> 
         file.write_bytes(b"2")
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert before != identity_of(weights)
-
-
-def test_root_is_refused_as_target() -> None:
-    for use in (check_target, lambda path: Output(path, identity=IDENTITY)):
-        with pytest.raises(ConversionError, match="the target / already exists; give a folder below it"):
-            use(Path("/"))
 
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

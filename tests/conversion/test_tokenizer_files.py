@@ -134,17 +134,17 @@ def test_openai_file_names(tmp_path: Path, merges: str) -> None:
 @pytest.mark.parametrize("generation", [None, {"eos_token_id": [7, 9], "temperature": 0.6}])
 def test_token_ids_without_a_tokenizer_round_trip(tmp_path: Path, generation: dict[str, object] | None) -> None:
     first = checkpoint(tmp_path / "first", byte_tokenizer(tmp_path / "data"))
-    assert run(first, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer") == 0
+    assert run(first, tmp_path / "hf", "--to", "huggingface", "--without-tokenizer", "--no-verify") == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config |= {"bos_token_id": 3, "eos_token_id": 7}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf" / "generation_config.json").unlink()
     if generation is not None:
         (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
-    assert run(tmp_path / "hf", tmp_path / "native", "--to", "native", "--without-tokenizer") == 0
+    assert run(tmp_path / "hf", tmp_path / "native", "--to", "native", "--without-tokenizer", "--no-verify") == 0
     assert NativeWeights(tmp_path / "native").tokenizer_files == []
-    assert run(tmp_path / "native", tmp_path / "again", "--to", "native", "--without-tokenizer") == 0
-    assert run(tmp_path / "again", tmp_path / "back", "--to", "huggingface") == 0
+    assert run(tmp_path / "native", tmp_path / "again", "--to", "native", "--without-tokenizer", "--no-verify") == 0
+    assert run(tmp_path / "again", tmp_path / "back", "--to", "huggingface", "--no-verify") == 0
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     eos = 7 if generation is None else [7, 9]
     assert (written["bos_token_id"], written["eos_token_id"]) == (3, eos)

@@ -28,12 +28,6 @@ RANKS = {bytes([byte]): byte for byte in range(256)}
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def continued(*words: str | Path) -> int:
     fixed = ["--prompt", "def", "--max-new-tokens", "3", "--temperature", "0", "--device", "cpu"]
     return GENERATE([*fixed, *map(str, words)])
@@ -92,7 +86,7 @@ def test_pattern_is_only_for_tiktoken_files(tmp_path: Path, capsys: Captured) ->
     for given, status in ((tmp_path / "ours.tiktoken", 0), (tmp_path / "other", 2)):
         assert continued("--load", source, "--tokenizer-model", given) == status
     assert "is not the tokenizer that " in capsys.readouterr().err
-    flags = ["--to", "native", "--tokenizer-model"]
+    flags = ["--to", "native", "--no-verify", "--tokenizer-model"]
     assert run(source, tmp_path / "b", *flags, tmp_path / "ours.tiktoken") == 0
     assert capsys.readouterr().err == ""
     assert run(source, tmp_path / "c", *flags, tmp_path / "other") == 0
@@ -104,17 +98,17 @@ def test_bytes_tokenizer(tmp_path: Path, capsys: Captured) -> None:
     source = checkpoint(tmp_path / "a", [], tokenizer_type="ByteLevelTokenizer")
     assert "tokenizer_type: ByteLevelTokenizer" in (source / "config.yaml").read_text()
     for target, flags in (("hf", []), ("bare", ["--without-tokenizer"])):
-        assert run(source, tmp_path / target, "--to", "huggingface", *flags) == 0
+        assert run(source, tmp_path / target, "--to", "huggingface", *flags, "--no-verify") == 0
         said = capsys.readouterr().out
         none = "ByteLevelTokenizer has none; ids are the bytes of the text in UTF-8, and 256 ends a document"
         assert (f"without tokenizer file: {none}\n" in said) is (target == "hf")
         for name in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / target / name).read_text())["eos_token_id"] == 256
-    assert run(source, tmp_path / "b", "--to", "native") == 0
+    assert run(source, tmp_path / "b", "--to", "native", "--no-verify") == 0
     tokenizer = tokenizer_of(NativeWeights(tmp_path / "b"))
     assert tokenizer is not None and tokenizer.name == "ByteLevelTokenizer"
     assert continued("--load", tmp_path / "b") == 0
-    assert run(source, tmp_path / "c", "--to", "native", "--without-tokenizer") == 0
+    assert run(source, tmp_path / "c", "--to", "native", "--without-tokenizer", "--no-verify") == 0
     assert tokenizer_of(NativeWeights(tmp_path / "c")) is None
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megalite.cli.main import main
 from megalite.conversion.huggingface.weights import write_huggingface
@@ -21,9 +20,6 @@ COMMANDS = [command.words for command in commands_in(PAGE, "docs/generation.md")
 def test_commands_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.set_num_threads(1)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     files = byte_tokenizer(tmp_path / "data")
     weights = MadeUp(tmp_path, {**LLAMA, "seq_length": 64, "vocab_size": 257}, tokenizer_files=files)

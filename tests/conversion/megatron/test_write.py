@@ -12,7 +12,6 @@ import torch
 
 from megalite.conversion.megatron.write import write_megatron, written_bytes
 from megalite.conversion.open import open_megatron
-from megalite.conversion.output import workplace_of
 from megalite.conversion.weights import ConversionError
 from tests.conversion.megatron.builder import assert_same, fuse, padded, stage
 from tests.conversion.samples import EXPERTS, GPT, LATENT, LLAMA, SINKS, MadeUp, contents
@@ -131,38 +130,6 @@ def test_padding_rows_round_trip(tmp_path: Path) -> None:
     assert open_megatron(tmp_path / "out").model.make_vocab_size_divisible_by == 256
 
 
-class Stop(Exception):
-    pass
-
-
-def test_interrupted_conversion_continues(tmp_path: Path) -> None:
-    whole = MadeUp(tmp_path / "source", LLAMA)
-    (tmp_path / "source").mkdir()
-    write_megatron(whole, tmp_path / "whole", tp=2, pp=2)
-    weights = MadeUp(tmp_path / "source", LLAMA)
-    half = written_bytes(weights, dtype=None, tp=2, pp=2) // 2 + 20000
-    done: list[int] = []
-
-    def advance(count: int) -> None:
-        done.append(count)
-        if sum(done) > half:
-            raise Stop
-
-    with pytest.raises(Stop):
-        write_megatron(weights, tmp_path / "out", tp=2, pp=2, advance=advance)
-    assert not (tmp_path / "out").exists()
-    assert workplace_of(tmp_path / "out").is_dir()
-    weights.reads.clear()
-    again: list[int] = []
-    write_megatron(weights, tmp_path / "out", tp=2, pp=2, advance=again.append)
-    assert not any(name.startswith("layers.0.") for name in weights.reads)
-    assert weights.reads["layers.1.mlp.up.weight"] == 1
-    assert sum(again) == written_bytes(weights, dtype=None, tp=2, pp=2)
-    found, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
-    assert found.keys() == expected.keys()
-    assert_same(open_megatron(tmp_path / "out"), weights)
-
-
 @pytest.mark.parametrize(
     "changes, sizes, message",
     [
@@ -196,7 +163,7 @@ def test_inexpressible_models_are_refused(
 
 
 def test_full_disk_is_an_error_and_the_next_run_completes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any write of the thread may fail, also after all data has been queued."""
+    """Any write of the thread may fail, also after all data has been queued; files that are done are not made again."""
     weights, real, left = MadeUp(tmp_path / "source", LLAMA), os.write, [0]
     expected = contents(write_megatron(weights, tmp_path / "expected", tp=2, pp=2))
 
@@ -211,8 +178,10 @@ def test_full_disk_is_an_error_and_the_next_run_completes(tmp_path: Path, monkey
         count, left[0] = count + 7, count + 7
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", write_until)
+            weights.reads.clear()
             try:
                 write_megatron(weights, target, tp=2, pp=2)
             except OSError as error:
                 assert "tmp-convert-out" in error.filename and error.errno == errno.ENOSPC
     assert count > 50 and contents(target) == expected
+    assert weights.reads and not any(name.startswith("layers.0.") for name in weights.reads), "done by an earlier run"
