@@ -29,7 +29,7 @@ def test_commands_run_in_order(
     monkeypatch.chdir(tmp_path)
     Path("corpus").mkdir()
     builder = str(REPOSITORY / "examples" / "quickstart" / "build_corpus.py")
-    size = ["--max-megabytes", "1.5"]
+    size = ["--max-megabytes", "0.5"]
     subprocess.run([sys.executable, builder, "--output", "corpus/a.jsonl", *size], check=True)
     lines = Path("corpus/a.jsonl").read_text().splitlines(keepends=True)
     Path("corpus/a.jsonl").write_text("".join(lines[:40]))
@@ -40,7 +40,7 @@ def test_commands_run_in_order(
     Path("examples.jsonl").write_text(examples * 20)
     Path("chat_template.jinja").write_text(TEMPLATE)
     Path("small.yaml").write_text(SMALL)
-    small = {"examples/quickstart/run.yaml": "small.yaml"}
+    small = {"examples/quickstart/run.yaml": "small.yaml", "8192": "1024"}
     for _, *shown_words in found:
         words = [small.get(word, word) for word in shown_words]
         assert program.main(words) == 0, words

@@ -1,4 +1,3 @@
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +34,6 @@ def test_epoch_reads_every_token_once(indexed: IndexedDataset) -> None:
         assert len(set(labels.tolist())) == len(set(inputs.tolist())) == 14 * 8
         # All but the epoch's first token and its rest (117 - 1 - 112 tokens) are labels.
         assert len(set(range(117)) - set(labels.tolist())) == 5
-
-
-def test_samples_chain_documents_and_overlap_by_one_token(indexed: IndexedDataset) -> None:
-    dataset = make(indexed)
-    samples = sorted((dataset.sample(i) for i in range(14)), key=lambda sample: sample[0])
-    by_first = {int(sample[0]): sample for sample in samples}
-    followed = [sample for sample in samples if int(sample[-1]) in by_first]
-    assert len(followed) == 13  # all but the last segment of the stream
-    stream: list[int] = []
-    at = next(sample for sample in samples if int(sample[0]) not in {int(s[-1]) for s in samples})
-    while at is not None:
-        stream.extend(at[:-1].tolist())
-        at = by_first.get(int(at[-1]))  # type: ignore[assignment]
-    starts = set(np.cumsum([0, *LENGTHS]).tolist())
-    breaks = [b for a, b in pairwise(stream) if b != a + 1]
-    assert breaks and set(breaks) <= starts  # the stream jumps only to the start of a document
 
 
 def test_sample_is_a_pure_function(indexed: IndexedDataset) -> None:

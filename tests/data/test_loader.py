@@ -236,8 +236,7 @@ def test_waiting_time_of_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     ahead.load(0, 4)
     assert ahead.waited == 1.0
     ahead.prefetch(4, 4)
-    while len(ahead.dataset.asked) < 8:  # type: ignore[attr-defined]
-        time.sleep(0.001)
+    wait_until(lambda: len(ahead.dataset.asked) >= 8)  # type: ignore[attr-defined]
     ahead.load(4, 4)
     assert ahead.waited == 0.0
     ahead.close()
@@ -264,10 +263,7 @@ def test_close_does_not_wait_for_a_hanging_disk(monkeypatch: pytest.MonkeyPatch)
     ahead.close()
     assert dataset.asked == [] and [thread.daemon for thread in readers()] == [True]
     dataset.may.set()
-    deadline = time.monotonic() + 5
-    while readers():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not readers(), seconds=5)
     ahead.close()
     assert ahead.load(0, 2)[0].sample_ids == (0, 1)
     ahead.close()

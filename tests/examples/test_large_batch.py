@@ -35,7 +35,7 @@ def test_few_steps_of_the_page(
     capsys.readouterr()
     study = runpy.run_path(command[1])["main"].__globals__
     study["RATES"].update(adam=(0.005, 0.0125), lamb=(0.0625,))
-    study["RANKS"] = 2
+    study |= {"RANKS": 2, "EVALUATED": 64}
     study["subprocess"] = SimpleNamespace(run=forks, DEVNULL=None)
     assert study["main"](["--samples", "128", "--batches", "8", "64"]) == 0
     *rows, noise = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
