@@ -28,7 +28,7 @@ from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import Runner, build, tiny_config
 
 WITHIN = 0.02
-S, B, H, A = 128, 2, 256, 8
+S, B, H, A = 64, 2, 256, 8
 SBH = S * B * H
 SCORES = 5 * A * S / H
 HIERARCHICAL: dict[str, Any] = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
@@ -270,15 +270,15 @@ def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
 
 
 PIPELINE: dict[str, Any] = {
-    "num_layers": 8,
+    "num_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 8,
     "precision": "bf16",
     "micro_batch_size": 2,
-    "global_batch_size": 12,
+    "global_batch_size": 6,
     "pp": 2,
     "pipeline_schedule": "1f1b",
-    "pipeline_layers": [4, 4],
+    "pipeline_layers": [2, 2],
     **DROPOUT,
 }
 
@@ -287,7 +287,7 @@ PIPELINE: dict[str, Any] = {
     ("settings", "in_flight"),
     [
         (selective("core_attn", "layernorm"), [2, 1]),
-        (full("block", 3), [2, 1]),
+        (full("block", 1), [2, 1]),
         ({**LLAMA, "mtp_num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}, [2, 1]),
     ],
     ids=str,

@@ -174,15 +174,17 @@ def outputs(made: Outputs) -> list[Tensor]:
     return list(made) if isinstance(made, tuple) else [made]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-@pytest.mark.parametrize("name", [*CASES, *TORCHS])
+TYPED = [(name, dtype) for name in (*CASES, *TORCHS) for dtype in DTYPES[: 3 if name in (*FORMS, *TORCHS) else 2]]
+
+
+@pytest.mark.parametrize("name, dtype", TYPED)
 def test_values_and_gradients_equal_the_definition(name: str, dtype: torch.dtype, device: torch.device) -> None:
     case = (CASES | TORCHS)[name]
     if "torch bias_gelu" in name and dtype in HALF_TYPES:
         pytest.skip("torch rounds the sum with the bias")
     # torch's LayerNorm sums gradients of half-precision parameters in their type.
     limit = 4 * LIMITS[dtype] if "torch layernorm" in name and dtype in HALF_TYPES else None
-    for shape in case.shapes:
+    for shape in case.shapes[: 1 if dtype in HALF_TYPES else None]:  # types differ in rounding alone
         compare(case.ours, case.exact, draw_inputs(case, shape, device, dtype), limit)
 
 
