@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
 SHARP = ("one", "one-llama")
 """Also in float64, where rounding hides no fault."""
 TOLERANCES = {"fp32": 2e-6, "fp64": 1e-11}
-SPLIT_STEPS = 8
+SPLIT_STEPS = 7
 """Steps on several ranks: through the warm-up, clipped and not. tests/parity compares later steps with one rank."""
 
 

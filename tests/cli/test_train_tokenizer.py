@@ -30,10 +30,7 @@ def opened(path: Path) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("kind", "file"),
-    [("sentencepiece-bpe", "own.model"), ("sentencepiece-unigram", "own.model"), ("byte-level-bpe", "own.json")],
-)
+@pytest.mark.parametrize(("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")])
 def test_tokenizers_of_real_text(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
 ) -> None:
