@@ -166,6 +166,12 @@ def test_unavailable_requested_backend_is_an_error(backend: str, monkeypatch: py
     assert why_not("adam", backend, KernelUse("cpu", torch.float32, 8)) == "it needs more than a cpu"
 
 
+def test_request_for_a_missing_kernel_is_an_error() -> None:
+    assert backends_of("swiglu") == ["triton", "torch"]
+    with pytest.raises(ConfigError, match=r"apex has no swiglu .*; use triton, torch"):
+        Kernels({"swiglu": "apex"}).check(CPU)
+
+
 def test_kernels_of_other_backends_count_as_fused(all_backends: None) -> None:
     where = {"device": CPU, "dtype": torch.float32, "size": 8}
     assert not Kernels().fuses("rmsnorm", **where)

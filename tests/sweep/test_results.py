@@ -80,6 +80,17 @@ def test_append_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     store.close()
 
 
+def test_finished_and_unfinished_runs(tmp_path: Path) -> None:
+    spec, runs = read_runs(write_sweep(tmp_path))
+    store = Store.open(tmp_path / "out", spec, "local")
+    store.append(measured(runs[0], 0.5))
+    store.append(measured(runs[1], 0.5, status=FAILED))
+    store.append(measured(runs[2], 0.5, status=REFUSED, launched=False))
+    assert [store.is_done(run.key) for run in runs] == [True, True, False, False]
+    assert [store.is_done(run.key, retry=True) for run in runs] == [True, False, False, False]
+    store.close()
+
+
 def test_folder_belongs_to_one_sweep_and_process(tmp_path: Path) -> None:
     spec, _ = read_runs(write_sweep(tmp_path))
     folder = tmp_path / "out"
