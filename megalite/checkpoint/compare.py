@@ -39,8 +39,7 @@ class Difference:
         differing: number of elements with different bits or, if the dtypes differ, different values.
         non_finite: number of differing elements with a NaN or an infinity on either side.
         max_abs: largest |a - b| over the elements that are finite on both sides.
-        rms: square root of the mean of (a - b)^2 over the elements that are finite on both sides.
-    """
+        rms: square root of the mean of (a - b)^2 over the elements that are finite on both sides."""
 
     elements: int
     differing: int
@@ -107,8 +106,7 @@ def compare(first: Checkpoint, second: Checkpoint, keys: Sequence[str], *, trust
     Args:
         keys: keys of the tensors to compare; each is in at least one of the checkpoints.
         trust_hashes: treat tensors with the same slices in files of equal sha256 as equal without reading them. Only
-            valid for verified checkpoints.
-    """
+            valid for verified checkpoints."""
     declared, found = {}, {}
     compared = 0
     for key in keys:

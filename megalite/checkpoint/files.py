@@ -1,7 +1,6 @@
 """Write files durably (synced to the disk before the function returns), read only regular files, and compare their hashes.
 
-Hashes are computed on several threads (hashlib releases the GIL).
-"""
+Hashes are computed on several threads (hashlib releases the GIL)."""
 
 import contextlib
 import errno
@@ -191,8 +190,7 @@ def lock_folder(folder: Path) -> int | None:
         The descriptor, or None on a file system without locks.
 
     Raises:
-        BlockingIOError: another process holds the lock.
-    """
+        BlockingIOError: another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -86,8 +86,7 @@ def candidates(folder: Path, step: int | None = None) -> list[Candidate]:
 
     Raises:
         CheckpointMissing: there are none; the message lists what the folder contains.
-        CheckpointError: the folder is itself a checkpoint, has checkpoints one level below, or has other steps only.
-    """
+        CheckpointError: the folder is itself a checkpoint, has checkpoints one level below, or has other steps only."""
     names = _names(folder)
     found = [Candidate(number, name) for name in names if (number := step_of(name)) is not None]
     if not found:
@@ -187,8 +186,7 @@ def remove_unfinished(folder: Path) -> None:
 def _finish_replacing(aside: Path) -> None:
     """Finish a replacement that a crash interrupted: remove the old checkpoint `aside` if the new one verifies.
 
-    Otherwise rename `aside` back, because it may be the only sound checkpoint.
-    """
+    Otherwise rename `aside` back, because it may be the only sound checkpoint."""
     proper = aside.with_name(aside.name.removesuffix(REPLACED_SUFFIX))
     if proper.exists():
         if _verifies(proper):
@@ -230,8 +228,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
     """Merge the parts of all ranks into the manifest and rename the staging folder to its final name (rank 0).
 
     Args:
-        log: receives a warning about errors after the rename, which do not make the save fail.
-    """
+        log: receives a warning about errors after the rename, which do not make the save fail."""
     manifest = _merge(staging, preamble, ranks)
     text = manifest.to_json()
     # Parse it before the rename: a manifest that cannot be loaded must not be committed.
@@ -260,8 +257,7 @@ def publish(staging: Path, preamble: Manifest, ranks: int, log: Callable[[str], 
 def correct_latest(folder: Path, step: int) -> None:
     """Write the checkpoint of `step`, the newest sound one, into `latest` (rank 0).
 
-    After a crash between the rename and the update, `latest` still names the previous checkpoint.
-    """
+    After a crash between the rename and the update, `latest` still names the previous checkpoint."""
     path, text = folder / LATEST_NAME, f"{step_name(step)}\n".encode()
     with contextlib.suppress(FileNotFoundError):
         if path.read_bytes() == text:

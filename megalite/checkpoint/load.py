@@ -65,8 +65,7 @@ class Checkpoint:
         only a few megabytes of memory beside the result.
 
         Args:
-            slice: per dimension [start, stop) in the global shape; None for the whole tensor.
-        """
+            slice: per dimension [start, stop) in the global shape; None for the whole tensor."""
         entry = self.entry(key)
         wanted = tuple((0, size) for size in entry.global_shape) if slice is None else tuple(slice)
         self._check(key, wanted)
@@ -78,8 +77,7 @@ class Checkpoint:
     def read_into(self, output: torch.Tensor, key: str, slice: Slice) -> None:
         """Read a slice into `output`, which has the slice's shape and any strides, dtype and device.
 
-        If `output` is contiguous, on the CPU and of the stored dtype, the bytes are read into it without a copy.
-        """
+        If `output` is contiguous, on the CPU and of the stored dtype, the bytes are read into it without a copy."""
         entry = self._check(key, slice)
         names = part_keys(key, [part.file for part in entry.parts])
         for part, name in zip(entry.parts, names, strict=True):
@@ -121,8 +119,7 @@ def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: 
         log: receives a line for each damaged checkpoint that is skipped, with the file and the fault. Every rank calls
             it with the same lines, so pass a function that prints on one rank.
 
-    Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined.
-    """
+    Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined."""
     folder, damaged = Path(folder), list[str]()
     for candidate in _agreed_candidates(folder, step, world):
         path = folder / candidate.name
@@ -155,8 +152,7 @@ def verify_checkpoint(path: Path, step: int, *, world: Group) -> tuple[Manifest 
     checks the manifest. The other ranks receive a copy and parse tensor entries on demand, because thousands of ranks
     write 10^5 parts.
 
-    Collectives: a broadcast and two `gather_json` over `world`.
-    """
+    Collectives: a broadcast and two `gather_json` over `world`."""
     manifest, sent = None, list[Any]()
     if world.rank == 0:
         try:
@@ -199,8 +195,7 @@ def verify_files(path: Path, files: Mapping[str, FileEntry], *, world: Group, fr
     Args:
         from_disk: read from the disk, not from the page cache.
 
-    Collectives: one `gather_json` over `world`.
-    """
+    Collectives: one `gather_json` over `world`."""
     # Assign files in turn, largest first, to balance the ranks' shares.
     names = sorted(files, key=lambda name: (-files[name].length, name))
     found = []

@@ -1,8 +1,7 @@
 """Read and write a checkpoint's manifest: its tensors, the slices of each in each file, and every file's sha256.
 
 Imports no torch, because inspecting, planning and converting use it without. The text is canonical JSON with its own
-sha256, which detects an edited or damaged manifest.
-"""
+sha256, which detects an edited or damaged manifest."""
 
 import hashlib
 import itertools
@@ -72,8 +71,7 @@ def tiling_fault(shape: Sequence[int], slices: Sequence[Slice]) -> str | None:
 
     The sum of a box's corners with alternating signs is the mixed difference of its indicator function, so the boxes
     tile the tensor if and only if their corners add up to the corners of the whole. This takes time linear in the
-    number of boxes; comparing pairs would be quadratic.
-    """
+    number of boxes; comparing pairs would be quadratic."""
     for bounds in slices:
         if not within(bounds, shape):
             return f"slice {list(bounds)} is empty or does not lie in shape {tuple(shape)}"
@@ -174,8 +172,7 @@ class Manifest:
         config: the resolved run config.
         layout: the parallel layout of the writing run; for information only, any layout can read the checkpoint.
         code: plain JSON: software versions of the writing run, and its kernels.
-        tokenizer: sha256 of the tokenizer's files, if the run has one.
-    """
+        tokenizer: sha256 of the tokenizer's files, if the run has one."""
 
     step: int
     files: dict[str, FileEntry]

@@ -223,8 +223,7 @@ def _runs(
     """Split a read of `index` of a stored tensor into reads of contiguous bytes, none much larger than `CHUNK`.
 
     Each is (destination, byte offset, shape of the bytes read, part of them to keep; None for all). If the wanted part
-    of a row is shorter than a page, whole rows are read, because the disk reads whole pages anyway.
-    """
+    of a row is shorter than a page, whole rows are read, because the disk reads whole pages anyway."""
     if not shape:
         yield output, offset, (1,), None
         return

@@ -1,8 +1,7 @@
 """Read and write the header of a safetensors file: the tensors' dtypes, shapes and offsets. Imports no torch.
 
 A file has 8 bytes for the header's length, the header (JSON: key -> dtype, shape, offsets; padded with blanks), then
-the data.
-"""
+the data."""
 
 import json
 import math
@@ -64,8 +63,7 @@ def read_header(descriptor: int, length: int) -> tuple[dict[str, Record], dict[s
 
     Raises:
         HeaderFault: the header is malformed, or its sizes do not match the file.
-        OSError: the file cannot be read.
-    """
+        OSError: the file cannot be read."""
     header, start = _read_json(descriptor, length)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):

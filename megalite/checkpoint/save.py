@@ -54,8 +54,7 @@ def same_error_on_all_ranks(world: Group) -> Iterator[None]:
     raises every failing rank's error; this reports only the first, with the number of failed ranks, because a full disk
     fails on many ranks at once.
 
-    Collectives: one `gather_json`.
-    """
+    Collectives: one `gather_json`."""
     found: CheckpointError | None = None
     try:
         yield
@@ -111,8 +110,7 @@ class SavedTensor:
         state: name of the optimizer state (`main_param`, `exp_avg`, ...); empty for a weight.
         spec: the parameter's name and global shape, and the slice of it that this rank writes. If the slice is empty,
             its tensor is taken from the stream and not stored.
-        dtype: the stored dtype, which the tensor must have.
-    """
+        dtype: the stored dtype, which the tensor must have."""
 
     key_group: Literal["weight", "optimizer"]
     state: str = ""
@@ -187,8 +185,7 @@ def save_checkpoint(
             files of its ranks and the whole manifest.
         log: called on rank 0 with warnings about errors after the commit.
 
-    Collectives: a few `gather_json` over `world`, and those of `tensors`.
-    """
+    Collectives: a few `gather_json` over `world`, and those of `tensors`."""
     staging = folder / staging_name(about.step)
 
     def begin(needed: int) -> None:
@@ -226,8 +223,7 @@ def save_together(
     the bytes of the folder's ranks, every rank calls `write`, and the first rank calls `publish`. If a step fails on
     any rank, `staging` is removed and all ranks raise the same CheckpointError. `host`: see `save_checkpoint`.
 
-    Collectives: four `gather_json`, one more with `host`, and those of `write`.
-    """
+    Collectives: four `gather_json`, one more with `host`, and those of `write`."""
     failure: Exception | None = _check_plan(plan)
     # Ranks with an invalid plan join the collectives too; otherwise the others would hang.
     places, sizes = zip(*world.gather_json([host, 0 if failure else planned_bytes(plan)]), strict=True)
@@ -373,8 +369,7 @@ def steps_to_remove(
     """Return the steps to remove after `newest` was saved and verified, oldest first.
 
     Keeps the `keep_latest` newest steps, multiples of `keep_every`, and `held` steps, which are being read. Steps beyond
-    `newest` are damaged leftovers from before a resume, or another run's; they are kept and not counted.
-    """
+    `newest` are damaged leftovers from before a resume, or another run's; they are kept and not counted."""
     countable = sorted(step for step in set(steps) if step <= newest)
     old = [step for step in countable[:-keep_latest] if step not in held]
     return [step for step in old if keep_every is None or step % keep_every]
@@ -395,8 +390,7 @@ def prune(
     So the last sound checkpoint is never removed. Rank 0's `held` is used. A checkpoint is first renamed to a name that
     loading ignores, so a kill leaves no damaged one. Checkpoints that cannot be removed are reported to `log`.
 
-    Collectives: if anything is removed, a few `gather_json` and broadcasts over `world`.
-    """
+    Collectives: if anything is removed, a few `gather_json` and broadcasts over `world`."""
     path = folder / step_name(newest)
     plan: dict[str, Any] = {}
     with same_error_on_all_ranks(world):

@@ -6,8 +6,7 @@ tiles of its queries and merges them by the logsumexp of their scores:
     out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)
 
 which is the softmax over all keys exactly. Source: ring attention (arXiv 2310.01889); merging as in flash attention
-(arXiv 2205.14135). Gathering: Llama 3 (arXiv 2407.21783, 3.3.2).
-"""
+(arXiv 2205.14135). Gathering: Llama 3 (arXiv 2407.21783, 3.3.2)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,8 +50,7 @@ def ring_attention(
 
     Collectives: forward: n - 1 exchanges of k and v with the neighbours over cp. Backward: n - 1 of k and v, and n - 1
     of their gradients in fp32 (fp64 for fp64). With `gathers`: an all-gather of k and v; backward the same and a
-    reduce-scatter of the gradients.
-    """
+    reduce-scatter of the gradients."""
     assert visibility.document_starts is None or len(visibility.document_starts) == q.shape[0]
     return _RingAttention.apply(q, k, v, sink, _Ring(cp, spans, visibility, softcap, gathers and cp.size > 1))
 
@@ -61,8 +59,7 @@ def largest_logits(q: Tensor, k: Tensor, *, cp: Group, spans: tuple[Spans, ...],
     """Return the largest q·kᵀ/sqrt(d) of each head over this rank's queries and their visible keys: fp32 or fp64
     [heads].
 
-    Arguments as in `ring_attention`; without gradients. Collectives: an all-gather of k over cp.
-    """
+    Arguments as in `ring_attention`; without gradients. Collectives: an all-gather of k over cp."""
     k = gather_sequence(k, cp=cp, dim=2, spans=spans)
     largest = q.new_full((q.shape[1],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for samples, tiles in batch_tiles(visibility, spans[cp.rank], ((0, k.shape[2]),)):

@@ -1,8 +1,7 @@
 """Cut the visible (query, key) pairs of attention into tiles that need no mask. No torch.
 
 No fused kernel supports the mask of a sliding window, documents and the two spans of a context-parallel rank. Cut into
-rectangles and triangles, the visible pairs run on the plain fused kernel, and masked pairs are never computed.
-"""
+rectangles and triangles, the visible pairs run on the plain fused kernel, and masked pairs are never computed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ class Visibility:
     """Mask rule: the query at position p attends to the key at position c if c <= p and the optional rules hold.
 
     `window`: p - c < window (Mistral's sliding window: a token attends to itself and window - 1 before it).
-    `document_starts`: p and c are in the same document; per sample the ascending first positions, starting at 0.
-    """
+    `document_starts`: p and c are in the same document; per sample the ascending first positions, starting at 0."""
 
     window: int | None = None
     document_starts: tuple[tuple[int, ...], ...] | None = None
@@ -52,8 +50,7 @@ def tiles(q: Span, k: Span, window: int | None = None, starts: tuple[int, ...] |
     """Return the visible pairs of queries `q` and keys `k` of one sample as tiles, all in sequence positions.
 
     The tiles do not overlap and cover exactly {(p, c): q0 <= p < q1, k0 <= c < k1, c <= p, p - c < window, same
-    document}.
-    """
+    document}."""
     result: list[Tile] = []
     for first, stop in pairwise((*(starts or (0,)), max(q[1], k[1]))):
         rows = max(q[0], first), min(q[1], stop)
@@ -67,8 +64,7 @@ def _band(q: Span, k: Span, window: int | None) -> Iterator[Tile]:
     """Yield the tiles within one document.
 
     Row p sees the columns [max(k0, p - w + 1), min(k1, p + 1)). The right bound moves with p until k1, then is
-    constant; the left bound is constant until k0 + w, then moves. Rows are cut at these points.
-    """
+    constant; the left bound is constant until k0 + w, then moves. Rows are cut at these points."""
     q0, k0, k1 = max(q[0], k[0]), k[0], k[1]
     if window is None:
         window = max(q[1] - k0, 1)  # wider than any distance
@@ -114,8 +110,7 @@ def local_tiles(
     """Return the tiles of one rank's queries and one rank's keys, in local rows and columns, for one sample.
 
     `queries` and `keys`: spans of positions of the rows and columns, ascending. Cached, because all layers of a step
-    have the same tiles.
-    """
+    have the same tiles."""
     if window is not None and queries[-1][1] - 1 - keys[0][0] < window:
         window = None
     if starts is not None and len(starts) == 1:
@@ -177,8 +172,7 @@ def batch_tiles(
     """Return slices of the batch with the tiles of their samples; consecutive samples with equal documents share a
     slice.
 
-    Slices without a visible pair are omitted.
-    """
+    Slices without a visible pair are omitted."""
     if visibility.document_starts is None:
         cut = local_tiles(queries, keys, visibility.window, None)
         return [(slice(None), cut)] if cut else []

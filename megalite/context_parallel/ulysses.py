@@ -1,8 +1,7 @@
 """Attention over a split sequence by exchanging heads (Ulysses, arXiv 2309.14509) or by gathering keys and values.
 
 The all-to-all replaces the split of the sequence by a split of the heads, so attention sees the whole sequence or a
-larger part of it. `spans`: positions of each rank's rows.
-"""
+larger part of it. `spans`: positions of each rank's rows."""
 
 from functools import lru_cache
 
@@ -40,8 +39,7 @@ def _packed_spans(spans: tuple[Spans, ...]) -> tuple[Spans, ...]:
 def gather_sequence(tensor: Tensor, cp: Group, dim: int, spans: tuple[Spans, ...]) -> Tensor:
     """Gather the rows of all ranks, sorted by position: dimension `dim` grows from s/n to s.
 
-    Collectives: forward all-gather, backward reduce-scatter, over cp.
-    """
+    Collectives: forward all-gather, backward reduce-scatter, over cp."""
     if cp.size == 1:
         return tensor
     return conjugate(tensor, lambda x: gathered(x, cp, dim, spans), lambda grad: reduced(grad, cp, dim, spans))
@@ -69,16 +67,14 @@ def sequence_to_heads(packed: Tensor, cp: Group, spans: tuple[Spans, ...]) -> Te
     Rank r of n gets the r-th of n equal parts of dimension 2, so groups of queries with their key and value
     ([s/n, b, groups, queries + 2, d]) stay together.
 
-    Collectives: one all-to-all of equal parts over cp, forward and backward.
-    """
+    Collectives: one all-to-all of equal parts over cp, forward and backward."""
     return conjugate(packed, lambda x: _split_heads(x, cp, spans), lambda grad: _split_sequence(grad, cp, spans))
 
 
 def heads_to_sequence(out: Tensor, cp: Group, spans: tuple[Spans, ...]) -> Tensor:
     """Invert `sequence_to_heads`: [s, b, heads/n, ...] sorted by position -> [s/n, b, heads, ...].
 
-    Collectives: one all-to-all of equal parts over cp, forward and backward.
-    """
+    Collectives: one all-to-all of equal parts over cp, forward and backward."""
     return conjugate(out, lambda x: _split_sequence(x, cp, spans), lambda grad: _split_heads(grad, cp, spans))
 
 

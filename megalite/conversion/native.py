@@ -164,8 +164,7 @@ def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
     neither main parameters nor averages; their weight key is returned.
 
     Raises:
-        ConversionError: the run kept no average.
-    """
+        ConversionError: the run kept no average."""
     if ema and not checkpoint.has(optimizer_key(EMA, "embedding.word.weight")):
         raise ConversionError(
             f"{checkpoint.path} has no moving average of the weights: its run had no --ema-decay; use --weights trained"

@@ -5,8 +5,7 @@
   files/                  becomes the target by a rename
 
 The checkpoint's writer writes safetensors files from `Weights` one tensor at a time. The safetensors library needs all
-tensors in memory and computes no hashes.
-"""
+tensors in memory and computes no hashes."""
 
 import json
 import math

@@ -3,8 +3,7 @@
 Throughout the package `ours` is a tensor of megalite, and `theirs` one of the other format. Each of their tensors is a
 piece of exactly one of ours. Import and export use the same table of pieces, so they cannot disagree. Elements are
 copied in blocks: a conversion holds one whole tensor of ours and a few blocks.
-Imports no torch, because a dry run reads config.json with the same tables.
-"""
+Imports no torch, because a dry run reads config.json with the same tables."""
 
 from __future__ import annotations
 

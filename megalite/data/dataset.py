@@ -2,8 +2,7 @@
 
 Random numbers are pure functions of (seed, index). They use only the raw output of Philox4x64-10 (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", SC'11), a counter-based generator with a published definition, and none
-of numpy's distributions or shuffles: their algorithms may change between versions of numpy.
-"""
+of numpy's distributions or shuffles: their algorithms may change between versions of numpy."""
 
 import hashlib
 import threading
@@ -34,8 +33,7 @@ class Packing:
     """Positions of the documents in a packed sample of seq_length inputs. Documents do not attend to each other.
 
     A document of L tokens that starts at position a has inputs a .. a+L-2, each with a label, the next token of the
-    document. Its last token predicts nothing: the next token belongs to another document.
-    """
+    document. Its last token predicts nothing: the next token belongs to another document."""
 
     starts: tuple[int, ...]  # positions at which a document starts, ascending, 0 first
     used: int
@@ -183,8 +181,7 @@ def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DT
 
     The low bits of each word, as many as a position needs, are replaced by the position, so that sorting the words in
     place also sorts the positions. 37 random bits are left for a hundred million; positions with equal random bits (one
-    in four thousand of those) are in ascending order. Needs 8·count bytes beside the result.
-    """
+    in four thousand of those) are in ascending order. Needs 8·count bytes beside the result."""
     words = raw_draws(count, seed=seed, index=index, stream=stream)
     low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
     for first in range(0, count, _BLOCK):

@@ -81,8 +81,7 @@ class IndexCache:
     are memory maps, which stay valid if the file is removed.
 
     If the folder cannot be written, indices are built in memory and this is logged once; if the user has chosen the
-    folder, it is an error.
-    """
+    folder, it is an error."""
 
     folder: Path
     chosen: bool  # by the user, with data_cache_path

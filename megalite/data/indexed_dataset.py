@@ -11,8 +11,7 @@
     i64[S]    byte offset of each sequence in .bin
     i64[D]    document i consists of the sequences [d[i], d[i+1]); d[0] = 0, d[-1] = S
 
-A document may have no sequence, and a sequence no token: Megatron-LM and datatrove write the latter for empty text.
-"""
+A document may have no sequence, and a sequence no token: Megatron-LM and datatrove write the latter for empty text."""
 
 import contextlib
 import hashlib
@@ -276,8 +275,7 @@ def _blocks(
 ) -> Iterator[tuple[int, NDArray]]:
     """Yield (index of the first item, items) of consecutive blocks of an array at byte `offset`, in one reused buffer.
 
-    Faster than a memory map if each byte is read once: no page tables to set up, and numpy gets aligned items.
-    """
+    Faster than a memory map if each byte is read once: no page tables to set up, and numpy gets aligned items."""
     dtype = np.dtype(dtype)
     count = max(block_bytes // dtype.itemsize, 1)
     buffer = np.empty(min(len(items), count), dtype)

@@ -68,8 +68,7 @@ class BatchLoader:
     The loader has no state to save: a run resumes by loading the sample at which it stopped.
 
     Packed samples provide the positions of their documents. The last token of a document predicts nothing, and the
-    padding at the end is one more document without predictions that count.
-    """
+    padding at the end is one more document without predictions that count."""
 
     dataset: SampleSource
     _: KW_ONLY

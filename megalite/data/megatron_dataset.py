@@ -2,8 +2,7 @@
 
 The index arrays equal those of its GPTDataset and BlendedDataset (megatron-core 0.5 to 0.16: gpt_dataset.py,
 helpers.cpp): one `numpy.random.RandomState(seed)`, a stream that numpy has frozen, shuffles the document index, then
-the shuffle index.
-"""
+the shuffle index."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,8 +148,7 @@ class MegatronDataset(OneIndex, DocumentDataset):
     def _fill_sample_index(self, sample_index: NDArray[np.signedinteger], document_index: NDArray[np.int32]) -> None:
         """Fill row i with the position of token i·seq_length in the concatenated documents, where sample i starts.
 
-        Works in blocks of documents, and of samples within them, so that temporaries have a fixed size.
-        """
+        Works in blocks of documents, and of samples within them, so that temporaries have a fixed size."""
         # A copy, since the file's array may be unaligned, and numpy would copy it again for each block.
         sizes = np.array(self._sizes)
         sample_index[0] = 0  # even if the first documents are empty
@@ -235,8 +233,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
     """Return (samples of the blend, samples of each dataset) for a run of `num_samples`.
 
-    Each dataset gets half a percent more than its share, because the greedy rule does not meet shares exactly.
-    """
+    Each dataset gets half a percent more than its share, because the greedy rule does not meet shares exactly."""
     parts = [ceil(num_samples * weight) for weight in normalized(weights)]
     return sum(parts), [ceil(part * (1 + _SURPLUS)) for part in parts]
 
@@ -261,8 +258,7 @@ def fill_greedy(arrays: Arrays, weights: NDArray[np.float64]) -> None:
     parallel, each from guessed counts (its rounded share). The greedy choice forgets a wrong guess within some steps,
     so most lanes end with the right counts. Then each lane that did not start with the final counts of the lane before
     is computed again from those, until all lanes match. The first lane starts with exact counts, so then all are exact,
-    even if every guess was wrong.
-    """
+    even if every guess was wrong."""
     choice, ordinal = arrays["dataset_index"], arrays["dataset_sample_index"]
     size, done = len(choice), 0
     counts = np.zeros(len(weights), dtype=np.int64)

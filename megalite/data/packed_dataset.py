@@ -147,8 +147,7 @@ class Bins:
     """A packing of item lengths into bins; it does not assign individual items of equal length.
 
     Part p: each of `bins[p]` bins, from number `first[p]` on, gets `each[p]` items of length `lengths[p]`. Parts are in
-    ascending order of length.
-    """
+    ascending order of length."""
 
     lengths: NDArray[np.int64]
     first: NDArray[np.int64]

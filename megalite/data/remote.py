@@ -1,7 +1,6 @@
 """Fetch files from addresses (s3://, gs://, https://...) into a local cache, once, and verify them.
 
-Whole Hugging Face datasets are loaded with the package `datasets`.
-"""
+Whole Hugging Face datasets are loaded with the package `datasets`."""
 
 import contextlib
 import hashlib

@@ -170,8 +170,7 @@ def megatron_lengths(config: RunConfig) -> dict[str, int]:
     """Return the samples that Megatron-LM requests from each split; its order depends on them.
 
     Train: train_samples, or train_iters·global_batch_size. Validation: (train_iters // eval_interval + 1)·eval_iters
-    global batches; this run reads only the first eval_iters, repeatedly. Test: eval_iters global batches.
-    """
+    global batches; this run reads only the first eval_iters, repeatedly. Test: eval_iters global batches."""
     training, size = config.training, batch_sizes(config)[-1]
     steps = total_steps(config)
     train = steps * size if training.train_samples is None else training.train_samples
@@ -306,8 +305,7 @@ def open_plugged(config: RunConfig, split: str, tokenizer: Any) -> SampleSource 
     """Open a split of the run's registered dataset; return None if it has no such split.
 
     The registered object is a function of (split, config, tokenizer), a mapping from train, valid (or validation) and
-    test to datasets, or a dataset for training alone. `as_source` defines a dataset.
-    """
+    test to datasets, or a dataset for training alone. `as_source` defines a dataset."""
     name = config.data.dataset
     assert name is not None
     dataset = DATASETS.get(name)

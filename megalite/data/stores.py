@@ -1,7 +1,6 @@
 """Read objects of web servers, and read and write objects of stores (s3://, gs://), by address.
 
-http and https need no package; other addresses use fsspec and the package of their store (s3fs for s3://).
-"""
+http and https need no package; other addresses use fsspec and the package of their store (s3fs for s3://)."""
 
 import contextlib
 import http.client

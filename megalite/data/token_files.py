@@ -12,8 +12,7 @@ A side file does not depend on time, host or the number of workers. Preprocessin
     tokenizer        kind, sha256, vocab_size, eod
     files            {".bin": {"bytes", "sha256"}, ".idx": {...}}
     shard            with --shard: number of the part, and number of parts with content
-    document_lengths min, mean, max (tokens) and buckets: documents by the largest power of two in their length
-"""
+    document_lengths min, mean, max (tokens) and buckets: documents by the largest power of two in their length"""
 
 import difflib
 import json

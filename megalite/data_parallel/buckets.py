@@ -2,8 +2,7 @@
 
 A bucket is one collective, one optimizer tensor and one term of the norm, instead of hundreds. Parameters that need
 different treatment never share a bucket (`BucketKind`). Replicated and tied parameters therefore have the same offsets
-on every rank with a copy, so the copies get bit-equal sums and cannot drift.
-"""
+on every rank with a copy, so the copies get bit-equal sums and cannot drift."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,6 @@
 """Define bucket sizes, strategy states and wire formats of data parallelism, without torch, for training and planner.
 
-A parameter here is any object with a kind and a size: a tensor in training, a shape in the planner.
-"""
+A parameter here is any object with a kind and a size: a tensor in training, a shape in the planner."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

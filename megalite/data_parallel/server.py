@@ -6,8 +6,7 @@ tensors, threads or ranks, so a simulation can use them too.
 
 One thread per worker on another rank receives its requests; one thread serves all requests, one by one. All servers of
 a model serve in the same order; otherwise copies of one tensor would drift apart and a worker could get weights of
-different versions. The first coordinate's server, the leader, decides the order and broadcasts it.
-"""
+different versions. The first coordinate's server, the leader, decides the order and broadcasts it."""
 
 import contextlib
 import threading
@@ -249,8 +248,7 @@ class Server:
         links: links to workers 1, 2, ...
         servers: servers of all coordinates, on gloo; the group has no other use.
         order: order in which the leader serves.
-        wire_dtype: type of pushed gradients.
-    """
+        wire_dtype: type of pushed gradients."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 A strategy acts on three things. *Gradients*: `enable_grad_sync`, `start_grad_sync` and `finish_grad_sync` turn each
 rank's part into the gradient of the update. *Optimizer states*: `update` steps the optimizer, which may average its
 state over ranks. *Weights*: `update` ends by copying the stepped main parameters to the model (`publish_parameters`),
-and may average them.
-"""
+and may average them."""
 
 import contextlib
 import dataclasses

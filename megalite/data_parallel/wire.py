@@ -97,8 +97,7 @@ class _Queued:
 class WireCounter:
     """Counts the payload bytes that this rank sends, by the algorithms of its collectives, without headers.
 
-    A ring all-reduce of B bytes over n ranks counts 2·(n-1)/n·B on each, a gather or exchange (n-1)/n, a message B.
-    """
+    A ring all-reduce of B bytes over n ranks counts 2·(n-1)/n·B on each, a gather or exchange (n-1)/n, a message B."""
 
     def __init__(self) -> None:
         self._sent = 0.0

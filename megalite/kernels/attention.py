@@ -50,8 +50,7 @@ def cached_attention(
     Args:
         visible: boolean [b, 1, 1, n], the keys that each sequence attends to; None: all keys.
         softcap: scores s become softcap·tanh(s/softcap).
-        sink: [heads], an extra logit in each head's softmax, with a value of 0.
-    """
+        sink: [heads], an extra logit in each head's softmax, with a value of 0."""
     b, heads, _, d = q.shape
     queries = q.reshape(b, k.shape[1], heads // k.shape[1], d)
     if softcap is not None or sink is not None:
@@ -78,8 +77,7 @@ def tile_forward(
         k, v: [b, groups, s_k, d] with heads a multiple of groups; s_k = s_q unless `kind` is FULL.
 
     Returns:
-        [b, heads, s_q, d] in q's dtype; [b, heads, s_q] in fp32, or fp64 for fp64.
-    """
+        [b, heads, s_q, d] in q's dtype; [b, heads, s_q] in fp32, or fp64 for fp64."""
     if kind is TileKind.EDGE:
         out, logsumexp = tile_forward(q.flip(2), k.flip(2), v.flip(2), TileKind.CAUSAL, softcap)
         return out.flip(2), logsumexp.flip(2)
@@ -142,8 +140,7 @@ def tile_backward(
 
     Args:
         grad_out, out: [b, heads, s_q, d], for all tiles merged, like `logsumexp` [b, heads, s_q].
-        q, k, v, kind, softcap: as in `tile_forward`.
-    """
+        q, k, v, kind, softcap: as in `tile_forward`."""
     if kind is TileKind.EDGE:
         grad_out, q, k, v, out, logsumexp = (t.flip(2) for t in (grad_out, q, k, v, out, logsumexp))
         dq, dk, dv = tile_backward(grad_out, q, k, v, out, logsumexp, TileKind.CAUSAL, softcap)
@@ -253,8 +250,7 @@ def causal_softmax_forward(scores: Tensor, scale: float) -> Tensor:
         scores: [b, heads, s, s], may be overwritten.
 
     Returns:
-        [b, heads, s, s] in fp32 for half types if the kernel computes that, else in the scores' type.
-    """
+        [b, heads, s, s] in fp32 for half types if the kernel computes that, else in the scores' type."""
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return softmax_where(scores, scale, hidden)
 
@@ -264,8 +260,7 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
 
     Args:
         grad: [b, heads, s, s], gradient of the probabilities in their type or fp32; may be overwritten.
-        probabilities: [b, heads, s, s] as saved, rounded to the model's type.
-    """
+        probabilities: [b, heads, s, s] as saved, rounded to the model's type."""
     exact = probabilities.float() if probabilities.dtype in HALF_TYPES else probabilities
     grad_scores = torch.ops.aten._softmax_backward_data(grad.to(exact.dtype), exact, -1, exact.dtype)
     return grad_scores.mul_(scale).to(probabilities.dtype)
@@ -381,6 +376,5 @@ def unfused_attention(
         sink: [heads], an extra logit in each query's softmax with a value of 0; not with `causal`.
 
     Returns:
-        [b, heads, s_q, d], a view of memory [s_q, b, heads, d].
-    """
+        [b, heads, s_q, d], a view of memory [s_q, b, heads, d]."""
     return _UnfusedAttention.apply(q, k, v, sink, visible, keep, p, causal, softcap)

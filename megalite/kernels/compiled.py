@@ -4,8 +4,7 @@ The plain formulas are compiled: the compiler's partitioner chooses what to save
 recompute, which the autograd functions of these kernels do by hand. Sums and norms are in fp32 for half types (fp64 for
 fp64), as in those kernels; a fused result is rounded once. Matrix products, attention, collectives and sums into main
 gradients stay outside: each is one kernel already, and they call back into the run during the backward, which a graph
-cannot do.
-"""
+cannot do."""
 
 from collections.abc import Callable
 from functools import cache, partial

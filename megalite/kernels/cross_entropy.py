@@ -24,8 +24,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, first: int | None) -> 
 
     Returns:
         [3, n] in fp32 (fp64 for fp64 logits): m, d = Σ exp(z - m), for which m need not be the maximum, and the label's
-        z - m, or 0 if another rank has the label's column. Then the `saved` tensors of `cross_entropy_backward`.
-    """
+        z - m, or 0 if another rank has the label's column. Then the `saved` tensors of `cross_entropy_backward`."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     stats = logits.new_empty((3, logits.shape[0], 1), dtype=wide)
     maxima, totals, at_labels = stats.unbind()
@@ -50,8 +49,7 @@ def cross_entropy_backward(
             log-sum-exp [n, 1] of this rank's columns.
         labels, first: as in the forward.
         logsumexp: [n], log Σ exp z over all ranks' columns; None: this rank has all columns.
-        grad: [n], the gradient of each token's loss.
-    """
+        grad: [n], the gradient of each token's loss."""
     logits, maximum, own = saved
     logsumexp, grad = own if logsumexp is None else logsumexp.unsqueeze(1), grad.unsqueeze(1)
     outside, index = _own_columns(labels, first, logits.shape[1])

@@ -1,7 +1,6 @@
 """torch kernels between the matrix products of a layer: norms, dropout with residual sums, activations, RoPE.
 
-Frequencies of YaRN (arXiv 2309.00071) use transformers' operations in the same order, which gives the same bits.
-"""
+Frequencies of YaRN (arXiv 2309.00071) use transformers' operations in the same order, which gives the same bits."""
 
 import math
 from collections.abc import Sequence
@@ -118,8 +117,7 @@ def add_norm(
         branch, residual: [..., n].
         bias: [n], the bias of the linear layer that computed `branch`, if that layer did not add it.
         keep: boolean [..., n], the elements of the branch that dropout keeps and scales by 1/(1-p); None: no dropout.
-        weight, norm_bias: [n], parameters of LayerNorm, or of RMSNorm if `norm_bias` is None.
-    """
+        weight, norm_bias: [n], parameters of LayerNorm, or of RMSNorm if `norm_bias` is None."""
     x = add_dropped(residual, branch, bias, keep, p)
     if norm_bias is None:
         return rms_norm(x, weight, eps, zero_centered=zero_centered), x
@@ -240,8 +238,7 @@ def dropout_mask(keep: Tensor, rows: Tensor, *, key: int, samples: Sequence[int]
         rows: int64, the global indices of this rank's rows.
         key: 63 bits that identify the mask's use.
         samples: global sample indices.
-        first_head: global index of the first head.
-    """
+        first_head: global index of the first head."""
     if keep.is_meta:
         keep.fill_(True)
     elif keep.device.type != "cpu":

@@ -128,8 +128,7 @@ class GroupSizes:
 
     Args:
         on_device: [E], int64.
-        read: returns the same numbers as a list; the host may have to wait.
-    """
+        read: returns the same numbers as a list; the host may have to wait."""
 
     def __init__(self, on_device: Tensor, read: Callable[[], list[int]]) -> None:
         self.on_device, self._read = on_device, read

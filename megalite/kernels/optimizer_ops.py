@@ -40,8 +40,7 @@ def adam(
     Args:
         param, grad, exp_avg, exp_avg_sq: [n], all of one type.
         factor: [], multiplied with the gradient, which may be overwritten; None: 1.
-        copy: [n], receives the new parameters, rounded to its type.
-    """
+        copy: [n], receives the new parameters, rounded to its type."""
     if factor is not None:
         grad.mul_(factor)
     step = torch.full((), settings["step"], dtype=torch.float32, device=param.device)
@@ -103,8 +102,7 @@ def lamb_moments(
         param, grad, exp_avg, exp_avg_sq: [n] of one type, a piece of flat buffers.
 
     Returns:
-        With `norms`: (‖x‖, ‖u‖) of the piece, fp64 [] on its device; otherwise ().
-    """
+        With `norms`: (‖x‖, ‖u‖) of the piece, fp64 [] on its device; otherwise ()."""
     exp_avg.lerp_(grad, 1.0 - settings["beta1"])
     exp_avg_sq.mul_(settings["beta2"]).addcmul_(grad, grad, value=1.0 - settings["beta2"])
     if not norms:

@@ -4,8 +4,7 @@ fp8: e4m3 for activations and weights, e5m2 for gradients, sums in fp32. Scales 
 tensors of the product itself, so no scaling state exists between steps. Tensorwise: one scale per tensor, which takes one
 pass over it. Rowwise: one scale per row of the first factor and per column of the second; one kernel computes and applies
 them. Blockwise (arXiv 2412.19437): one scale per 128 elements along the summed dimension, and per 128 x 128 block of a
-weight; every factor is e4m3.
-"""
+weight; every factor is e4m3."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,8 +89,7 @@ class Fp8Products(Products):
 
     Args:
         rowwise: one scale per row and column instead of one per tensor (see the module docstring).
-        weight_grads: compute weight gradients in fp8 too; otherwise in bf16.
-    """
+        weight_grads: compute weight gradients in fp8 too; otherwise in bf16."""
 
     measures = True
     alignment = ALIGNMENT
@@ -259,8 +257,7 @@ class Integers:
         """Encode `values` [size] into the integers and scales of `row` [nbytes], uint8; `values` becomes the error.
 
         Args:
-            more: added to `values` first.
-        """
+            more: added to `values` first."""
         codes, scales = self._split(row)
         for start, stop, block in self._chunks:
             x = values[start:stop].view(-1, block)

@@ -1,7 +1,6 @@
 """Choose the kernel of each operation: all implementations, their limits, and the choice among them.
 
-A module requests its kernel in its constructor and stores the function, so a call has no dispatch cost.
-"""
+A module requests its kernel in its constructor and stores the function, so a call has no dispatch cost."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -221,8 +220,7 @@ class Kernels:
     Args:
         requests: operation -> backend for all its uses. The backend of `ALL_OPERATIONS` is preferred for each use that
             it supports.
-        preferences: the order of backends without a request.
-    """
+        preferences: the order of backends without a request."""
 
     def __init__(self, requests: Mapping[str, str] | None = None, *, preferences: Preferences | None = None) -> None:
         self._requests = dict(requests or {})

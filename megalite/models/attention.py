@@ -27,8 +27,7 @@ class AttentionCore(Module):
 
     With context parallelism the subclass exchanges sequence parts for heads over `cp_heads` (`a2a`), before and after
     the core. Over `cp_keys`, keys and values are passed round the ranks (`p2p`) or gathered (`allgather`). Except with
-    `a2a+p2p`, one of the two groups has one rank.
-    """
+    `a2a+p2p`, one of the two groups has one rank."""
 
     def __init__(
         self,
@@ -72,8 +71,7 @@ class AttentionCore(Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d].
 
-        Scores are multiplied by 1 / sqrt(d). Collectives: with cp those of `ring_attention`.
-        """
+        Scores are multiplied by 1 / sqrt(d). Collectives: with cp those of `ring_attention`."""
         if self.recompute_core and torch.is_grad_enabled():
             return recomputed(self._core, q, k, v, context)
         return self._core(q, k, v, context)
@@ -153,8 +151,7 @@ class Attention(AttentionCore):
 
     Rows of `qkv` are ordered by group: its queries, its key, its value. With fewer groups than tp ranks, several ranks
     share a group and each has a part of its queries (`SharedHeads`). If the exchange of heads over cp (`a2a`) needs
-    more key heads than a rank has, they are repeated. With an output gate, the gates of a group follow its queries.
-    """
+    more key heads than a rank has, they are repeated. With an output gate, the gates of a group follow its queries."""
 
     def __init__(
         self,
@@ -214,8 +211,7 @@ class Attention(AttentionCore):
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
         Collectives, forward and backward: those of the two linear layers, of `SharedHeads` and over cp of the core, and
-        two all-to-alls over `cp_heads`.
-        """
+        two all-to-alls over `cp_heads`."""
         if not self.windowed and context.full is not None:
             context = context.full
         q, k, v, gate = self._in_qkv(self._heads, x, context, cache)
@@ -281,8 +277,7 @@ class Attention(AttentionCore):
         """Apply RoPE to the first `rotary_size` channels of queries or keys.
 
         Interleaved pairs are reordered into halves first: scores do not depend on a channel order that queries and keys
-        share.
-        """
+        share."""
         if self.plain_rope:
             rotated: Tensor = self._rope(x, cos, sin)
             return rotated
@@ -306,8 +301,7 @@ class Attention(AttentionCore):
     def _split_rotated(self, qkv: Tensor, b: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` with queries and keys rotated by one table [s, 1, 1, d/2] for all sequences.
 
-        The kernel reads the projection's output without a copy: it treats each group as a sequence.
-        """
+        The kernel reads the projection's output without a copy: it treats each group as a sequence."""
         s, groups, d = len(cos), self.groups, self.head_size
         q, k, v = qkv.split((self.queries, 1, 1), dim=2)
         q = self._rope(q.view(s, b * groups, self.queries, d), cos, sin).view(s, b, -1, d)

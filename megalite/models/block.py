@@ -24,8 +24,7 @@ class Block(Module):
     With `post_norms` dropout is applied to norm(branch); without `pre_norms` a branch reads x itself.
 
     `index` is the layer's number in the whole model, used in parameter names and dropout keys. Full recompute wraps
-    whole blocks (`run_layers`), selective recompute parts of a block.
-    """
+    whole blocks (`run_layers`), selective recompute parts of a block."""
 
     def __init__(
         self,
@@ -123,8 +122,7 @@ def run_layers(
     """Run all blocks on [s/cp, b, h], split over tp as well with sequence parallelism.
 
     With full recompute a unit of blocks saves only its input and runs again in the backward. The first
-    `recompute.offload_layers` layers offload their saved tensors to host memory.
-    """
+    `recompute.offload_layers` layers offload their saved tensors to host memory."""
     recompute_blocks = offloaded = 0
     offload: Any = recompute.saves  # an ActivationOffload if layers are offloaded
     if torch.is_grad_enabled():

@@ -32,8 +32,7 @@ def use_numerics(compute: ComputeConfig, device: torch.device) -> list[str]:
     """Apply `tf32` and `deterministic` to the whole process, and hide intended warnings; return lines for the log.
 
     Raises:
-        ConfigError: the device does not support TF32.
-    """
+        ConfigError: the device does not support TF32."""
     lines = []
     for message in _INTENDED:
         warnings.filterwarnings("ignore", message)
@@ -56,8 +55,7 @@ def apply_compute(stage: GPTStage, config: RunConfig) -> list[str]:
     """Set the kernels of a stage's modules; a second call changes nothing.
 
     Returns lines for the log: the attention kernel, and every choice that is not the default. Raises ConfigError if the
-    device or the model does not support a setting.
-    """
+    device or the model does not support a setting."""
     compute = config.compute
     lines = _use_attention(stage, config)
     if compute.tp_comm_overlap:

@@ -24,8 +24,7 @@ class AuxiliaryLosses:
 
     A term is a sum over this rank's sequences or tokens, times `per_sequence` or `per_token`: 1 over the number in the
     global batch, masked or not. So plain sums over microbatches and ranks give the term of the global batch, as for the
-    token loss. `scale`: the step's loss scale (fp16).
-    """
+    token loss. `scale`: the step's loss scale (fp16)."""
 
     def __init__(
         self,
@@ -51,15 +50,13 @@ class AuxiliaryLosses:
         """Add the weighted scalar `value` to the objective and return x, on which the loss must depend.
 
         The value gets its gradient and is counted in the backward of x, which runs once per microbatch even if
-        recomputation runs the forward twice. Of ranks with the same value only one passes `counts=True`.
-        """
+        recomputation runs the forward twice. Of ranks with the same value only one passes `counts=True`."""
         return _Attach.apply(x, value, self, name, counts)
 
     def record_logits(self, layer: int, largest: Tensor, *, first: int, heads: int) -> None:
         """Record one microbatch's largest logits of this rank's heads, the first of them head `first` of all.
 
-        A second call in recomputation changes nothing.
-        """
+        A second call in recomputation changes nothing."""
         if layer not in self.logits:
             self.logits[layer] = torch.full((heads,), -torch.inf, dtype=torch.float64, device=largest.device)
         seen = self.logits[layer][first : first + len(largest)]
@@ -118,8 +115,7 @@ class MTPInputs:
 class NextTokens:
     """One new token per row, after the cached tokens, of which rows may have different numbers.
 
-    Columns `first` to `stop` of the cache are visible to at least one row; they include the new token.
-    """
+    Columns `first` to `stop` of the cache are visible to at least one row; they include the new token."""
 
     positions: Tensor  # int64 [b]: position of each row's new token, equal to its number of cached tokens
     first: int
@@ -142,8 +138,7 @@ class KeyValueCache:
     linear attention have a state of constant size instead.
 
     A full cache doubles, so each token is copied at most once on average, up to `limit` tokens per row. Unused columns
-    are zero: their attention weight is 0, but 0 · NaN would be NaN.
-    """
+    are zero: their attention weight is 0, but 0 · NaN would be NaN."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -152,8 +147,7 @@ class KeyValueCache:
     def fill(self, name: str, k: Tensor, v: Tensor) -> None:
         """Store keys and values [b, groups/tp, s, d] of the first s tokens of each row.
 
-        Rows may have padding at their end: it stays masked until the row's next tokens overwrite it.
-        """
+        Rows may have padding at their end: it stays masked until the row's next tokens overwrite it."""
         length = k.shape[2]
         capacity = max(min(2 * length, self._limit), length)
         self._entries[name] = _enlarged(k, length, capacity), _enlarged(v, length, capacity)
@@ -203,8 +197,7 @@ class ForwardContext:
     """Data of one microbatch that all layers of a stage share.
 
     With `generating`, the final length of the text is unknown and must not influence the result: experts accept every
-    token, whatever their capacity.
-    """
+    token, whatever their capacity."""
 
     seq_length: int  # tokens of the whole sequence, over all cp ranks
     spans: tuple[Spans, ...]  # parts of the sequence on each cp rank
@@ -230,8 +223,7 @@ class ForwardContext:
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
         """Return the dropout mask of x [s/cp, b, h], split over the ranks of `region` as well; None: no dropout.
 
-        The same elements are dropped in every layout.
-        """
+        The same elements are dropped in every layout."""
         if p == 0.0 or self.stream is None:
             return None
         rows = self.positions.tensor_split(region.size)[region.rank]

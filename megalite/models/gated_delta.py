@@ -28,8 +28,7 @@ class GatedDeltaNet(Module):
     normalized. The result of `delta_rule` is normalized per head and multiplied by SiLU of the output gates.
 
     With context parallelism an all-to-all splits the key heads over cp instead of the sequence, whatever `cp_comm_type`.
-    The backward recomputes everything between the two projections.
-    """
+    The backward recomputes everything between the two projections."""
 
     def __init__(
         self,
@@ -70,8 +69,7 @@ class GatedDeltaNet(Module):
     ) -> Tensor:
         """[s/cp, b, h] -> [s/cp, b, h], split over tp as well with sequence parallelism.
 
-        Collectives, forward and backward: those of the two linear layers and two all-to-alls over cp.
-        """
+        Collectives, forward and backward: those of the two linear layers and two all-to-alls over cp."""
         packed = self._in_qkv(self._project, x, context)
         if torch.is_grad_enabled():
             mixed = self._in_core(recomputed, self._core, packed, context)
@@ -173,8 +171,7 @@ def delta_rule(
         state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
         offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
 
-    Returns the outputs [b, key heads, r, s, dv] and S after the last token.
-    """
+    Returns the outputs [b, key heads, r, s, dv] and S after the last token."""
     length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
     padding = -length % size
     q, k = (F.pad(each, (0, 0, 0, padding)).unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))

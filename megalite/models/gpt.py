@@ -145,8 +145,7 @@ class GPTStage(Module):
     """The layers of `part`, preceded by the embedding and followed by the head if they belong to the stage.
 
     With tied embeddings and only one of embedding and head, the weight is one of two copies. `word`: the weight of the
-    embedding if another stage of this rank has it; the head then shares it. `loss`: one of `LOSSES`.
-    """
+    embedding if another stage of this rank has it; the head then shares it. `loss`: one of `LOSSES`."""
 
     def __init__(
         self,
@@ -244,8 +243,7 @@ class GPTStage(Module):
             attention_documents: per sample the first positions of its documents, if attention stays within documents.
             position_documents: the same, if positions restart at each document.
             mtp: inputs of the MTP layers; None: they do not run.
-            row_counts: filled by MoE layers, which read it again in activation recomputation.
-        """
+            row_counts: filled by MoE layers, which read it again in activation recomputation."""
         length = seq_length or self.seq_length
         if spans is None:
             spans, positions = self._usual_rows(length)
@@ -270,8 +268,7 @@ class GPTStage(Module):
     def generation_context(self, length: int, lengths: Sequence[int] | None = None) -> ForwardContext:
         """Build the context of the first `length` tokens of texts that may get longer; no dropout; cp must be 1.
 
-        `lengths`: tokens of each row before its padding, if the next tokens will be generated; None: unknown.
-        """
+        `lengths`: tokens of each row before its padding, if the next tokens will be generated; None: unknown."""
         positions = torch.arange(length, device=self.device)
         visibility = Visibility(window=self._window(length))
         places: dict[str, Any] = {"spans": (((0, length),),), "positions": positions, "position_ids": positions}
@@ -307,8 +304,7 @@ class GPTStage(Module):
     def _rope_rows(self, position_ids: Tensor, stop: int, windowed: bool) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin [s, b or 1, 1, d/2] of position ids [s] or [s, b] below `stop`; None without RoPE.
 
-        `windowed`: for layers with a sliding window.
-        """
+        `windowed`: for layers with a sliding window."""
         config = self.config
         if config.position_embedding_type != "rope":
             return None
@@ -342,8 +338,7 @@ class GPTStage(Module):
         """Run the stage on tokens [b, s/cp] (first stage) or [s/cp, b, h] -> [s/cp, b, h], or losses [b, s/cp] (last).
 
         The last stage without labels returns logits [s/cp, b, V/tp], or [1, b, V/tp] at position `wanted` [b] of each
-        row.
-        """
+        row."""
         transformed = torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled()
         if transformed and torch.is_grad_enabled():
             raise RuntimeError(

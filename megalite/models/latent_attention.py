@@ -26,8 +26,7 @@ class LatentAttention(AttentionCore):
     those of the key come from the layer's input and are shared by all heads. Values have `v_head_dim` channels.
 
     Letters: d = qk_head_dim, e = qk_pos_emb_head_dim, w = v_head_dim, r = kv_lora_rank. The core uses one width, d + e,
-    so narrower values are padded with zeros.
-    """
+    so narrower values are padded with zeros."""
 
     def __init__(
         self,
@@ -122,8 +121,7 @@ class LatentAttention(AttentionCore):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Build the core's queries, keys and values [b, heads, s, d + e].
 
-        Inputs [s/cp, b, ...]: the input of q_up, the latent of keys and values, and the shared RoPE key.
-        """
+        Inputs [s/cp, b, ...]: the input of q_up, the latent of keys and values, and the shared RoPE key."""
         q = self._queries(q, context)
         s, b, heads, _ = q.shape
         k, v = self.kv_up(latent).view(s, b, heads, -1).split((self.plain, self.values), dim=3)
@@ -165,8 +163,7 @@ class LatentAttention(AttentionCore):
         """Attend one token per row to the cached latents -> [1, b, heads, w].
 
         kv_up is applied to queries and results instead of every key and value: q·(U·c) = (Uᵀ·q)·c and
-        P·(c·Vᵀ) = (P·c)·Vᵀ. Attention is then multi-query with keys of r + e channels.
-        """
+        P·(c·Vᵀ) = (P·c)·Vᵀ. Attention is then multi-query with keys of r + e channels."""
         keys = self._cached_keys(latent, shared, context)
         keys, _ = cache.append(self.name, keys, keys[..., :0], new)
         q = self._queries(q, context)

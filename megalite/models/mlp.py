@@ -19,8 +19,7 @@ _KINDS = {"swiglu": "silu", "geglu": "none", "geglu_tanh": "tanh", "quick_geglu"
 def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
     """Return the activation x [..., size] -> [..., size]; gated ones take x [..., 2·size] with the gate first.
 
-    gelu also accepts a bias: `f(x, bias)`. `size`: the features on this rank.
-    """
+    gelu also accepts a bias: `f(x, bias)`. `size`: the features on this rank."""
     name, limit, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
     if config.is_gated and (name == "quick_geglu" or limit is not None or offset):  # no other kernel supports these
         return partial(gated, kind=_KINDS[name], limit=limit, offset=offset)
@@ -35,8 +34,7 @@ def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) 
 class MLP(Module):
     """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank has whole pairs.
 
-    `ffn_size`: the width f, by default the dense MLP's. `recompute`: None if the whole MLP is recomputed.
-    """
+    `ffn_size`: the width f, by default the dense MLP's. `recompute`: None if the whole MLP is recomputed."""
 
     def __init__(
         self,

@@ -23,8 +23,7 @@ class MTPLayer(Module):
 
     norm(embedding of token i + k) and norm(hidden state of the previous depth) are projected to one hidden state, which
     passes through a block and a final norm. Parameters are named like layer num_layers + k - 1. The projection is
-    replicated over tp; with sequence parallelism it runs on the rank's part of the sequence.
-    """
+    replicated over tp; with sequence parallelism it runs on the rank's part of the sequence."""
 
     def __init__(
         self, index: int, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute, cp_comm_type: str
@@ -41,8 +40,7 @@ class MTPLayer(Module):
     def forward(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states and embeddings [s/cp, b, h] -> normalized hidden states [s/cp, b, h].
 
-        With sequence parallelism all are split over tp as well.
-        """
+        With sequence parallelism all are split over tp as well."""
         if self.recompute_whole and torch.is_grad_enabled():
             return self.final_norm(recomputed(self._block, x, embedded, context))
         return self.final_norm(self._block(x, embedded, context))
@@ -55,8 +53,7 @@ class MTPLayer(Module):
 class MTPBlock(Module):
     """The `mtp_num_layers` depths of a model, on its last stage; they share the model's embedding and head.
 
-    `word`: weight of the word embedding, or the last stage's copy of it.
-    """
+    `word`: weight of the word embedding, or the last stage's copy of it."""
 
     def __init__(
         self,

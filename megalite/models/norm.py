@@ -16,8 +16,7 @@ class Norm(Module):
     """LayerNorm or RMSNorm over the last dimension, multiplied by the weight or, zero-centered, by 1 + weight.
 
     Over h (the default size) it runs in the sequence-parallel region, where its gradient is partial. `per_head`: it
-    runs on each tp rank's own attention heads, so its gradient is partial with or without sequence parallelism.
-    """
+    runs on each tp rank's own attention heads, so its gradient is partial with or without sequence parallelism."""
 
     def __init__(
         self,
@@ -53,8 +52,7 @@ class ResidualNorm(Norm):
     """A norm of the sum of the residual stream and a branch.
 
     It is a module and not a method of `Norm`, because data parallelism gathers a module's weights in a hook before its
-    `forward`, which a direct method call would bypass. `fused`: one kernel may compute sum and norm.
-    """
+    `forward`, which a direct method call would bypass. `fused`: one kernel may compute sum and norm."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, fused: bool) -> None:
         super().__init__(name, config, factory=factory)
@@ -84,8 +82,7 @@ class AllHeadsNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, heads/tp, d] -> [s, b, heads/tp, d].
 
-        Collectives: an all-reduce of one number per token over tp, forward and backward.
-        """
+        Collectives: an all-reduce of one number per token over tp, forward and backward."""
         normed: Tensor = _SplitRMSNorm.apply(x.flatten(2), self.weight, self.eps, self.offset, self.tp)
         return normed.view_as(x)
 

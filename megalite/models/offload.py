@@ -1,8 +1,7 @@
 """Offload activations to host memory between forward and backward, layer by layer.
 
 After a layer's forward, its saved tensors are copied to pinned memory while the next layer computes. In the backward
-they are copied back while the following layer's backward computes. Copies change no bits.
-"""
+they are copied back while the following layer's backward computes. Copies change no bits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,8 +19,7 @@ class ActivationOffload(SavedTensors):
 
     Args:
         modules: offload the saved tensors of these modules, except those that other modules keep on the
-            device; None: all modules.
-    """
+            device; None: all modules."""
 
     def __init__(self, device: torch.device, modules: frozenset[str] | None = None) -> None:
         super().__init__()
@@ -41,8 +39,7 @@ class ActivationOffload(SavedTensors):
     def layer(self, x: Tensor, stays: Iterable[Tensor], *, recomputed: bool = False) -> Iterator[None]:
         """Wrap the forward of a layer on `x` [s, b, h], or of layers that are recomputed together and save only `x`.
 
-        `stays`: tensors that stay on the device: parameters, and tensors that other layers save too.
-        """
+        `stays`: tensors that stay on the device: parameters, and tensors that other layers save too."""
         # One number per token is not worth a copy; a leaf is the stage's input, which stays for its gradient anyway.
         layer = _Layer(self, self._before, least=x.numel() // x.shape[-1], stays=[*stays, *([x] if x.is_leaf else [])])
         self._layer, self._offloads = layer, self._selects("attn_norm") if recomputed else self._modules is None

@@ -24,8 +24,7 @@ def unpack(handle: Handle) -> Tensor:
 class SavedTensors:
     """Handler of the tensors that a stage's operations save for the backward; recomputes those passed to `recomputing`.
 
-    One pair of hooks serves all scopes, because torch calls only the innermost hooks.
-    """
+    One pair of hooks serves all scopes, because torch calls only the innermost hooks."""
 
     def __init__(self) -> None:
         self._recomputed: list[_Recomputed] = []
@@ -46,8 +45,7 @@ class SavedTensors:
 
         `compute` must return the same bits in the same memory layout, one storage per tensor. The inputs, saved in the
         module `saved_in`, stay in memory until the backward anyway. Do not use it inside a checkpointed region: that
-        saves nothing, but this would save `inputs`.
-        """
+        saves nothing, but this would save `inputs`."""
 
         def keep() -> tuple[Handle, ...]:
             # Detached: a saved input must keep its memory alive, but not its graph.
@@ -82,8 +80,7 @@ class SavedTensors:
 class _Recomputed:
     """Tensors that a backward computes once, at the first use, and frees after the last.
 
-    `_uses` counts the operations that would have saved one; the first of them saves the inputs.
-    """
+    `_uses` counts the operations that would have saved one; the first of them saves the inputs."""
 
     def __init__(
         self, tensors: Tensors, compute: Callable[..., Tensors], keep: Callable[[], tuple[Handle, ...]]
@@ -125,8 +122,7 @@ class Recompute:
 
     Granularity: none, selective (`modules` are recomputed) or full (whole layers). Full with `uniform` saves the input
     of each unit of `num_layers` layers; with `block` it recomputes the first `num_layers` layers of each stage one by
-    one.
-    """
+    one."""
 
     granularity: str = "none"
     modules: frozenset[str] = frozenset({"core_attn"})

@@ -4,8 +4,7 @@ The planner, the dry run and the MFU use them. The modules create their paramete
 for every family. Shapes are those of the full tensors, whatever the layout.
 
 Letters: h hidden size, d head size, g query groups (key/value heads), q query heads of a group, f MLP width, E experts,
-V padded vocabulary, P rows of the position embedding, L layers, s sequence length.
-"""
+V padded vocabulary, P rows of the position embedding, L layers, s sequence length."""
 
 import fnmatch
 import math
@@ -259,8 +258,7 @@ def buffer_shapes(model: ModelConfig, first_layer: int, last_layer: int) -> list
 def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None) -> list[ParameterShape]:
     """Return the parameters of block `layer_index` (counted over the whole model), in the order of the forward pass.
 
-    `block`: kind of block instead of the model's.
-    """
+    `block`: kind of block instead of the model's."""
     facts: BlockFacts = BLOCKS.facts(block or model.block)
     if facts.shapes is not None:
         return facts.shapes(model, layer_index)
@@ -283,8 +281,7 @@ def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:
     """Return the word embedding [V, h] and, with learned positions, the position embedding [P, h].
 
     Raises:
-        ValueError: vocab_size, or with learned positions max_position_embeddings, is not set yet.
-    """
+        ValueError: vocab_size, or with learned positions max_position_embeddings, is not set yet."""
     shapes = [_word_embedding(model)]
     if model.position_embedding_type == "learned_absolute":
         if model.max_position_embeddings is None:
@@ -323,8 +320,7 @@ def stage_shapes(
     """Return the parameters of a stage with layers `first_layer <= i < last_layer`.
 
     A stage with the head and without the embedding may have a copy of the word embedding (`needs_copy`), listed here
-    under the embedding's name: it takes memory on both ranks although `parameter_count` counts it once.
-    """
+    under the embedding's name: it takes memory on both ranks although `parameter_count` counts it once."""
     shapes = embedding_shapes(model) if has_embedding else []
     for index in range(first_layer, last_layer):
         shapes.extend(layer_shapes(model, index))
@@ -346,8 +342,7 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
     palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one); a sliding window w < s
     makes that 4·w·(heads·d). megatron counts only the keys under the causal mask: s/2 on average, so half of that, or
     w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
-    Linear attention has, as in Megatron-LM, four products of each value head's state (dk·dv) with a token, in both.
-    """
+    Linear attention has, as in Megatron-LM, four products of each value head's state (dk·dv) with a token, in both."""
     if model.is_linear_layer(layer_index):
         return 8 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
     window = model.sliding_window if model.has_window(layer_index) else None
@@ -360,8 +355,7 @@ def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, c
     """Return the FLOPs per token of layer `layer_index`'s forward, in a sequence of `seq_length`.
 
     2 per weight of the matrices that multiply a token (with experts, top-k of them), plus the attention core. Norms,
-    activations and softmax are not counted.
-    """
+    activations and softmax are not counted."""
     weights = 0
     for shape in layer_shapes(model, layer_index):
         if shape.multiplies:
@@ -417,7 +411,6 @@ def flops_per_token(model: ModelConfig, seq_length: int, convention: Convention 
     palm (Chowdhery et al. 2022, appendix B, the usual MFU): 6·N + 12·L·(heads·d)·s, where N is the number of weights
     that multiply a token (layers and output head, without embedding lookup, norms and biases). For GPT-3's shape that
     is 72·L·h²·(1 + s/6h + V/12hL), Narayanan et al. 2021.
-    megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s.
-    """
+    megatron (Megatron-LM since 2025): the same with causal attention, 6·L·(heads·d)·s."""
     layers = sum(layers_forward_flops(model, range(model.num_layers), seq_length, convention))
     return 3 * (layers + end_forward_flops(model, seq_length, convention))

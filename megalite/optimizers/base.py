@@ -1,7 +1,6 @@
 """Define the base class of optimizers and their inputs: flat parameters, their segments, and the terms of an update.
 
-SGD, the simplest optimizer, shows how they are used.
-"""
+SGD, the simplest optimizer, shows how they are used."""
 
 import math
 from abc import ABC, abstractmethod

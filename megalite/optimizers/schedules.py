@@ -1,8 +1,7 @@
 """Compute learning rate, weight decay and loss scale; the first two are pure functions of the run's progress.
 
 The formulas, including their rounding, are Megatron-LM's (`OptimizerParamScheduler`): lengths are in samples, and a run
-with a length in steps has full batches.
-"""
+with a length in steps has full batches."""
 
 import math
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 The time of a step of very many microbatches is extrapolated from shorter steps. That is exact only in a steady state, so the
 steady state is tested: a rank that is slightly slower than the others sets the pace only after the queues before it are
-full, and until then a microbatch takes less time than it will.
-"""
+full, and until then a microbatch takes less time than it will."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache

@@ -64,8 +64,7 @@ class P2PCommunicator:
 
     Args:
         edges: (sender, receiver) as pipeline ranks -> the pair's group, sender first.
-        send_window: Sends that may be pending on one edge; the next send waits for the oldest.
-    """
+        send_window: Sends that may be pending on one edge; the next send waits for the oldest."""
 
     def __init__(self, edges: dict[tuple[int, int], Group], *, rank: int, send_window: int) -> None:
         self._edges = edges

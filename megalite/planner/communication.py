@@ -5,8 +5,7 @@ reduce-scatter, the input of an all-to-all, or a message. Per byte of volume, ri
 2·(n-1)/n for an all-reduce, (n-1)/n for the next three and 1 for a message (`wire_factor`).
 
 Symbols: b micro batch size, s sequence length, h hidden size, e bytes of an activation, w bytes of an fp32 (fp64) number,
-T = b·s/cp tokens per rank, A = T·h·e bytes of the whole activations between two layers.
-"""
+T = b·s/cp tokens per rank, A = T·h·e bytes of the whole activations between two layers."""
 
 import dataclasses
 import math

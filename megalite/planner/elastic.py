@@ -3,8 +3,7 @@
 
 The settings' layout is used if it is legal on these ranks; else the checkpoint's if it has as many ranks; else the
 planner's. So a restart on the same ranks keeps the layout, and a restart on the original ranks returns to the settings'
-layout.
-"""
+layout."""
 
 import dataclasses
 import math

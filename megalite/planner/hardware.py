@@ -1,7 +1,6 @@
 """Machines and software stacks as data: accelerators, nodes, networks, their efficiencies, and fused operations.
 
-Bandwidths are bytes per second in one direction, latencies seconds, peaks FLOP/s of dense products.
-"""
+Bandwidths are bytes per second in one direction, latencies seconds, peaks FLOP/s of dense products."""
 
 import math
 from collections.abc import Mapping

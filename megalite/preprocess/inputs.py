@@ -1,7 +1,6 @@
 """Find input files by path, folder and glob, and read their bytes in bounded blocks or their parquet rows.
 
-zstandard's stream reader does not detect a truncated file, so frames are decoded one by one here.
-"""
+zstandard's stream reader does not detect a truncated file, so frames are decoded one by one here."""
 
 import errno
 import glob

@@ -1,7 +1,6 @@
 """Cut inputs into pieces of work that end between documents.
 
-Ends of pieces depend on the (decompressed) content and on piece_bytes alone, so a run can resume at any of them.
-"""
+Ends of pieces depend on the (decompressed) content and on piece_bytes alone, so a run can resume at any of them."""
 
 import hashlib
 import os

@@ -1,8 +1,7 @@
 """Tokenize fine-tuning examples with a loss mask that marks responses.
 
 A line with an example is {"prompt": text, "response": text} (or "completion") or {"messages": [{"role", "content"}, ...]},
-which the tokenizer's chat template converts to text. Tokens and mask become two datasets of equal lengths.
-"""
+which the tokenizer's chat template converts to text. Tokens and mask become two datasets of equal lengths."""
 
 from collections.abc import Sequence
 from itertools import takewhile

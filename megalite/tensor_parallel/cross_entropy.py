@@ -66,8 +66,7 @@ def vocab_parallel_cross_entropy(
             or above `vocab_size` are padding: they are masked, so the loss does not depend on the amount of padding.
         first: the id of this rank's first column.
 
-    Collectives: one all-gather of three numbers per token / none.
-    """
+    Collectives: one all-gather of three numbers per token / none."""
     if first + logits.shape[-1] > vocab_size:
         # A finite value avoids NaN on a rank with only padding. In place, because no operation saved the logits.
         logits.detach()[..., max(vocab_size - first, 0) :] = torch.finfo(logits.dtype).min / 2

@@ -24,8 +24,7 @@ from megalite.topology.group import DONE, Group, Work
 class _Linear(Function):
     """x·Wᵀ + bias; the backward overlaps the input gradient's collective with the weight gradient's GEMM.
 
-    To overlap them it contains Megatron-LM's f (copy or gather forward, all-reduce or reduce-scatter backward).
-    """
+    To overlap them it contains Megatron-LM's f (copy or gather forward, all-reduce or reduce-scatter backward)."""
 
     @staticmethod
     def forward(
@@ -115,8 +114,7 @@ def linear(
 
     Collectives: without `tp` none. Replicated x: none / all-reduce of the input gradient. With sequence parallelism:
     all-gather / all-gather (in W if the backward is split) and reduce-scatter; `pieces` replaces the forward gather and
-    the reduce-scatter by its own.
-    """
+    the reduce-scatter by its own."""
     tp = None if tp is None or tp.size == 1 else tp
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
         return products.output_alone(x, weight, bias)  # skip the overhead of autograd
@@ -133,8 +131,7 @@ class ColumnParallelLinear(Module):
     Args:
         shape: global weight shape; its last dimension is i; the product of the others is o, and they are the bias's
             shape.
-        shard_dim: the dimension of `shape` that is split.
-    """
+        shard_dim: the dimension of `shape` that is split."""
 
     overlap_by: Callable[[Group, Matmul], OverlappedProducts] | None = None  # overlaps products and communication
 
@@ -183,8 +180,7 @@ class RowParallelLinear(Module):
     """Y = X·Aᵀ + b with A [o, i] split along its input: rank r has X's columns r, partial results are summed.
 
     Input [s, b, i/tp]; output [s, b, o], replicated, or [s/tp, b, o] with sequence parallelism. The bias is added
-    once, after the sum.
-    """
+    once, after the sum."""
 
     overlap_by: Callable[[Group, Matmul], OverlappedProducts] | None = None  # overlaps products and communication
 
@@ -204,8 +200,7 @@ class RowParallelLinear(Module):
     def forward(self, x: Tensor, *, add_late_bias: bool = True) -> Tensor:
         """Apply the layer; with `add_late_bias` False the caller adds `late_bias`.
 
-        Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism.
-        """
+        Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence parallelism."""
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, tp=None, products=self.products)
         if self.sequence_parallel and self.overlap_by is not None:
@@ -268,8 +263,7 @@ class VocabParallelEmbedding(Module):
     """A table [V, h] split along the vocabulary. Tokens [b, s] -> [s, b, h], or [s/tp, b, h] with sequence parallelism.
 
     `tied` and `uses`: see `ParameterInfo`. Collectives: all-reduce / none, or reduce-scatter / all-gather with sequence
-    parallelism.
-    """
+    parallelism."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Megatron-LM's f, and the gather before a column-parallel layer, are part of `layers.linear`, where their backward
 overlaps the weight gradient. Activations are [s, b, h]: collectives can split dimension 0, the sequence, without a
-copy.
-"""
+copy."""
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ def enter_tensor_parallel_region(x: Tensor, *, tp: Group, sequence_parallel: boo
     """Apply f without a product: replicated [s, b, n], or [s/tp, b, n] with sequence parallelism -> [s, b, n], of which
     each rank uses a different part.
 
-    Collectives: forward none / backward all-reduce; with sequence parallelism all-gather / reduce-scatter.
-    """
+    Collectives: forward none / backward all-reduce; with sequence parallelism all-gather / reduce-scatter."""
     if tp.size == 1:
         return x
     if sequence_parallel:
@@ -47,16 +45,14 @@ def enter_tensor_parallel_region(x: Tensor, *, tp: Group, sequence_parallel: boo
 def reduce_from_tensor_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """Apply g: sum partial sums in place; `x` must be the new output of an operation.
 
-    Collectives: forward all-reduce / backward none.
-    """
+    Collectives: forward all-reduce / backward none."""
     return x if tp.size == 1 else conjugate(x, lambda x: _reduced(x, tp), lambda grad: grad)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """Split replicated [s, b, h] -> this rank's [s/tp, b, h].
 
-    Collectives: forward none / backward all-gather.
-    """
+    Collectives: forward none / backward all-gather."""
     if tp.size == 1:
         return x
     return conjugate(x, lambda x: x.chunk(tp.size)[tp.rank].contiguous(), lambda grad: gather_along_sequence(grad, tp))
@@ -66,8 +62,7 @@ def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """Gather [s/tp, b, h] -> [s, b, h] for replicated computation, the inverse of
     `scatter_to_sequence_parallel_region`.
 
-    Collectives: forward all-gather / backward none, because every rank has the same gradient.
-    """
+    Collectives: forward all-gather / backward none, because every rank has the same gradient."""
     if tp.size == 1:
         return x
     return conjugate(x, lambda x: gather_along_sequence(x, tp), lambda grad: grad.chunk(tp.size)[tp.rank])
@@ -76,8 +71,7 @@ def replicate_from_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
 def gather_from_tensor_parallel_region(x: Tensor, *, size: int, tp: Group) -> Tensor:
     """Gather [..., n/tp] -> [..., size] for replicated computation, without the columns from `size` on, which are padding.
 
-    Collectives: forward all-gather / backward none, because every rank has the same gradient.
-    """
+    Collectives: forward all-gather / backward none, because every rank has the same gradient."""
     if tp.size == 1:
         return x[..., :size]
     width = x.shape[-1]
@@ -96,8 +90,7 @@ def gather_from_tensor_parallel_region(x: Tensor, *, size: int, tp: Group) -> Te
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, *, tp: Group) -> Tensor:
     """Sum partial sums [s, b, h] over ranks -> this rank's part [s/tp, b, h].
 
-    Collectives: forward reduce-scatter / backward all-gather.
-    """
+    Collectives: forward reduce-scatter / backward all-gather."""
     if tp.size == 1:
         return x
     return conjugate(x, lambda x: _reduce_scattered(x, tp), lambda grad: gather_along_sequence(grad, tp))
@@ -129,8 +122,7 @@ class SharedHeads:
         groups: key/value heads; `tp.size` is a multiple of it.
         head_size: channels of a head.
         queries: query heads of a group; a multiple of the `tp.size // groups` ranks that share it.
-        gated: as many gates follow the queries; a rank receives those of its queries.
-    """
+        gated: as many gates follow the queries; a rank receives those of its queries."""
 
     def __init__(self, tp: Group, groups: int, head_size: int, *, queries: int, gated: bool = False) -> None:
         sharing = tp.size // groups
@@ -156,8 +148,7 @@ class SharedHeads:
     def __call__(self, qkv: Tensor) -> Tensor:
         """Exchange the fused projection [s, b, rows/tp] -> [s, b, rows of this rank's queries, the key and the value].
 
-        Collectives: an all-to-all of uneven parts over tp, forward and backward.
-        """
+        Collectives: an all-to-all of uneven parts over tp, forward and backward."""
         return conjugate(qkv, self._to_users, self._to_owners)
 
     def _to_users(self, qkv: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ which overlaps the product of the next addend. Each is the backward of the other
 and Wang et al., ASPLOS 2023 (Overlap communication with dependent computation via decomposition).
 
 On GPUs torch._symmetric_memory splits the product by rank and copies each part from its owner's memory over NVLink, on
-a second stream, without NCCL kernels (asynchronous tensor parallelism in torchtitan, arXiv 2410.06511).
-"""
+a second stream, without NCCL kernels (asynchronous tensor parallelism in torchtitan, arXiv 2410.06511)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ from megalite.topology.group import DONE, Group, Work
 def receive_parts(part: Tensor, tp: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, part) for each rank's contiguous part, this rank's first, during the transfer of the next part.
 
-    Collectives: tp - 1 exchanges with the neighbours.
-    """
+    Collectives: tp - 1 exchanges with the neighbours."""
     for step in range(tp.size):
         last = step == tp.size - 1
         following, work = (part, DONE) if last else tp.rotate_async(part)
@@ -54,8 +52,7 @@ def sum_of_parts(make: Callable[[int], Tensor], tp: Group) -> tuple[Tensor, Work
 
     `make(rank)` returns this rank's addend to a rank's part, contiguous and in new memory; called once per rank.
 
-    Collectives: tp - 1 exchanges with the neighbours.
-    """
+    Collectives: tp - 1 exchanges with the neighbours."""
     total = make((tp.rank - 1) % tp.size)
     last: Work = DONE
     for step in range(1, tp.size):
@@ -123,8 +120,7 @@ class _Scattered(Function):
 def scattered_linear(x: Tensor, weight: Tensor, pieces: OverlappedProducts) -> Tensor:
     """Compute x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
-    Collectives: those of `pieces`, forward and backward.
-    """
+    Collectives: those of `pieces`, forward and backward."""
     if type(weight) is not ShardedParameter:
         weight = weight.as_subclass(ShardedParameter)
     return _Scattered.apply(x, weight, pieces)
@@ -157,8 +153,7 @@ class SymmetricMemory:
 def why_not_symmetric(tp: Group) -> str | None:
     """Return why tp cannot use symmetric memory, or None; the same verdict on all ranks. Both products are checked.
 
-    Collectives: over tp, those of the checks and an all-reduce of one number after each.
-    """
+    Collectives: over tp, those of the checks and an all-reduce of one number after each."""
     return f"{tp.device.type} has no symmetric memory" if tp.device.type != "cuda" else self_check(tp)
 
 

@@ -2,8 +2,7 @@
 
 Pipeline schedules that split the backward defer weight gradients (arXiv 2401.10241): input gradients run early, because
 other ranks wait for them; weight gradients fill idle time. Two autograd calls would run every product of a custom function
-twice, and each recomputed region once per parameter. A deferred gradient costs only two references.
-"""
+twice, and each recomputed region once per parameter. A deferred gradient costs only two references."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -46,8 +45,7 @@ class ShardedParameter(torch.nn.Parameter):
     """A `Parameter` with `info`; data-parallel code sets the destination of its gradient.
 
     `main_grad`, once set, is the buffer in which gradients are summed. `deferred`, once set, can defer the gradient's
-    products. `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient.
-    """
+    products. `accumulate_product` is the kernel that adds grad_yᵀ·x to a main gradient."""
 
     info: ParameterInfo
     main_grad: Tensor | None = None
@@ -108,8 +106,7 @@ class ShardedParameter(torch.nn.Parameter):
     def changed(self, since: int) -> RuntimeError:
         """Build the error of a backward with a weight that changed after the forward.
 
-        Layers store `_version` themselves: `save_for_backward` would keep the weight in memory, even a sharded one.
-        """
+        Layers store `_version` themselves: `save_for_backward` would keep the weight in memory, even a sharded one."""
         name = self.info.spec.name if "info" in vars(self) else "a computed weight"
         return RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} "
@@ -137,8 +134,7 @@ def _nothing() -> None:
 class WeightGradient:
     """One contribution to a weight's gradient, with everything needed to compute it.
 
-    The tensors in `product` are detached: they keep memory alive, but not the graph.
-    """
+    The tensors in `product` are detached: they keep memory alive, but not the graph."""
 
     parameter: ShardedParameter
     product: Callable[[Tensor | None], Tensor | None]
@@ -161,8 +157,7 @@ class DeferredWeightGradients:
     """Deferred weight gradients of one virtual stage, by microbatch.
 
     Inputs and output gradients of the layers stay alive until `run`. This object contains all state, because autograd
-    runs backwards of CUDA tensors in separate threads.
-    """
+    runs backwards of CUDA tensors in separate threads."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[WeightGradient]] = {}
@@ -203,8 +198,7 @@ class DeferredWeightGradients:
         They are added to `main_grad`, else to `.grad`, with the same bits as in an unsplit backward.
 
         Collectives: with sequence parallelism an all-gather of each column-parallel layer's input, each started before
-        the previous product.
-        """
+        the previous product."""
         waiting = self._of(microbatch)
         del self._waiting[microbatch]
         # Like autograd, sum the contributions of one backward before adding them to .grad.
@@ -238,8 +232,7 @@ def linear_weight_gradient(
 ) -> WeightGradient:
     """Return the contribution grad_rowsᵀ·x; a `gather` group first gathers x [s/tp, b, i] over the sequence.
 
-    `multiply` computes the product instead of the kernel that adds to the main gradient.
-    """
+    `multiply` computes the product instead of the kernel that adds to the main gradient."""
     x, gathering = x.detach(), DONE
 
     def start() -> None:
@@ -277,8 +270,7 @@ def linear_product(
 def attach_deferred(module: torch.nn.Module, deferred: DeferredWeightGradients | None) -> None:
     """Set the object that defers a stage's weight gradients. None: compute them in the backward, the default.
 
-    If stages share a parameter, the stage that multiplies by it must come last.
-    """
+    If stages share a parameter, the stage that multiplies by it must come last."""
     for parameter in module.parameters():
         if isinstance(parameter, ShardedParameter):
             parameter.deferred = deferred
@@ -291,8 +283,7 @@ class ParameterFactory:
     `cp` splits the sequence, `cp_heads` and `cp_keys` exchange it in attention, `tp_cp` contains all ranks of one
     sequence, `ep` splits the experts and `expert_tp` each expert's matrices. With `blank` parameters are not drawn,
     because weights are loaded. With `late` parameters have only a shape until their bucket draws them
-    (`ShardedParameter.draw`), so a sharded model is never whole in memory.
-    """
+    (`ShardedParameter.draw`), so a sharded model is never whole in memory."""
 
     tp: Group
     seed: int
@@ -344,8 +335,7 @@ class ParameterFactory:
             transform: applied to the drawn numbers.
             in_sequence_region: it is applied to activations that sequence parallelism splits.
             always_partial: each tp rank computes a part of its gradient, with or without sequence parallelism.
-            expert: dimension 0 is the experts, split over ep; `shard_dim` is split over expert_tp.
-        """
+            expert: dimension 0 is the experts, split over ep; `shard_dim` is split over expert_tp."""
         spec = self._spec(name, shape, shard_dim=shard_dim, expert=expert)
 
         def draw(data: Tensor) -> None:
@@ -377,8 +367,7 @@ class ParameterFactory:
     def buffer(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
         """Create a zero tensor without gradient, replicated on all ranks of its stage, in fp32 (fp64 for fp64).
 
-        No optimizer updates it; the module that uses it does.
-        """
+        No optimizer updates it; the module that uses it does."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         buffer = ShardedParameter(torch.zeros(shape, dtype=dtype, device=self.device), requires_grad=False)
         spec = ShardSpec.whole(name, shape)

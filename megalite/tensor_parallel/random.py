@@ -5,8 +5,7 @@ generator keyed by (seed, full name, block index). A rank draws only the blocks 
 
 Dropout: each element of a mask depends only on (seed, site, sample index, position, column), and each rank draws its
 own part. Masks are the same in every layout, on every device and in a recomputed forward, and checkpoints need no
-generator state.
-"""
+generator state."""
 
 import hashlib
 import os
@@ -40,8 +39,7 @@ def fill_normal(tensor: Tensor, spec: ShardSpec, *, dim: int, std: float, seed: 
     Args:
         tensor: the local slice, of any float type and device; draws are in fp32.
         dim: the dimension along which blocks are drawn; the one that tensor parallelism splits, if any.
-        expert: dimension 0 is the experts, each drawn as a separate tensor: a rank draws only its own.
-    """
+        expert: dimension 0 is the experts, each drawn as a separate tensor: a rank draws only its own."""
     if not expert:
         _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
         return
@@ -88,8 +86,7 @@ class DropoutStream:
 def keep_mask(x: Tensor, p: float, *, site: str, stream: DropoutStream, rows: Tensor) -> Tensor:
     """Return the boolean dropout mask of x [s_local, b, h]: each element is false with probability p.
 
-    `site` names the location in the network, e.g. `"layers.3.mlp"`; `rows`: positions of x's rows, int64 [s_local].
-    """
+    `site` names the location in the network, e.g. `"layers.3.mlp"`; `rows`: positions of x's rows, int64 [s_local]."""
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     stream.fill(keep.transpose(0, 1).unsqueeze(1), rows, p, site=site)
     return keep

@@ -1,7 +1,6 @@
 """Patterns and special tokens of encodings with well-known tiktoken files.
 
-Sources: tiktoken's openai_public.py, Meta's Llama 3 tokenizer.py, Megatron-LM's tiktoken_tokenizer.py.
-"""
+Sources: tiktoken's openai_public.py, Meta's Llama 3 tokenizer.py, Megatron-LM's tiktoken_tokenizer.py."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
 """Read tiktoken's BPE files; the optional package `tiktoken` merges.
 
 The file is parsed here and not by the library, because an error must name the position of a fault, and tiktoken cannot
-read Megatron-LM's JSON list.
-"""
+read Megatron-LM's JSON list."""
 
 import base64
 import binascii

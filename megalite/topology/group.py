@@ -1,8 +1,7 @@
 """Provide the ranks of a parallel group, their collectives (`Group`), and autograd functions made from collectives.
 
 A group of one rank needs no process group: its collectives are identities, so a single process runs the same code
-without a branch.
-"""
+without a branch."""
 
 import contextlib
 import datetime
@@ -89,8 +88,7 @@ class Group:
         process_group: torch's handle; None for one rank.
         heartbeat: is notified of every operation.
         memory: shared memory that replaces `process_group` in collectives of equal parts.
-        device: device of the exchanged tensors; the CPU for gloo.
-    """
+        device: device of the exchanged tensors; the CPU for gloo."""
 
     name: str
     ranks: tuple[int, ...]

@@ -1,7 +1,6 @@
 """Keep tensors in host memory and copy them to the device and back on separate streams, overlapped with computation.
 
-The same code runs on a CPU, where host and device share memory and copies are synchronous.
-"""
+The same code runs on a CPU, where host and device share memory and copies are synchronous."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

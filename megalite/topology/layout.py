@@ -1,8 +1,7 @@
 """Map ranks to coordinates and list the ranks of every process group (`ParallelLayout`). Arithmetic only, no torch.
 
 The rank order and the groups are Megatron-LM's (core/parallel_state.py, RankGenerator), so that a launch script
-places the same ranks on the same nodes.
-"""
+places the same ranks on the same nodes."""
 
 import itertools
 import math

@@ -1,8 +1,7 @@
 """Find the ranks that are gone after a collective failed (closed connections) or timed out (roll call over the store).
 
 A host that dies closes its connections, and its peers notice at once. A cut cable closes no connection: a collective
-times out. The ranks then report to the rendezvous store.
-"""
+times out. The ranks then report to the rendezvous store."""
 
 import datetime
 import platform

@@ -2,8 +2,7 @@
 
 An operation works on copies of the caller's tensors. Until `wait()` its output contains NaN (integers: a value that no
 code expects), even if the operation has finished. `wait()` checks bit by bit that neither inputs nor outputs changed.
-So results cannot depend on when a message happens to arrive.
-"""
+So results cannot depend on when a message happens to arrive."""
 
 import random
 import sys

@@ -3,8 +3,7 @@
 torch offers no such backend for CPUs. Each rank copies its part into its slot, increments its counter, waits until its
 peers have reached the same count, and then adds or copies the slots. Each rank has two slots, used alternately: a rank
 that starts an operation has finished the previous one, so all ranks have read the slots of the one before that. The
-lock-free counters need stores to become visible in program order, as on x86-64; other machines use gloo.
-"""
+lock-free counters need stores to become visible in program order, as on x86-64; other machines use gloo."""
 
 import ctypes
 import fcntl
@@ -70,8 +69,7 @@ class SharedMemory:
         ranks: global ranks.
         rank: this process's index in `ranks`.
         descriptor: file descriptor of `nbytes(len(ranks))` bytes; this object takes ownership.
-        timeout: seconds after which a wait fails.
-    """
+        timeout: seconds after which a wait fails."""
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, descriptor: int, *, timeout: float) -> None:
         self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout

@@ -1,8 +1,7 @@
 """Create the process groups of one layout (`Topology`). No other module creates process groups.
 
 The rank lists come from `ParallelLayout`. torch's DeviceMesh cannot express the embedding groups or a second grid for
-experts.
-"""
+experts."""
 
 import contextlib
 import dataclasses

@@ -71,8 +71,7 @@ class Trainer:
         watched: end this process if no rank progresses for hang_timeout_minutes.
         started: time of day at which the wall-clock time of goodput starts; default: now.
         take_layout: chooses the layout; required for an elastic run.
-        tokenize: creates token files; required for a run on text.
-    """
+        tokenize: creates token files; required for a run on text."""
 
     replica: Replica
     progress: Progress
@@ -129,8 +128,7 @@ class Trainer:
             ConfigError: bad input, or data that cannot be read; the same on every rank.
             NonFiniteError: the loss, a gradient, or a weight to be saved is NaN or infinite.
             SaveError: a checkpoint could not be written.
-            RestartLoopError: the same step has failed in several starts.
-        """
+            RestartLoopError: the same step has failed in several starts."""
         with suppress(TakenError):  # `_build` raises it again, after errors in the settings
             self._run_folder.take()
         leave = self._run_folder.leave

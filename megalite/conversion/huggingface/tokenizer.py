@@ -3,8 +3,7 @@
 If tokenizer_config.json names the class PreTrainedTokenizerFast, `AutoTokenizer` in all versions of transformers builds
 the tokenizer from tokenizer.json alone; other classes replace parts of it. So a missing tokenizer.json is created.
 This module parses SentencePiece models itself, because the sentencepiece library does not expose the normalization of
-text, and protobuf, which transformers uses, is not installed with it.
-"""
+text, and protobuf, which transformers uses, is not installed with it."""
 
 import base64
 import json

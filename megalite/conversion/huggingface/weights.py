@@ -1,8 +1,7 @@
 """Read and write the weights of Hugging Face folders.
 
 Safetensors files are opened with the checkpoint reader, which rejects links out of the folder and reads only parts of a
-file into memory. The safetensors library maps the whole file.
-"""
+file into memory. The safetensors library maps the whole file."""
 
 import dataclasses
 import itertools

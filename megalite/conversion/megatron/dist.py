@@ -3,8 +3,7 @@
 The layers of a homogeneous model are one tensor with the layer as its first dimension; so are experts. `.metadata` is a
 pickle, and torch.distributed.checkpoint would run code in it. This module disassembles it with `pickletools` and imports,
 calls or creates nothing: a class becomes a `Name`, which must be in a list, and a call of it a `CallRecord` with its arguments.
-(torch's own restricted unpickler reads only protocol 2; these files have protocol 4.)
-"""
+(torch's own restricted unpickler reads only protocol 2; these files have protocol 4.)"""
 
 import math
 import pickletools

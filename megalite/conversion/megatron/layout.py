@@ -2,8 +2,7 @@
 
 Both formats group the rows of qkv by key/value head. In Megatron-LM the gate is the first half of each rank's rows of
 fc1, so the whole fc1 is not the concatenation of the ranks' rows. The vocabulary is padded to a multiple of the
-tensor-parallel size, so the number of padding rows may differ.
-"""
+tensor-parallel size, so the number of padding rows may differ."""
 
 import re
 from collections.abc import Iterator, Mapping

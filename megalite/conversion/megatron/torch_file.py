@@ -1,8 +1,7 @@
 """Read and write files of `torch.save` one tensor at a time, without running code in them.
 
 torch.load checks no checksums and reads whole storages; torch.save needs all tensors in memory. This module loads a file
-under a FakeTensorMode (`weights_only=True`, listed classes), and reads and writes elements at their file offsets.
-"""
+under a FakeTensorMode (`weights_only=True`, listed classes), and reads and writes elements at their file offsets."""
 
 import argparse
 import contextlib
@@ -61,8 +60,7 @@ ALLOWED: list[Any] = [argparse.Namespace, *((Inert, name) for name in (*_NUMPY, 
 """Classes for `torch.serialization.safe_globals`, in addition to torch's own (tensors, dtypes, OrderedDict).
 
 Only `argparse.Namespace`, which only stores attributes, is created. The others (random states, enumerations, loss scalers)
-become `Inert`: their code need not be installed and is never run.
-"""
+become `Inert`: their code need not be installed and is never run."""
 
 
 def require_readable(path: Path, piece: WeightPiece, shape: Sequence[int], dtype: torch.dtype) -> None:

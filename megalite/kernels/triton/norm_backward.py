@@ -1,8 +1,7 @@
 """Triton kernels for the gradients of LayerNorm and RMSNorm, of a tensor or of a residual sum.
 
 Persistent programs loop over the rows; each sums its rows' gradients of weight and biases in fp32 (fp64 for fp64). A
-small sum over the programs follows, in the same order every run.
-"""
+small sum over the programs follows, in the same order every run."""
 
 import functools
 
@@ -214,8 +213,7 @@ def gradients(
     Args:
         dy, dtotal, z: [rows, n] with contiguous rows.
         branch: type of the branch's gradient, if it is a different tensor from dz.
-        bias: type of the branch's bias; the sum of its gradient is then the last of the sums.
-    """
+        bias: type of the branch's bias; the sum of its gradient is then the last of the sums."""
     rows, n = z.shape
     centred = statistics.shape[0] == 2
     kinds = 1 + centred + (bias is not None)

@@ -1,8 +1,7 @@
 """Triton kernels for LayerNorm and RMSNorm over the last dimension, of a tensor or of a residual sum.
 
 A program reads its rows once and keeps them in registers, several short ones at a time; rows that are too long are read
-twice in a loop. Statistics are fp32 (fp64 for fp64). The backward needs the input and one or two numbers per row.
-"""
+twice in a loop. Statistics are fp32 (fp64 for fp64). The backward needs the input and one or two numbers per row."""
 
 from typing import Any
 

@@ -7,8 +7,7 @@ and the source rank sums each token's k outputs with the router's weights.
 The host waits for the device at most once, for the numbers of rows, and only with ep or dropped tokens. With padding
 the numbers are fixed: each rank sends as many rows per expert as its capacity allows, with zeros in empty slots.
 
-All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order.
-"""
+All sums have a fixed order: over the k choices of a token, and over the ranks of expert_tp in rank order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ from megalite.topology.host_memory import HostCopy, shared_stream
 class RowCounts:
     """Number of rows that each rank sends to each expert, after the ranks have exchanged it.
 
-    A recomputed forward reuses the counts of the first one: it neither communicates nor waits.
-    """
+    A recomputed forward reuses the counts of the first one: it neither communicates nor waits."""
 
     table: Tensor  # [etp, ep, E/ep]: rows for each local expert, from each rank of ep to each rank of expert_tp
     copy: HostCopy  # the [E] numbers of rows that this rank sends, then the table, unless both are the same
@@ -110,8 +108,7 @@ def plan_route(
     """Sort this rank's pairs by expert and, without `counts`, exchange the numbers of rows with the other ranks.
 
     Collectives: without `counts` and padding an all-to-all of E counts over ep and an all-gather of E counts over
-    expert_tp, int64 / none.
-    """
+    expert_tp, int64 / none."""
     chosen = routing.chosen.flatten()
     if routing.kept is not None:
         chosen = torch.where(routing.kept.flatten(), chosen, experts)  # move dropped pairs to the end
@@ -165,8 +162,7 @@ def send_to_experts(
         meanwhile: called during the exchange of rows; its backward runs during the exchange of their gradients.
 
     Collectives: all-to-all over ep, all-gather of unequal parts over expert_tp / reduce-scatter over expert_tp,
-    all-to-all over ep.
-    """
+    all-to-all over ep."""
     # Launched before the host waits for the numbers of rows, to keep the device busy. Work to overlap with the exchange
     # must come after it, because NCCL starts when all previously launched work is done.
     rows = _TakeTokens.apply(x, route.pairs, topk, route.padded)
@@ -192,8 +188,7 @@ def return_to_tokens(
         meanwhile: see `send_to_experts`.
 
     Collectives: reduce-scatter of unequal parts over expert_tp, all-to-all over ep / all-to-all over ep, all-gather
-    over expert_tp.
-    """
+    over expert_tp."""
     rows = rows if route.by_expert is None else _Reorder.apply(rows, route.by_expert, True)
     if expert_tp.size > 1:
         gather, reduce = _of_unequal_parts(route.gathered, expert_tp)

@@ -32,8 +32,7 @@ class Experts(Module):
     sums.
 
     Args:
-        recompute: with `mlp_act` the activation's output is not saved; None if the whole experts are recomputed.
-    """
+        recompute: with `mlp_act` the activation's output is not saved; None if the whole experts are recomputed."""
 
     def __init__(
         self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute | None
@@ -85,8 +84,7 @@ def grouped_linear(
     If `weight.main_grad` is set, the backward adds the weight gradient to it and reports once per microbatch, even
     without rows; otherwise it returns the gradient to autograd. It may be deferred.
 
-    Collectives: none.
-    """
+    Collectives: none."""
     if type(weight) is not ShardedParameter:
         weight = weight.as_subclass(ShardedParameter)
     return _GroupedLinear.apply(x, weight, bias, sizes, multiply, adds_bias)
@@ -153,8 +151,7 @@ class MoELayer(Module):
 
     Tokens are always split over tp here, with or without sequence parallelism, so that no token is sent twice.
     The shared expert is an ordinary MLP for all tokens; with a gate its output is multiplied by sigmoid(x·gᵀ). It
-    overlaps the exchange of rows over ep, in forward and backward.
-    """
+    overlaps the exchange of rows over ep, in forward and backward."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
         super().__init__()
@@ -181,8 +178,7 @@ class MoELayer(Module):
 
         Collectives: those of the router, the dispatch and the shared expert; with tp and without sequence
         parallelism also all-gather of the output / all-gather of the input's gradient over tp. In generation: an
-        all-reduce over expert_tp, which is tp.
-        """
+        all-reduce over expert_tp, which is tp."""
         if self.recompute and torch.is_grad_enabled():
             return recomputed(self._forward, x, context)
         return self._forward(x, context)

@@ -35,8 +35,7 @@ def within_capacity(
     Returns:
         bool [s_local, b, k]: whether the pair is kept.
 
-    Collectives: an all-gather of s_local·(2·b·k + 1) numbers.
-    """
+    Collectives: an all-gather of s_local·(2·b·k + 1) numbers."""
     local, b, k = weights.shape
     # Positions and experts are exact in fp32 below 2^24, so one message contains all three.
     packed = torch.cat(
@@ -83,8 +82,7 @@ def sinkhorn_offsets(logits: Tensor, *, sequence: Group) -> Tensor:
     columns affect its order of experts; the numbers are their logarithms. A sequence is finished once its factors change
     by less than the tolerance on average, or after all iterations: very uneven logits may never reach the tolerance.
 
-    Collectives: an all-gather of s_local·b·E numbers.
-    """
+    Collectives: an all-gather of s_local·b·E numbers."""
     everything = logits.new_empty(logits.shape[0] * sequence.size, *logits.shape[1:])
     sequence.all_gather(everything, logits.contiguous())
     shares = (everything - everything.amax(dim=-1, keepdim=True)).exp_()  # a factor of a row changes no choice
@@ -128,8 +126,7 @@ class Router(Module):
     E·Σ_e f_e·P_e. The z-loss (arXiv 2202.08906) is the square of a token's logsumexp. The objective contains their
     means over all sequences and all tokens of the global batch, masked or not, dropped or not.
 
-    The weight [E, h] is replicated; its gradient is partial over tp, because each tp rank has its own tokens.
-    """
+    The weight [E, h] is replicated; its gradient is partial over tp, because each tp rank has its own tokens."""
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory) -> None:
         super().__init__()
@@ -159,8 +156,7 @@ class Router(Module):
         """Route x [s_local, b, h], rows at `positions` [s_local] of the sequence.
 
         Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
-        of s_local·(2·b·k + 1) numbers over it, and with Sinkhorn's algorithm of s_local·b·E / none.
-        """
+        of s_local·(2·b·k + 1) numbers over it, and with Sinkhorn's algorithm of s_local·b·E / none."""
         weight = self.weight
         if type(weight) is not ShardedParameter:
             weight = weight.as_subclass(ShardedParameter)
@@ -248,8 +244,7 @@ class Router(Module):
 def _largest(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest along the last dimension, in descending order.
 
-    A stable sort puts the lower index first among equals; topk guarantees no order.
-    """
+    A stable sort puts the lower index first among equals; topk guarantees no order."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 

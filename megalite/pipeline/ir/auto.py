@@ -1,7 +1,6 @@
 """Build the schedule `auto`: the best of the named schedules and of those found by a list scheduler.
 
-The search at the end of this file adapts the list scheduler's rules to the costs.
-"""
+The search at the end of this file adapts the list scheduler's rules to the costs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -128,8 +127,7 @@ def build_auto(
         sizes: Per virtual stage, in the unit of `limit`. Default: an activation is 1, all else 0.
         limit: Maximum memory per rank: one number for all, or one each. Default: no limit.
         recompute_ahead: Add an R before every I and B, except right after its own F.
-        effort: A key of `EFFORTS`.
-    """
+        effort: A key of `EFFORTS`."""
     sizes = Sizes.uniform(len(placement)) if sizes is None else sizes
     num_ranks = max(placement) + 1
     limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks

@@ -4,8 +4,7 @@
 {"unit": "ms", "forward": 18.5, "input_grad": 18.1, "weight_grad": 9.3, "p2p": 0.6,
  "links": {"3->4": {"latency": 0.9, "seconds_per_message": 0.2}},
  "memory": {"activation": 3.2e9, "deferred": 1.1e9, "kept_input": 1.6e7, "message": 1.6e7}}
-```
-"""
+```"""
 
 import re
 import reprlib

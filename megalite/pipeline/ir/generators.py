@@ -1,8 +1,7 @@
 """Build schedules, as pure functions of sizes: the named ones, forward-only ones, and with recompute ahead.
 
 One stage per rank: GPipe, 1F1B, ZB-H1 and ZB-H2. Several: interleaved 1F1B, looped breadth-first, ZB-V and DualPipeV.
-In a loop, chunk c of a rank is stage c * num_ranks + rank.
-"""
+In a loop, chunk c of a rank is stage c * num_ranks + rank."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -419,8 +418,7 @@ def build_schedule(
             rest.
         group: Microbatches that go through a chunk before the next chunk's turn; interleaved only.
         warm_up: How far the schedule runs ahead: "pa", or "pb" for twice as far; 1f1b only.
-        recompute_ahead: Recompute activations before the backward's gradient arrives (`with_recompute_ahead`).
-    """
+        recompute_ahead: Recompute activations before the backward's gradient arrives (`with_recompute_ahead`)."""
     placement = placement_for(name, num_ranks, num_chunks)
     chunks = (num_chunks,) if PIPELINE_SCHEDULES.facts(name).chunks == "several" else ()
     options = {"interleaved": (group,), "1f1b": (warm_up,)}.get(name, ())

@@ -1,8 +1,7 @@
 """Pipeline schedules: actions, schedules (what each rank computes), programs (with communication) and dependencies.
 
 `NEEDS` is the one table of dependencies. Lowering, validation, simulation and drawing read it, through `dependencies`
-for one action or `table.Table` for all at once.
-"""
+for one action or `table.Table` for all at once."""
 
 import re
 from collections.abc import Iterator, Sequence

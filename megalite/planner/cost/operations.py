@@ -3,8 +3,7 @@
 Elementwise operations count their reads and writes in passes over [tokens, width], (forward, backward): a norm (2, 3),
 an activation (gates+1, 2·gates+1), dropout with residual sum (3, 2). Attention with scores in memory makes passes over
 b·a/t·s·s/cp scores: softmax (2, 3), dropout (2, 2) with a byte of mask. A softmax that is not fused, or has a b·a/t
-that the fused one does not support, adds four operations: two casts, scale and mask.
-"""
+that the fused one does not support, adds four operations: two casts, scale and mask."""
 
 from dataclasses import dataclass, replace
 

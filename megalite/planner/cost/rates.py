@@ -3,8 +3,7 @@
 
 All functions broadcast: a field is a number or an array over layouts, so the search prices a million layouts with the
 formulas for one. Symbols: b micro batch, s sequence, h hidden size, a heads, g key/value heads, d head size, f MLP
-width, V vocabulary, E experts, t tensor-parallel size.
-"""
+width, V vocabulary, E experts, t tensor-parallel size."""
 
 import itertools
 import math

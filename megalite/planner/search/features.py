@@ -4,8 +4,7 @@ Closed forms give the number of microbatches in flight per chunk that a replay o
 memory peaks at one of a few moments. Each moment is a row of counts per chunk: graphs (from F to B or I) and inputs
 stored for a W (from I to W). Memory is linear in the counts, so the largest row decides, whatever the size of a
 microbatch. The counts are exact for one-chunk schedules and looped-bfs, and for interleaved unless its last group has
-another size; for V schedules, the moments that are largest by several weightings are kept.
-"""
+another size; for V schedules, the moments that are largest by several weightings are kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ single config computes both, once per distinct case; a product of two small matr
 The result is exact if all stages of a rank are equal. Otherwise these may differ: the moment of the peak, rounding, the
 cut of unequal layers over chunks; the places of layers with linear attention; with zero-2 and fully-sharded, bucket
 padding and the stage with the largest buckets; with soap, the rank with most matrices; with offload, visiting states and
-layers that are back together with a head. The best layouts are sized again exactly.
-"""
+layers that are back together with a head. The best layouts are sized again exactly."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,7 @@
 """`find` returns the best layouts for a request: closed forms rank all layouts, then the cost model refines the best.
 
 The simulator runs each refined layout's action lists, and the memory of each rank is computed exactly; closed forms only
-select the layouts. Stages are cut again by predicted seconds instead of FLOPs if that is faster.
-"""
+select the layouts. Stages are cut again by predicted seconds instead of FLOPs if that is faster."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping

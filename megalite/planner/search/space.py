@@ -9,8 +9,7 @@ have the same pp and number of microbatches.
 The enumeration uses host memory only if a constraint requires it; `search.survey` adds it to layouts that do not fit.
 
 Layouts that equal another one are left out: with pp 1 all one-chunk schedules take the same time, with one microbatch
-gpipe equals 1f1b and looped-bfs equals interleaved, and all strategies are equal if no parameter has a replica.
-"""
+gpipe equals 1f1b and looped-bfs equals interleaved, and all strategies are equal if no parameter has a replica."""
 
 import itertools
 import math

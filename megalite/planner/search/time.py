@@ -3,8 +3,7 @@
 step = m·S + ramp + messages + exchange + optimizer + constants, where S is the time of a microbatch on the busiest
 pipeline rank. The ramp is the schedule's bubble (`_ramp`). Messages that are not hidden lengthen each microbatch
 (`_waits`) and the ramp (`_hops`); these forms were found with the simulator on equal stages. If ranks share CPU cores,
-messages count as work of both ends. The estimate ranks layouts; the best ones are simulated.
-"""
+messages count as work of both ends. The estimate ranks layouts; the best ones are simulated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
