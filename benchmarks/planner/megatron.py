@@ -90,7 +90,7 @@ def configs(line: dict[str, str]) -> Iterator[RunConfig]:
     settings |= {"seq_length": sizes["seq"], "global_batch_size": batch, "precision": "bf16", "mock_data": True}
     settings |= {"tp": sizes["tp"], "pp": pp, "cp": sizes["cp"], "dp": dp, "sequence_parallel": sizes["tp"] > 1}
     settings |= {"dp_strategy": "distributed-optimizer", "overlap_grad_reduce": True, "overlap_param_gather": True}
-    if line["part"] not in WIDE_GATHERS and dp * sizes["cp"] > 1:
+    if line["part"] not in ("lm", "b200_mx", "gb200_mx", "bf16") and dp * sizes["cp"] > 1:  # fp8 recipes gather in fp8
         settings |= {"fp8": True, "fp8_param_gather": True}
     micro = [int(line["micro_batch"])] if line["micro_batch"] else [1, 2, 4]
     chunks = [int(line["vpp"])] if line["vpp"] else [n for n in range(1, layers + 1) if layers % (n * pp) == 0]
@@ -143,8 +143,6 @@ def machines() -> dict[str, Machine]:
     return {"lm": Machine(hopper, older), **found}
 
 
-WIDE_GATHERS = ("lm", "b200_mx", "gb200_mx", "bf16")
-"""Parts whose recipes gather weights in 16 bits; those for fp8 gather in 8."""
 BLACKWELL = {"b200": ["gemm", "attention_efficiency"], "gb200": ["gemm"]}
 
 

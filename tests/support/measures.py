@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_461,
-    "megalite: files": 330,
+    "megalite: lines": 76_294,
+    "megalite: files": 315,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 70_526,
+    "tests: lines": 69_799,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_969,
+    "docs: words": 34_968,
 }
 
 
