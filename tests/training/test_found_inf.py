@@ -58,7 +58,7 @@ def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[
         if target.before_accumulation is not None:
             target.before_accumulation()
         assert target.main_grad is not None
-        target.main_grad.view(-1)[0] = value
+        target.main_grad.view(-1)[-1] = value
         arm(stage, pending)
 
     with pytest.MonkeyPatch.context() as patch:
