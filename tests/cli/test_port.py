@@ -274,19 +274,19 @@ def test_lists_in_megatron_yaml(tmp_path: Path) -> None:
 def test_one_error_names_all_unsupported_settings(capsys: Captured, tmp_path: Path) -> None:
     case = tmp_path / "model_config.yaml"
     refused = {
-        "--attention-output-gate": True,
+        "--qk-l2-norm": True,
         "--init-method-xavier-uniform": True,
         "--seed": "${SEED}",
         "--train-iters": "$(steps)",
-        "--linear-key-head-dim": 3,
+        "--dsa-indexer-topk": 3,
     }
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
     assert main(["port", str(case)]) == 2
     said = capsys.readouterr()
-    assert "--num-layers 12" in said.out and "--attention-output-gate" not in said.out
+    assert "--num-layers 12" in said.out and "--qk-l2-norm" not in said.out
     for part in (
         "there are 6 problems",
-        "--attention-output-gate is refused",
+        "--qk-l2-norm is refused",
         "--init-method-xavier-uniform is refused",
         "${SEED} has no value; give it by --set NAME=VALUE",
         "$(steps) has no value; replace it in the script by its output",
