@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, SavedBytes
+from megalite.config.model import LINEAR_CHUNK
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.models.context import AuxiliaryLosses
@@ -224,11 +225,11 @@ def test_bytes_of_experts_on_several_ranks_equal_the_plan(settings: dict[str, An
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_bytes_that_linear_attention_recomputes_equal_the_plan(precision: str) -> None:
-    changes = {"linear_attention_freq": [1, 1], "attention_output_gate": False}
+    changes = {"linear_attention_freq": [1, 1], "attention_output_gate": False, "seq_length": 4 * LINEAR_CHUNK}
     config = tiny_config(1, **{**GPT, **NEXT, **changes, "precision": precision})
     stage, plan = layers_alone(RankContext(0, {}), config)
     layer: Any = cast(Any, stage.layers["0"]).attention
-    packed = torch.ones(S, B, 4, sum(layer.channels), dtype=stage.factory.dtype).requires_grad_()
+    packed = torch.ones(4 * LINEAR_CHUNK, B, 4, sum(layer.channels), dtype=stage.factory.dtype).requires_grad_()
     with SavedBytes([packed, *stage.parameters()]) as saved:
         result = layer._core(packed, stage.context())
     assert recompute_workspace_bytes(config, plan) == pytest.approx(saved.now, rel=WITHIN) and result.shape[2] == 8
