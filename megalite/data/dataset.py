@@ -181,7 +181,7 @@ def permutation(count: int, *, seed: int, index: int, stream: int = 0, dtype: DT
 
     The low bits of each word, as many as a position needs, are replaced by the position, so that sorting the words in
     place also sorts the positions. 37 random bits are left for a hundred million; positions with equal random bits (one
-    in four thousand of those) are in ascending order. Needs 8·count bytes beside the result."""
+    in four thousand of those) are in ascending order. Needs 8·count bytes more than the result."""
     words = raw_draws(count, seed=seed, index=index, stream=stream)
     low = np.uint64((1 << max(count - 1, 0).bit_length()) - 1)
     for first in range(0, count, _BLOCK):
