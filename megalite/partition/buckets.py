@@ -299,6 +299,7 @@ def staging_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
     """Return whether each tp rank has a partial sum of the gradient of a parameter that it stores whole."""
     always = ("router.weight", "router.linear_bias", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
+    always += ("attention.norm.weight",)  # of linear attention's heads
     if shape.shard_dim is not None or shape.expert:
         return False
     if shape.name.endswith(always):
