@@ -26,12 +26,12 @@ def measures() -> dict[str, int]:
     rooms = sorted(count for path, count in lines["megalite"].items() if path.name != "__init__.py")
     pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/*.md")]
     return {
-        "megalite: lines": 76_295sum(lines["megalite"].values()),
+        "megalite: lines": sum(lines["megalite"].values()),
         "megalite: files": len(lines["megalite"]),
         "megalite: median file": round(statistics.median(rooms)),
         "megalite: longest file": rooms[-1],
         "megalite: small files with one importer": len(small_files()),
-        "tests: lines": 69_797sum(lines["tests"].values()),
+        "tests: lines": sum(lines["tests"].values()),
         "benchmarks: lines": sum(lines["benchmarks"].values()),
         "docs: words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
     }
