@@ -298,11 +298,10 @@ def staging_bytes(config: RunConfig, buckets: Sequence[PlannedBucket]) -> int:
 
 def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
     """Return whether each tp rank has a partial sum of the gradient of a parameter that it stores whole."""
-    always = ("router.weight", "router.linear_bias", "q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias")
-    always += ("attention.norm.weight",)  # of linear attention's heads
+    heads = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias", "attention.norm.weight")
     if shape.shard_dim is not None or shape.expert:
         return False
-    if shape.name.endswith(always):
+    if shape.name.endswith(("router.weight", "router.linear_bias", *heads)):
         return config.parallel.tp > 1
     in_region = ("out.bias", "down.bias", "q_down.weight", "kv_down.weight", "projection.weight")
     in_sequence_region = "norm." in shape.name or shape.name.endswith(in_region)
