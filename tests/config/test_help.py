@@ -37,6 +37,6 @@ def test_data_parallelism_page_names_and_links_settings() -> None:
     text = (DOCS / "data_parallel.md").read_text(encoding="utf-8")
     flags = {flag[2:] for setting in settings().values() for flag in setting.flags}
     shown = set(re.findall(r"--(?:no-)?([a-z0-9][a-z0-9-]+)", text))
-    others = {"bf16", "fp16", "dry-run", "fix", "nproc-per-node", "preset", "world-size"}
+    others = {"fp16", "dry-run", "fix", "nproc-per-node", "preset", "world-size"}
     assert shown - flags == others and len(shown & flags) >= 40
     assert "(config.md#data_parallel)" in text and "(config.md#optimizer)" in text
