@@ -110,7 +110,7 @@ DEBUG_FLAG, DEBUG_VARIABLE = "--debug", "MEGALITE_DEBUG"
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable that torchrun sets
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the file from which torchrun reads the error of a rank
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable with the file from which torchrun reads each rank's error
 
 _FULL, _LOCKED = "make room, or give another folder", "give a path that you may read and write"
 _REMEDIES = {

@@ -166,7 +166,7 @@ class Link:
         answer = torch.zeros(1, dtype=torch.int64)
         self._group.receive_async(answer, source=self._peer).wait()
         if answer == _REFUSED:
-            raise RuntimeError(f"{CLOSED}: the parameter server has lost a rank, or failed")
+            raise RuntimeError(f"{CLOSED}: the parameter server has lost one of its ranks, or failed")
         if answer == _NEWER:
             self._receive(weights)
 

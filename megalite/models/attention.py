@@ -151,7 +151,7 @@ class Attention(AttentionCore):
 
     Rows of `qkv` are ordered by group: its queries, its key, its value. With fewer groups than tp ranks, several ranks
     share a group and each has a part of its queries (`SharedHeads`). If the exchange of heads over cp (`a2a`) needs
-    more key heads than a rank has, they are repeated. With an output gate, the gates of a group follow its queries."""
+    more key heads than each rank has, they are repeated. With an output gate, the gates of a group follow its queries."""
 
     def __init__(
         self,

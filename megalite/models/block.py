@@ -49,13 +49,12 @@ class Block(Module):
         if config.pre_norms:
             self.attention_norm = Norm(f"{name}.attention_norm", config, factory=factory)
         attention: Any = Attention
+        settings: dict[str, Any] = {"cp_comm_type": cp_comm_type, "index": index}
         if config.is_linear_layer(index):
-            attention = imported("megalite.models.gated_delta:GatedDeltaNet")
+            attention, settings = imported("megalite.models.gated_delta:GatedDeltaNet"), {}
         elif config.multi_latent_attention:
             attention = imported("megalite.models.latent_attention:LatentAttention")
-        self.attention = attention(
-            f"{name}.attention", config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index
-        )
+        self.attention = attention(f"{name}.attention", config, factory=factory, recompute=recompute, **settings)
         if config.post_norms:
             self.attention_post_norm = Norm(f"{name}.attention_post_norm", config, factory=factory)
         if config.pre_norms:

@@ -30,25 +30,13 @@ class GatedDeltaNet(Module):
     With context parallelism an all-to-all splits the key heads over cp instead of the sequence, whatever `cp_comm_type`.
     The backward recomputes everything between the two projections."""
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        *,
-        factory: ParameterFactory,
-        recompute: Recompute,
-        cp_comm_type: str = "p2p",
-        index: int = 0,
-    ) -> None:
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
         super().__init__()
         self.name, self.cp, saves = name, factory.cp, recompute.saves
         self._in_qkv, self._in_core, self._in_proj = map(saves.runner, ("qkv_linear", "core_attn", "attn_proj"))
         keys, values, taps = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
-        self.key_size, self.value_size, self.values = (
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-            values // keys,
-        )
+        self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        self.values = values // keys  # value heads per key head
         self.convolved = 2 * self.key_size + self.values * self.value_size
         self.channels = self.convolved, self.values * self.value_size, self.values, self.values
         h, std = config.hidden_size, config.hidden_std

@@ -276,7 +276,7 @@ class Pass(NamedTuple):
 
 
 class RankUnits:
-    """fully-sharded: the buckets of a rank's stages, and the units in which they are gathered."""
+    """fully-sharded: the buckets of each rank's stages, and the units in which they are gathered."""
 
     def __init__(self, config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> None:
         self.buckets = {plan.stage: planned_buckets(config, plan, stages) for plan in plans}
@@ -324,7 +324,7 @@ def gather_counts(
 
 
 def whole_parameter_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
-    """Return the most bytes of gathered parameters on a rank with these stages: of two consecutive units, or of one
+    """Return the most bytes of gathered parameters per rank with these stages: of two consecutive units, or of one
     without overlap_param_gather. In a pipeline any pass may follow any other."""
     if not config.parallel.strategy.shards_parameters:
         return 0
@@ -359,7 +359,7 @@ def fp8_layer_bytes(config: RunConfig, index: int) -> int:
 
 
 def whole_gradient_bytes(config: RunConfig, plans: Sequence[StagePlan], stages: tuple[StagePlan, ...]) -> int:
-    """Return the most bytes of gradients being computed or reduced on a rank with these stages, without the shards that
+    """Return the most bytes of gradients being computed or reduced per rank with these stages, without the shards that
     it keeps. In a pipeline a backward of any stage may follow while gradients of the first are still being reduced."""
     if not (config.parallel.strategy.shards_parameters or config.data_parallel.shard_gradients):
         return 0

@@ -1,7 +1,7 @@
 """The pipeline of a config: placement, stages, schedule, program, costs, and the simulated time of a step.
 
 The time of a step of very many microbatches is extrapolated from shorter steps. That is exact only in a steady state, so the
-steady state is tested: a rank that is slightly slower than the others sets the pace only after the queues before it are
+steady state is tested: one rank that is slightly slower than the others sets the pace only after the queues before it are
 full, and until then a microbatch takes less time than it will."""
 
 from collections.abc import Callable, Hashable
@@ -348,7 +348,7 @@ class Clock:
         while count < wanted and p.schedule_name not in _WHOLE:
             timeline = self._simulate(self._aligned(count, self._period), costs)
             if count == most:
-                # No steady state: assume that a rank that is always busy stays busy in the added microbatches.
+                # No steady state: assume that ranks that are always busy stay busy in the added microbatches.
                 shorter = self._simulate(timeline.schedule.num_microbatches - self._period, costs)
                 return self._extended(timeline, shorter, at_least=max(timeline.busy))
             cycle = _cycle(timeline, self._period)

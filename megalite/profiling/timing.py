@@ -1,7 +1,7 @@
 """Times operations (warm-up, samples until a time window is full, median and spread), and fits constants to times.
 
 A sample repeats short operations, so that reading the clock and waiting for the device are negligible. On several ranks
-all windows open together: a rank's speed is measured while the others of its node compute as well, as in training."""
+all windows open together: each rank's speed is measured while the others of its node compute as well, as in training."""
 
 import itertools
 import math

@@ -122,7 +122,7 @@ class SharedHeads:
         groups: key/value heads; `tp.size` is a multiple of it.
         head_size: channels of a head.
         queries: query heads of a group; a multiple of the `tp.size // groups` ranks that share it.
-        gated: as many gates follow the queries; a rank receives those of its queries."""
+        gated: as many gates follow the queries; each rank receives those of its queries."""
 
     def __init__(self, tp: Group, groups: int, head_size: int, *, queries: int, gated: bool = False) -> None:
         sharing = tp.size // groups

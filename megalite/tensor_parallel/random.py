@@ -39,7 +39,7 @@ def fill_normal(tensor: Tensor, spec: ShardSpec, *, dim: int, std: float, seed: 
     Args:
         tensor: the local slice, of any float type and device; draws are in fp32.
         dim: the dimension along which blocks are drawn; the one that tensor parallelism splits, if any.
-        expert: dimension 0 is the experts, each drawn as a separate tensor: a rank draws only its own."""
+        expert: dimension 0 is the experts, each drawn as a separate tensor: each rank draws only its own."""
     if not expert:
         _fill_blocks(tensor, spec, dim, std, (seed, spec.name))
         return

@@ -51,7 +51,7 @@ def lost_ranks(group: Group) -> list[int]:
 
 
 class PeerLostError(RuntimeError):
-    """A rank that this rank needs is gone; the message names it."""
+    """A peer of this rank is gone; the message names it."""
 
 
 def is_failure_of_other_rank(error: BaseException) -> bool:

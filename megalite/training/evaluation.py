@@ -32,7 +32,7 @@ def read_batches(
 
     Raises:
         ConfigError: a rank cannot read its data; raised on every rank of `scope`.
-        StopRun: a rank was requested to stop; raised on every rank."""
+        StopRun: some rank was requested to stop; raised on every rank."""
     asked = 0 if stops is None else stops.number
     microbatches: list[Microbatch] = []
     fault: Exception | None = None

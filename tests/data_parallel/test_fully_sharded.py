@@ -166,7 +166,7 @@ def unit_steps(context: RankContext, dp: int, settings: Mapping[str, Any], steps
 
 
 def oracle(ranks: int, rank: int, steps: int) -> tuple[list[list[float]], list[torch.Tensor]]:
-    """Return a rank's losses and the final weights, by torch's AdamW over sums by microbatch and by rank."""
+    """Return the losses of one rank and the final weights, by torch's AdamW over sums by microbatch and by rank."""
     factory = ParameterFactory(tp=Group.solo("tp"), seed=3, dtype=torch.float32, device=torch.device("cpu"))
     weights = [factory.parameter(f"{unit}.weight", SHAPE, std=1.0) for unit in range(UNITS)]
     optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=DECAY, fused=True)

@@ -1,4 +1,4 @@
-"""Test the start of a rank: backends, the scheduling policy of CPU ranks, and torch's flight recorder."""
+"""Test the start of ranks: backends, the scheduling policy of CPU ranks, and torch's flight recorder."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Stops: signals and other requests, when a rank exits at once; a stopped run continues as if it had not stopped."""
+"""Stops: signals and other requests, when ranks exit at once; a stopped run continues as if it had not stopped."""
 
 import ctypes
 import json

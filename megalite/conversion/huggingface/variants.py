@@ -323,9 +323,8 @@ class GptOssExperts(ExpertKeys):
         yield WeightPiece(f"{there}.down_proj_bias", f"{here}.experts.down.bias", (experts, h))
 
 
-QWEN_NEXT: Mapping[str, Any] = MappingProxyType(
-    {"norm_zero_centered": True, "attention_output_gate": True}
-)  # settings of Qwen3-Next and Qwen3.5
+QWEN_NEXT: Mapping[str, Any] = MappingProxyType({"norm_zero_centered": True, "attention_output_gate": True})
+"""Settings of Qwen3-Next and Qwen3.5."""
 _KINDS = ("full_attention", "linear_attention")
 _LINEAR_SIZES = dict(zip(LINEAR_SIZES, (4, 128, 128, 16, 32), strict=True))  # their defaults
 
@@ -365,17 +364,9 @@ class Qwen3Next(LlamaLike):
         if not model.is_linear_layer(index):
             yield from super().mixer_pieces(model, index, layer, here)
             return
-        h, heads, values, (convolved, _projected) = (
-            model.hidden_size,
-            model.linear_num_key_heads,
-            model.linear_num_value_heads,
-            model.linear_channels,
-        )
-        there, key, value = (
-            f"{layer}.linear_attn",
-            model.linear_key_head_dim,
-            values // heads * model.linear_value_head_dim,
-        )
+        h, heads, values = model.hidden_size, model.linear_num_key_heads, model.linear_num_value_heads
+        there, (convolved, _) = f"{layer}.linear_attn", model.linear_channels
+        key, value = model.linear_key_head_dim, values // heads * model.linear_value_head_dim
         # Ends of a key head's channels: query, key, values, output gates, strengths and decays.
         ends = list(itertools.accumulate((key, key, value, value, values // heads, values // heads), initial=0))
 

@@ -91,7 +91,7 @@ class _CostsFile:
 class CostTable(_CostsFile):
     """Costs that do not depend on the number of stages per rank, so that one table serves several schedules.
 
-    Default without a file: forward, input gradient and weight gradient of a rank's share cost 1 each."""
+    Default without a file: forward, input gradient and weight gradient of each rank's share cost 1 each."""
 
     forward: PerStage = 1.0
     input_grad: PerStage | None = 1.0

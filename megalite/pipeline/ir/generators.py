@@ -1,7 +1,7 @@
 """Build schedules, as pure functions of sizes: the named ones, forward-only ones, and with recompute ahead.
 
 One stage per rank: GPipe, 1F1B, ZB-H1 and ZB-H2. Several: interleaved 1F1B, looped breadth-first, ZB-V and DualPipeV.
-In a loop, chunk c of a rank is stage c * num_ranks + rank."""
+In a loop, chunk c of rank r is stage c * num_ranks + r."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -354,8 +354,8 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
 
     On any other placement microbatch i enters v slots after microbatch i-1, with v the largest number of stages on a
     rank, and stage s runs in slot v i + d(s): d(s) is the first slot after d(s-1) that no earlier stage of the rank
-    uses, modulo v. This is a legal run, so it cannot deadlock, and each message waits less than v slots. A rank with v
-    stages never idles in between. On a V, d(s) = s: the makespan is (2m + 2p-2) stage forwards, which is optimal, since
+    uses, modulo v. This is a legal run, so it cannot deadlock, and each message waits less than v slots. Ranks with v
+    stages never idle in between. On a V, d(s) = s: the makespan is (2m + 2p-2) stage forwards, which is optimal, since
     p-1 stages come before the 2m forwards of the last rank and p-1 after them."""
     num_ranks = max(placement) + 1
     looped = tuple(placement) == loop_placement(num_ranks, max(len(placement) // num_ranks, 1))

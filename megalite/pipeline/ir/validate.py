@@ -96,7 +96,7 @@ def _check_sizes(program: Program) -> None:
     if min(sizes) < 1:
         wrong = "ranks, stages, microbatches and send window are {}, {}, {}, {}; each must be 1 or more".format(*sizes)
     elif not set(schedule.placement) <= set(range(schedule.num_ranks)):
-        wrong = f"placement {schedule.placement} names a rank beyond 0 to {schedule.num_ranks - 1}"
+        wrong = f"placement {schedule.placement} names ranks beyond 0 to {schedule.num_ranks - 1}"
     elif len(program.actions) != schedule.num_ranks:
         wrong = f"there are {len(program.actions)} action lists for {schedule.num_ranks} ranks"
     if wrong:

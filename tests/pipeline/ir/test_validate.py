@@ -252,7 +252,7 @@ def test_program_must_match_its_schedule_and_sizes() -> None:
         validate(replace(program, schedule=replace(program.schedule, actions=(program.schedule.actions[0], swapped))))
     for change, message in (
         ({"placement": (0,)}, "there is no stage 1: stages are 0 to 0"),
-        ({"placement": (0, 2)}, "names a rank beyond 0 to 1"),
+        ({"placement": (0, 2)}, "names ranks beyond 0 to 1"),
         ({"actions": (*program.schedule.actions, ())}, "2 action lists for 3 ranks"),
         ({"num_microbatches": 0}, "must be 1 or more"),
     ):
