@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalite.cli.generate import layout_of, open_model
+from megalite.cli.generate import DTYPES, layout_of, open_model
 from megalite.config.errors import ConfigError
 from megalite.generation.continuation import GrowingText, Sampling
 from megalite.generation.generate import Chain, generate_batch
@@ -50,6 +50,10 @@ class MegaliteLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal():
             raise ConfigError(f"batch_size is {batch_size}; give a number, e.g. 8")
+        if min(tp, pp) < 1:
+            raise ConfigError(f"tp is {tp} and pp {pp}; give numbers of at least 1")
+        if dtype not in (None, *DTYPES):
+            raise ConfigError(f"dtype is {dtype}; give one of {', '.join(DTYPES)}")
         launch, axes = Launch.from_environment(), {"tp": tp, "pp": pp, "cp": 1, "ep": 1}
         tokenizer = {"tokenizer_model": tokenizer_model, "tiktoken_pattern": tiktoken_pattern}
         flags = Namespace(load=load, ckpt_step=ckpt_step, weights="trained", dtype=dtype, **axes, **tokenizer)

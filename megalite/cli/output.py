@@ -2,8 +2,8 @@
 closed or unable to encode the text.
 
 A user's mistake or a system error exits with status 2. Any other error is a bug of megalite: the line says so and names
-the place, and the status is 70. `--debug` with any command, or MEGALITE_DEBUG=1, adds the traceback. No other module
-catches errors for that."""
+the place, and the status is 70. No other module turns errors into statuses. `--debug` with any command, or
+MEGALITE_DEBUG=1, adds the traceback."""
 
 import errno
 import io

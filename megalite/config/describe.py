@@ -104,7 +104,8 @@ class Setting:
         if self.type is bool:
             return [self.flags[0] if value else self.off]
         values = value if isinstance(value, list) else ["none" if value is None else value]
-        return [self.flags[0], *(f"{each:.12g}" if isinstance(each, float) else str(each) for each in values)]
+        words = (str(each).removesuffix(".0") if isinstance(each, float) else str(each) for each in values)
+        return [self.flags[0], *words]
 
     @property
     def shipped(self) -> tuple[str, ...]:

@@ -104,8 +104,8 @@ class MegatronDataset(OneIndex, DocumentDataset):
         return self._read(self.arrays["document_index"], position, offset, self.seq_length + 1)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
-        """Store the index, which is that of all epochs. Raises ConfigError as `GPTDataset.prepare`, and if there are fewer
-        than `stop` samples."""
+        """Store the index, which is that of all epochs, and return its entry, or None if it is small. Raises ConfigError as
+        `GPTDataset.prepare`, and if there are fewer than `stop` samples."""
         _require_below(self.name, max(stop - 1, 0), len(self))
         return self._keep()
 

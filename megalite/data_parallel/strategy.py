@@ -469,17 +469,17 @@ class AllReduce(DataParallelStrategy):
         return self.channel(bucket).all_reduce_async(bucket.grad)
 
 
-_MORE = "megalite.data_parallel.compression"
+_COMPRESSION = "megalite.data_parallel.compression"
 
 
 def strategy_class(config: RunConfig) -> type[DataParallelStrategy]:
     """Return the class of `dp_strategy`, or of compression or of a 1-bit optimizer's exchange if configured."""
     if config.data_parallel.grad_compression != "none":
-        path = f"{_MORE}:CompressedAllReduce"
+        path = f"{_COMPRESSION}:CompressedAllReduce"
     elif config.optimizer.optimizer == "zero-one-adam":
-        path = f"{_MORE}:LocalMomentumExchange"
+        path = f"{_COMPRESSION}:LocalMomentumExchange"
     elif config.optimizer.optimizer in ONEBIT_OPTIMIZERS:
-        path = f"{_MORE}:MomentumExchange"
+        path = f"{_COMPRESSION}:MomentumExchange"
     else:
         return STRATEGIES.get(config.parallel.dp_strategy)
     return imported(path)

@@ -82,6 +82,7 @@ def plan(job: PreprocessJob) -> Plan:
     return Plan(inputs, tokenizer)
 
 
+# `sft` is imported by name, because it loads jinja2.
 def _piece_tokenizer(job: PreprocessJob) -> type[PieceTokenizer]:
     return imported("megalite.preprocess.sft:ExampleTokenizer") if job.sft else PieceTokenizer
 

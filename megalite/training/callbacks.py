@@ -1,5 +1,6 @@
 """Runs a user's code between the steps: `Trainer(config, callbacks=[...])`."""
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,7 +80,7 @@ def _require_callback(given: object) -> None:
         raise ConfigError(f"callbacks take instances of subclasses of megalite.Callback, got {given!r}")
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(given):
-        if name.startswith("on_") and name not in hooks and callable(getattr(given, name)):
+        if name.startswith("on_") and name not in hooks and callable(inspect.getattr_static(given, name)):
             kind = type(given).__name__
             raise ConfigError(
                 f"callback {kind}: {name} is not a hook{nearest(name, hooks)} (one of {', '.join(hooks)})"

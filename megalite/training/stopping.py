@@ -33,7 +33,7 @@ class Ending:
     `interrupted` by Ctrl-C; `failed`."""
     reason: str
     step: int | None  # steps since the very first start; None if it ended before it looked for a checkpoint
-    exit_code: int  # one of `config.errors`
+    exit_code: int  # an exit status of `config.errors`
 
     @classmethod
     def finished(cls, step: int) -> "Ending":

@@ -48,5 +48,8 @@ def test_flat_and_sectioned_values() -> None:
 
 
 def test_words_set_a_value() -> None:
-    found = [settings()[name].words(value) for name, value in {"tie_embeddings": False, "lr": 1e-3, "tp": 2}.items()]
-    assert found == [["--no-tie-embeddings"], ["--lr", "0.001"], ["--tp", "2"]]
+    found = [
+        settings()[name].words(value)
+        for name, value in {"tie_embeddings": False, "lr": 0.00012345678901234, "tp": 2}.items()
+    ]
+    assert found == [["--no-tie-embeddings"], ["--lr", "0.00012345678901234"], ["--tp", "2"]]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.conversion.open import load_model
 from megalite.generation.generate import Chain
 from megalite.generation.likelihood import Scored, likelihoods
@@ -128,6 +129,9 @@ def test_harness_numbers_equal_those_of_transformers(
     def ask(model: Any, kind: str, *args: Any) -> Any:
         return getattr(model, kind)([Instance(kind, {}, args, 0)])[0]
 
+    for wrong, said in (({"tp": 0}, "tp is 0"), ({"dtype": "bfloat16"}, "dtype is bfloat16; give one of .*bf16")):
+        with pytest.raises(ConfigError, match=said):
+            MegaliteLM(load=str(llama), **wrong)
     us = MegaliteLM(load=str(llama))
     them = lm_eval.api.registry.get_model("hf")(pretrained=str(llama), device="cpu")
     assert ask(us, "loglikelihood", "", TEXT[:20]) == pytest.approx(ask(them, "loglikelihood", "", TEXT[:20]), rel=1e-5)

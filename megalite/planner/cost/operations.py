@@ -252,18 +252,17 @@ def linear_attention(price: Pricing) -> PassCosts:
     batch = work.tokens * heads / chunk
     core = price.passes(20.0 * work.exact, 30.0 * work.exact, work.tokens * width, 30.0)
     core = core + price.passes(8.0 * work.exact, 10.0 * work.exact, work.tokens * heads * chunk, 6.0)
-    inside = (
-        price.gemm(chunk, dk + dv, chunk, batch, times=0.5) * 2.0 + price.gemm(chunk, chunk, dk, batch, times=0.5) * 2.0
-    )
-    across = price.gemm(chunk, dv, dk, batch, times=0.5) * 3.0
-    core = core + PassCosts(inside + across, (inside + across) * 2.0, Parts())
+    products = price.gemm(chunk, dk + dv, chunk, batch, times=0.5) * 2.0  # in chunks; then from and to the state
+    products = products + price.gemm(chunk, chunk, dk, batch, times=0.5) * 2.0
+    products = products + price.gemm(chunk, dv, dk, batch, times=0.5) * 3.0
+    core = core + PassCosts(products, products * 2.0, Parts())
     there, back = (
         collective_seconds("all-to-all", work.tokens * each * work.element, work.cp, work.tp, price.cluster)
         for each in (width, heads * dv)
     )
     exchange = PassCosts(Parts(context=there + back), Parts(context=there + back), Parts())
-    products = price.linear(work.tokens, width, work.hidden) + price.linear(work.tokens, work.hidden, heads * dv)
-    return products + core + PassCosts(Parts(), core.forward, Parts()) + exchange
+    layers = price.linear(work.tokens, width, work.hidden) + price.linear(work.tokens, work.hidden, heads * dv)
+    return layers + core + PassCosts(Parts(), core.forward, Parts()) + exchange
 
 
 def latent_width(work: Workload) -> Number:

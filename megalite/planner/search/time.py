@@ -333,7 +333,8 @@ def _ramp(pipelines: Sequence[Pipeline], busiest: Floats, totals: tuple[Floats, 
         else:
             f, i, w = forward[row], inputs[row], weights[row]
             early = each[row] * (np.minimum(f, i) if v == 2 else w)
-            found[row] = np.maximum(f * (p - 1.0) / (p * v), least[row] - early)
+            hop = np.maximum(f, f + i - w) if schedule == "zb-h1" else f
+            found[row] = np.maximum(hop * (p - 1.0) / (p * v), least[row] - early)
     return np.maximum(found, least - (m - 1) * busiest)
 
 

@@ -58,6 +58,16 @@ def test_times_with_few_microbatches(schedule: str, rel: float) -> None:
     assert_near(flags.replace("batch-size 64", "batch-size 16"), rel, 8)
 
 
+def test_times_of_zb_h1_on_two_ranks() -> None:
+    """The first gradient waits for an input gradient longer than a weight gradient."""
+    flags = (
+        "--preset gpt3-1.3b --cluster dgx-h100 --gpus 8 --global-batch-size 64 --max-memory 10TB --fix tp=1 --fix pp=2"
+    )
+    assert_near(
+        f"{flags} --fix strategy=distributed-optimizer --fix recompute=none --fix mbs=1,2,4 --fix schedule=zb-h1", 0.01
+    )
+
+
 def test_times_with_messages_between_chunks(tmp_path: Path) -> None:
     """A few more microbatches than ranks do not fill a chunk's way over slow links."""
     found = load_cluster("dgx-a100")
