@@ -303,6 +303,17 @@ class ModelConfig:
         return self.num_attention_heads // self.query_groups * (1 + self.attention_output_gate) + 2
 
     @property
+    def fused_rows(self) -> dict[str, tuple[int, ...]]:
+        """End of a tensor's name -> rows of the matrices in it, one after the other for each key head."""
+        d, queries = self.head_size, self.num_attention_heads // self.query_groups * self.head_size
+        found = {".attention.qkv.weight": (queries, *[queries] * self.attention_output_gate, d, d)}
+        if self.linear_attention_freq is not None:
+            key, each = self.linear_key_head_dim, self.linear_num_value_heads // self.linear_num_key_heads
+            values = each * self.linear_value_head_dim
+            found[".attention.in_proj.weight"] = (key, key, values, values, each, each)
+        return found
+
+    @property
     def linear_channels(self) -> tuple[int, int]:
         """Channels of a layer with linear attention: those with a convolution, and all that are projected."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim

@@ -220,7 +220,7 @@ class OptimizerConfig:
     """muon: factor on the update of [r, c]: √max(r, c) (spectral), √max(1, r/c) (shape_scaling), √(r/c)
     (unit_rms_norm)."""
     muon_split_qkv: bool = option(True)
-    """muon: treat queries, keys and values of a layer as three matrices instead of one."""
+    """muon: treat queries, keys, values and their gates in a layer as separate matrices instead of one."""
     soap_frequency: int = option(10, at_least=1)
     """soap, one-sided-soap: updates between recomputations of the eigenbases."""
     qk_clip: bool = option(False)

@@ -56,7 +56,9 @@ class CompressedAllReduce(AllReduce):
         self._codecs: dict[Bucket, Codec] = {
             bucket: make(bucket, self.channel(bucket))
             for bucket in self.all_buckets()
-            if bucket.kind.decay and self.channel(bucket).size > 1
+            if self.channel(bucket).size > 1
+            and bucket.kind.decay
+            and any(len(placed.parameter.info.spec.global_shape) > 1 for placed in bucket.placed)
         }
         self._break_even = BreakEven(
             self, self._codecs, make, warmup=0.0, name=f"grad_compression {name}", all_alike=True

@@ -269,14 +269,14 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]], sampling
 class Batch:
     """A batch of continuations that are processed together. Each step produces one token per row.
 
-    The first step processes the prompts, padded at the end to the longest; attention is causal, so no mask is needed.
+    The first step processes the prompts, padded at the end to the longest; layers with linear attention skip the padding.
     Later steps process one token per row, each at its own position. Rows that have ended are removed.
 
     `rows`: at least one. `max_new_tokens`: per row."""
 
     def __init__(self, rows: Sequence[Continuation], max_new_tokens: int) -> None:
         self.rows = list(rows)
-        self.lengths = [0 for _ in rows]  # tokens of each row in the KV cache
+        self.lengths = [0 for _ in rows]  # tokens of each row in the cache
         self.cache = KeyValueCache(max(len(row.prompt) for row in rows) + max_new_tokens)
         self.chosen: torch.Tensor | None = None  # on the last stage: int64 [b], tokens of the last step
         self.seen: torch.Tensor | None = None  # on the last stage, for a repetition penalty: boolean [b, vocab_size]

@@ -59,7 +59,7 @@ class GatedDeltaNet(Module):
 
         Collectives, forward and backward: those of the two linear layers and two all-to-alls over cp."""
         packed = self._in_qkv(self._project, x, context)
-        if torch.is_grad_enabled():
+        if cache is None and torch.is_grad_enabled():
             mixed = self._in_core(recomputed, self._core, packed, context)
         else:
             mixed = self._core(packed, context, cache)
@@ -159,7 +159,7 @@ def delta_rule(
         state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
         offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
 
-    Returns the outputs [b, key heads, r, s, dv] and S after the last token."""
+    Returns the outputs [b, key heads, r, s, dv] and, without offsets, S after the last token."""
     length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
     padding = -length % size
     q, k = (F.pad(each, (0, 0, 0, padding)).unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))

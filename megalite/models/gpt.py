@@ -268,7 +268,7 @@ class GPTStage(Module):
     def generation_context(self, length: int, lengths: Sequence[int] | None = None) -> ForwardContext:
         """Build the context of the first `length` tokens of texts that may get longer; no dropout; cp must be 1.
 
-        `lengths`: tokens of each row before its padding, if the next tokens will be generated; None: unknown."""
+        `lengths`: tokens of each row before its padding, if tokens follow; None: all."""
         positions = torch.arange(length, device=self.device)
         visibility = Visibility(window=self._window(length))
         places: dict[str, Any] = {"spans": (((0, length),),), "positions": positions, "position_ids": positions}

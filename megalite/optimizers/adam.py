@@ -16,7 +16,7 @@ from megalite.optimizers.base import Context, Exchange, FlatParameter, FlatPart,
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv 1711.05101), except for norms and biases.
+    """Adam with decoupled weight decay (arXiv 1711.05101), of the parameters that decay.
 
     Its kernel also clips, and rounds the new parameters to the model's precision."""
 

@@ -336,7 +336,7 @@ def check_states(name: str, optimizer: Optimizer) -> None:
 class SGD(Optimizer):
     """Steps by b = μb + g,  x = (1 - lr·λ)x - lr·b; Nesterov's form steps by g + μb instead of b.
 
-    Weight decay is decoupled, as in AdamW here, and does not apply to norms and biases. torch's SGD adds λx to the
+    Weight decay is decoupled, as in AdamW here. torch's SGD adds λx to the
     gradient instead, which momentum accumulates to λ/(1-μ); decoupled, `--weight-decay` means the same with every
     optimizer. The buffer starts at 0, and there is no dampening, as in torch."""
 

@@ -3,6 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -173,7 +174,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
 }
 """Factors of `muon_scale_mode`, by arXiv 2502.16982, Keller Jordan and Jeremy Bernstein."""
-FUSED = ".attention.qkv.weight"  # queries, keys and values in one tensor, group by group
 EPS = 1e-7  # least divisor when a matrix is normalized
 
 
@@ -202,10 +202,10 @@ class Muon(MatrixOptimizer):
 
     With s = √max(r, c), the mode `spectral`, the root mean square of a full-rank update is muon_scale, about that of AdamW,
     so AdamW's learning rate and weight decay fit. Without Nesterov, b is orthogonalised. AdamW steps embeddings, head,
-    norms and biases. Queries, keys and values of a layer are separate matrices unless `muon_split_qkv` is off; gate and up
-    projection, and the matrices of each expert, are always separate.
+    norms and biases. Queries, keys, values and their gates are separate matrices unless `muon_split_qkv` is off; gate and
+    up projection, and the matrices of each expert, are always separate.
 
-    `fused`: rows of queries, key and value per group in a fused matrix; None: it is stepped as one matrix."""
+    `fused`: end of a tensor's name -> rows of the matrices in it per group; other tensors are one matrix."""
 
     needs_states_after = False
 
@@ -215,16 +215,14 @@ class Muon(MatrixOptimizer):
         config: OptimizerConfig,
         *,
         group: Group,
-        fused: tuple[int, int, int] | None = None,
+        fused: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         super().__init__(parameters, config, ["momentum_buffer"], group=group)
         self._fused = fused
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
-        model, fused = config.model, None
-        if config.optimizer.muon_split_qkv:
-            fused = model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
+        fused = config.model.fused_rows if config.optimizer.muon_split_qkv else {}
         return cls(parameters, config.optimizer, group=group_of(context), fused=fused)
 
     def _before(self, piece: FlatPart) -> Sequence[torch.Tensor]:
@@ -235,12 +233,13 @@ class Muon(MatrixOptimizer):
     def _work(self, matrix: Matrix, wholes: Sequence[torch.Tensor]) -> None:
         (whole,) = wholes
         parts: Sequence[torch.Tensor] = [whole]
-        if self._fused is not None and matrix.key[0].endswith(FUSED):
-            parts = whole.view(-1, sum(self._fused), matrix.columns).split(self._fused, dim=1)
+        for end, rows in self._fused.items():
+            if matrix.key[0].endswith(end):
+                parts = whole.view(-1, sum(rows), matrix.columns).split(rows, dim=1)
         for part in parts:
-            rows = part.reshape(-1, matrix.columns)
-            scale = self.config.muon_scale * SCALES[self.config.muon_scale_mode](*rows.shape)
-            part.copy_(orthogonalise(rows, self.config.muon_steps).mul_(scale).view(part.shape))
+            one = part.reshape(-1, matrix.columns)
+            scale = self.config.muon_scale * SCALES[self.config.muon_scale_mode](*one.shape)
+            part.copy_(orthogonalise(one, self.config.muon_steps).mul_(scale).view(part.shape))
 
     def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:
         if piece.flat.decay:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.data_parallel.compression import CompressedAllReduce
 from megalite.optimizers.schedules import Progress
 from tests.data_parallel.compression.oracles import EightBits, Largest, LowRank
 from tests.data_parallel.toy import SHAPES, ToyRun, assert_same, gradient, initial, padded
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config, words
+from tests.support.tiny import LLAMA, Runner, assemble, build, local_parts, tiny_config, words
 
 CODECS = ("onebit", "uint8", "topk", "powersgd")
 
@@ -147,3 +148,23 @@ def test_network_learns_and_copies_stay_equal(layout: dict[str, Any], names: tup
         assert losses[0] - losses[-1] > SHARE[name] * (plain[0] - plain[-1]), name
         assert all(found["losses"] == losses and found["states"] for found in ranks)
         assemble([found["weights"] for found in ranks])
+
+
+def compressed_names(context: RankContext) -> list[str]:
+    settings = {
+        **LLAMA,
+        "num_layers": 2,
+        "qk_norm": True,
+        "apply_wd_to_qk_layernorm": True,
+        "grad_compression": "powersgd",
+    }
+    replica = build(context, tiny_config(2, dp=2, **settings))
+    assert isinstance(replica.strategy, CompressedAllReduce)
+    buckets = replica.strategy._codecs
+    replica.strategy.close()
+    return [placed.parameter.info.spec.name for bucket in buckets for placed in bucket.placed]
+
+
+def test_decayed_norms_are_sent_whole() -> None:
+    for names in run_ranks(2, compressed_names):
+        assert "layers.0.attention.qkv.weight" in names and "layers.0.attention.q_norm.weight" not in names

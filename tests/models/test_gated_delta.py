@@ -129,6 +129,10 @@ def test_cached_state_gives_the_logits_of_the_whole_text() -> None:
             logits = stage(next_tokens[:, None], stage.next_token_context(lengths), cache=cache)
             for place, row in enumerate(rows):
                 torch.testing.assert_close(logits[0, place], wanted[row][lengths[place], 0], rtol=1e-9, atol=1e-11)
+    cache = KeyValueCache(limit=80)
+    with_gradients = stage(prompts, stage.generation_context(70, texts), cache=cache)
+    torch.testing.assert_close(with_gradients[69, 0], wanted[0][69, 0], rtol=1e-9, atol=1e-11)
+    assert cache.state("layers.0.attention")[1].shape[0] == 3
 
 
 def test_initial_values_are_the_same_in_every_layout() -> None:

@@ -39,6 +39,9 @@ PRESETS = list({repr(tiny_preset(name)): name for name in preset_names()}.values
 
 MODELS = {name: tiny_preset(name) for name in PRESETS}
 MODELS["decayed norms"] = varied(GPT, qk_norm=True, apply_wd_to_qk_layernorm=True)
+MODELS["linear attention, LayerNorm, decayed norms"] = varied(
+    MODELS["qwen3-next-80b-a3b"], normalization="LayerNorm", apply_wd_to_qk_layernorm=True
+)
 MODELS["decayed norms, all heads"] = varied(MODELS["olmo3-7b"], apply_wd_to_qk_layernorm=True)
 
 

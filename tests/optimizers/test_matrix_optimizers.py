@@ -1,12 +1,14 @@
 """Compare Muon and SOAP over flat shards with formulas matrix by matrix, and AdamW for the other tensors."""
 
 import math
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import SQUARES, OptimizerConfig
 from megalite.optimizers.adam import AdamW
 from megalite.optimizers.matrix_optimizers import SHIFT, SOAP, Muon, orthogonalise
@@ -116,19 +118,35 @@ def test_zero_gradient_gives_no_update() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("mode", ["spectral", "shape_scaling", "unit_rms_norm"])
-def test_queries_keys_and_values_are_separate_matrices(mode: str, nesterov: bool) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["qkv", "in_proj"])
+def test_matrices_in_one_tensor_are_stepped_apart(kind: str, gated: bool, mode: str, nesterov: bool) -> None:
     """There are two groups with two queries each and heads of three channels; each mode has a different scale."""
-    name, first, others = "layers.0.attention.qkv.weight", drawn(0, 24, 8), {"norm": drawn(1, 5)}
+    model = ModelConfig(
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=3,
+        attention_output_gate=gated,
+        linear_attention_freq=[2],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    wanted_rows = (3, 3, 10, 10, 2, 2) if kind == "in_proj" else (6, 6, 3, 3) if gated else (6, 3, 3)
+    size = sum(wanted_rows)
+    name, first, others = f"layers.0.attention.{kind}.weight", drawn(0, 2 * size, 8), {"norm": drawn(1, 5)}
     settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}
     config = OptimizerConfig(optimizer="muon", muon_scale=0.5, **settings)
     matrices = flat_of({name: first}, decay=True, orthogonal=True)
-    muon = Muon([matrices, flat_of(others, decay=False)], config, group=Group.solo("all"), fused=(6, 3, 3))
-    grad = drawn(2, 24, 8)
+    muon = Muon([matrices, flat_of(others, decay=False)], config, group=Group.solo("all"), fused=model.fused_rows)
+    grad = drawn(2, 2 * size, 8)
     set_gradients(muon.parameters, {name: grad, "norm": others["norm"]})
     muon.step(update(1))
-    rows = torch.arange(24)
+    place, ends = torch.arange(2 * size) % size, list(accumulate(wanted_rows, initial=0))
     wanted = first * (1 - update(1).lr * update(1).weight_decay)
-    for chosen in (rows % 12 < 6, (rows % 12 >= 6) & (rows % 12 < 9), rows % 12 >= 9):
+    for start, stop in pairwise(ends):
+        chosen = (place >= start) & (place < stop)
         r = int(chosen.sum())
         factor = {"spectral": max(r, 8) ** 0.5, "shape_scaling": max(1, r / 8) ** 0.5, "unit_rms_norm": (r / 8) ** 0.5}
         made = newton_schulz(grad[chosen] * (0.1 + 0.9 * 0.1 if nesterov else 0.1))

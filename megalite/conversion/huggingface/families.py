@@ -62,6 +62,7 @@ _QWEN_NEXT: dict[str, Any] = {
     "qk_norm": True,
     "partial_rotary": 0.25,
     "fixed": QWEN_NEXT,
+    "activations": {"silu": "swiglu"},  # of linear attention too, where we have no other
 }
 _GLM: dict[str, Any] = {
     "max_positions": 131072,

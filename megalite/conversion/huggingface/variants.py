@@ -353,7 +353,7 @@ class Qwen3Next(LlamaLike):
         if any(linear):
             settings |= {name: file.integer(name, default) for name, default in _LINEAR_SIZES.items()}
             settings["experimental_attention_variant"] = "gated_delta_net"
-            settings["linear_attention_freq"] = layers_without(linear, listed=0) or [1] * layers
+            settings["linear_attention_freq"] = layers_without(linear, listed=0) or [layers + 1]
         return settings
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:

@@ -244,8 +244,8 @@ def attention_projections(price: Pricing) -> PassCosts:
 
 
 def linear_attention(price: Pricing) -> PassCosts:
-    """Price the projections of linear attention, and what is between them in fp32: the convolution of 4 tokens, about 20
-    passes over the channels, products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
+    """Price the projections of linear attention, and what is between them in fp32: passes over the channels, as
+    many as assumed here, products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
     work, chunk = price.work, float(LINEAR_CHUNK)
     heads, dv, dk = work.linear_values / work.tp, work.linear_value_size, work.linear_key_size
     width = work.linear_channels / work.tp

@@ -200,8 +200,9 @@ def matrix_flops(config: RunConfig, shape: ParameterShape) -> float:
         rotations = 8.0 * rows * columns * sum(sides)
         return rotations + sum((2.0 + 8.0 / 3.0) * n**3 for n in sides) / optimizer.soap_frequency
     parts = [rows]
-    if optimizer.muon_split_qkv and shape.name.endswith(".attention.qkv.weight"):
-        parts = [heads * model.head_size for heads in (model.num_attention_heads, *[model.query_groups] * 2)]
+    for end, split in model.fused_rows.items() if optimizer.muon_split_qkv else ():
+        if shape.name.endswith(end):
+            parts = [part * (rows // sum(split)) for part in split]
     least = [(min(part, columns), max(part, columns)) for part in parts]
     return sum(optimizer.muon_steps * (4.0 * r**2 * c + 2.0 * r**3) for r, c in least)
 

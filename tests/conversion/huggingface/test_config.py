@@ -197,6 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["full_attention"] * 29},
         "it must be full_attention or linear_attention for each of 30",
     ),
+    ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is true; only false"),
     ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "is 'yarn'; it must be default"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window is true; only false"),

@@ -24,6 +24,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fully-sharded": {"dp_strategy": "fully-sharded"},
 }
 
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 2"
+)
 GROUPED = f"{TINY} --num-query-groups 2 --cp-comm-type"
 HIERARCHICAL = f"{GROUPED} a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
@@ -157,6 +161,7 @@ def assert_all_legal(request: Request, eps: tuple[int, ...], schedules: tuple[st
         (f"{TINY.replace('length 64', 'length 36')} --gpus 8 --fix tp=4 --fix cp=2 --fix pp=1", 60),
         (f"{TINY} --gpus 4 --optimizer lamb --recompute-modules core_attn mlp", 80),
         (f"{EXPERTS} --gpus 16 --fix dp_instances=2,4", 80),
+        (f"{TINY} --gpus 8 {LINEAR}", 80),
         (f"{EXPERTS} --gpus 32 --fix optimizer_cpu_offload=true --fix cpu_offloading_num_layers=2,4", 80),
     ],
 )
