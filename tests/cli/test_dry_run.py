@@ -8,6 +8,7 @@ import pytest
 
 from megalite.cli.dry_run import dry_run, format_report, report, world_size_of
 from megalite.cli.train import main
+from megalite.config.describe import sectioned
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
@@ -17,7 +18,7 @@ from megalite.partition.memory import USUAL_MEMORY, within_memory
 SMALL = "--num-layers 6 --hidden-size 64 --vocab-size 512 --train-iters 30 --global-batch-size 16 --bf16"
 TINY = f"--dry-run {SMALL} --tp 2 --pp 2 --vpp 2 --world-size 8"
 TRILLION = (
-    "--dry-run --preset gpt-1t --tp 8 --pp 8 --world-size 64 --global-batch-size 64 --bf16 --sequence-parallel "
+    "--dry-run --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --global-batch-size 3072 --bf16 --sequence-parallel "
     "--recompute-granularity full"
 )
 
@@ -64,7 +65,7 @@ def test_auto_names_the_smallest_device_with_this_schedule() -> None:
 
 def test_flops_equal_the_paper() -> None:
     """96·B·s·L·h²·(1 + s/6h + V/16Lh) is the numerator of Narayanan et al. 2021."""
-    batch, s, layers, h, vocabulary = 64, 2048, 128, 25600, 51200
+    batch, s, layers, h, vocabulary = 3072, 2048, 128, 25600, 51200
     published = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
     found = report_of(TRILLION)["model"]
     assert found["flops_per_step_with_recompute"] == pytest.approx(published, rel=1e-12)
@@ -237,3 +238,13 @@ def test_dry_run_does_not_enumerate_ranks(monkeypatch: pytest.MonkeyPatch, capsy
     assert " 512 of 195 [0 8 16 24 ... 1552] [1 9 17 25 ... 1553] " in " ".join(text.split())
     assert main([*HUGE.split(), "--rank", "99839"]) == 0
     assert capsys.readouterr().out.startswith("Rank 99839 of 99840: tp 7, cp 0, dp 194, pp 63\n")
+
+
+def test_json_contents() -> None:
+    found = report_of(TINY)
+    assert found["layout"]["groups"]["pp"]["ranks"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found["layout"]["ranks"][5] == {"rank": 5, "tp": 1, "cp": 0, "dp": 0, "pp": 1}
+    assert [(each["pipeline_rank"], each["layers"]) for each in found["stages"]] == [(0, 2), (1, 2), (0, 1), (1, 1)]
+    assert (found["schedule"]["microbatches"], found["schedule"]["virtual_stages"]) == (8, 4)
+    invocation = parse_arguments(TINY.split())
+    assert found["config"] == sectioned(validate(invocation.config, 8, invocation.explicit))

@@ -206,3 +206,9 @@ def test_memory_above_the_limit_is_an_error(costs: str, limit: str, says: tuple[
     assert said.startswith("error: schedule 1f1b: 0F2 (rank 0") and ">0F2<" in said
     for part in says:
         assert part in said
+
+
+def test_auto_is_not_slower_than_named_schedules(run: Any) -> None:
+    found = json.loads(run("--compare --pp 2 --microbatches 4 --json"))
+    times = {each["name"]: each["makespan"] for each in found["schedules"]}
+    assert list(times)[-1] == "auto" and times["auto"] <= min(times.values()) * (1 + 1e-9)

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from megalite.cli.model_commands import TRAIN_TOKENIZER as main
 from megalite.config.data import DataConfig
@@ -30,7 +31,10 @@ def opened(path: Path) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize(("kind", "file"), [("sentencepiece-bpe", "own.model"), ("byte-level-bpe", "own.json")])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("sentencepiece-bpe", "own.model"), ("sentencepiece-unigram", "own.model"), ("byte-level-bpe", "own.json")],
+)
 def test_tokenizers_of_real_text(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, file: str
 ) -> None:
@@ -42,6 +46,9 @@ def test_tokenizers_of_real_text(
     assert 1.5 < float(shown[1].split(" bytes per token on ")[0]) < 4
     assert shown[2] == f"{prefix.parent / file}: 900 pieces; use it with --tokenizer-model {prefix.parent / file}"
     assert [path.name for path in prefix.parent.iterdir()] == [file]
+    if file == "own.model":  # the scores of BPE are ranks, those of a unigram model logarithms
+        model = sentencepiece.SentencePieceProcessor(model_file=str(prefix.parent / file))
+        assert float(model.get_score(800)).is_integer() == (kind == "sentencepiece-bpe")
     tokenizer = opened(prefix.parent / file)
     for line in corpus.read_text(encoding="utf-8").splitlines()[:40]:
         text = json.loads(line)["text"]

@@ -162,3 +162,10 @@ def test_script_equals_the_command(gpt: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"), run_name="__main__")
     assert HuggingFaceWeights(tmp_path / "target").family.name == "gpt2"
+
+
+def test_tokenizer_is_given_by_a_flag(gpt: Path, tmp_path: Path) -> None:
+    assert run(gpt, tmp_path / "without", "--to", "native", "--without-tokenizer", "--no-verify") == 0
+    words = ["--to", "huggingface", "--no-verify", "--tokenizer-model", tmp_path / "data"]
+    assert run(tmp_path / "without", tmp_path / "with", *words) == 0
+    assert (tmp_path / "with" / "merges.txt").is_file()

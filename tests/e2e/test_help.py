@@ -46,7 +46,7 @@ def test_help_does_not_import_torch() -> None:
 def test_closed_pipe_is_not_an_error() -> None:
     """As in `--help-all | head`."""
     piped = subprocess.Popen(
-        [sys.executable, "-c", f"import time; time.sleep(0.1)\n{WITHOUT_TORCH}", "--help-all"],
+        [sys.executable, "-c", f"import time; time.sleep(1)\n{WITHOUT_TORCH}", "--help-all"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,

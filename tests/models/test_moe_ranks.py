@@ -14,7 +14,21 @@ from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work
 from megalite.topology.topology import Topology
 from tests.models.moe_reference import draw, expected
-from tests.models.test_moe import AUX, GATED, GPT_OSS, NAME, SHARED, TIGHT, H, Z, build, config_of, leaves, with_biases
+from tests.models.test_moe import (
+    AUX,
+    GATED,
+    GPT_OSS,
+    NAME,
+    SHARED,
+    SWITCHED,
+    TIGHT,
+    H,
+    Z,
+    build,
+    config_of,
+    leaves,
+    with_biases,
+)
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import assemble
 
@@ -26,12 +40,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"moe_router_topk": 3, **TIGHT, "moe_router_pre_softmax": True},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True, **PADDED, "moe_token_drop_policy": "position", **GATED},
     {**GPT_OSS, **PADDED, **SHARED},
-    {
-        "moe_router_sinkhorn": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk": 1,
-        "moe_aux_loss_coeff": 0.0,
-    },
+    {**SWITCHED, "moe_aux_loss_coeff": 0.0},
     {"moe_router_sinkhorn": True, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.0, **TIGHT},
     {"moe_router_force_load_balancing": True, "moe_router_topk": 3, "num_experts": 8, **GATED},
 ]  # several per call: the pool's workers create their groups once

@@ -38,7 +38,7 @@ EXPERTS: Settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_
 
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "tp2-dp2-zero": (4, {"tp": 2, **Z1}),
-    "pp2": (2, {"pp": 2}),
+    "pp2-dp2": (4, {"pp": 2, "dp": 2}),
     "tp2-ep2-etp1-zero": (4, {"tp": 2, "ep": 2, "etp": 1, **EXPERTS, **Z1, "sequence_parallel": True}),
 }
 
@@ -88,7 +88,7 @@ def ratios(context: RankContext, world: int, settings: Settings) -> dict[str, fl
     return optimizer.trust_ratios
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2-ep2-etp1-zero"])
+@pytest.mark.parametrize("layout", ["pp2-dp2", "tp2-ep2-etp1-zero"])
 def test_trust_ratios_are_those_of_whole_tensors(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     settings = settings_of(layout, "lamb")

@@ -104,12 +104,12 @@ sft-tp2-cp2: llama sft eod_mask_loss=false tp=2 cp=2 FEW
 packed-tp2-sp-pp2: gpt packing=best-fit tp=2 sequence_parallel pp=2 micro_batch_size=2 TWO
 packed-window-cp2-z1: mistral Z1 packing=best-fit cp=2 dp=2 micro_batch_size=2 TWO
 pp3-dp2-average: num_layers=7 pp=3 dp=2 Z1 ema_decay=0.5 eval_ema
-pp8: llama num_layers=8 pp=8 global_batch_size=4
+pp8: llama num_layers=8 pp=8
 pp2-vpp3: num_layers=7 pp=2 vpp=3 global_batch_size=4
 head-alone: llama tp=2 pp=2 pipeline_layers=[2,0] TWO micro_batch_size=2
 head-alone-vpp2: num_layers=7 pp=2 vpp=2 pipeline_layers=[3,2,2,0] dp=2
 ends-alone-zb-v: num_layers=5 pp=2 vpp=2 pipeline_layout=E|ttt|tt|L pipeline_schedule=zb-v dp=2 pipeline_check_memory
-pp4-zb-v-tied: num_layers=9 pp=4 vpp=2 pipeline_schedule=zb-v tp=2 global_batch_size=4
+pp4-zb-v-tied: num_layers=9 pp=4 vpp=2 pipeline_schedule=zb-v tp=2
 pp3-vpp2-few: num_layers=6 pp=3 vpp=2 global_batch_size=2
 mixtral-losses-of-two: mixtral tp=2 cp=2 ep=2 sequence_parallel moe_aux_loss_coeff=0.1 moe_aux_loss_sequences=2 FEW
 sinkhorn-tp2-cp2-full: switch moe_router_sinkhorn moe_router_score_function=sigmoid moe_router_pre_softmax=false tp=2 cp=2

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import sentencepiece
 
@@ -257,3 +259,12 @@ def test_unwritable_outputs_are_errors(tmp_path: Path, job: PreprocessJob, monke
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     deep = replace(job, output_prefix=str(tmp_path / "new" / "out"))
     assert_refused(deep, f"cannot be written at {tmp_path}: Permission denied; use another --output-prefix")
+
+
+def test_parquet_with_two_workers(tmp_path: Path) -> None:
+    """Row groups are pieces, enough of them for workers; two keys, and a null is a bad row."""
+    rows = [{"q": str(i), "a": f"{i} {i + 1}" if i != 70 else None} for i in range(200)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    result = run_numbers(tmp_path, tmp_path / "a.parquet", json_keys=("q", "a"), workers=2, piece_bytes=64)
+    assert (result.documents, result.bad_lines) == (199, 1) and ":71: " in result.faults[0]
+    assert documents(tmp_path, "a") == [[i, i + 1] for i in range(200) if i != 70]

@@ -15,6 +15,7 @@ from megalite.preprocess.job import PreprocessJob
 from megalite.preprocess.run import job_facts, plan, preprocess
 from megalite.tokenizers.base import ByteLevelTokenizer
 from megalite.tokenizers.build import build_tokenizer
+from tests.preprocess.jobs import Stop, stop_after
 
 BYTES = DataConfig(tokenizer_type="ByteLevelTokenizer")
 CHATML = (
@@ -195,3 +196,19 @@ def test_parquet_and_text_cannot_be_examples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match=r"a\.txt: fine-tuning examples must be lines of JSON; use \.jsonl"):
         preprocess(job(tmp_path, tmp_path / "a.txt"))
+
+
+def test_stopped_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    examples = write_examples(
+        tmp_path / "e.jsonl", *({"prompt": f"{i}", "response": "b" * (i % 9)} for i in range(1, 99))
+    )
+    small = {"piece_bytes": 500, "checkpoint_seconds": 0.0}
+    preprocess(job(tmp_path / "whole", examples, **small))
+    with pytest.raises(Stop):
+        preprocess(job(tmp_path / "cut", examples, **small), stop_after(40))
+    resumed = preprocess(job(tmp_path / "cut", examples, **small))
+    assert resumed.notice.startswith("resuming after")
+    for name in ("sft", "sft_mask"):
+        for suffix in (".bin", ".idx", ".json"):
+            ours, whole = (tmp_path / run / f"out_{name}_document{suffix}" for run in ("cut", "whole"))
+            assert ours.read_bytes() == whole.read_bytes()

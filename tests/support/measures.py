@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_272,
+    "megalite: lines": 76_305,
     "megalite: files": 315,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 1,
-    "tests: lines": 69_797,
+    "tests: lines": 69_941,
     "benchmarks: lines": 8_000,
-    "docs: words": 34_968,
+    "docs: words": 34_969,
 }
 
 

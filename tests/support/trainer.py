@@ -10,7 +10,6 @@ from megalite.tokenizers.base import Tokenizer
 from megalite.training.replica import Replica
 from megalite.training.stopping import RunFolder, StopRequests
 from megalite.training.trainer import Trainer
-from tests.e2e.programs import records as records
 
 
 def fit(log: Callable[[str], None] | None = None, **settings: Any) -> list[str]:

@@ -248,3 +248,8 @@ def test_predictions_equal_single_predictions(tmp_path: Path, monkeypatch: pytes
     assert [each.key for each in shared] == [each.key for each in alone]
     assert [(each.refused, each.predicted) for each in shared] == [(each.refused, each.predicted) for each in alone]
     assert sum(each.predicted is not None for each in shared) > 50
+
+
+def test_labels_name_differing_settings(tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, list=[{"dp_strategy": "distributed-optimizer"}], grid={"tp": [1, 2], "pp": [1]})
+    assert [run.label for run in read_runs(path)[1]] == ["dp_strategy distributed-optimizer", "tp 1", "tp 2"]

@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Settings] = {
 
 
 @contextmanager
-def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[None]:
+def planted(runner: Runner, *, here: bool, value: float = math.inf, place: int = 0) -> Iterator[None]:
     """Make one gradient element non-finite on this rank, before the last backward and any exchange."""
     strategy = runner.replica.strategy
     arm = strategy.enable_grad_sync
@@ -58,7 +58,7 @@ def planted(runner: Runner, *, here: bool, value: float = math.inf) -> Iterator[
         if target.before_accumulation is not None:
             target.before_accumulation()
         assert target.main_grad is not None
-        target.main_grad.view(-1)[-1] = value
+        target.main_grad.view(-1)[place] = value
         arm(stage, pending)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,10 +13,11 @@ from megalite.topology.group import Group
 from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
+from tests.e2e.programs import records
 from tests.support.listeners import listening_here
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config, words
-from tests.support.trainer import ReplicaTrainer, fit, records
+from tests.support.trainer import ReplicaTrainer, fit
 
 RUN: dict[str, Any] = words(
     "mock_data eod_mask_loss=false num_layers=2 train_iters=6 log_interval=3 eval_interval=3 eval_iters=1 "

@@ -14,9 +14,10 @@ from megalite.training.evaluation import ReadAhead, read_batches
 from megalite.training.step import Stepper
 from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
+from tests.e2e.programs import records
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config
-from tests.support.trainer import ReplicaTrainer, fit, records
+from tests.support.trainer import ReplicaTrainer, fit
 
 
 class Broken:

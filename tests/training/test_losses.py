@@ -72,11 +72,11 @@ def test_layouts_have_the_numbers_of_one_rank(layout: str) -> None:
         reference = one_rank_trajectory(config, 2)
         assert_same_numbers(whole(run_ranks(world_of(LAYOUTS[layout]), trajectory, config)), reference)
         other = one_rank_trajectory(replace(config, loss="cross-entropy"), 1).steps[0].loss
-    assert abs(reference.steps[0].loss / other - 1) > 1e-4, "cross-entropy would do"
+    assert abs(reference.steps[0].loss / other - 1) > 5e-4, "cross-entropy would do"
 
 
 @pytest.mark.parametrize("changes", [{}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_cross_entropy_by_hand_equals_the_built_in(changes: dict[str, Any]) -> None:
+def test_cross_entropy_of_torch_equals_the_built_in(changes: dict[str, Any]) -> None:
     with losses():
         world = world_of(changes)
         found = (tiny_config(world, **changes, loss=loss) for loss in ("plain", "cross-entropy"))

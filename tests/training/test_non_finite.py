@@ -130,7 +130,7 @@ def in_gradient(context: RankContext, settings: Settings, value: float) -> tuple
     runner = Runner(build(context, tiny_config(2, **{**SMALL, **settings})))
     runner.step()
     before, said = state_copies(runner.replica), ""
-    with planted(runner, here=context.rank == 1, value=value):
+    with planted(runner, here=context.rank == 1, value=value, place=-1):
         try:
             said = str(runner.step().fault)
         except NonFiniteError as error:

@@ -19,7 +19,7 @@ MODEL: dict[str, Any] = {
     "seq_length": 128,
     "precision": "bf16",
     "micro_batch_size": 2,
-    "global_batch_size": 8,
+    "global_batch_size": 16,
     "eod_mask_loss": False,
     # The other CPU kernel stores a few MB of scores, which is much for a model of this size.
     "attention_backend": "flash",
@@ -53,7 +53,7 @@ def measured(context: RankContext, world_size: int, settings: dict[str, Any]) ->
     with ends.live:
         runner.step()
     assert config.parallel.dp == 1
-    program = replica.programs.program(4)
+    program = replica.programs.program(8)
     planned = memory_peaks(program, stage_sizes(config, replica.programs.stages))[replica.topology.pp.rank]
     return ends.most, ends.live.peak, planned.size
 

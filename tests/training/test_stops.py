@@ -23,12 +23,13 @@ from megalite.training.saving import SaveError
 from megalite.training.step import Stepper
 from megalite.training.stopping import FILE_NAME, Ending, StopRequest, StopRequests, StopRun, write_ending
 from megalite.training.trainer import Trainer
+from tests.e2e.programs import records
 from tests.faults.compare import check_state, open_sound, steps_in
 from tests.support.fork_server import fork_server
 from tests.support.patience import wait_until
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config, words
-from tests.support.trainer import ReplicaTrainer, fit, records
+from tests.support.trainer import ReplicaTrainer, fit
 
 
 def send(number: int) -> None:
