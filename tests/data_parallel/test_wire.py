@@ -229,7 +229,7 @@ def test_task_on_cuda_is_ordered_with_the_main_stream() -> None:
         x.mul_(1.0)
     x.mul_(3.0)
     work = background.run(lambda: x.add_(1.0))
-    beside = torch.ones(1 << 20, device=device).sum()  # may overlap
+    overlapping = torch.ones(1 << 20, device=device).sum()  # may overlap
     work.wait()
     x.mul_(2.0)
-    assert torch.equal(x, torch.full_like(x, 8.0)) and beside.item() == 1 << 20
+    assert torch.equal(x, torch.full_like(x, 8.0)) and overlapping.item() == 1 << 20
