@@ -122,9 +122,8 @@ def _exchanges(
 ) -> Iterable[tuple[str, float]]:
     """Return (operation, bytes) over the replicas of a bucket that is gathered `gathers` times."""
     d, shape = config.data_parallel, bucket.shapes[0]
-    lossy = d.grad_compression != "none" and any(
-        each.multiplies for each in bucket.shapes
-    )  # not norms and biases alone
+    # Norms and biases alone are not compressed.
+    lossy = d.grad_compression != "none" and any(each.multiplies for each in bucket.shapes)
     if config.optimizer.optimizer in ONEBIT_OPTIMIZERS or lossy:
         return _compressed(config, bucket)
     wire, states = wire_width(config), moment_widths(config, shape)
