@@ -71,7 +71,7 @@ def test_torchrun_forwards_a_signal(folder: Path) -> None:
         raise
     process.send_signal(signal.SIGTERM)
     outcome = finish(process, seconds=40)
-    assert outcome.status != 0, "torchrun may even abort while it ends its workers"
+    assert outcome.status in (1, -signal.SIGABRT), "torchrun sometimes aborts while it ends its workers"
     end = reported(folder)
     assert (end["status"], end["exit_code"]) == ("requeue", 75)
     assert end["reason"] == f"SIGTERM; saved in {folder}/checkpoints"
