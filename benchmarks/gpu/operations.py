@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.clock import Work
-from megalite.kernels.compiled import FORMULAS
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, dropout_mask, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.quantization import E4M3, Rounded, cast, cast_rows, largest
+from megalite.models.compute import FORMULAS
 
 Tensors = dict[str, Any]  # name -> tensor, or None for an omitted input
 EPS = 1e-5

@@ -1,6 +1,9 @@
-"""Transformer block, with norms before its branches, on their outputs, or both."""
+"""Transformer block, with norms before its branches, on their outputs, or both; the MLP, its feed-forward half; and multi-token
+prediction (MTP), blocks after the last that predict later tokens."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +12,96 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.registry import imported
 from megalite.kernels.bases import Module
-from megalite.kernels.layer_ops import add_dropped
+from megalite.kernels.layer_ops import add_dropped, gated, squared_relu
 from megalite.models.attention import Attention
-from megalite.models.context import ForwardContext, KeyValueCache
-from megalite.models.mlp import MLP
+from megalite.models.context import MTP_LOSS, ForwardContext, KeyValueCache
 from megalite.models.norm import Norm, ResidualNorm
-from megalite.models.recompute import Recompute, recomputed
-from megalite.tensor_parallel.parameter import ParameterFactory
+from megalite.models.recompute import Recompute, SavedTensors, recomputed
+from megalite.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    vocab_parallel_lookup,
+)
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
+
+_KINDS = {"swiglu": "silu", "geglu": "none", "geglu_tanh": "tanh", "quick_geglu": "quick"}
+
+
+def activation_of(config: ModelConfig, size: int, *, factory: ParameterFactory) -> Callable[..., Tensor]:
+    """Return the activation x [..., size] -> [..., size]; gated ones take x [..., 2·size] with the gate first.
+
+    gelu also accepts a bias: `f(x, bias)`. `size`: the features on this rank."""
+    name, limit, offset = config.activation, config.activation_func_clamp_value, config.glu_linear_offset
+    if config.is_gated and (name == "quick_geglu" or limit is not None or offset):  # no other kernel supports these
+        return partial(gated, kind=_KINDS[name], limit=limit, offset=offset)
+    if name == "swiglu":
+        return factory.kernel("swiglu", size)
+    if name == "squared_relu":
+        return squared_relu
+    kind, _, tanh = name.partition("_")
+    return partial(factory.kernel({"geglu": "geglu", "gelu": "bias_gelu"}[kind], size), tanh=bool(tanh))
+
+
+class MLP(Module):
+    """down(activation(up(x))). With a gate `up` is [2, f, h], gate first, split along f: each tp rank has whole pairs.
+
+    `ffn_size`: the width f, by default the dense MLP's. `recompute`: None if the whole MLP is recomputed."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        recompute: Recompute | None = None,
+        ffn_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        f, h = ffn_size or config.ffn_size, config.hidden_size
+        local = f // factory.tp.size
+        self.activation = activation_of(config, local, factory=factory)
+        # A fused kernel computes the bias's gradient without an extra pass.
+        self.fuses_bias = (
+            config.add_bias_linear and config.activation in ("gelu", "gelu_tanh") and factory.fuses("bias_gelu", local)
+        )
+        self.recompute_activation = recompute is not None and recompute.selects("mlp_act")
+        self.saves = SavedTensors() if recompute is None else recompute.saves
+        self._in_act = self.saves.runner("mlp_act")
+        self.up = ColumnParallelLinear(
+            f"{name}.up",
+            (2, f, h) if config.is_gated else (f, h),
+            shard_dim=1 if config.is_gated else 0,
+            std=config.hidden_std,
+            bias=config.add_bias_linear,
+            factory=factory,
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down",
+            (h, f),
+            std=config.hidden_std / math.sqrt(2 * config.num_layers),
+            bias=config.add_bias_linear,
+            factory=factory,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h]. Collectives: those of the two linear layers."""
+        return self.second_half(self.first_half(x))
+
+    def first_half(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the activation's arguments. Collectives: those of `up`."""
+        if not self.fuses_bias:
+            return (self.up(x),)
+        assert self.up.bias is not None
+        return self.up(x, add_bias=False), self.up.bias
+
+    def second_half(self, inner: tuple[Tensor, ...]) -> Tensor:
+        """Return the output. Collectives: those of `down`."""
+        active = self._in_act(self.activation, *inner)
+        if not self.recompute_activation:
+            return self.down(active)
+        with self.saves.recomputing(active, self.activation, *inner, saved_in="mlp_act"):
+            return self.down(active)
 
 
 class Block(Module):
@@ -63,7 +149,7 @@ class Block(Module):
         self.mlp: MLP | None = None
         self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
-            experts = imported("megalite.models.moe.layer:MoELayer")
+            experts = imported("megalite.models.moe_layer:MoELayer")
             self.moe = experts(f"{name}.moe", config, factory=factory, recompute=recompute)
         else:
             inside = None if self.recompute_mlp else recompute
@@ -151,3 +237,82 @@ def _run(blocks: Sequence[Block], x: Tensor, context: ForwardContext, cache: Key
     for block in blocks:
         x = block(x, context, cache)
     return x
+
+
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""(normalized hidden states, labels [b, s/cp]) -> loss of each token [b, s/cp]."""
+
+
+class MTPLayer(Module):
+    """One depth: depth k predicts token i + k + 1 at position i (DeepSeek-V3, arXiv 2412.19437, 2.2).
+
+    norm(embedding of token i + k) and norm(hidden state of the previous depth) are projected to one hidden state, which
+    passes through a block and a final norm. Parameters are named like layer num_layers + k - 1. The projection is
+    replicated over tp; with sequence parallelism it runs on the rank's part of the sequence."""
+
+    def __init__(
+        self, index: int, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute, cp_comm_type: str
+    ) -> None:
+        super().__init__()
+        name, h = f"layers.{index}", config.hidden_size
+        self.recompute_whole = recompute.granularity == "full"
+        self.embedding_norm = Norm(f"{name}.embedding_norm", config, factory=factory)
+        self.hidden_norm = Norm(f"{name}.hidden_norm", config, factory=factory)
+        self.projection = ReplicatedLinear(f"{name}.projection", (h, 2 * h), std=config.hidden_std, factory=factory)
+        self.block = Block(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
+        self.final_norm = Norm(f"{name}.final_norm", config, factory=factory)
+
+    def forward(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states and embeddings [s/cp, b, h] -> normalized hidden states [s/cp, b, h].
+
+        With sequence parallelism all are split over tp as well."""
+        if self.recompute_whole and torch.is_grad_enabled():
+            return self.final_norm(recomputed(self._block, x, embedded, context))
+        return self.final_norm(self._block(x, embedded, context))
+
+    def _block(self, x: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
+        return self.block(self.projection(both), context)
+
+
+class MTPBlock(Module):
+    """The `mtp_num_layers` depths of a model, on its last stage; they share the model's embedding and head.
+
+    `word`: weight of the word embedding, or the last stage's copy of it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        factory: ParameterFactory,
+        word: ShardedParameter,
+        recompute: Recompute,
+        cp_comm_type: str,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
+        self.scale = config.embedding_scale
+        self.word = word
+        self.depths = torch.nn.ModuleList(
+            MTPLayer(index, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type)
+            for index in config.mtp_layers
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext, losses: TokenLosses) -> Tensor:
+        """Return x [s/cp, b, h], the normalized hidden states, with the depths' losses attached to it."""
+        inputs, auxiliary = context.mtp, context.auxiliary
+        assert inputs is not None and auxiliary is not None
+        hidden, total = x, None
+        for depth, labels, tokens, weights in zip(
+            self.depths, inputs.labels, inputs.tokens, inputs.weights, strict=True
+        ):
+            embedded = vocab_parallel_lookup(tokens, self.word, tp=self.tp, sequence_parallel=self.sequence_parallel)
+            if self.scale != 1.0:
+                embedded = embedded * self.scale
+            hidden = depth(hidden, embedded, context)
+            each = losses(hidden, labels)
+            term = (each * weights.to(each.dtype)).sum()
+            total = term if total is None else total + term
+        assert total is not None
+        # Every tp rank computes the same loss, so only one counts it.
+        return auxiliary.attach(x, MTP_LOSS, total, counts=self.tp.rank == 0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.model import LINEAR_CHUNK, ModelConfig
-from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Module
 from megalite.models.context import ForwardContext, KeyValueCache, document_position_ids

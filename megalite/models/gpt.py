@@ -10,14 +10,13 @@ from torch import Tensor
 
 from megalite.config.errors import ConfigError
 from megalite.config.model import BLOCKS, ModelConfig
-from megalite.config.registry import imported
 from megalite.config.training import LOSSES
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels.bases import Module
 from megalite.kernels.layer_ops import attention_factor, dropout_mask, masked_dropout, rope_frequencies, rope_tables
 from megalite.kernels.matmul import Products
 from megalite.kernels.quantization import Fp8Products
-from megalite.models.block import Block, run_layers
+from megalite.models.block import Block, MTPBlock, run_layers
 from megalite.models.context import (
     AuxiliaryLosses,
     ForwardContext,
@@ -27,7 +26,7 @@ from megalite.models.context import (
     document_position_ids,
 )
 from megalite.models.norm import Norm
-from megalite.models.recompute import Recompute
+from megalite.models.recompute import ActivationOffload, Recompute
 from megalite.models.shapes import StageLayers
 from megalite.tensor_parallel.layers import VocabParallelEmbedding, linear
 from megalite.tensor_parallel.mappings import gather_from_tensor_parallel_region, scatter_to_sequence_parallel_region
@@ -164,8 +163,6 @@ class GPTStage(Module):
         self.tp, self.device = factory.tp, factory.device
         self.recompute = recompute or Recompute()
         if self.recompute.offload_layers:
-            from megalite.models.offload import ActivationOffload
-
             saves = ActivationOffload(factory.device, self.recompute.offload_modules)
             self.recompute = replace(self.recompute, saves=saves)
         self.embedding: Embedding | None = None
@@ -192,9 +189,7 @@ class GPTStage(Module):
             mtp: torch.nn.Module | None = None
             if mtp_layers:
                 assert word is not None
-                mtp = imported("megalite.models.mtp:MTPBlock")(
-                    config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type
-                )
+                mtp = MTPBlock(config, factory=factory, word=word, recompute=self.recompute, cp_comm_type=cp_comm_type)
             head = word if config.tie_embeddings else self._table("head", tied=False, uses=1 + mtp_layers)
             assert head is not None
             self.head = Head(config, factory=factory, weight=head, loss=loss, mtp=mtp)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.context_parallel.ulysses import heads_to_sequence, sequence_to_heads
+from megalite.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megalite.kernels.layer_ops import latent_score_factor
 from megalite.models.attention import AttentionCore
 from megalite.models.context import ForwardContext, KeyValueCache, NextTokens

@@ -15,6 +15,7 @@ import torch
 
 from megalite.config.batch import sequence_length
 from megalite.data.loader import Microbatch, sample_ids
+from megalite.models.attention import batch_logits, clipped_rows
 from megalite.models.context import AuxiliaryLosses, ForwardContext, MTPInputs
 from megalite.models.gpt import GPTStage
 from megalite.optimizers.base import Rows, Update
@@ -292,9 +293,7 @@ class Stepper:
         replica, config = self._replica, self._replica.config
         if not config.optimizer.qk_clip:
             return {}
-        from megalite.training.qk_clip import clipped_rows, largest_logits
-
-        logits = largest_logits(auxiliary, config.model, replica.topology.world)
+        logits = batch_logits(auxiliary, config.model, replica.topology.world)
         return clipped_rows(logits, config.model, config.optimizer)
 
     def _loads(self, auxiliary: AuxiliaryLosses) -> list[torch.Tensor]:

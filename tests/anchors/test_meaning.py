@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.models.moe.router import Router
+from megalite.models.moe_router import Router
 from megalite.optimizers.schedules import Progress
 from tests.parity.factors import FAMILIES, LOSSES, Settings, world_of
 from tests.support.ranks import RankContext, run_ranks

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.context_parallel import ring as ring_module
-from megalite.context_parallel.ring import ring_attention
+from megalite.context_parallel import attention as module
+from megalite.context_parallel.attention import ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.topology.group import Group
 from tests.context_parallel.dense import dense_attention, drawn, rows_of, zigzag
@@ -177,7 +177,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
             return received, Waited()
 
     def watched(name: str) -> Any:
-        original = getattr(ring_module, name)
+        original = getattr(module, name)
 
         def tile(*given: Any) -> Any:
             events.append("tile")
@@ -188,7 +188,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
     originals = {}
     for name in ("tile_forward", "tile_backward"):
         originals[name], replacement = watched(name)
-        setattr(ring_module, name, replacement)
+        setattr(module, name, replacement)
     try:
         cp_group = Recorder(group.name, group.ranks, group.rank, group.process_group)
         q, k, v, grad = (rows_of(t, group.rank, cp, 2).bfloat16() for t in Case().whole())
@@ -199,7 +199,7 @@ def recorded(context: RankContext, cp: int) -> tuple[list[str], list[str], dict[
         torch.autograd.grad(out, leaves, grad)
     finally:
         for name, original in originals.items():
-            setattr(ring_module, name, original)
+            setattr(module, name, original)
     return forward, events, elements
 
 

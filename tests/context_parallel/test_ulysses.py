@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.context_parallel.ulysses import gather_sequence, heads_to_sequence, sequence_to_heads
+from megalite.context_parallel.attention import gather_sequence, heads_to_sequence, sequence_to_heads
 from megalite.topology.group import Group
 from megalite.topology.layout import joined_spans
 from tests.context_parallel.dense import drawn, rows_of, zigzag

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.errors import ConfigError
-from megalite.context_parallel.ring import ring_attention
+from megalite.context_parallel.attention import ring_attention
 from megalite.context_parallel.tiles import Visibility
 from megalite.kernels import attention_backends
 from megalite.kernels.attention import causal_attention

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.models.context import AuxiliaryLosses, ForwardContext
-from megalite.models.moe.layer import MoELayer
-from megalite.models.moe.router import sinkhorn_offsets, within_capacity
+from megalite.models.moe_layer import MoELayer
+from megalite.models.moe_router import sinkhorn_offsets, within_capacity
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group

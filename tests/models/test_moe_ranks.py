@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.models.context import AuxiliaryLosses, ForwardContext
-from megalite.models.moe.layer import MoELayer
+from megalite.models.moe_layer import MoELayer
 from megalite.models.recompute import Recompute
 from megalite.tensor_parallel.parameter import ParameterFactory
 from megalite.topology.group import Group, Work

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megalite.config.rules.compute import OFFLOAD_MODULES
-from megalite.kernels import compiled
-from megalite.models import compute, offload
+from megalite.models import compute, recompute
 from megalite.partition.memory import host_peaks, planned_memory
 from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.rehearsal.run import rehearse
@@ -72,7 +71,7 @@ def both(context: RankContext, world: int, settings: dict[str, Any]) -> list[str
     for late, count in ((False, 1), (True, 2)) if "vpp" not in settings else ((True, 1),):
         with pytest.MonkeyPatch.context() as patch:
             if late:
-                patch.setattr(offload, "CopyStream", Late)
+                patch.setattr(recompute, "CopyStream", Late)
             ours = steps(context, world, {**settings, "cpu_offloading_num_layers": count})
         same = (torch.equal(b[key], a[key]) for (_, a), (_, b) in zip(wanted, ours, strict=True) for key in a)
         if [text for text, _ in ours] != [text for text, _ in wanted] or not all(same):
@@ -96,17 +95,17 @@ def test_tensors_of_compiled_kernels_are_offloaded(monkeypatch: pytest.MonkeyPat
         gone.append(size)
         return pinned(size, dtype, device)
 
-    monkeypatch.setattr(offload, "pinned", counted)
+    monkeypatch.setattr(recompute, "pinned", counted)
     monkeypatch.setattr(compute, "why_not_compile", lambda device: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     found = []
     for settings in ({}, form, {"compile": True}, {"compile": True, **form}):
-        compiled._compile.cache_clear()
+        compute._compile.cache_clear()
         torch.compiler.reset()
         gone.clear()
         taken = steps(RankContext(0), 1, {**LLAMA, "num_layers": 1, "precision": "bf16", **settings})
         found.append((taken, len(gone)))
-    compiled._compile.cache_clear()
+    compute._compile.cache_clear()
     torch.compiler.reset()
     (_, none), (_, plain), (wanted, _), (ours, some) = found
     assert none == 0 < plain and some >= plain / 2
@@ -151,7 +150,7 @@ def test_pinned_bytes_equal_the_plan(case: str, monkeypatch: pytest.MonkeyPatch)
         nonlocal now
         now -= size
 
-    monkeypatch.setattr(offload, "pinned", counted)
+    monkeypatch.setattr(recompute, "pinned", counted)
     Runner(build(RankContext(0), config)).step()
     assert config.training.global_batch_size is not None
     schedule = schedule_of(config, config.training.global_batch_size // config.training.micro_batch_size)

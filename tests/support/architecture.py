@@ -15,8 +15,6 @@ LATE_IMPORTS = {
         "torch.distributed.elastic.multiprocessing.errors",
     },
     "megalite.cli.inspect": {"megalite.cli.inspect_tensors"},
-    "megalite.models.gpt": {"megalite.models.offload"},
-    "megalite.training.step": {"megalite.training.qk_clip"},
 }
 """Allowed imports inside functions of packages that are always installed: help, dry run and listing start without torch."""
 

@@ -49,10 +49,10 @@ PLANTS = {
     "pieces of overlapped products": Plant(
         "overlapped", "tensor_parallel.overlapped_linear:receive_parts", "work.wait()"
     ),
-    "the next keys of a ring": Plant("cp", "context_parallel.ring:_Ring.keys_and_values", "exchange.wait()"),
+    "the next keys of a ring": Plant("cp", "context_parallel.attention:_Ring.keys_and_values", "exchange.wait()"),
     "gradients of keys written while they travel": Plant(
         "cp",
-        "context_parallel.ring:_RingAttention.backward",
+        "context_parallel.attention:_RingAttention.backward",
         "arriving, exchange = ring.cp.rotate_async(grad_kv)",
         "arriving, exchange = ring.cp.rotate_async(grad_kv); grad_kv.add_(1.0)",
     ),

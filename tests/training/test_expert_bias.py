@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.models.moe.router import Router
+from megalite.models.moe_router import Router
 from megalite.training.state_tensors import state_tensors
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import continued, save_run

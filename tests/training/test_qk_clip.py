@@ -10,9 +10,9 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.context_parallel.tiles import Visibility
 from megalite.models import attention
+from megalite.models.attention import clipped_rows
 from megalite.optimizers.schedules import Progress
-from megalite.training import qk_clip
-from megalite.training.qk_clip import clipped_rows
+from megalite.training import step
 from tests.support.ranks import RankContext
 from tests.support.tiny import LATENT, LLAMA, Runner, build, tiny_config
 
@@ -43,7 +43,7 @@ def test_logits_are_clipped_to_the_limit(kind: str) -> None:
     config = tiny_config(1, **{**ATTENTIONS[kind], **SMALL, **STILL, "qk_clip_threshold": LIMIT})
     runner = Runner(build(RankContext(0), config))
     batch, seen, compared = runner.loader.load(0, 4), [], []
-    real_tiles, real_reduce = attention.largest_logits, qk_clip.largest_logits
+    real_tiles, real_reduce = attention.largest_logits, step.batch_logits
 
     def tiles(q: torch.Tensor, k: torch.Tensor, *, visibility: Visibility, **how: Any) -> torch.Tensor:
         found = real_tiles(q, k, visibility=visibility, **how)
@@ -55,7 +55,7 @@ def test_logits_are_clipped_to_the_limit(kind: str) -> None:
         seen.append(real_reduce(*arguments))
         return seen[-1]
 
-    with mock.patch.object(attention, "largest_logits", tiles), mock.patch.object(qk_clip, "largest_logits", reduce):
+    with mock.patch.object(attention, "largest_logits", tiles), mock.patch.object(step, "batch_logits", reduce):
         for number in range(2):
             runner.stepper.step(batch, before=Progress(number, 4 * number), batch_size=4)
     assert len(compared) == 2 * 2 * 4, "each microbatch of each layer"

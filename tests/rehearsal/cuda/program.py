@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megalite.cli.train import main
-from megalite.models.moe import dispatch
+from megalite.models import moe_dispatch
 from megalite.training.reporter import Reporter
 from megalite.training.step import Stepper
 from megalite.training.trainer import Trainer
@@ -46,15 +46,15 @@ def watch(runtime: ctypes.CDLL, steps: list[tuple[int, int]]) -> None:
 
 def share_rows_evenly() -> None:
     """No kernel counts rows of experts: each gets the same number after the host has waited for the counts."""
-    count = dispatch._count_rows
+    count = moe_dispatch._count_rows
 
-    def counted(chosen: torch.Tensor, experts: int, *groups: Any) -> dispatch.RowCounts:
+    def counted(chosen: torch.Tensor, experts: int, *groups: Any) -> moe_dispatch.RowCounts:
         counts, each = count(chosen, experts, *groups), chosen.numel() // experts
         read = counts.copy.read
         counts.copy.read = lambda: read().fill_(each)  # type: ignore[method-assign]
         return counts
 
-    dispatch._count_rows = counted
+    moe_dispatch._count_rows = counted
 
 
 if __name__ == "__main__":

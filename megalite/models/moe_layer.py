@@ -10,10 +10,10 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import GroupSizes, Matmul, accumulate_grouped_weight_grad, grouped_matmul, matmul
+from megalite.models.block import MLP, activation_of
 from megalite.models.context import ForwardContext
-from megalite.models.mlp import MLP, activation_of
-from megalite.models.moe.dispatch import plan_route, return_to_tokens, send_to_experts
-from megalite.models.moe.router import Router
+from megalite.models.moe_dispatch import plan_route, return_to_tokens, send_to_experts
+from megalite.models.moe_router import Router
 from megalite.models.recompute import Recompute, SavedTensors, recomputed
 from megalite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import compiled as module
-from megalite.kernels.compiled import compiled, why_not_compile
 from megalite.kernels.layer_ops import (
     add_dropped,
     add_norm,
@@ -22,6 +20,8 @@ from megalite.kernels.layer_ops import (
     swiglu,
 )
 from megalite.kernels.quantization import E4M3, cast_rows
+from megalite.models import compute
+from megalite.models.compute import compiled, why_not_compile
 
 ROWS, WIDTH = (6, 2), 32
 
@@ -70,10 +70,10 @@ def results(kernel: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor]:
 def without_code_generation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace whole graphs, forward and backward, and run them with torch's operators, without code generation."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    module._compile.cache_clear()
+    compute._compile.cache_clear()
     torch.compiler.reset()  # graphs of other tests count towards the recompile limit
     yield
-    module._compile.cache_clear()
+    compute._compile.cache_clear()
     torch.compiler.reset()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.kernels.bases import Function
 from megalite.kernels.matmul import GroupSizes
-from megalite.models.moe.router import Routing
+from megalite.models.moe_router import Routing
 from megalite.topology.group import Group, Half, Work, conjugate
 from megalite.topology.host_memory import HostCopy, shared_stream
 

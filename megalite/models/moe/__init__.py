@@ -1,1 +1,0 @@
-"""Mixture of experts: router, capacity, dispatch between ranks, and the experts."""
