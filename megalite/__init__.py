@@ -21,7 +21,7 @@ _MODULES = {
     "STRATEGIES": "megalite.config.strategies",
     "Trainer": "megalite.training.trainer",
     "WRITERS": "megalite.config.training",
-    "configure": "megalite.conversion.start",
+    "configure": "megalite.conversion.model_folder",
     "validate": "megalite.config.validate",
 }
 __all__ = [*_MODULES]

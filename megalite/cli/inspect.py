@@ -342,7 +342,7 @@ def _damaged(surveyed: Sequence[FoundCheckpoint], shown: FoundCheckpoint) -> str
 
 
 def _statistics(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of statistics. `rows`: tensor -> fields of `megalite.checkpoint.compare.Statistics`."""
+    """Return a table of statistics. `rows`: tensor -> fields of `Statistics`."""
     lines = [["tensor", "shape", "dtype", "min", "max", "mean", "std", "NaN", "Inf"]]
     for name, row in rows.items():
         numbers = ["-" if row[field] is None else f"{row[field]:.5g}" for field in ("min", "max", "mean", "std")]

@@ -6,7 +6,6 @@ from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_addre
 from megalite.config.describe import settings
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.weights import FORMATS, TRANSFORMER_IMPLEMENTATIONS
-from megalite.tokenizers.tiktoken_encodings import PATTERNS
 
 VERIFIED_BELOW = 200_000_000  # smaller models, in parameters, are verified by default
 DOCUMENT_MB = 8
@@ -53,13 +52,15 @@ _FOREIGN = {
 def _tokenizer(vocab_size: str) -> list[Flag]:
     """Return the flags that choose a tokenizer. `vocab_size`: help of --vocab-size."""
     kinds = f"one of {', '.join(KINDS)}; default: by the content of the files"
-    patterns = f"how a tiktoken file splits text: {', '.join(PATTERNS)}, or a regex"
     return [
         Flag("--tokenizer-type KIND", kinds),
         Flag("--tokenizer-model FILE", "SentencePiece .model, tokenizer.json or tiktoken file, or their folder"),
         Flag("--vocab-file FILE", "GPT-2 BPE vocab.json"),
         Flag("--merge-file FILE", "GPT-2 BPE merges.txt"),
-        Flag("--tiktoken-pattern PATTERN", patterns),
+        Flag(
+            "--tiktoken-pattern PATTERN",
+            "how a tiktoken file splits text: r50k_base, p50k_base, cl100k_base, o200k_base, llama3, gpt2, v1, v2, or a regex",
+        ),
         Flag("--vocab-size N", vocab_size, int),
     ]
 

@@ -15,10 +15,10 @@ from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input, write_text
-from megalite.pipeline.ir.costs_file import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.draw import Panel, draw_svg, merge_traces, render_grid
 from megalite.pipeline.ir.generators import default_schedule
 from megalite.pipeline.ir.schedule import Schedule
+from megalite.pipeline.ir.simulate import UNITS, CostTable, read_costs
 from megalite.pipeline.ir.study import ScheduleRequest, Study, compare, study_named, study_written
 from megalite.pipeline.ir.table import render_lists
 from megalite.planner.page import Row, Section, Table, page

@@ -47,6 +47,7 @@ COMPLETION = Command(
     ("megalite completion bash",),
     'Add eval "$(megalite completion bash)" to ~/.bashrc, or the same with zsh to ~/.zshrc.',
     status_without_words=0,
+    run="megalite.cli.main:completion",
 )
 
 PORT = Command(

@@ -79,7 +79,7 @@ def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
 
 def checkpoint_settings(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Return the settings of model, sequence length and tokenizer of a checkpoint; None if `load` has none."""
-    read = partial(imported("megalite.conversion.start:settings_in"), load, step)
+    read = partial(imported("megalite.conversion.model_folder:settings_in"), load, step)
     if is_address(load) and _environment_number("WORLD_SIZE", 1) > 1:  # only rank 0 reads from a remote store
         read = partial(imported("megalite.topology.topology:run_on_rank_0"), read)
     found: Mapping[str, Any] | None = read()

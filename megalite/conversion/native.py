@@ -36,6 +36,17 @@ from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.config_json import read_json
+from megalite.conversion.model_folder import (
+    GENERATION,
+    TOKENIZER_SETTINGS,
+    has_tokenizer,
+    missing_tokenizer,
+    named_tokenizer_files,
+    open_tokenizer,
+    saved_tokenizer_files,
+    tokenizer_of,
+    tokenizer_settings,
+)
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
     Advance,
@@ -46,17 +57,6 @@ from megalite.conversion.output import (
     silent,
     split_files,
     write_file,
-)
-from megalite.conversion.tokenizer_files import (
-    GENERATION,
-    TOKENIZER_SETTINGS,
-    has_tokenizer,
-    missing_tokenizer,
-    named_tokenizer_files,
-    open_tokenizer,
-    saved_tokenizer_files,
-    tokenizer_of,
-    tokenizer_settings,
 )
 from megalite.conversion.weights import (
     ConversionError,

@@ -22,8 +22,8 @@ from megalite.conversion.huggingface.weights import HuggingFaceWeights, token_id
 from megalite.conversion.megatron.dist import MegatronDistWeights
 from megalite.conversion.megatron.read import TRACKER, MegatronWeights, is_dist, step_folder
 from megalite.conversion.megatron.run import MegatronRun
+from megalite.conversion.model_folder import GENERATION, tokenizer_of
 from megalite.conversion.native import NativeWeights, chosen_step
-from megalite.conversion.tokenizer_files import GENERATION, tokenizer_of
 from megalite.conversion.weights import ConversionError, Format, Weights
 from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages

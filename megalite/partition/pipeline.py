@@ -31,12 +31,11 @@ from megalite.models.shapes import (
 from megalite.partition.activations import recompute_units, stage_sizes
 from megalite.partition.buckets import persistent_bytes, planned_buckets
 from megalite.partition.stages import StagePlan, cut_stages, stage_forward_flops
-from megalite.pipeline.ir.costs_file import read_costs
 from megalite.pipeline.ir.generators import build_schedule, loop_placement, placement_for, smallest_group, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Kind, Program, Schedule, ScheduleError
-from megalite.pipeline.ir.simulate import Costs, Timeline, simulate
+from megalite.pipeline.ir.simulate import Costs, Timeline, read_costs, simulate
 from megalite.pipeline.ir.validate import ValidationReport, validate, validate_written
 from megalite.topology.layout import ParallelLayout
 

@@ -18,7 +18,7 @@ from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, Place, cut
 from megalite.tokenizers.base import as_config_error, require_package
 from megalite.tokenizers.subword import GPT2_END
-from megalite.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
+from megalite.tokenizers.tiktoken_tokenizer import LLAMA3_PATTERN
 
 WORD_PATTERNS: dict[str, str | None] = {"gpt2": None, "gpt4": LLAMA3_PATTERN}
 """Patterns that split words for byte-level BPE. The library contains gpt2's; gpt4's (also Llama 3's) splits numbers

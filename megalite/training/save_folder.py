@@ -21,7 +21,7 @@ from megalite.training.saving import Saver, destination_of, local_folder, newest
 from megalite.training.sinks import last_records
 
 if TYPE_CHECKING:
-    from megalite.training.upload import Destination
+    from megalite.training.copies import Destination
 
 FILE_NAME = "attempts.json"
 _MOST = 300  # most characters of a recorded error

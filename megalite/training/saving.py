@@ -34,8 +34,7 @@ from megalite.training.replica import Replica, consensus
 from megalite.training.state_tensors import state_tensors
 
 if TYPE_CHECKING:
-    from megalite.training.export import Exporter
-    from megalite.training.upload import Destination
+    from megalite.training.copies import Destination, Exporter
 
 
 def destination_of(config: RunConfig) -> "Destination | None":
@@ -43,7 +42,7 @@ def destination_of(config: RunConfig) -> "Destination | None":
     save = config.checkpoint.save
     if save is None or not is_address(save):
         return None
-    destination: Destination = imported("megalite.training.upload:Destination")(config)
+    destination: Destination = imported("megalite.training.copies:Destination")(config)
     return destination
 
 

@@ -45,7 +45,7 @@ from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, RunFolder, StopRequest, StopRequests, StopRun
 
 if TYPE_CHECKING:
-    from megalite.training.export import Exporter
+    from megalite.training.copies import Exporter
     from megalite.training.save_folder import SaveFolder
     from megalite.training.saving import Saver
 
@@ -203,7 +203,7 @@ class Trainer:
                 )
             config, tokenizer = resolve(config, world_size=launch.world_size, explicit=explicit)
             if config.checkpoint.export_hf is not None:
-                imported("megalite.training.export:check_export")(config)
+                imported("megalite.training.copies:check_export")(config)
         config = tokenize_texts(config, self._tokenize, world=world, log=self.log)
         config = within_device(config, world=world, log=self.log)
         with world.errors_on_all_ranks(Exception):
@@ -290,7 +290,7 @@ class Trainer:
             self.saver.saved = self._callbacks.checkpoint
         if self.config.checkpoint.export_hf is not None:
             assert self.saver is not None, "export_hf sets `save`"
-            self._exporter = self.saver.exporter = imported("megalite.training.export:Exporter")(
+            self._exporter = self.saver.exporter = imported("megalite.training.copies:Exporter")(
                 self.replica, self.progress, total=self.total, stops=self.stops, log=self.log
             )
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.checkpoint.compare as compare_module
-from megalite.checkpoint.compare import BLOCK, blocks, statistics
+import megalite.cli.inspect_tensors as tensors_module
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Slice, tiling_fault, volume
 from megalite.cli.inspect import DIFFERENT, OK
+from megalite.cli.inspect_tensors import BLOCK, blocks, statistics
 from tests.checkpoint.inspecting import WEIGHTS, Captured, Tensors, flip_last_bit, inspect, refused, said, save_tensors
 from tests.checkpoint.samples import CPU, SOLO, columns, find, sample_tensors, save_as
 
@@ -40,7 +40,7 @@ def test_statistics_of_blocks_equal_those_of_the_tensor(tmp_path: Path, monkeypa
         ("weight", "", "scalar"): torch.tensor(5),
     }
     save_tensors(tmp_path, tensors, ranks=2)
-    monkeypatch.setattr(compare_module, "blocks", partial(blocks, limit=7))
+    monkeypatch.setattr(tensors_module, "blocks", partial(blocks, limit=7))
     found, finite = statistics(find(tmp_path), "weight:values"), values[values.isfinite()]
     assert (found.elements, found.nan, found.inf) == (210, 9, 2)
     assert (found.min, found.max) == (finite.min().item(), finite.max().item())
@@ -90,7 +90,7 @@ def test_diff_lists_every_kind_of_difference(tmp_path: Path, capsys: Captured, m
         config = {"optimizer": {"lr": 0.1 if name == "a" else 0.2}, "model": {"num_layers": 2}}
         layout = {"tp": 2} if name == "a" else {}
         sides.append(save_tensors(tmp_path / name, tensors, config=config, layout=layout))
-    monkeypatch.setattr(compare_module, "blocks", partial(blocks, limit=5))
+    monkeypatch.setattr(tensors_module, "blocks", partial(blocks, limit=5))
     assert inspect("--diff", *sides, "--json") == DIFFERENT
     data = json.loads(said(capsys))
     assert data["fields"] == {"layout.tp": [2, None], "layout": [None, {}], "config.optimizer.lr": [0.1, 0.2]}
@@ -129,7 +129,7 @@ def test_at_most_one_block_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
         return read(self, key, slice, **kwargs)
 
     monkeypatch.setattr(Checkpoint, "read", spy)
-    monkeypatch.setattr(compare_module, "blocks", partial(blocks, limit=10))
+    monkeypatch.setattr(tensors_module, "blocks", partial(blocks, limit=10))
     steps = [tmp_path / f"step-000000{step}" for step in (1, 2)]
     assert inspect("--diff", *steps) == DIFFERENT and inspect(steps[0], "--tensors", "*") == OK
     assert max(largest) <= 10

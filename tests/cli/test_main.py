@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.cli.completion import commands
-from megalite.cli.main import COMMANDS, main
-from megalite.cli.model_commands import DATA_MERGE, TRAIN_TOKENIZER
+from megalite.cli.main import COMMANDS, commands, main
+from megalite.cli.model_commands import DATA_MERGE, PREPROCESS, TRAIN_TOKENIZER
 from megalite.cli.tool_commands import CONFIG as config_main
 from megalite.config.files import preset_names
 from megalite.config.flags import full_help
 from megalite.data.indexed_dataset import TOKEN_DTYPES
 from megalite.preprocess.train_tokenizer import WORD_PATTERNS
+from megalite.tokenizers.tiktoken_tokenizer import PATTERNS
 
 Captured = pytest.CaptureFixture[str]
 
@@ -120,3 +120,5 @@ def test_choices_repeated_in_help() -> None:
     """The flags repeat the choices, because help imports neither numpy nor the tokenizers."""
     assert DATA_MERGE.spellings["--dtype"].choices == tuple(known.name for known in TOKEN_DTYPES.values())
     assert TRAIN_TOKENIZER.spellings["--pattern"].choices == tuple(WORD_PATTERNS)
+    pattern = PREPROCESS.spellings["--tiktoken-pattern"]
+    assert f": {', '.join(PATTERNS)}, or a regex" in pattern.help

@@ -11,8 +11,8 @@ from megalite.config.describe import settings
 from megalite.config.errors import ConfigError
 from megalite.config.flags import parse_arguments
 from megalite.config.validate import validate
+from megalite.conversion.model_folder import configure, settings_in
 from megalite.conversion.native import write_native
-from megalite.conversion.start import configure, settings_in
 from tests.conversion.huggingface.models import edit_config, saved
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
 

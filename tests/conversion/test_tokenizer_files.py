@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from megalite.conversion.huggingface.weights import write_huggingface
+from megalite.conversion.model_folder import open_tokenizer, settings_in, tokenizer_folder_files
 from megalite.conversion.native import NativeWeights, write_native
-from megalite.conversion.start import settings_in
-from megalite.conversion.tokenizer_files import open_tokenizer, tokenizer_folder_files
 from tests.conversion.samples import GPT, MadeUp, byte_tokenizer, run
 from tests.support.trainer import fit
 

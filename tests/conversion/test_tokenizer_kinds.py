@@ -9,13 +9,13 @@ import pytest
 
 from megalite.cli.model_commands import GENERATE
 from megalite.config.data import DataConfig
-from megalite.conversion.native import NativeWeights, write_native
-from megalite.conversion.tokenizer_files import (
+from megalite.conversion.model_folder import (
     named_tokenizer_files,
     saved_tokenizer_files,
     tokenizer_folder_files,
     tokenizer_of,
 )
+from megalite.conversion.native import NativeWeights, write_native
 from megalite.conversion.weights import ConversionError
 from megalite.preprocess.train_tokenizer import train_sentencepiece
 from megalite.tokenizers.build import build_tokenizer

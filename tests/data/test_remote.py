@@ -18,7 +18,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import CheckpointError, ConfigError, Problems
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
-from megalite.conversion.start import settings_in
+from megalite.conversion.model_folder import settings_in
 from megalite.data.remote import fetch_all, with_places
 from megalite.data.stores import redacted
 from megalite.topology.group import Group

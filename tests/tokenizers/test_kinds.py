@@ -14,7 +14,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import ByteLevelTokenizer, NullTokenizer, Tokenizer
 from megalite.tokenizers.build import build_tokenizer
-from megalite.tokenizers.tiktoken_encodings import PATTERNS
+from megalite.tokenizers.tiktoken_tokenizer import PATTERNS
 from tests.tokenizers.texts import ANY_TEXT, AWKWARD, SOURCE, TEXTS, ranks_of
 
 tokenizers = pytest.importorskip("tokenizers")

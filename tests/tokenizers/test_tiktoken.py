@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.tiktoken_encodings import ENCODINGS, PATTERNS, Encoding
-from megalite.tokenizers.tiktoken_tokenizer import TikTokenizer
+from megalite.tokenizers.tiktoken_tokenizer import ENCODINGS, PATTERNS, Encoding, TikTokenizer
 from tests.tokenizers.texts import AWKWARD, SOURCE, TEXTS, ranks_of, write_megatron_list, write_tiktoken
 
 tiktoken = pytest.importorskip("tiktoken")

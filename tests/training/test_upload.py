@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import megalite.data.stores as stores
-import megalite.training.upload as upload
+import megalite.training.copies as copies
 from megalite.checkpoint.manifest import CheckpointMissing
 from megalite.cli.model_commands import INSPECT
 from megalite.config.describe import replace
@@ -21,7 +21,7 @@ from megalite.config.run import RunConfig
 from megalite.data.remote import fetch_checkpoint
 from megalite.data.stores import StoreObject
 from megalite.topology.group import Group
-from megalite.training.upload import Destination
+from megalite.training.copies import Destination
 from tests.checkpoint.inspecting import flip_last_bit
 from tests.checkpoint.samples import assert_holds, find, on_threads, save_as
 from tests.support.s3 import S3Server, running
@@ -164,7 +164,7 @@ def test_repeated_step_is_replaced_once_complete(address: str, tmp_path: Path, n
 
 def test_only_one_run_saves_to_an_address(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run on another machine is refused while the first is alive, but not after it was killed or has left."""
-    monkeypatch.setattr(upload, "_BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(copies, "_BEAT_SECONDS", 0.2)
     first, second = destination(address, tmp_path), destination(address, tmp_path)
     first.take(print)
     with pytest.raises(TakenError, match=rf"another run is saving to {address} \(process \d+ on .*give another --save"):

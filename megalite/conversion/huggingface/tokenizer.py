@@ -17,7 +17,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.config_json import parse_json, refuse_code
-from megalite.conversion.tokenizer_files import GENERATION, SETTINGS, named_tokenizer_files
+from megalite.conversion.model_folder import GENERATION, SETTINGS, named_tokenizer_files
 from megalite.conversion.weights import ConversionError
 from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import is_tiktoken

@@ -25,6 +25,7 @@ from megalite.conversion.huggingface.config_json import ModelFile, find_file, re
 from megalite.conversion.huggingface.families import Family, choose_family, read_config
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
+from megalite.conversion.model_folder import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
 from megalite.conversion.native import NativeWeights
 from megalite.conversion.output import (
     DEFAULT_FILE_BYTES,
@@ -37,7 +38,6 @@ from megalite.conversion.output import (
     split_files,
     write_file,
 )
-from megalite.conversion.tokenizer_files import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
 from megalite.conversion.weights import (
     BLOCK,
     ConversionError,

@@ -14,8 +14,7 @@ from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
 from megalite.conversion.megatron.torch_file import Reserve, TorchFileWriter
-from megalite.conversion.output import Advance, Log, Output, identity_of, silent
-from megalite.conversion.tokenizer_files import (
+from megalite.conversion.model_folder import (
     MERGES,
     MODEL_JSON,
     MODEL_SENTENCEPIECE,
@@ -23,6 +22,7 @@ from megalite.conversion.tokenizer_files import (
     has_tokenizer,
     named_tokenizer_files,
 )
+from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, LastRead, WeightPiece, Weights
 from megalite.tokenizers.base import read_tokenizer_file
 from megalite.tokenizers.build import detect_kind

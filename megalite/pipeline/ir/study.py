@@ -8,13 +8,12 @@ from typing import Any
 from megalite.config.errors import ConfigError
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.pipeline.ir.auto import build_auto
-from megalite.pipeline.ir.costs_file import CostTable, MemoryTable
 from megalite.pipeline.ir.draw import render_grid
 from megalite.pipeline.ir.generators import build_schedule, forward_only, loop_placement, placement_for, v_placement
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes
 from megalite.pipeline.ir.schedule import Program, Schedule, ScheduleError, live_units
-from megalite.pipeline.ir.simulate import Timeline, simulate
+from megalite.pipeline.ir.simulate import CostTable, MemoryTable, Timeline, simulate
 from megalite.pipeline.ir.validate import validate, validate_written
 
 MAX_CELLS = 1_000_000

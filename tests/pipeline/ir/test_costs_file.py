@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.pipeline.ir.costs_file import CostTable, parse_costs, read_costs
 from megalite.pipeline.ir.generators import loop_placement, v_placement
-from megalite.pipeline.ir.simulate import Link
+from megalite.pipeline.ir.simulate import CostTable, Link, parse_costs, read_costs
 
 LOOP = loop_placement(2, 2)
 FULL = {
