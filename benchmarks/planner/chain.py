@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import common
-from megalite.config.byte_size import parse_byte_size
+from megalite.config.numbers import parse_byte_size
 from megalite.planner.chain.inputs import TWINS, ChainCluster, ChainProfile, find_profile, read_cluster
 from megalite.planner.chain.plan import Judge, Judged, Problem, Stage, Stages, fresh_first, taken_from
 from megalite.planner.chain.planning import data_parallel, plan_chain, straight

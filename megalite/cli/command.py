@@ -1,6 +1,7 @@
 """The command-line parser of all commands: a table of flags defines both the help and the parsing.
 
-argparse reports one mistake at a time. This parser reports all of them in one error, as the settings of training do."""
+argparse reports one mistake at a time. This parser reports all of them in one error, as the settings of training do, which
+`config.flags` parses: they take any number of words, and files and other packages need their parser without the commands."""
 
 import math
 import re
@@ -9,20 +10,18 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import megalite
 from megalite.cli.output import DEBUG_FLAG, guarded, notify, show
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError, Problems, closest, nearest
-from megalite.config.option import as_number
+from megalite.config.numbers import parse_byte_size, parse_number
 from megalite.config.registry import import_modules, imported
 from megalite.config.run import hugging_face_folder
 
-_LARGEST = 1 << 63
 _WIDTH, _COLUMN = 110, 26
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
 
@@ -359,21 +358,6 @@ def _values(word: str, rest: deque[str], most: float) -> list[str]:
     return values
 
 
-def _whole_number(word: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]+", word):
-        raise ConfigError(f"takes a whole number such as 4, got {word!r}")
-    if len(word) > 20 or abs(int(word)) >= _LARGEST:
-        raise ConfigError(f"takes a whole number below 2^63, got {word[:24]}")
-    return int(word)
-
-
-def _number(word: str) -> float:
-    value = as_number(word)
-    if not math.isfinite(value):
-        raise ConfigError(f"takes a number such as 0.5, got {word!r}")
-    return value
-
-
 def _path(word: str) -> Path:
     if not word.strip():
         raise ConfigError("is empty; give a path")
@@ -393,21 +377,24 @@ def fetch(source: Path | str, step: int | None) -> Path:
     return folder
 
 
-_CONVERTERS: Mapping[Any, Callable[[str], Any]] = {int: _whole_number, float: _number, Path: _path}
+_CONVERTERS: Mapping[Any, Callable[[str], Any]] = {
+    **{kind: partial(parse_number, kind=kind) for kind in (int, float)},
+    Path: _path,
+}
 
 
 def positive(word: str) -> int:
     """Convert a whole number of at least 1."""
-    if not word.isdecimal() or not (number := _whole_number(word)) >= 1:
+    if not word.isdecimal() or (number := parse_number(word, int)) < 1:
         raise ConfigError(f"takes a whole number of at least 1, such as 4, got {word}")
-    return number
+    return int(number)
 
 
 def not_negative(word: str) -> float:
     """Convert a number of at least 0."""
-    if (number := _number(word)) < 0:
+    if (number := parse_number(word, float)) < 0:
         raise ConfigError(f"takes a number of at least 0, got {word}")
-    return number
+    return float(number)
 
 
 def byte_size(word: str) -> float:
@@ -419,6 +406,6 @@ def byte_size(word: str) -> float:
 
 def above_zero(word: str) -> float:
     """Convert a number above 0."""
-    if (number := _number(word)) <= 0:
+    if (number := parse_number(word, float)) <= 0:
         raise ConfigError(f"takes a number above 0, such as 300, got {word}")
-    return number
+    return float(number)

@@ -9,10 +9,11 @@ import torch
 
 from megalite.checkpoint.files import free_bytes
 from megalite.cli.command import fetch
-from megalite.cli.display import ByteProgress, decimal_bytes, working
+from megalite.cli.display import ByteProgress, working
 from megalite.cli.model_commands import VERIFIED_BELOW
 from megalite.cli.output import notify, show
 from megalite.config.errors import INTERRUPTED, ConfigError
+from megalite.config.numbers import decimal_bytes
 from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.display import ByteProgress, decimal_bytes
+from megalite.cli.display import ByteProgress
 from megalite.cli.dry_run import world_size_of
 from megalite.cli.output import explain, first_signal_raises, json_text, notify, show, visible
 from megalite.cli.preprocess import tokenizer_config
@@ -17,6 +17,7 @@ from megalite.config.data import SPLITS
 from megalite.config.describe import replace
 from megalite.config.errors import BAD_INPUT, ConfigError
 from megalite.config.flags import Invocation
+from megalite.config.numbers import decimal_bytes
 from megalite.config.reading import as_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate

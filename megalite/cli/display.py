@@ -1,4 +1,4 @@
-"""Format tables and amounts, and show the progress of commands."""
+"""Format tables, and show the progress of commands."""
 
 import itertools
 import re
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from megalite.cli.output import is_terminal, notify, visible
+from megalite.config.numbers import decimal_bytes
 
 _TERMINAL_SECONDS, _LOG_SECONDS, _WINDOW_SECONDS = 0.1, 60.0, 10.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # a whole component of a tensor's name
@@ -67,31 +68,6 @@ def short(value: object) -> str:
     """Return a value as text, truncated to 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def decimal_bytes(count: float) -> str:
-    """Return `1.2 GB`, in powers of 1000."""
-    units = ["bytes", "KB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.0f} bytes" if units[0] == "bytes" else f"{count:.1f} {units[0]}"
-
-
-def duration(seconds: float) -> str:
-    """Return three digits and a unit: `1.2 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
-
-
-def rate(value: float, unit: str) -> str:
-    """Return three digits and an SI prefix: `95.2 GF`."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
 
 
 def clock(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.cli.display import NUMBER, folded, table
-from megalite.config.byte_size import format_bytes
+from megalite.config.numbers import format_bytes
 
 _SHOWN = 16
 """Maximum number of ranks, stages, and actions at the start of the list; half of it for groups and last actions."""

@@ -18,9 +18,9 @@ from megalite.checkpoint.manifest import ITEM_SIZES, MANIFEST_NAME, Manifest, Te
 from megalite.cli.command import fetch
 from megalite.cli.display import folded, short, table, working
 from megalite.cli.output import json_text, notify, show, visible
-from megalite.config.byte_size import format_bytes
 from megalite.config.compute import kernels_in_words
 from megalite.config.errors import BAD_INPUT, CheckpointError, ConfigError
+from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1

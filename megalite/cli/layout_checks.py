@@ -11,8 +11,8 @@ from typing import Any
 from megalite.cli.display import table, working
 from megalite.cli.dry_run import checked, world_size_of
 from megalite.cli.output import json_text, show
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig
 from megalite.parity.fuzz import fuzz
 from megalite.parity.pool import RankPool

@@ -17,9 +17,9 @@ from typing import Any
 from megalite.cli.display import number_ranges, table, working
 from megalite.cli.dry_run import with_vocabulary
 from megalite.cli.output import json_text, show
-from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace as with_settings
 from megalite.config.errors import ConfigError, nearest
+from megalite.config.numbers import format_bytes
 from megalite.config.reading import as_yaml, write_text
 from megalite.partition.memory import USUAL_MEMORY
 from megalite.pipeline.ir.draw import Panel, draw_svg, render_grid

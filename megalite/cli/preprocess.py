@@ -7,12 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.display import ByteProgress, ProgressLine, decimal_bytes
+from megalite.cli.display import ByteProgress, ProgressLine
 from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, SENTENCEPIECE
 from megalite.cli.output import Stopped, first_signal_raises, notify, occupy_closed_streams, show
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, nearest
+from megalite.config.numbers import decimal_bytes
 from megalite.config.run import RunConfig
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.remote import redacted

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megalite.cli.display import duration, rate, table
+from megalite.cli.display import table
 from megalite.cli.output import show
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError, nearest
+from megalite.config.numbers import duration, format_bytes, rate
 from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine, describe_machine
 from megalite.profiling.passes import with_passes

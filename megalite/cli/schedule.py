@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megalite.cli.display import table, working
 from megalite.cli.output import is_terminal, show
-from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import format_bytes, parse_byte_size
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input, write_text
 from megalite.pipeline.ir.draw import Panel, draw_svg, merge_traces, render_grid

@@ -10,10 +10,10 @@ from contextlib import closing
 from typing import TextIO
 
 from megalite.checkpoint.files import replace_durably
-from megalite.cli.display import ProgressLine, Redrawn, duration, short, table
+from megalite.cli.display import ProgressLine, Redrawn, short, table
 from megalite.cli.output import Stopped, first_signal_raises, notify, show
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import duration, format_bytes
 from megalite.config.reading import gc_paused
 from megalite.config.registry import imported
 from megalite.partition.memory import is_built_without_limit
@@ -160,7 +160,7 @@ def _row(run: Run, result: Result | None, progress: Progress | None, steps: int)
     """Return the cells of a run. Predicted memory, of the fullest rank, has a ~ and is shown if none was measured."""
     predicted, memory = "", ""
     if run.predicted is not None:
-        predicted = _seconds(run.predicted.step_seconds)
+        predicted = duration(run.predicted.step_seconds)
         memory = "~" + format_bytes(run.predicted.memory_bytes)
     if result is not None and result.memory_bytes and progress is None:
         memory = format_bytes(result.memory_bytes)
@@ -169,7 +169,7 @@ def _row(run: Run, result: Result | None, progress: Progress | None, steps: int)
         short(run.label),
         str(run.ranks),
         predicted,
-        _seconds(shown.step_seconds if shown else None),
+        duration(shown.step_seconds if shown else None),
         f"{shown.tokens_per_second:.0f}" if shown and shown.tokens_per_second else "",
         memory,
         short(_status(run, shown, progress, steps)),
@@ -184,10 +184,6 @@ def _status(run: Run, result: Result | None, progress: Progress | None, steps: i
     if result is None:
         return "waiting"
     return result.status if result.error is None else f"{result.status}: {result.error}"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value)
 
 
 class LiveTable:
@@ -216,9 +212,9 @@ class LiveTable:
         run = self._runs[number - 1]
         measured = ""
         if result.step_seconds is not None and result.tokens_per_second is not None:
-            measured = f" {_seconds(result.step_seconds)} per step, {result.tokens_per_second:.0f} tokens/s"
+            measured = f" {duration(result.step_seconds)} per step, {result.tokens_per_second:.0f} tokens/s"
             if run.predicted is not None and run.predicted.step_seconds is not None:
-                measured += f", predicted {_seconds(run.predicted.step_seconds)}"
+                measured += f", predicted {duration(run.predicted.step_seconds)}"
         why = f" ({result.error})" if result.error else ""
         line = f"{number}/{len(self._runs)} {run.label}: {result.status}{measured}{why}"
         print(line, file=self._out, flush=True)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.errors import ConfigError, nearest
-from megalite.config.option import option
-from megalite.config.registry import Registry
+from megalite.config.registry import Registry, option
 
 BACKENDS = ("apex", "triton", "onednn", "torch")
 """Kernel backends: NVIDIA's apex, megalite's Triton kernels, the oneDNN inside torch where torch itself does not use

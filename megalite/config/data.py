@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.errors import ConfigError, shortened
-from megalite.config.option import option
 from megalite.config.reading import read_input, read_json
-from megalite.config.registry import Registry
+from megalite.config.registry import Registry, option
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"

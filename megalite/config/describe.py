@@ -3,7 +3,6 @@ docs and file loader use them."""
 
 import ast
 import dataclasses
-import math
 import re
 import sys
 import types
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import ConfigError, nearest, shortened
-from megalite.config.option import Bounds
+from megalite.config.numbers import Bounds, parse_number
 from megalite.config.registry import Registry
 from megalite.config.run import RunConfig, cache_by_object
 from megalite.config.strategies import ALIASES
@@ -215,28 +214,7 @@ def replace(config: RunConfig, **changes: Any) -> RunConfig:
     return dataclasses.replace(config, **replaced)
 
 
-_LARGEST = 2**63
 _EXAMPLES = {int: "4", float: "0.1", bool: "true", str: "some text"}
-
-
-def _number(text: str, kind: type) -> int | float | None:
-    """Return the number that `text` spells, or None. `1e6` is an integer, `1.5` is not; nan and inf are not numbers."""
-    try:
-        if kind is int and text.strip().lstrip("+-").replace("_", "").isdecimal():
-            return int(text) if abs(int(text)) < _LARGEST else None
-        value = float(text)
-    except ValueError:
-        return None
-    if not math.isfinite(value) or (kind is int and (value != int(value) or abs(value) >= _LARGEST)):
-        return None
-    return kind(value)
-
-
-def whole_number(text: str, where: str, least: int = 1) -> int:
-    """Parse a whole number. Raises ConfigError: another text, or a smaller number; the message starts with `where`."""
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{where} takes a whole number of at least {least}, such as 4, got {text}")
-    return int(text)
 
 
 def _element(setting: Setting, value: Any, where: str) -> Any:
@@ -255,14 +233,10 @@ def _element(setting: Setting, value: Any, where: str) -> Any:
         if isinstance(value, bool):
             return value
         raise ConfigError(f"{where}: {setting.name} takes true or false, got {shortened(value)}")
-    if not isinstance(value, bool):
-        number = _number(str(value), setting.type) if isinstance(value, str | int | float) else None
-        if number is not None:
-            return number
-    kind = "a whole number" if setting.type is int else "a number"
-    if str(value).lstrip("+-").isdecimal():
-        kind += " below 2^63"
-    raise ConfigError(f"{where}: {setting.name} takes {kind} such as {_EXAMPLES[setting.type]}, got {shortened(value)}")
+    try:
+        return parse_number(value, setting.type)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {setting.name} {error}") from None
 
 
 def check_choice(setting: Setting, value: Any, where: str) -> None:

@@ -1,7 +1,8 @@
 """Parse the flat command line: `parse_arguments(sys.argv[1:])` returns a RunConfig and the other options. Build its help.
 
-A small parser over the table of settings rather than argparse: no abbreviations, all problems in one error, and
-Megatron-LM's spellings beside megalite's."""
+No argparse: no abbreviations, all problems in one error, and Megatron-LM's spellings too. A flag here takes all words up to
+the next one, as Megatron-LM's scripts need, and the table of settings converts them as it does those of files. The flags of
+a command (`cli.command`) take a fixed number, so that its positional arguments may follow them."""
 
 import dataclasses
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from megalite.config.describe import Setting, from_words, sections, settings, whole_number
+from megalite.config.describe import Setting, from_words, sections, settings
 from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end
 from megalite.config.files import imports_of, preset_names, read_level, read_preset
 from megalite.config.megatron import (
@@ -27,6 +28,7 @@ from megalite.config.megatron import (
 from megalite.config.megatron_flags import DIFFERS, NO_EFFECT_HERE, Note, known_flags, summary
 from megalite.config.merge import Level, Merged, merge
 from megalite.config.model import LAYER_LISTS, TRAINING_FIELDS, ModelConfig, free_settings
+from megalite.config.numbers import whole_number
 from megalite.config.registry import import_modules
 from megalite.config.rules.rule import IDLE
 from megalite.config.run import hugging_face_folder, least_ranks

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
-from megalite.config.describe import whole_number
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.megatron_flags import FP8
-from megalite.config.option import as_number
+from megalite.config.numbers import as_number, whole_number
 from megalite.config.strategies import ALIASES
 
 SHORTHANDS: Mapping[str, Mapping[str, Any]] = {

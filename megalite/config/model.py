@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.option import option
-from megalite.config.registry import Registry
+from megalite.config.registry import Registry, option
 
 TRAINING_FIELDS = frozenset(
     {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
-from megalite.config.option import as_number, option
-from megalite.config.registry import Registry
+from megalite.config.numbers import as_number
+from megalite.config.registry import Registry, option
 from megalite.config.strategies import STRATEGIES, StrategyFacts, integer_bytes
 
 

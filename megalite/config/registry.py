@@ -1,18 +1,20 @@
-"""`Registry`: implementations by name, with the facts that rules, dry run and planner need.
+"""What a config may say: `option` declares a setting; a `Registry` holds implementations by name, with the facts that rules,
+dry run and planner need.
 
 megalite's implementations are imported when a config names them. Users add theirs with a decorator, in a module that
 `imports` names or that an installed package lists as an entry point of `megalite.plugins`."""
 
+import dataclasses
 import importlib
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import Bounds
 
 T = TypeVar("T")
 PLUGINS = "megalite.plugins"
@@ -33,7 +35,26 @@ def optional(module: str, remedy: str) -> Any:
         raise ConfigError(remedy) from None
 
 
-@dataclass
+def option(
+    default: Any, *, flags: tuple[str, ...] = (), choices: Collection[str] = (), basic: bool = False, **bounds: float
+) -> Any:
+    """Declare one setting of a config dataclass.
+
+    The attribute docstring under the field is its help text; the field's name, with dashes, is its flag.
+
+    Args:
+        default: value if no preset, file or flag sets it. A list default is copied for each instance.
+        flags: additional spellings (`("--tensor-model-parallel-size",)`), such as Megatron-LM's long names.
+        choices: legal values, if they are few: names, or a `Registry`.
+        basic: whether `--help` lists the setting; `--help-all` lists all.
+        bounds: bounds of a number, see `Bounds`."""
+    metadata = {"flags": flags, "legal": choices, "basic": basic, "bounds": Bounds(**bounds) if bounds else None}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass
 class _Entry:
     facts: Any
     path: str | None = None

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.config.option import option
-from megalite.config.registry import Registry
+from megalite.config.registry import Registry, option
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMBT]?):(\d{1,7})", re.IGNORECASE)

@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.batch import microbatch_counts, samples_per_microbatch
 from megalite.config.describe import check_choice, replace, settings, values_of
 from megalite.config.errors import Findings, Problems, raise_at_end
-from megalite.config.option import plain
+from megalite.config.numbers import plain
 from megalite.config.registry import import_modules
 from megalite.config.rules.batch import BATCH, LENGTHS, SCHEDULES, check_rampup_form, check_schedule_form
 from megalite.config.rules.compute import COMPUTE, NETWORK, RECOMPUTE

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalite.config.byte_size import format_bytes
+from megalite.config.numbers import format_bytes
 from megalite.doctor.host import Finding, Level, finding
 from megalite.kernels.probes import EXTENSIONS, why_not_apex, why_not_extension, why_not_triton
 from megalite.kernels.registry import Kernels

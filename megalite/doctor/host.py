@@ -24,7 +24,7 @@ import torch
 
 import megalite
 from megalite.checkpoint.files import write_all
-from megalite.config.byte_size import format_bytes
+from megalite.config.numbers import format_bytes
 from megalite.profiling.collectives import device_facts
 from megalite.watchdog.processes import usable_cores
 

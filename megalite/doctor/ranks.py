@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from megalite.config.byte_size import format_bytes
+from megalite.config.numbers import format_bytes
 from megalite.doctor import devices
 from megalite.doctor.devices import precisions, rate_of
 from megalite.doctor.host import VERSIONS, Finding, Level, finding

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig, cache_by_object, cache_by_reading
 from megalite.models.shapes import ParameterShape, layer_shapes, map_by_kind, needs_copy
 from megalite.partition.activations import (

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import parse_byte_size
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import read_input
 from megalite.config.run import RunConfig, cache_by_object, cache_by_reading

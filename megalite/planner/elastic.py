@@ -16,9 +16,9 @@ import torch
 from megalite.checkpoint.files import read_text
 from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, Manifest
-from megalite.config.byte_size import format_bytes
 from megalite.config.describe import replace, settings, value_of
 from megalite.config.errors import CheckpointError, ConfigError, plural
+from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig
 from megalite.config.validate import require_startable, validate
 from megalite.partition.memory import USUAL_MEMORY

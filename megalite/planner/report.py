@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megalite.config.byte_size import format_bytes
 from megalite.config.describe import settings, values_of
+from megalite.config.numbers import format_bytes
 from megalite.config.reading import as_yaml, write_text
 from megalite.config.run import RunConfig
 from megalite.models.shapes import parameter_count

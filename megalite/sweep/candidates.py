@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig
 from megalite.config.describe import replace, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import level_of, read_level, read_preset
 from megalite.config.merge import Level, merge
+from megalite.config.numbers import format_bytes
 from megalite.config.reading import read_yaml
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate

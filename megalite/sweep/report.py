@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import duration, format_bytes
 from megalite.planner.cost.calibrate import Machine, Measured, fit
 from megalite.planner.hardware import save_machine
 from megalite.planner.page import Dot, Row, Section, Table, page, scatter
@@ -133,7 +133,7 @@ def summary(runs: Sequence[Run], results: Mapping[str, Result]) -> list[str]:
         return lines
     result = results[fastest.key]
     lines.append(
-        f"Fastest: {fastest.label} with {result.tokens_per_second:.0f} tokens/s, {_seconds(result.step_seconds)} per step."
+        f"Fastest: {fastest.label} with {result.tokens_per_second:.0f} tokens/s, {duration(result.step_seconds)} per step."
     )
     found = judge(runs, results)
     if found.pick is None or found.regret is None or found.mean_error is None:
@@ -194,9 +194,9 @@ def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgem
         cells = [
             *map(str, run.settings.values()),
             str(run.ranks),
-            _seconds(predicted.step_seconds if predicted else None),
-            _seconds(result.step_seconds if result else None),
-            f"{_seconds(high)} – {_seconds(low)}" if result and result.step_seconds else "",
+            duration(predicted.step_seconds if predicted else None),
+            duration(result.step_seconds if result else None),
+            f"{duration(high)} – {duration(low)}" if result and result.step_seconds else "",
             f"{100 * errors[run.key]:+.1f} %" if run.key in errors else "",
             f"{result.tokens_per_second:.0f}" if result and result.tokens_per_second else "",
             format_bytes(predicted.memory_bytes) if predicted else "",
@@ -209,9 +209,3 @@ def _table(runs: Sequence[Run], results: Mapping[str, Result], judgement: Judgem
     rows.sort(key=lambda row: row[0])  # fastest first, runs without a speed last
     left = (*range(len(varying)), len(varying) + len(_COLUMNS) - 1)
     return Table((*varying, *_COLUMNS), [row for _, row in rows], left=left)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3g} s" if value >= 1.0 else f"{1e3 * value:.3g} ms"

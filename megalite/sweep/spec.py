@@ -13,10 +13,10 @@ import yaml
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import coerce, replace, settings, values_of
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.files import level_from_text
+from megalite.config.numbers import parse_byte_size
 from megalite.config.reading import OR_ZERO, build, read_yaml
 from megalite.config.run import RunConfig
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError, RankError
+from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory, planned_memory

@@ -21,9 +21,9 @@ from megalite.checkpoint.save import (
     same_error_on_all_ranks,
     save_checkpoint,
 )
-from megalite.config.byte_size import format_bytes
 from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import NOT_SAVED, CheckpointError
+from megalite.config.numbers import format_bytes
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress

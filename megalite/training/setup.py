@@ -16,12 +16,12 @@ import torch
 
 from megalite.checkpoint.files import replace_durably, run_in_daemon
 from megalite.config import files
-from megalite.config.byte_size import format_bytes, parse_byte_size
 from megalite.config.compute import kernels_in_words
 from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, plural
 from megalite.config.model import BLOCKS, ModelConfig
+from megalite.config.numbers import format_bytes, parse_byte_size
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig, save_folder

@@ -83,14 +83,14 @@ def test_notes_of_an_error_are_printed(capsys: Captured) -> None:
 
 
 def bug() -> int:
-    return importlib.import_module("megalite.config.byte_size").parse_byte_size(None)
+    return importlib.import_module("megalite.config.numbers").parse_byte_size(None)
 
 
 def test_bug_is_one_line_with_its_location(capsys: Captured) -> None:
     assert guarded(bug, "megalite plan") == BUG
     said = capsys.readouterr().err
     assert said.startswith("error: megalite plan has a bug: TypeError: expected string")
-    assert "in megalite/config/byte_size.py:" in said and "(parse_byte_size)" in said
+    assert "in megalite/config/numbers.py:" in said and "(parse_byte_size)" in said
     assert "run it again with --debug" in said and said.count("\n") == 1
     assert guarded(raising(ModuleNotFoundError("megalite.x", name="megalite.x")), "x") == BUG
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.cli.display import rate
 from megalite.cli.profile import _dtypes, format_profile, profile
 from megalite.cli.tool_commands import PROFILE
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import rate
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_groups
 from megalite.profiling.run import fit_cluster

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import megalite.training.setup as setup
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.data import DataConfig
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import parse_byte_size
 from megalite.config.validate import validate
 from megalite.data.dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset

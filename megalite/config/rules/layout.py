@@ -2,9 +2,9 @@
 
 import math
 
-from megalite.config.byte_size import parse_byte_size
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, Findings
+from megalite.config.numbers import parse_byte_size
 from megalite.config.parallel import cta_limits, layout_items, message_bytes
 from megalite.config.rules.rule import (
     Check,

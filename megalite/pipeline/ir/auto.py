@@ -11,8 +11,8 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from megalite.config.byte_size import readable_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import readable_bytes
 from megalite.config.run import cache_by_object
 from megalite.pipeline.ir.generators import (
     WARM_UPS,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megalite.config.byte_size import readable_bytes
+from megalite.config.numbers import readable_bytes
 from megalite.config.run import cache_by_object
 from megalite.pipeline.ir.memory import Peak, Sizes, activation_peaks, exceeds, sufficient, table_peaks
 from megalite.pipeline.ir.schedule import (

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megalite.config.byte_size import format_bytes
 from megalite.config.errors import ConfigError
+from megalite.config.numbers import format_bytes
 from megalite.planner.chain.dapple import Search
 from megalite.planner.chain.inputs import Array, ChainCluster, ChainProfile
 from megalite.planner.chain.plan import (
