@@ -14,7 +14,7 @@ from typing import Any
 from megalite import Callback, RunConfig, Trainer
 from megalite.config import files
 from megalite.config.describe import replace
-from megalite.training.sinks import read_records
+from megalite.training.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"adam": (0.005, 0.0125, 0.03), "lamb": (0.025, 0.0625, 0.16)}
@@ -77,7 +77,7 @@ def noise_scales(config: RunConfig, folder: Path) -> list[float]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     words = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), "--config", str(file)]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    found = [record.get("gradient_noise_scale") for record in read_records(folder / "metrics.jsonl", "train")]
+    found = [record.get("gradient_noise_scale") for record in read_records(folder, "train")]
     return [each for each in found if each is not None]
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.cli.runs import METRICS, draw, read_run
-from megalite.training.sinks import read_records
+from megalite.cli.runs import draw, read_run
+from megalite.training.records import read_records
 
 RUN = Path("runs/quickstart")
 DATA = RUN / "data"
@@ -91,7 +91,7 @@ def train() -> None:
 
 def summary(seconds: float) -> str:
     """The table at the end."""
-    records = read_records(RUN / METRICS)
+    records = read_records(RUN)
     train = {record["step"]: record for record in records if record["kind"] == "train"}
     valid: dict[int, list[float]] = {}
     for record in records:
@@ -168,7 +168,7 @@ def main() -> None:
     run(*generate, "--max-new-tokens", "80", "--top-k", "40")
     say("Done")
     print(summary(time.monotonic() - started))
-    check(read_records(RUN / METRICS))
+    check(read_records(RUN))
 
 
 if __name__ == "__main__":

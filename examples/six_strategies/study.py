@@ -17,7 +17,7 @@ import yaml
 
 from megalite.cli.tool_commands import SWEEP as sweep
 from megalite.sweep.results import OK, RESULTS, RUNS, TABLE, Result, read_results
-from megalite.training.sinks import read_records
+from megalite.training.records import read_records
 
 HERE = Path(__file__).resolve().parent
 STRATEGIES = {
@@ -77,7 +77,7 @@ def read_rows(folder: Path) -> list[Row]:
         if result.status != OK or result.tokens_per_second is None:
             raise SystemExit(f"{name_of(result)}: {result.status}: {result.error}; the command again tries it again")
         (run,) = (folder / RUNS).glob(f"*-{key}")
-        records: list[dict[str, Any]] = read_records(run / "metrics.jsonl", "train")
+        records: list[dict[str, Any]] = read_records(run, "train")
         ends, total = [], 0.0
         for record in records:
             total += record["ms_per_step"] / 1e3

@@ -307,7 +307,12 @@ def _debugging(wanted: bool) -> Iterator[None]:
             os.environ.pop(DEBUG_VARIABLE, None)
 
 
+def environment_number(name: str, default: int) -> int:
+    """Return a variable of torchrun, or the default if it is no number: `Launch.from_environment` reports that."""
+    word = os.environ.get(name, "")
+    return int(word) if word.isdecimal() else default
+
+
 def is_first_rank() -> bool:
     """Return whether this is rank 0 or a process without a launcher."""
-    rank = os.environ.get("RANK", "0")
-    return not rank.isdecimal() or int(rank) == 0
+    return environment_number("RANK", 0) == 0

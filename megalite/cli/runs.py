@@ -19,13 +19,12 @@ import yaml
 from megalite.cli.display import table
 from megalite.cli.output import json_text, show
 from megalite.config.errors import ConfigError
+from megalite.config.files import CONFIG_NAME
 from megalite.config.reading import read_text, write_text
 from megalite.config.registry import optional
 from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page, style_of, thinned
-from megalite.training.goodput import FILE, Session, goodput_of, read_sessions
-from megalite.training.sinks import read_records
+from megalite.training.records import METRICS, SESSIONS, Session, goodput_of, read_records, read_sessions
 
-METRICS = "metrics.jsonl"
 _SKIPPED_FOLDERS = {"checkpoints", "tensorboard", "profile", "wandb"}
 _SPEED_STEPS = 20  # number of last steps in the mean speed
 _HEADS = ("run", "status", "layout", "ranks", "step", "loss", "valid loss", "tokens/s", "goodput", "starts", "started")
@@ -78,22 +77,22 @@ def find_runs(folder: Path) -> list[RunFolder]:
         for path in _run_folders(folder)
     ]
     if not found:
-        raise ConfigError(f"there is no run in {folder}: no {METRICS} or {FILE} in it or in a folder below it")
+        raise ConfigError(f"there is no run in {folder}: no {METRICS} or {SESSIONS} in it or in a folder below it")
     return found
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
     for place, below, files in os.walk(folder):
-        if METRICS in files or FILE in files:
+        if METRICS in files or SESSIONS in files:
             yield Path(place)
         below[:] = sorted(name for name in below if name not in _SKIPPED_FOLDERS and not name.startswith("."))
 
 
 def read_run(path: Path, name: str) -> RunFolder:
     """Read one run, even if files are missing or incomplete."""
-    train, sessions = read_records(path / METRICS, "train"), read_sessions(path)
+    train, sessions = read_records(path, "train"), read_sessions(path)
     losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
-    valid, written = _curve(read_records(path / METRICS, "valid"), "valid_loss"), _last_write(path)
+    valid, written = _curve(read_records(path, "valid"), "valid_loss"), _last_write(path)
     last = [speed for _, speed in speeds[-_SPEED_STEPS:]]
     if sessions and sessions[-1].ended is None:
         sessions[-1].seen = max(sessions[-1].seen, written)
@@ -106,7 +105,7 @@ def read_run(path: Path, name: str) -> RunFolder:
         ranks=sessions[-1].ranks if sessions else None,
         layout=sessions[-1].layout if sessions else "",
         step=train[-1]["step"] if train else 0,
-        total_steps=_total_steps(path / "config.yaml"),
+        total_steps=_total_steps(path / CONFIG_NAME),
         loss=losses[-1][1] if losses else None,
         valid_loss=valid[-1][1] if valid else None,
         tokens_per_second=statistics.harmonic_mean(last) if last and min(last) > 0 else None,
@@ -143,7 +142,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _last_write(path: Path) -> float:
-    times = [(path / name).stat().st_mtime for name in (METRICS, FILE) if (path / name).exists()]
+    times = [(path / name).stat().st_mtime for name in (METRICS, SESSIONS) if (path / name).exists()]
     return max(times, default=0.0)
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megalite
-from megalite.cli.output import UNDER_TORCHRUN, End, guarded, is_first_rank, is_terminal, notify, report_error, show
+from megalite.cli.output import (
+    UNDER_TORCHRUN,
+    End,
+    environment_number,
+    guarded,
+    is_first_rank,
+    is_terminal,
+    notify,
+    report_error,
+    show,
+)
 from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import INTERRUPTED
@@ -32,7 +42,7 @@ EXIT_FILE = "STOP"  # default name in the folder of the run
 def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") -> int:
     """Train, or show help or a dry run. Return the exit status."""
     with guarded("megalite train", argv, long_running=True) as end:
-        world_size = _environment_number("WORLD_SIZE", 1)
+        world_size = environment_number("WORLD_SIZE", 1)
         invocation = parse_arguments(end.words, world_size=world_size, shape=checkpoint_settings)
         if is_first_rank():
             for remark in invocation.remarks:
@@ -80,7 +90,7 @@ def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
 def checkpoint_settings(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Return the settings of model, sequence length and tokenizer of a checkpoint; None if `load` has none."""
     read = partial(imported("megalite.conversion.model_folder:settings_in"), load, step)
-    if is_address(load) and _environment_number("WORLD_SIZE", 1) > 1:  # only rank 0 reads from a remote store
+    if is_address(load) and environment_number("WORLD_SIZE", 1) > 1:  # only rank 0 reads from a remote store
         read = partial(imported("megalite.topology.topology:run_on_rank_0"), read)
     found: Mapping[str, Any] | None = read()
     return found
@@ -94,7 +104,7 @@ def _stop_requests(config: RunConfig) -> StopRequests:
         minutes=training.exit_duration_in_mins,
         file=None if file is None else Path(file),
         patience=training.exit_timeout_seconds,
-        say=lambda line: notify(f"rank {_environment_number('RANK', 0)}: {line}"),
+        say=lambda line: notify(f"rank {environment_number('RANK', 0)}: {line}"),
     )
 
 
@@ -145,15 +155,8 @@ def _delay_if_not_first(error: Exception) -> None:
     from megalite.topology.lost_peers import is_failure_of_other_rank
 
     if UNDER_TORCHRUN in os.environ and isinstance(error, RuntimeError) and is_failure_of_other_rank(error):
-        rank = os.environ.get("RANK", "0")
-        notify(f"rank {rank} was not the first to fail: {error}")
+        notify(f"rank {environment_number('RANK', 0)} was not the first to fail: {error}")
         time.sleep(2.0)
-
-
-def _environment_number(name: str, default: int) -> int:
-    """Return a variable of torchrun, or the default if it is no number: `Launch.from_environment` reports that."""
-    word = os.environ.get(name, "")
-    return int(word) if word.isdecimal() else default
 
 
 _COLOURS = {

@@ -16,6 +16,9 @@ from megalite.config.reading import as_yaml, load_mapping, read_input
 from megalite.config.registry import import_modules
 from megalite.config.run import RunConfig
 
+CONFIG_NAME = "config.yaml"
+"""The config file in the folder of a run or of a converted model."""
+
 
 def load(path: str | Path) -> RunConfig:
     """Load a file over the defaults. Raises ConfigError: it is missing or not YAML, or a key or value is not legal."""

@@ -192,7 +192,7 @@ WRITERS: Registry[Callable[..., Any]] = Registry(
         "wandb": "megalite.training.writers:Wandb",
     },
 )
-"""Factories of `training.sinks.MetricSink`, called with (config, step=) on rank 0; the run continues after step."""
+"""Factories of `training.records.MetricSink`, called with (config, step=) on rank 0; the run continues after step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.save import code_version
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
-from megalite.config.files import level_from_text
+from megalite.config.files import CONFIG_NAME, level_from_text
 from megalite.config.merge import merge
 from megalite.config.optimizer import EMA
 from megalite.config.run import RunConfig
@@ -78,7 +78,7 @@ from megalite.topology.layout import ParallelLayout
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Dtypes of weights -> their names in --dtype and --precision."""
 
-TOKENIZER_FOLDER, CONFIG_NAME = "tokenizer", "config.yaml"
+TOKENIZER_FOLDER = "tokenizer"
 _CPU = torch.device("cpu")
 
 

@@ -17,7 +17,7 @@ import yaml
 from megalite.config.errors import ConfigError
 from megalite.config.registry import optional
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import CONFIG, Launched, LocalRun, NodesLauncher, call, nodes_of, training_command, try_call
+from megalite.sweep.execute import Launched, LocalRun, NodesLauncher, call, nodes_of, training_command, try_call
 from megalite.sweep.results import LOG
 from megalite.sweep.spec import KubernetesSpec, RaySpec
 from megalite.watchdog.processes import END_SECONDS
@@ -60,7 +60,7 @@ class KubernetesLauncher(NodesLauncher):
         spec, (nodes, per_node), name = self._spec, nodes_of(run, self._spec), job_name(run, folder)
         torchrun = _torchrun(nodes, per_node, "INDEX", f"{name}-0.{name}", str(_PORT))
         words = ["timeout", str(math.ceil(timeout) + _LATE_SECONDS), "python", *torchrun]
-        words = [_literal(word) for word in (*words, *training_command(folder / CONFIG, self._program))]
+        words = [_literal(word) for word in (*words, *training_command(folder, self._program))]
         words[words.index("INDEX")] = "$(JOB_COMPLETION_INDEX)"
         limits = {each: amount * per_node for each, amount in spec.resources.items()}
         container = {
@@ -169,7 +169,7 @@ class RayLauncher(NodesLauncher):
         others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         requirements = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": others}
         requirements["runtime_env"] = {"env_vars": dict(self._environment)}
-        address, training = in_bundle(_address, 0)(), training_command(folder / CONFIG, self._program)
+        address, training = in_bundle(_address, 0)(), training_command(folder, self._program)
         tasks = [
             in_bundle(_on_node, index, **requirements)(address, nodes, per_node, index, training, folder / LOG)
             for index in range(nodes)

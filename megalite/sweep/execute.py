@@ -24,12 +24,11 @@ from megalite.sweep.results import LOG, Result, Store, outcome, refused, steps_m
 from megalite.sweep.spec import NodesSpec, SbatchSpec
 from megalite.watchdog import processes
 
-CONFIG = "config.yaml"  # in a run's folder; training overwrites it with the resolved config
 
-
-def training_command(config: Path, program: Path | None) -> list[str]:
+def training_command(folder: Path, program: Path | None) -> list[str]:
+    """Return the command of a run with the config in `folder`, which training overwrites with the resolved config."""
     start = ["-m", "megalite.cli.main", "train"] if program is None else [str(program.resolve())]
-    return [*start, "--config", str(config)]
+    return [*start, "--config", str(folder / files.CONFIG_NAME)]
 
 
 class Launched(ABC):
@@ -90,7 +89,7 @@ class LocalLauncher(Launcher):
     def start(self, run: Run, folder: Path, *, timeout: float) -> "LocalRun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks = ["--nproc-per-node", str(run.ranks)]
-        command = [*torchrun, *ranks, *training_command(folder / CONFIG, self._program)]
+        command = [*torchrun, *ranks, *training_command(folder, self._program)]
         try:
             return LocalRun(command, folder / LOG, environment=self._environment)
         except OSError as error:
@@ -178,7 +177,7 @@ class SbatchLauncher(NodesLauncher):
             *("--nnodes", str(nodes), "--nproc-per-node", str(per_node)),
             *("--rdzv-backend", "c10d"),
         ]
-        training = training_command(folder / CONFIG, self._program)
+        training = training_command(folder, self._program)
         lines = [
             "#!/bin/bash",
             # sbatch accepts both kinds of quotes, and # begins a comment. Values contain no quotes.
@@ -331,7 +330,7 @@ def _prepare(run: Run, store: Store, launcher: Launcher) -> Path:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     config = replace(run.config, run_dir=str(folder))
-    write_durably(folder / CONFIG, files.dump(config).encode())
+    write_durably(folder / files.CONFIG_NAME, files.dump(config).encode())
     return folder
 
 

@@ -19,7 +19,7 @@ from megalite.config.errors import BAD_INPUT, ConfigError
 from megalite.config.reading import read_text
 from megalite.sweep.candidates import Run
 from megalite.sweep.spec import SweepSpec
-from megalite.training.sinks import read_records
+from megalite.training.records import read_records
 
 OK, OOM, TIMEOUT, REFUSED, FAILED = "ok", "oom", "timeout", "refused", "failed"
 RESULTS, TABLE, IDENTITY, RUNS = "results.jsonl", "results.csv", "sweep.json", "runs"
@@ -185,7 +185,7 @@ def table(runs: Sequence[Run], results: Mapping[str, Result]) -> str:
     return out.getvalue()
 
 
-LOG, METRICS = "log.txt", "metrics.jsonl"
+LOG = "log.txt"
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b"
@@ -203,7 +203,7 @@ _MOST_CHARACTERS = 500  # of an error in a table
 def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, seconds: float, warm_up: int) -> Result:
     """Return the result of a run that has ended after `seconds`, with its launcher's exit `status`, or that was stopped
     after `timed_out` seconds. The first `warm_up` steps are not measured."""
-    measured = measure(folder / METRICS, warm_up=warm_up)
+    measured = measure(folder, warm_up=warm_up)
     plain: dict[str, Any] = {"key": run.key, "settings": dict(run.settings), "ranks": run.ranks}
     plain |= {"seconds": round(seconds, 3), **measured}
     log = _lines(folder / LOG)
@@ -217,9 +217,9 @@ def outcome(run: Run, folder: Path, *, status: int, timed_out: float | None, sec
     return Result(**plain, **_failure(log, status))
 
 
-def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
-    """Return steps, their seconds, peak memory and last loss from metrics.jsonl, without the first `warm_up` steps."""
-    train = read_records(path, "train")
+def measure(folder: Path, *, warm_up: int) -> dict[str, Any]:
+    """Return steps, their seconds, peak memory and last loss of a run, without the first `warm_up` steps."""
+    train = read_records(folder, "train")
     times = [value / 1e3 for record in train[warm_up:] if (value := _number(record, "ms_per_step")) is not None]
     peaks = [int(value) for record in train if (value := _number(record, "memory_bytes")) is not None]
     return {
@@ -234,7 +234,7 @@ def measure(path: Path, *, warm_up: int) -> dict[str, Any]:
 
 def steps_made(folder: Path) -> int:
     """Return the number of steps that an active run has written."""
-    return sum('"kind": "train"' in line for line in _lines(folder / METRICS))
+    return len(read_records(folder, "train"))
 
 
 def _number(record: dict[str, Any], name: str) -> float | None:

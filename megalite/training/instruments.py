@@ -16,8 +16,8 @@ from megalite.config.run import profile_folder, resumes
 from megalite.pipeline.executor import Tracer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Topology
-from megalite.training.goodput import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.memory import memory_now, peak_memory_bytes
+from megalite.training.records import FAILED, FINISHED, STOPPED, SessionLog
 from megalite.training.replica import Replica
 from megalite.training.trace import PHASES, PhaseClock, StepProfiler, TraceWriter
 

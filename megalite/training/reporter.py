@@ -17,7 +17,7 @@ from megalite.optimizers.schedules import Progress
 from megalite.partition.pipeline import flops_per_token_with_recompute
 from megalite.training.instruments import Instruments
 from megalite.training.memory import peak_memory_bytes
-from megalite.training.sinks import MetricSink, last_records
+from megalite.training.records import MetricSink, last_records
 from megalite.training.step import StepResult
 
 _LEAST = 16  # fewest losses for an estimate of their scatter

@@ -16,9 +16,9 @@ from megalite.config.errors import NO_PROGRESS, ConfigError, TakenError
 from megalite.config.run import RunConfig, resumes, saves_at
 from megalite.optimizers.schedules import Progress
 from megalite.topology.group import Group
+from megalite.training.records import last_records
 from megalite.training.replica import Replica
 from megalite.training.saving import Saver, destination_of, local_folder, newest_saved
-from megalite.training.sinks import last_records
 
 if TYPE_CHECKING:
     from megalite.training.copies import Destination

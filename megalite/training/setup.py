@@ -37,8 +37,8 @@ from megalite.partition.memory import USUAL_MEMORY, is_built_without_limit, with
 from megalite.tokenizers.base import Tokenizer
 from megalite.topology.group import Group
 from megalite.training.instruments import Instruments
+from megalite.training.records import METRICS, BestEffort, JsonLines, MetricSink
 from megalite.training.replica import Replica
-from megalite.training.sinks import BestEffort, JsonLines, MetricSink
 from megalite.training.stopping import reserve_ending
 
 _EPOCHS = 2
@@ -362,13 +362,13 @@ def _open_sinks(replica: Replica, *, step: int, log: Callable[[str], None]) -> l
             folder = Path(run_dir)
             folder.mkdir(parents=True, exist_ok=True)
             reserve_ending(folder)
-            replace_durably(folder / "config.yaml", files.dump(replica.written).encode())
-            sinks[f"{folder / 'metrics.jsonl'}"] = JsonLines(folder / "metrics.jsonl", step=step)
+            replace_durably(folder / files.CONFIG_NAME, files.dump(replica.written).encode())
+            sinks[str(folder / METRICS)] = JsonLines(folder / METRICS, step=step)
         if run_dir is not None or config.logging.tensorboard_dir is not None or wanted_writers(config):
             more, without = imported("megalite.training.writers:open_writers")(config, step=step)
             sinks |= more
             if without:
-                log("tensorboard is not installed: only metrics.jsonl has the metrics; pip install tensorboard")
+                log(f"tensorboard is not installed: only {METRICS} has the metrics; pip install tensorboard")
     except OSError as error:
         raise ConfigError(
             f"cannot write {error.filename or run_dir}: {error.strerror}; give a folder that can be written with "

@@ -26,6 +26,7 @@ from megalite.training.hang_watch import HangWatch, begin_watch
 from megalite.training.instruments import Instruments
 from megalite.training.memory import explaining_out_of_memory, keep_freed_memory
 from megalite.training.non_finite import NonFiniteError
+from megalite.training.records import last_records
 from megalite.training.replica import Programs, Replica, build_modules, build_replica
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter
 from megalite.training.setup import (
@@ -40,7 +41,6 @@ from megalite.training.setup import (
     with_parts,
     within_device,
 )
-from megalite.training.sinks import last_records
 from megalite.training.step import Stepper
 from megalite.training.stopping import Ending, RunFolder, StopRequest, StopRequests, StopRun
 

@@ -19,7 +19,7 @@ from megalite.config.registry import optional
 from megalite.config.run import RunConfig
 from megalite.config.run import writers as wanted
 from megalite.config.training import WRITERS
-from megalite.training.sinks import AppendedFile, MetricSink
+from megalite.training.records import AppendedFile, MetricSink
 
 TENSORBOARD_TAGS = {
     "loss": "lm loss",

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from megalite.cli.runs import METRICS, find_runs, read_run, status_of
+from megalite.cli.runs import find_runs, read_run, status_of
 from megalite.cli.tool_commands import RUNS as main
 from megalite.config import files
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.planner.page import Line, draw_curves
-from megalite.training.goodput import Session
-from megalite.training.sinks import JsonLines
+from megalite.training.records import METRICS, JsonLines, Session
 
 NOW = 1_750_000_000.0
 

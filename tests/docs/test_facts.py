@@ -9,7 +9,7 @@ import pytest
 from megalite.cli.main import main
 from megalite.config import errors
 from megalite.config.training import WRITERS
-from megalite.training import goodput
+from megalite.training import records
 from megalite.training.instruments import _COLUMNS, _LABELS
 from megalite.training.stopping import Ending
 from megalite.training.writers import TENSORBOARD_TAGS
@@ -65,7 +65,7 @@ def test_tags_and_phases_are_documented() -> None:
     rows = re.findall(r"^\| ([a-z, ]+) \| .* \| `.*` \|$", text, flags=re.MULTILINE)
     explained = {name for row in rows for name in row.split(", ")}
     assert explained == {_LABELS.get(name, name) for name in _COLUMNS if name != "memory"}
-    assert [name for name in (goodput.FILE, "profile/", *WRITERS.builtin) if name not in text] == []
+    assert [name for name in (records.SESSIONS, "profile/", *WRITERS.builtin) if name not in text] == []
 
 
 # docs/architecture.md and CONTRIBUTING.md

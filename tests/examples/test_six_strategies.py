@@ -9,8 +9,9 @@ import pytest
 import torch
 import yaml
 
+from megalite.config.files import CONFIG_NAME
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import CONFIG, Launched, LocalLauncher
+from megalite.sweep.execute import Launched, LocalLauncher
 from tests.e2e.commands import commands_in
 from tests.e2e.forked import forked
 from tests.e2e.programs import REPOSITORY
@@ -25,7 +26,7 @@ class Forks(Launched):
     def __init__(self, run: Run, folder: Path) -> None:
         super().__init__()
         self._stack = ExitStack()
-        words = ["--config", str(folder / CONFIG)]
+        words = ["--config", str(folder / CONFIG_NAME)]
         self._processes = self._stack.enter_context(forked(run.ranks, words, folder))
         self.mark_started()
 

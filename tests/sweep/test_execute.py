@@ -14,7 +14,7 @@ import pytest
 from megalite.cli.output import Stopped, first_signal_raises
 from megalite.config import files
 from megalite.sweep.candidates import Run
-from megalite.sweep.execute import CONFIG, LocalRun, Progress, SbatchLauncher, execute, launchable
+from megalite.sweep.execute import LocalRun, Progress, SbatchLauncher, execute, launchable
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
 from megalite.watchdog import processes
@@ -48,7 +48,7 @@ class StubLauncher:
 
     def start(self, run: Run, folder: Path, *, timeout: float) -> LocalRun:
         """Start the next script."""
-        assert files.load(folder / CONFIG).logging.run_dir == str(folder)
+        assert files.load(folder / files.CONFIG_NAME).logging.run_dir == str(folder)
         self.started.append(run.key)
         return LocalRun(["/bin/sh", "-c", self.scripts.pop(0), str(folder)], folder / "log.txt", environment=os.environ)
 

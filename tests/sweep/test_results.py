@@ -25,7 +25,7 @@ from megalite.sweep.results import (
     steps_made,
     table,
 )
-from megalite.training.sinks import JsonLines
+from megalite.training.records import JsonLines
 from tests.sweep.sweeps import MODEL, measured, read_runs, write_sweep
 
 
@@ -179,11 +179,11 @@ def test_median_after_the_warm_up(run: Run, tmp_path: Path) -> None:
 
 
 def test_damaged_or_missing_metrics(run: Run, tmp_path: Path) -> None:
-    assert measure(tmp_path / "metrics.jsonl", warm_up=0)["steps"] == 0
+    assert measure(tmp_path, warm_up=0)["steps"] == 0
     write_metrics(tmp_path, [10.0, 20.0])
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"kind": "train", "step": 3, "ms_per_step": "nan"}\n\xff{"kind')
-    assert measure(path, warm_up=0)["step_seconds"] == 0.015
+    assert measure(tmp_path, warm_up=0)["step_seconds"] == 0.015
     write_metrics(tmp_path, [])
     path.unlink()
     result = end(run, tmp_path, "", status=0)

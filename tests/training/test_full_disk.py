@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.files import free_bytes
-from megalite.training import sinks
+from megalite.training import records
+from megalite.training.records import AppendedFile, BestEffort, JsonLines
 from megalite.training.saving import SaveError
-from megalite.training.sinks import AppendedFile, BestEffort, JsonLines
 from megalite.training.stopping import Ending, reserve_ending, write_ending
 from megalite.training.writers import CSVFile, TensorBoard
 from tests.support.tiny import TINY
@@ -43,7 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def tries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(records, "_RETRY_SECONDS", 0.0)
 
 
 def run(at: dict[int, Callable[[], None]], **changes: Any) -> list[str]:
@@ -160,7 +160,7 @@ def test_partially_written_record_is_removed(tmp_path: Path, kind: str) -> None:
 
 
 def test_failed_sink_is_not_used_before_the_next_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(records, "_RETRY_SECONDS", 3600.0)
     asked, lines = [], list[str]()
 
     class Full:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalite.training import goodput as goodput_module
-from megalite.training.goodput import FINISHED, STOPPED, Goodput, SessionLog, goodput_of, read_sessions
-from megalite.training.sinks import JsonLines
+from megalite.training import records
+from megalite.training.records import FINISHED, STOPPED, Goodput, JsonLines, SessionLog, goodput_of, read_sessions
 
 
 class Clock:
@@ -16,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 1000.0) -> None:
         self.now = now
-        monkeypatch.setattr(goodput_module.time, "time", lambda: self.now)
+        monkeypatch.setattr(records.time, "time", lambda: self.now)
 
 
 @pytest.fixture

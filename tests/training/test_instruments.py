@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megalite.config.errors import ConfigError
 from megalite.topology.group import Group
-from megalite.training.goodput import FAILED, FINISHED, STOPPED, read_sessions
+from megalite.training.records import FAILED, FINISHED, STOPPED, read_sessions
 from megalite.training.saving import Saver
 from megalite.training.step import Stepper
 from tests.e2e.programs import records

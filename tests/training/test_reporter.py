@@ -13,8 +13,8 @@ import megalite.training.reporter as reporter_module
 from megalite.config.describe import replace
 from megalite.config.run import RunConfig
 from megalite.optimizers.schedules import Progress
+from megalite.training.records import JsonLines
 from megalite.training.reporter import LossSpikes, Reporter, SpeedMeter, device_peak_tflops
-from megalite.training.sinks import JsonLines
 from megalite.training.step import StepResult
 from tests.support.tiny import tiny_config
 

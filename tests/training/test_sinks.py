@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.training.sinks import BestEffort, JsonLines
+from megalite.training.records import BestEffort, JsonLines
 from megalite.training.writers import (
     COLUMNS,
     TENSORBOARD_TAGS,

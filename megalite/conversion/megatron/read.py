@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.folders import MEGATRON_LATEST_NAME
 from megalite.config.data import DataConfig
 from megalite.conversion.megatron.arguments import Arguments, read_model
 from megalite.conversion.megatron.layout import (
@@ -36,7 +37,6 @@ from megalite.conversion.weights import (
 )
 from megalite.models.shapes import ParameterShape
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 Place = tuple[int, int, int]  # tensor-, pipeline- and expert-parallel rank
@@ -94,9 +94,11 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
         if not is_step(found):
             raise ConversionError(f"{folder} has no iteration {iteration}; it has {_known(folder)}")
         return found
-    tracker = folder / TRACKER
+    tracker = folder / MEGATRON_LATEST_NAME
     if not tracker.is_file():
-        raise ConversionError(f"{folder} is not a Megatron-LM checkpoint: no {TRACKER}; it has {_known(folder)}")
+        raise ConversionError(
+            f"{folder} is not a Megatron-LM checkpoint: no {MEGATRON_LATEST_NAME}; it has {_known(folder)}"
+        )
     text = tracker.read_text(errors="replace")[:100].strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
         raise ConversionError(f"{tracker} contains {text!r}; it must be a number or {RELEASE}")

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.folders import MEGATRON_LATEST_NAME
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
-from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, TRACKER, rank_folder
+from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, rank_folder
 from megalite.conversion.megatron.torch_file import Reserve, TorchFileWriter
 from megalite.conversion.model_folder import (
     MERGES,
@@ -301,7 +302,7 @@ def write_megatron(
             advance(sum(fact["bytes"] for fact in facts if fact is not None))
         else:
             export.write_stage(stage, output, advance)
-    output.write(TRACKER, RELEASE.encode())
+    output.write(MEGATRON_LATEST_NAME, RELEASE.encode())
     return output.commit()
 
 
