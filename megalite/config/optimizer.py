@@ -28,7 +28,7 @@ class OptimizerFacts:
     """Evaluation and saving use an average of the trained weights, which are saved beside it as `train_param`."""
     host_passes: int = 0
     """Passes of one update over states in host memory, which visit the device for it; 0: offloading is unsupported."""
-    matrices_apart: bool = False
+    separate_matrices: bool = False
     """Hidden matrices share no bucket with other parameters; `FlatParameter.orthogonal` marks them."""
     sides: int = 0
     """Number of dimensions n of a hidden matrix that have the states `SQUARES`: 2, or 1 for the smaller one. The rank
@@ -90,20 +90,20 @@ OPTIMIZERS: Registry[Any] = Registry(
                 states=_muon_states,
                 settings=f"{_ADAM} muon_momentum muon_nesterov muon_steps muon_scale muon_scale_mode muon_split_qkv",
                 host_passes=1,
-                matrices_apart=True,
+                separate_matrices=True,
                 exchanged=(1, 1),
             ),
         ),
         "soap": (
             f"{_HERE}.matrix_optimizers:SOAP",
             OptimizerFacts(
-                states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=2, exchanged=(3, 2)
+                states=MOMENTS, settings=_SOAP, host_passes=2, separate_matrices=True, sides=2, exchanged=(3, 2)
             ),
         ),
         "one-sided-soap": (
             f"{_HERE}.matrix_optimizers:SOAP",
             OptimizerFacts(
-                states=MOMENTS, settings=_SOAP, host_passes=2, matrices_apart=True, sides=1, exchanged=(3, 2)
+                states=MOMENTS, settings=_SOAP, host_passes=2, separate_matrices=True, sides=1, exchanged=(3, 2)
             ),
         ),
         "schedule-free-adamw": (

@@ -102,7 +102,7 @@ class BucketTraits(NamedTuple):
     """Whether it is gathered in fp8: weights of column- and row-parallel layers with fp8 products."""
 
 
-def treatment(
+def bucket_traits(
     name: str, shape: tuple[int, ...], *, decay: bool, shard_dim: int | None, expert: bool, config: RunConfig
 ) -> BucketTraits:
     """Return the bucket traits of a parameter, by its name."""
@@ -116,7 +116,7 @@ def treatment(
         first, index, *_ = name.split(".")
         fp8 = first == "layers" and 0 < int(index) < model.num_layers - 1
     return BucketTraits(
-        orthogonal=OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+        orthogonal=OPTIMIZERS.facts(config.optimizer.optimizer).separate_matrices
         and is_hidden_matrix(name, shape, decay=decay),
         learning_rate=learning_rate(name, shape, decay=decay, model=model, config=config.optimizer),
         fp8=fp8,

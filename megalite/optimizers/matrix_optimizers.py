@@ -308,10 +308,10 @@ class SOAP(MatrixOptimizer):
         grad, square, mean = wholes
         config, count, kept = self.config, self.updates + 1, self._sides[matrix.key]
         sides = {side: [each.to(grad.device) for each in squares] for side, squares in kept.items()}
-        square.lerp_(_turned(grad, sides).square_(), 1.0 - config.adam_beta2)
+        square.lerp_(_rotated(grad, sides).square_(), 1.0 - config.adam_beta2)
         scale = (square / (1.0 - config.adam_beta2**count)).sqrt_().add_(config.adam_eps)
-        change = _turned(mean, sides).div_(scale).div_(1.0 - config.adam_beta1**count)
-        change = _turned(change, sides, back=True)
+        change = _rotated(mean, sides).div_(scale).div_(1.0 - config.adam_beta1**count)
+        change = _rotated(change, sides, back=True)
         for side, (gram, basis) in sides.items():
             rows = grad if side == "left" else grad.mT
             gram.lerp_(rows @ rows.mT, 1.0 - config.adam_beta2)
@@ -332,7 +332,7 @@ class SOAP(MatrixOptimizer):
         piece.param.sub_(change, alpha=update.rate(piece.flat))
 
 
-def _turned(x: torch.Tensor, sides: Sides, *, back: bool = False) -> torch.Tensor:
+def _rotated(x: torch.Tensor, sides: Sides, *, back: bool = False) -> torch.Tensor:
     """Return Qₗᵀ·x·Qᵣ, or Qₗ·x·Qᵣᵀ with `back`."""
     for side, (_, basis) in sides.items():
         turn = basis if back else basis.mT

@@ -19,7 +19,7 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import ParameterShape, check_lr_multipliers, is_hidden_matrix, needs_copy, treatment
+from megalite.models.shapes import ParameterShape, bucket_traits, check_lr_multipliers, is_hidden_matrix, needs_copy
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 
@@ -86,7 +86,7 @@ def moment_widths(config: RunConfig, shape: ParameterShape) -> tuple[int, ...]:
 
 def _moment_widths(config: RunConfig, matrix: bool) -> tuple[int, ...]:
     main = max(4, ELEMENT_BYTES[config.training.precision])
-    hidden = matrix and OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+    hidden = matrix and OPTIMIZERS.facts(config.optimizer.optimizer).separate_matrices
     formats = state_formats(config.optimizer, hidden_matrix=hidden)
     return tuple(2 if kind == "bf16" else main for kind in formats.values())
 
@@ -127,22 +127,22 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     """Return the buckets that `data_parallel.buckets.make_buckets` makes of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
     shapes = list(shapes_of(config, plan))
-    tied_apart = needs_copy(config.model) and len(stages) > 1
-    if tied_apart and plan.has_head and shares_embedding(stages):
+    has_tied_copy = needs_copy(config.model) and len(stages) > 1
+    if has_tied_copy and plan.has_head and shares_embedding(stages):
         # The first stage owns it.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
     # A module lists its own parameters first: in the head the output matrix comes before norms and layers.
     first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
     shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
     if not config.parallel.strategy.shards_parameters:
-        return tuple(_cut(config, shapes, tied_apart=tied_apart))
+        return tuple(_cut(config, shapes, has_tied_copy=has_tied_copy))
     units: dict[str, list[ParameterShape]] = {}
     for shape in shapes:
         units.setdefault(_unit(config, plan, shape.name), []).append(shape)
     return tuple(
         bucket
         for unit, members in reversed(units.items())
-        for bucket in _cut(config, members, tied_apart=tied_apart, unit=unit)
+        for bucket in _cut(config, members, has_tied_copy=has_tied_copy, unit=unit)
     )
 
 
@@ -154,7 +154,9 @@ def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
     return first if first == "embedding" and plan.has_embedding else "head"
 
 
-def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, unit: str = "") -> list[PlannedBucket]:
+def _cut(
+    config: RunConfig, shapes: list[ParameterShape], *, has_tied_copy: bool, unit: str = ""
+) -> list[PlannedBucket]:
     p = config.parallel
     dense, expert = all_replicas(config)
     by_number = p.fp8_param_gather or config.optimizer.lr_multipliers
@@ -165,7 +167,7 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
         name = shape.name if by_number or not shape.name.startswith("layers.") else shape.name.split(".", 2)[2]
         key = (name, shape.shape, shape.shard_dim, shape.decay, shape.expert)
         if key not in known:
-            known[key] = _bucket_kind(config, shape, tied_apart), local_size(shape, config)
+            known[key] = _bucket_kind(config, shape, has_tied_copy), local_size(shape, config)
         return known[key]
 
     found = []
@@ -191,15 +193,15 @@ def _cut(config: RunConfig, shapes: list[ParameterShape], *, tied_apart: bool, u
     return found
 
 
-def _bucket_kind(config: RunConfig, shape: ParameterShape, tied_apart: bool) -> BucketKind:
+def _bucket_kind(config: RunConfig, shape: ParameterShape, has_tied_copy: bool) -> BucketKind:
     name, split = shape.name, shape.shard_dim
     return BucketKind(
         decay=shape.decay,
         split_over_tp=split is not None,
         partial_over_tp=is_partial(shape, config),
-        tied=tied_apart and name == "embedding.word.weight",
+        tied=has_tied_copy and name == "embedding.word.weight",
         expert=shape.expert,
-        **treatment(
+        **bucket_traits(
             *(name, shape.shape), decay=shape.decay, shard_dim=split, expert=shape.expert, config=config
         )._asdict(),
     )
@@ -259,7 +261,7 @@ def matrix_bytes(config: RunConfig, stages: Sequence[StagePlan]) -> list[int]:
 
 def matrices_of_ranks(config: RunConfig, stages: Sequence[StagePlan]) -> list[list[ParameterShape]]:
     """Return the tensors of the matrices that each rank of the group `matrix_ranks` works on."""
-    p, apart = config.parallel, OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart
+    p, apart = config.parallel, OPTIMIZERS.facts(config.optimizer.optimizer).separate_matrices
     found: list[list[ParameterShape]] = [[]] * (
         p.tp if matrix_ranks(config) == "tp" else p.tp * all_replicas(config)[0]
     )

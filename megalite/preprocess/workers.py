@@ -80,7 +80,7 @@ class WorkerPool(Generic[A, P, R]):
             try:
                 result = future.result()
             except BrokenProcessPool:
-                raise self._death() from None
+                raise self._worker_died() from None
             except MemoryError:
                 raise ConfigError(f"a process is out of memory; {self._remedy}") from None
             in_flight -= num_bytes
@@ -101,11 +101,11 @@ class WorkerPool(Generic[A, P, R]):
         try:
             return self._executor.submit(_work, piece)
         except BrokenProcessPool:
-            raise self._death() from None
+            raise self._worker_died() from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
-    def _death(self) -> ConfigError:
+    def _worker_died(self) -> ConfigError:
         self._alive.close()  # the executor sends the other workers SIGTERM, which they block, and waits for them
         return ConfigError(f"a worker process died (out of memory?); {self._remedy}")
 

@@ -206,7 +206,9 @@ class RehearsedHeartbeat(Heartbeat):
         self._device.running = action.decode()
 
 
-def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, gathers_apart: bool = False) -> Topology:
+def rehearsed_topology(
+    layout: ParallelLayout, rank: int, journal: Journal, *, separate_gathers: bool = False
+) -> Topology:
     """Return the topology of `rank`, as `Topology.create` would build it on NCCL."""
     heartbeat = RehearsedHeartbeat(journal.device)
 
@@ -223,7 +225,7 @@ def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, g
             queue=queue,
         )
 
-    sources = group_sources(layout, gathers_apart=gathers_apart)
+    sources = group_sources(layout, separate_gathers=separate_gathers)
     groups = {name: group(kind, layout.group_of(kind, rank), queue) for name, (kind, queue) in sources.items()}
     groups["host"] = group("host", layout.group_of("world", rank), "host")
     pipeline = layout.group_of("pp", rank)

@@ -74,7 +74,7 @@ def rehearse(config: RunConfig, rank: int, programs: Programs | None = None) -> 
     layout = layout_of(config)
     device = Device()
     journal = Journal(device)
-    topology = rehearsed_topology(layout, rank, journal, gathers_apart=config.parallel.strategy.shards_parameters)
+    topology = rehearsed_topology(layout, rank, journal, separate_gathers=config.parallel.strategy.shards_parameters)
     with device.entered():
         replica = build_replica(config, topology, programs or Programs(config))
         built, build_peak = device.memory.live, device.memory.peak
@@ -181,7 +181,7 @@ def check(config: RunConfig, layout: ParallelLayout, rank: int | None) -> None:
             "--dp-strategy parameter-server, or run it on gloo"
         )
     p, optimizer = config.parallel, config.optimizer.optimizer
-    if OPTIMIZERS.facts(optimizer).matrices_apart and (p.tp > 1 or p.strategy.shards_states):
+    if OPTIMIZERS.facts(optimizer).separate_matrices and (p.tp > 1 or p.strategy.shards_states):
         raise ConfigError(
             f"optimizer {optimizer} cannot be rehearsed with tp {p.tp} and dp_strategy {p.dp_strategy}: it requests other ranks' "
             "parts of matrices; rehearse --tp 1 --dp-strategy all-reduce, or --optimizer adam"

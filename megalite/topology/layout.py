@@ -82,7 +82,7 @@ class ParallelLayout:
         # Config rules refuse an expert grid that does not divide a stage or that has different pipelines.
         block = self.expert_tp * self.ep
         assert self.tp * self.cp * self.dp % block == 0, self
-        own_pipelines = self.order == "tp-cp-ep-pp-dp" and self._experts_apart and self.pp > 1
+        own_pipelines = self.order == "tp-cp-ep-pp-dp" and self._separate_experts and self.pp > 1
         assert not own_pipelines or block == self.tp * self.cp, self
         assert self.cp * self.dp % self.instances == self.expert_dp % self.instances == 0, self
 
@@ -91,7 +91,7 @@ class ParallelLayout:
         return self.KINDS + (self.INSTANCE_KINDS if self.instances > 1 else ())
 
     @property
-    def _experts_apart(self) -> bool:
+    def _separate_experts(self) -> bool:
         """Whether experts have a separate grid; otherwise they use the dense one with cp folded into dp."""
         return self.ep > 1 or self.expert_tp != self.tp
 
@@ -183,7 +183,7 @@ class ParallelLayout:
 
     def _grid(self, kind: str) -> tuple[dict[str, tuple[int, int]], frozenset[str]]:
         """Return the grid of a kind of group, and the axes along which the ranks of a group differ."""
-        if not self._experts_apart:
+        if not self._separate_experts:
             kind = {"expert-tp": "tp", "expert-dp": "dp-cp"}.get(kind, kind)
         if kind in _EXPERT_AXES:
             return self._expert_strides, _EXPERT_AXES[kind]

@@ -123,10 +123,10 @@ def communicator_of(kind: str) -> str:
     return kind if kind in PRIVATE_KINDS else "gradients" if kind in GRADIENT_KINDS else "shared"
 
 
-def group_sources(layout: ParallelLayout, *, gathers_apart: bool) -> dict[str, tuple[str, str]]:
+def group_sources(layout: ParallelLayout, *, separate_gathers: bool) -> dict[str, tuple[str, str]]:
     """Return group of a `Topology` -> (kind of its rank lists, communicator), for all but `host` and the edges."""
     found = {kind: (kind, communicator_of(kind)) for kind in layout.kinds} | {"dp-cp-scalars": ("dp-cp", "shared")}
-    if gathers_apart:
+    if separate_gathers:
         found |= {f"{kind}-gathers": (layout.inside(kind), "gathers") for kind in GATHERED_KINDS}
     return {name.replace("-", "_"): source for name, source in found.items()}
 
@@ -237,7 +237,7 @@ class Topology:
     - `embedding`: None if this rank is neither first nor last in its pipeline.
     - `edges`: (sender, receiver), as pipeline ranks -> the group of the pair, in which the sender has index 0.
     - The groups of `ParallelLayout.INSTANCE_KINDS` exist if there are several instances, the `gathers` groups with
-      `gathers_apart`."""
+      `separate_gathers`."""
 
     layout: ParallelLayout
     rank: int
@@ -281,7 +281,7 @@ class Topology:
         heartbeat: Heartbeat = UNWATCHED,
         group_type: type[Group] = Group,
         shared_memory: bool = True,
-        gathers_apart: bool = False,
+        separate_gathers: bool = False,
         max_ctas: Mapping[str, int] | None = None,
     ) -> "Topology":
         """Create the groups of `rank`. Every rank of the layout calls this at the same time.
@@ -295,7 +295,7 @@ class Topology:
             heartbeat: records the operations of every group.
             group_type: `SanitizedGroup` detects wrong use of asynchronous operations.
             shared_memory: on gloo, tensor-parallel ranks of one host communicate through shared memory.
-            gathers_apart, max_ctas: on NCCL, a separate communicator to gather parameters; `ParallelConfig.max_ctas`.
+            separate_gathers, max_ctas: on NCCL, a separate communicator to gather parameters; `ParallelConfig.max_ctas`.
         """
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -320,7 +320,7 @@ class Topology:
                     own = group_type(kind, ranks, ranks.index(rank), process_group, heartbeat, device=device)
             return own
 
-        sources = group_sources(layout, gathers_apart=gathers_apart and backend == "nccl")
+        sources = group_sources(layout, separate_gathers=separate_gathers and backend == "nccl")
         groups = {name: group(kind, layout.groups(kind), queue) for name, (kind, queue) in sources.items()}
         world, pipeline = groups["world"], groups["pp"]
         assert world is not None and pipeline is not None

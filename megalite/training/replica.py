@@ -25,7 +25,7 @@ from megalite.kernels.registry import Kernels
 from megalite.models.compute import apply_compute, use_numerics
 from megalite.models.gpt import GPTStage, token_losses
 from megalite.models.recompute import Recompute
-from megalite.models.shapes import check_lr_multipliers, layer_shapes, treatment
+from megalite.models.shapes import bucket_traits, check_lr_multipliers, layer_shapes
 from megalite.optimizers.base import Context, FlatParameter, Optimizer, Segment, check_states
 from megalite.optimizers.schedules import LossScaler
 from megalite.partition.pipeline import lowered, plan_stages, proved, schedule_of
@@ -68,7 +68,7 @@ def build_strategy(
     for parameter in parameters:
         if isinstance(parameter, ShardedParameter):
             info, spec = parameter.info, parameter.info.spec
-            own = treatment(
+            own = bucket_traits(
                 *(spec.name, spec.global_shape),
                 decay=info.decay,
                 shard_dim=info.shard_dim,

@@ -220,7 +220,7 @@ class Trainer:
             heartbeat=watch.heartbeat,
             group_type=group_type,
             shared_memory=parallel.shared_memory_collectives,
-            gathers_apart=config.parallel.strategy.shards_parameters,
+            separate_gathers=config.parallel.strategy.shards_parameters,
             max_ctas=parallel.max_ctas,
         )
         with world.errors_on_all_ranks():  # stages may need different kernels

@@ -172,7 +172,7 @@ def test_gathers_do_not_wait_for_reductions(monkeypatch: pytest.MonkeyPatch) -> 
     assert covered(found.journal, found.second_step) == []
     gathers = [one for one in found.journal.operations if one.queue == "gathers"]
     assert gathers and {one.name for one in gathers} == {"all_gather"}
-    sources = topology.group_sources(ParallelLayout(dp=4, instances=2), gathers_apart=True)
+    sources = topology.group_sources(ParallelLayout(dp=4, instances=2), separate_gathers=True)
     assert sources["dp_cp_gathers"] == ("intra-dp-cp", "gathers"), "inside an instance"
     monkeypatch.setattr(topology, "GATHERED_KINDS", ())
     found = rehearse(config, 0)

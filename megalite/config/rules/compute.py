@@ -179,7 +179,7 @@ def _kernels(c: Settings) -> Findings:
 def _has_fp32_products(c: Settings) -> bool:
     """Return whether any matrix product is in fp32; routing, linear attention, Muon, SOAP and PowerSGD use fp32
     with bf16 and fp16 too."""
-    matrices = OPTIMIZERS.facts(c.optimizer).matrices_apart or c.grad_compression == "powersgd"
+    matrices = OPTIMIZERS.facts(c.optimizer).separate_matrices or c.grad_compression == "powersgd"
     of_half = c.num_experts is not None or matrices or c.linear_attention_freq is not None
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 

@@ -177,7 +177,7 @@ OPTIMIZER: tuple[Check, ...] = (
             "{optimizer} does not go with {dp_strategy}: it needs whole tensors, but servers update their parts at "
             "different times; use --optimizer adam": (
                 lambda c: (
-                    (c.optimizer == "lamb" or OPTIMIZERS.facts(c.optimizer).matrices_apart)
+                    (c.optimizer == "lamb" or OPTIMIZERS.facts(c.optimizer).separate_matrices)
                     and c.strategy.weights == "stale"
                 )
             ),

@@ -230,7 +230,7 @@ class Clock:
         """Return the seconds per step of whole-matrix updates, for the last stage with the largest number of layers. A
         stage's matrices are distributed over all its ranks, whatever their sharding."""
         config, layers = self.config, self.config.model.num_layers
-        if not OPTIMIZERS.facts(config.optimizer.optimizer).matrices_apart:
+        if not OPTIMIZERS.facts(config.optimizer.optimizer).separate_matrices:
             return np.zeros(len(shares))
         first = layers - -(-layers // pp)
         last = StagePlan(stage=0, rank=0, first_layer=first, last_layer=layers, has_embedding=pp == 1, has_head=True)
