@@ -199,8 +199,8 @@ def described(weights: Weights) -> str:
         sizes = {axis: weights.layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp", "ep")}
         layout = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
         written = f", written by {', '.join(layout) or 'one rank'}"
-    elif isinstance(weights, HuggingFaceWeights) and weights.quantization is not None:
-        written = f", of which {weights.quantization}"
+    elif isinstance(weights, HuggingFaceWeights):
+        written = weights.remarks
     if model.mtp_num_layers:
         written += f"; MTP layers: {model.mtp_num_layers}"
     return (

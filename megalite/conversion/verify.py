@@ -27,16 +27,19 @@ def stock_version() -> str | None:
 
 @torch.no_grad()
 def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_experts: bool) -> torch.Tensor:
-    """Compute logits [b, s, vocab_size] of tokens [b, s] with `AutoModelForCausalLM` in `dtype` on the CPU.
-    transformers computes norms, rotary tables and softmaxes in float32 for every `dtype`. No code from the folder is
-    run and nothing is downloaded."""
+    """Compute logits [b, s, vocab_size] of tokens [b, s] with transformers' model in `dtype` on the CPU: the text model,
+    or the whole multimodal one. transformers computes norms, rotary tables and softmaxes in float32 for every `dtype`.
+    No code from the folder is run and nothing is downloaded."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     # transformers' grouped matrix products do not support float64.
     plain = {"experts_implementation": "eager"} if has_experts else {}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        is_text = config.get_text_config() is config
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        model = auto.from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation="eager",

@@ -56,8 +56,8 @@ class Weights(Source, Protocol):
     """Weights of another format."""
 
     model: ModelConfig
-    quantization: str | None
-    """Log text on weights that are stored in fewer bits, and the dtype in which they are read."""
+    remarks: str
+    """Continuation of a log line: weights that are stored in fewer bits, and tensors that are left out."""
 
 
 FORMATS: Registry[Callable[[Path, ModelConfig], Weights]] = Registry(
@@ -160,8 +160,7 @@ def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> P
             load_weights(replica, source)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
-    read_as = "" if source.quantization is None else f", of which {source.quantization}"
-    log(f"loaded the weights of {folder}{read_as}; training begins at step 0")
+    log(f"loaded the weights of {folder}{source.remarks}; training begins at step 0")
     replica.strategy.after_load()
     return Progress(0, 0)
 

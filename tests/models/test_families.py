@@ -209,7 +209,7 @@ def all_float64() -> Iterator[None]:
 
 
 def their_model(family: Family) -> Any:
-    """Build the transformers model with weights large enough that every part affects the logits."""
+    """Build the transformers model with random weights."""
     # From where it lives: an import from the top of the package reads every model that there is.
     small = re.sub(
         "(?<=[a-z0-9])(moe|lite|oss|m2|v[23]|next)$", r"_\1", family.kind.lower().replace("moelite", "_moelite")
@@ -224,6 +224,11 @@ def their_model(family: Family) -> Any:
     settings = family.theirs if family.kind == "GPT2" else {**THEIR_SMALL, **family.theirs}
     with all_float64():
         found = model_class(config_class(**settings)).eval()
+    return with_weights(found)
+
+
+def with_weights(found: Any) -> Any:
+    """Draw the weights of a transformers model, large enough that every part affects the logits."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in found.parameters():

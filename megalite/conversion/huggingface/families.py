@@ -311,9 +311,33 @@ _ALL = (
         experts=ExpertKeys(count=("num_experts", 256), topk=8, **_QWEN_EXPERTS),
     ),
 )
-SAME = {"kimi_k2": "deepseek_v3"}
-"""model_type of published folders -> the family that has this architecture."""
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen
+SAME = {
+    "kimi_k2": FAMILIES["deepseek_v3"],
+    "exaone4_5_text": FAMILIES["exaone4"],
+    # Text positions are those of plain RoPE.
+    "qwen3_vl_text": LlamaLike(
+        *("qwen3", "Qwen3ForCausalLM"),
+        max_positions=128000,
+        rotary_base=5e5,
+        key_value_heads=32,
+        head_size=128,
+        attention_bias=True,
+        qk_norm=True,
+    ),
+}
+"""model_type of published folders -> the family that has this architecture, with the defaults of that model_type."""
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "exaone4_5": {"model_type": "exaone4"},
+    "gemma3": {"model_type": "gemma3_text", "num_attention_heads": 8, "vocab_size": 262208},
+    "internvl": {"model_type": "qwen2"},
+    "mistral3": {"model_type": "mistral"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+    "qwen3_vl": {"model_type": "qwen3_vl_text"},
+}
+"""model_type of folders with more than text -> values that their text_config may lack."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class FolderConfig(NamedTuple):
@@ -328,18 +352,32 @@ class FolderConfig(NamedTuple):
 def read_config(folder: Path) -> FolderConfig:
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder; give the folder with config.json")
-    values, where = read_json(folder, "config.json"), folder / "config.json"
+    values, where = read_json(folder, "config.json"), str(folder / "config.json")
     if values is None:
         raise ConversionError(f"{folder} has no config.json; give the folder that transformers saved")
     name = values.get("model_type")
-    name = SAME.get(name, name) if isinstance(name, str) else name
+    if isinstance(name, str) and name in MULTIMODAL:
+        refuse_code(values, where)
+        values, where = _text_config(values, MULTIMODAL[name], where), f"{where}: text_config"
+        name = values["model_type"]
     # Published folders of these families name code from before transformers supported them; it is not needed.
-    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "minimax_m2") else ()
+    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "minimax_m2") else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
     quantized_kinds(ModelFile(values, where))  # raises for unsupported quantization
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; supported: {', '.join(FAMILIES)}")
-    return FolderConfig(FAMILIES[name], *FAMILIES[name].read(ModelFile(values, where)), values)
+    family = (FAMILIES | SAME).get(name) if isinstance(name, str) else None
+    if family is None:
+        known = f"{', '.join(FAMILIES)}, and the text of {', '.join(MULTIMODAL)}"
+        raise ConversionError(f"{where}: model_type is {str(name)[:60]!r}; supported: {known}")
+    return FolderConfig(family, *family.read(ModelFile(values, where)), values)
+
+
+def _text_config(values: dict[str, Any], defaults: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of the text model in the config.json of a multimodal folder, as if it were alone."""
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise ConversionError(f"{where}: text_config is {str(text)[:60]!r}; it must be an object")
+    shared = ("tie_word_embeddings", "quantization_config", *TOKEN_IDS)  # of the whole, which take precedence
+    return {**defaults, **text, **{name: values[name] for name in shared if values.get(name) is not None}}
 
 
 def family_named(name: str) -> Family:

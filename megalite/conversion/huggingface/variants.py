@@ -333,7 +333,6 @@ _LINEAR_SIZES = dict(zip(LINEAR_SIZES, (4, 128, 128, 16, 32), strict=True))  # t
 class Qwen3Next(LlamaLike):
     """Qwen3-Next and Qwen3.5's text model: most layers have linear attention, the others an output gate."""
 
-    buffers = re.compile(r"mtp\..*")  # layers of multi-token prediction, which transformers does not read either
     fused_linear: bool = False  # linear attention's projections are two tensors, ordered by key head
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:

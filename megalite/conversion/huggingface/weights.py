@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial, reduce
@@ -22,7 +23,7 @@ from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
-from megalite.conversion.huggingface.families import Family, choose_family, read_config
+from megalite.conversion.huggingface.families import TOKEN_IDS, Family, choose_family, read_config
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.model_folder import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of
@@ -125,7 +126,13 @@ def _no_weights(folder: Path) -> ConversionError:
 HEAD = "lm_head.weight"
 _COPIES = ("embed_tokens", "shared_head.head")
 """Names of an MTP layer's copies of the word embedding and the head."""
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LEFT_OUT = re.compile(r"(mtp|(?:model\.)?(?:visual|vision_tower|multi_modal_projector))\..+")
+"""Tensors that are no part of the text model: vision, and multi-token prediction of Qwen and EXAONE."""
+
+
+def _text_name(name: str) -> str:
+    """Return a tensor's name in the text model alone. In multimodal folders it has a prefix, which depends on the age."""
+    return re.sub(r"^(model\.)?language_model\.", r"\1", name)
 
 
 class HuggingFaceWeights(Weights):
@@ -148,6 +155,7 @@ class HuggingFaceWeights(Weights):
         self.token_ids = {name: token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
+        self._stored = {_text_name(name): name for name in self._shards.records}
         if self.family.mtp and values.get("num_nextn_predict_layers") != 0:
             most, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
             # Count the MTP layers in the files, because transformers does not save them but writes their number.
@@ -176,6 +184,12 @@ class HuggingFaceWeights(Weights):
         """Describe the quantized weights and the dtype in which they are read; None if there are none."""
         dtypes = {self._shards.records[piece.name].dtype for pieces in self._pieces.values() for piece in pieces}
         return next((kind.description for dtype, kind in self._quantized.items() if dtype in dtypes), None)
+
+    @property
+    def remarks(self) -> str:
+        """Continue a log line on the folder with its quantized weights and the tensors that were left out."""
+        read_as = "" if self.quantization is None else f", of which {self.quantization}"
+        return f"{read_as}{self._left_out}"
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         """See `Weights`. `part`: slice to return, as a view of the whole tensor; None for all. Blocks outside of the
@@ -208,6 +222,9 @@ class HuggingFaceWeights(Weights):
         read = self._shards.read_elements
         return partial(read, theirs) if kind is None else partial(kind.read, read, record)
 
+    def _there(self, text_name: str) -> str:
+        return self._stored.get(text_name, text_name)
+
     def _find_pieces(self) -> dict[str, list[WeightPiece]]:
         """Return the checked pieces of each of our tensors."""
         records, config = self._shards.records, self.path / "config.json"
@@ -215,20 +232,25 @@ class HuggingFaceWeights(Weights):
             raise ConversionError(f"{config} has {self.model.num_layers} layers, the files have {len(records)} tensors")
         found: dict[str, list[WeightPiece]] = {}
         used = set()
-        for piece in self.family.pieces(self.model, records.keys()):
+        for text_piece in self.family.pieces(self.model, self._stored.keys()):
+            piece = dataclasses.replace(text_piece, name=self._there(text_piece.name))
             self._check(piece)
             found.setdefault(piece.parameter, []).append(piece)
             used.add(piece.name)
             if (kind := self._quantized.get(records[piece.name].dtype)) is not None:
                 used.add(kind.scales_of(piece.name))
         used |= {f"model.layers.{i}.{name}.weight" for i in self.model.mtp_layers for name in _COPIES}
-        unknown = [name for name in records if name not in used and not self.family.buffers.fullmatch(name)]
-        if HEAD in unknown and self.model.tie_embeddings:
-            self._check_tied(found["embedding.word.weight"][0].name)
-            unknown.remove(HEAD)
+        others = [name for name in records if name not in used and not self.family.buffers.fullmatch(_text_name(name))]
+        parts = {name: part.group(1) for name in others if (part := _LEFT_OUT.fullmatch(name))}
+        unknown = [name for name in others if name not in parts]
+        if (head := self._there(HEAD)) in unknown and self.model.tie_embeddings:
+            self._check_tied(head, found["embedding.word.weight"][0].name)
+            unknown.remove(head)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise ConversionError(f"{self._shards.path_of(unknown[0])}: {self.family.name} has no {unknown[0]}{more}")
+        size, kinds = sum(records[name].nbytes for name in parts), ", ".join(sorted(set(parts.values())))
+        self._left_out = f"; left out: {len(parts)} tensors of {kinds} ({size:,} bytes)" if parts else ""
         self._shapes = {name: shape.shape for name, shape in parameter_shapes(self.model).items()}
         assert found.keys() == self._shapes.keys(), "the pieces do not match our parameters"
         return found
@@ -248,17 +270,17 @@ class HuggingFaceWeights(Weights):
         elif record.dtype not in TORCH_DTYPES or not TORCH_DTYPES[record.dtype].is_floating_point:
             raise ConversionError(f"{where} is {record.dtype}; weights must be BF16, F16, F32 or F64")
 
-    def _check_tied(self, word: str) -> None:
-        """Require that a tied head that is stored equals the word embedding bit for bit."""
-        head, embedding = self._shards.records[HEAD], self._shards.records[word]
+    def _check_tied(self, stored: str, word: str) -> None:
+        """Require that a tied head that is `stored` equals the word embedding bit for bit."""
+        head, embedding = self._shards.records[stored], self._shards.records[word]
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         count, step = math.prod(head.shape), BLOCK // 8
         for start in range(0, count, step) if same else ():
-            parts = (self._shards.read_elements(name, start, min(step, count - start)) for name in (HEAD, word))
+            parts = (self._shards.read_elements(name, start, min(step, count - start)) for name in (stored, word))
             ours, theirs = (part.view(torch.uint8) for part in parts)
             same = same and torch.equal(ours, theirs)
         if not same:
-            raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {HEAD} is not {word}")
+            raise ConversionError(f"{self.path}/config.json: tie_word_embeddings must be false: {stored} is not {word}")
 
 
 def token_id(value: Any, name: str, where: Path) -> int | list[int] | None:
@@ -363,7 +385,7 @@ class HuggingFaceSource:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._weights = HuggingFaceWeights(folder, divisible_by=model.make_vocab_size_divisible_by)
-        self.path, self.model, self.quantization = folder, self._weights.model, self._weights.quantization
+        self.path, self.model, self.remarks = folder, self._weights.model, self._weights.remarks
         self._entries = {
             weight_key(name): TensorEntry(name, DTYPE_NAMES[self._weights.dtype(name)], shape.shape, ())
             for name, shape in parameter_shapes(self.model).items()
