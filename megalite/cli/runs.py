@@ -22,6 +22,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.files import CONFIG_NAME
 from megalite.config.reading import read_text, write_text
 from megalite.config.registry import optional
+from megalite.config.training import LOSSES
 from megalite.planner.page import Line, Row, Section, Table, draw_curves, key, page, style_of, thinned
 from megalite.training.records import METRICS, SESSIONS, Session, goodput_of, read_records, read_sessions
 
@@ -58,6 +59,7 @@ class RunFolder:
     layout: str
     step: int
     total_steps: int | None
+    loss_name: str | None
     loss: float | None  # loss of the last step
     valid_loss: float | None
     tokens_per_second: float | None  # mean of the last `_SPEED_STEPS` steps
@@ -91,6 +93,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 def read_run(path: Path, name: str) -> RunFolder:
     """Read one run, even if files are missing or incomplete."""
     train, sessions = read_records(path, "train"), read_sessions(path)
+    training = _training(path / CONFIG_NAME)
     losses, speeds = _curve(train, "loss"), _curve(train, "tokens_per_second")
     valid, written = _curve(read_records(path, "valid"), "valid_loss"), _last_write(path)
     last = [speed for _, speed in speeds[-_SPEED_STEPS:]]
@@ -105,7 +108,8 @@ def read_run(path: Path, name: str) -> RunFolder:
         ranks=sessions[-1].ranks if sessions else None,
         layout=sessions[-1].layout if sessions else "",
         step=train[-1]["step"] if train else 0,
-        total_steps=_total_steps(path / CONFIG_NAME),
+        total_steps=steps if isinstance(steps := training.get("train_iters"), int) else None,
+        loss_name=training.get("loss"),
         loss=losses[-1][1] if losses else None,
         valid_loss=valid[-1][1] if valid else None,
         tokens_per_second=statistics.harmonic_mean(last) if last and min(last) > 0 else None,
@@ -157,12 +161,16 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, fl
     return found
 
 
-def _total_steps(path: Path) -> int | None:
+def _training(path: Path) -> dict[str, Any]:
+    """Return the section of that name of a config; empty if it cannot be read."""
     try:
-        steps = yaml.safe_load(read_text(path))["training"]["train_iters"]
+        return dict(yaml.safe_load(read_text(path))["training"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        return None
-    return steps if isinstance(steps, int) else None
+        return {}
+
+
+def _loss_label(runs: Sequence[RunFolder]) -> str:
+    return "loss (nats per token)" if all(run.loss_name in LOSSES.builtin for run in runs) else "loss"
 
 
 def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[int] = ()) -> None:
@@ -181,7 +189,7 @@ def draw(runs: Sequence[RunFolder], title: str, path: Path, *, marked: Sequence[
         speeds.plot(*_columns(run.speeds), linewidth=1.2, **style)
     for step in marked:
         losses.axvline(step, color="#555", linestyle="--", linewidth=1.0)
-    losses.set_ylabel("loss (nats per token); dots: validation")
+    losses.set_ylabel(f"{_loss_label(runs)}; dots: validation")
     losses.legend(fontsize="small")
     speeds.set_ylabel("tokens/s")
     speeds.set_xlabel("step")
@@ -226,8 +234,8 @@ def _number(value: float | None, how: str) -> str:
 def _page(runs: Sequence[RunFolder], title: str) -> str:
     """Return an HTML page with a table of the runs and one figure per curve."""
     figures = [
-        _figure("Training loss", runs, "losses", "loss (nats per token)"),
-        _figure("Validation loss", runs, "valid_losses", "loss (nats per token)"),
+        _figure("Training loss", runs, "losses", _loss_label(runs)),
+        _figure("Validation loss", runs, "valid_losses", _loss_label(runs)),
         _figure("Speed", runs, "speeds", "tokens/s"),
     ]
     rows = [Row(_cells(run), status=run.status.split()[0], mark=key(number)) for number, run in enumerate(runs)]

@@ -109,6 +109,18 @@ def test_png_output(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
+def test_unit_of_the_loss_is_that_of_cross_entropy(runs: Path, tmp_path: Path) -> None:
+    def has_unit() -> bool:
+        assert main([str(runs / "a"), "--html", str(tmp_path / "page.html")]) == 0
+        text = (tmp_path / "page.html").read_text()
+        return "loss (nats per token)" in text
+
+    assert has_unit()
+    config = runs / "a" / "config.yaml"
+    config.write_text(config.read_text().replace("loss: cross-entropy", "loss: focal"))
+    assert not has_unit()
+
+
 @pytest.mark.parametrize(
     "words, error",
     [
