@@ -1,5 +1,6 @@
 """`GPTStage`: the part of a GPT in one virtual pipeline stage. With one stage it is the whole model."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.errors import ConfigError
+from megalite.config.errors import ConfigError, RankError
 from megalite.config.model import BLOCKS, ModelConfig
 from megalite.config.training import LOSSES
 from megalite.context_parallel.tiles import Visibility
@@ -71,9 +72,17 @@ class Embedding(Module):
 
 
 def token_losses(name: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a registered loss of each token [s, b], of logits [s, b, V] and labels [s, b]. Raises ConfigError: it has
-    another shape or dtype, or no gradient."""
-    losses = LOSSES.get(name)(logits, labels)
+    """Return a registered loss of each token [s, b], of logits [s, b, V] and labels [s, b]. Raises ConfigError: it fails,
+    has another shape or dtype, or no gradient."""
+    function = LOSSES.get(name)
+    try:
+        losses = function(logits, labels)
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        _, *frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[0].name}, {frames[0].filename}:{frames[0].lineno})" if frames else ""
+        raise ConfigError(f"loss {name} fails{where}: {type(error).__name__}: {error}") from error
     found, wanted = (
         f"{list(each.shape)} in {each.dtype}" if isinstance(each, Tensor) else type(each).__name__
         for each in (losses, logits[..., 0])
@@ -137,7 +146,10 @@ class Head(Module):
             losses, first = LOSSES.get(self._loss), self.tp.rank * logits.shape[-1]
             return losses(logits, labels, first=first, vocab_size=size, tp=self.tp, kernel=self._kernel).t()
         logits = gather_from_tensor_parallel_region(logits, size=size, tp=self.tp)
-        return token_losses(self._loss, logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).t()
+        try:
+            return token_losses(self._loss, logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).t()
+        except ConfigError as error:  # ranks without the head do not raise it
+            raise RankError(str(error)) from error
 
 
 class GPTStage(Module):

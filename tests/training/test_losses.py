@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from examples.extend.smooth_z import smooth_z
 from megalite import LOSSES, Callback, ConfigError, RunConfig, Trainer
 from megalite.config.describe import replace
+from megalite.config.errors import RankError
 from megalite.parity.trajectory import RankTrajectory, one_rank_trajectory, rank_trajectory
 from megalite.partition.activations import stage_activation_bytes
 from megalite.partition.pipeline import plan_stages
@@ -149,7 +150,13 @@ def test_memory_is_that_of_its_registration(loss: str, settings: dict[str, Any])
         )
 
 
+def failing(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits[..., logits.shape[-1]].neg()
+
+
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "failing": (failing, r"fails \(failing, .*test_losses.py:\d+\): IndexError: index 93 is out of bounds"),
+    "no function": (lambda: 0, r"fails: TypeError: .* takes 0 positional arguments but 2 were given"),
     "means": (
         lambda logits, labels: plain(logits, labels).mean(0),
         r"returns \[2\] in torch.float32 for logits \[3, 2, 93\] and labels \[3, 2\]; it must return \[3, 2\] in "
@@ -178,6 +185,14 @@ def test_function_that_is_no_loss_is_refused_on_all_ranks(name: str) -> None:
         config = tiny_config(2, pp=2, precision="fp32", loss=name)
     first, second = run_ranks(2, refusal, config)
     assert first == second and re.fullmatch(f"loss {name} {WRONG[name][1]}.*", first), first
+
+
+def test_loss_that_fails_in_a_step_is_the_error_of_its_rank() -> None:
+    """Other ranks may have no head, or other data."""
+    with registered(LOSSES, "failing", failing):
+        stage, tokens = build(varied(STAGE), loss="failing"), torch.zeros(B, S, dtype=torch.long)
+        with pytest.raises(RankError, match=r"loss failing fails \(failing, .*test_losses.py:\d+\): IndexError"):
+            stage(tokens, stage.context(), labels=tokens)
 
 
 def test_loss_is_named_or_registered() -> None:
