@@ -114,7 +114,7 @@ class TrainingConfig:
     full_validation: bool = option(False)
     """Evaluate on each sample of the validation split once, instead of on eval_iters batches."""
     exit_interval: int | None = option(None, at_least=1)
-    """Stop (and save) after a step divisible by this."""
+    """Stop after a step divisible by this, and save if save or run_dir is set."""
     exit_duration_in_mins: float | None = option(None, above=0)
     """Stop (and save) after this many minutes, with exit status 75."""
     exit_file: str | None = option(None)

@@ -93,6 +93,13 @@ def test_full_validation_does_not_depend_on_the_layout(layout: dict[str, int], p
     assert len(one) == 2 and more == pytest.approx(one, rel=1e-9)
 
 
+def test_exit_without_a_folder_saves_nothing(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = fit(**{**TINY, "data_path": [prefix], **FOUR_STEPS, "exit_interval": 3})
+    assert "stopping at step 3: exit_interval is 3" in lines and not list(tmp_path.rglob("step-*"))
+    assert any(line.startswith("no checkpoint will be saved") for line in lines)
+
+
 def trains(context: RankContext, ranks: int, changes: dict[str, Any]) -> None:
     config = tiny_config(ranks, **{**FOUR_STEPS, **changes})
     ReplicaTrainer(build(context, config)).fit()

@@ -7,7 +7,7 @@ from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, owned, parsed, rules, without
-from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
+from megalite.config.run import hugging_face_folder, profile_folder, save_folder, scales_loss, writers
 from megalite.config.strategies import STRATEGIES
 from megalite.config.training import WRITERS
 
@@ -150,10 +150,10 @@ CHECKPOINT: tuple[Check, ...] = (
     ),
     *rules(
         {
-            "{?save_interval|exit_interval|exit_duration_in_mins|exit_file|export_hf} has nowhere to save; add --save checkpoints or "
-            "--run-dir runs/1": lambda c: c.save is None and c.run_dir is None,
+            "{?save_interval|exit_duration_in_mins|exit_file|export_hf} has nowhere to save; add --save checkpoints or --run-dir "
+            "runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
-            "add --save-interval 100 or remove it": lambda c: c.save is None and not saves(c.run),
+            "add --save-interval 100 or remove it": lambda c: save_folder(c.run) is None and c.save_interval is None,
             "{save} cannot be saved to: it is read-only or lost with the process; use s3://BUCKET/RUN, gs://BUCKET/RUN or "
             "a folder": lambda c: (c.save or "").startswith(UNSAVED),
             "{?export_hf} needs checkpoints in a folder, but {save} is an address; save to a folder, or leave it out and use "
