@@ -140,6 +140,12 @@ def _unreached_saves(c: Settings) -> Findings:
         yield f"{{keep_every}} is not a multiple of {{save_interval}}: few of its steps are saved; use e.g. --keep-every {works}"
 
 
+def _one_slash(c: Settings) -> Findings:
+    scheme, found, path = (c.save or "").partition(":/")
+    if found and scheme.isalnum() and not path.startswith("/"):
+        yield f"{{save}} is a folder on this machine; give an address as --save {scheme}://{path}"
+
+
 CHECKPOINT: tuple[Check, ...] = (
     *without(
         {
@@ -163,6 +169,7 @@ CHECKPOINT: tuple[Check, ...] = (
         }
     ),
     _unreached_saves,
+    _one_slash,
 )
 
 
