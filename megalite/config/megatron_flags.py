@@ -287,7 +287,7 @@ matrix products accumulate as in torch by default | --batch-invariant-mode
 messages are formatted by the tokenizer's chat template | --sft-tokenizer-prompt-format=
 samples are cut from unchanged documents; see --packing and --reset-attention-mask |
     --fim-data --dataloader-inter-document-masking --phase-transition-iterations= --hybrid-context-parallel
-no step is skipped; see --on-non-finite | --iterations-to-skip=* --decrease-batch-size-if-needed
+batch sizes must be multiples of --micro-batch-size times the data-parallel size | --decrease-batch-size-if-needed
 there is one validation set, evaluated from the start; megalite evaluate measures others |
     --multiple-validation-sets --start-eval-at-iter=
 use megalite evaluate | --skip-train

@@ -45,8 +45,7 @@ class LossScaler:
         """Record one step over `samples` samples. `overflow`: it was skipped because gradients overflowed, so the scale
         may be too large. `fault`: it was skipped for another reason, such as a loss that is not finite."""
         if overflow or fault:
-            self.skipped_steps += 1
-            self.skipped_samples += samples
+            self.skip(samples)
             self.faults_in_a_row += fault
             self.overflows_in_a_row += overflow and self.scale <= self._min
         else:
@@ -64,6 +63,11 @@ class LossScaler:
             self._good_steps = 0
             self._overflows_left = self._hysteresis
             self.scale *= 2.0
+
+    def skip(self, samples: int) -> None:
+        """Let learning rate and weight decay pass over a step of `samples` samples."""
+        self.skipped_steps += 1
+        self.skipped_samples += samples
 
     def state(self) -> dict[str, float]:
         skipped: dict[str, float] = {name: count for name in _SKIPPED if (count := getattr(self, name))}

@@ -349,6 +349,12 @@ class Trainer:
             )
             self._reading.waited(waited)
             read_next = partial(self._prepare, after)
+            if after.step in self.config.training.iterations_to_skip:
+                read_next()
+                self.replica.scaler.skip(size)
+                self.progress, self._step_reached, self._stepped = after, after.step, True
+                self.log(f"step {after.step}: skipped with its {size} samples, as iterations_to_skip says")
+                return
             if self._reading.early:
                 read_next()
             self.instruments.begin(after.step)

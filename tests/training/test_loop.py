@@ -10,8 +10,9 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.data.loader import BatchLoader, Microbatch
+from megalite.optimizers.schedules import Progress
 from megalite.training.evaluation import ReadAhead, read_batches
-from megalite.training.step import Stepper
+from megalite.training.step import Stepper, StepResult
 from megalite.training.trainer import Trainer
 from tests.data.token_files import write_by_layout
 from tests.e2e.programs import records
@@ -91,6 +92,38 @@ def test_full_validation_does_not_depend_on_the_layout(layout: dict[str, int], p
     run_ranks(ranks, trains, ranks, {**changes, **layout, "data_path": [prefix], "run_dir": str(tmp_path / "ranks")})
     one, more = ([each["valid_loss"] for each in records(tmp_path / name, "valid")] for name in ("one", "ranks"))
     assert len(one) == 2 and more == pytest.approx(one, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"dp": 2, "dp_strategy": "fully-sharded"}], ids=str)
+def test_skipped_steps_read_their_data_and_do_nothing_else(
+    layout: dict[str, Any], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning rates lag and samples do not, as in Megatron-LM, in one run or two and on any layout."""
+    trained: list[tuple[float, Progress]] = []
+    step = Stepper.step
+
+    def noted(self: Stepper, *microbatches: Any, before: Progress, **more: Any) -> StepResult:
+        found = step(self, *microbatches, before=before, **more)
+        trained.append((found.lr, before))
+        return found
+
+    changes: dict[str, Any] = {"train_iters": 6, "lr_warmup_iters": 4, "global_batch_size": 4, "eval_interval": 6}
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "step", noted)
+        run(prefix, tmp_path / "all", **changes)
+        lines = run(prefix, tmp_path / "one", **changes, iterations_to_skip=[2, 3])
+    whole, some = trained[:6], trained[6:]
+    assert [before for _, before in some] == [Progress(n, 4 * n) for n in (0, 3, 4, 5)]
+    assert [lr for lr, _ in some] == [lr for lr, _ in whole[:4]] and len({lr for lr, _ in some}) == 4
+    assert "step 3: skipped with its 4 samples, as iterations_to_skip says" in lines
+    ranks = math.prod(size for size in layout.values() if isinstance(size, int))
+    changes |= {"iterations_to_skip": [2, 3], "data_path": [prefix], "run_dir": str(tmp_path / "more")}
+    changes["save"] = str(tmp_path / "saved")
+    run_ranks(ranks, trains, ranks, {**changes, **layout, "save_interval": 2, "exit_interval": 2})
+    run_ranks(ranks, trains, ranks, {**changes, **layout, "load": changes["save"]})
+    one, more = ([each["loss"] for each in records(tmp_path / name, "train")] for name in ("one", "more"))
+    assert len(one) == 4 and more == pytest.approx(one, rel=1e-9)
+    assert one[1] != pytest.approx(records(tmp_path / "all", "train")[3]["loss"], rel=1e-9)
 
 
 def test_exit_without_a_folder_saves_nothing(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,11 @@ STOPS: tuple[Check, ...] = (
             "{?on_non_finite} does not go with {check_for_nan_in_loss_and_grad}, which ignores such steps; keep one of them": (
                 lambda c: not c.check_for_nan_in_loss_and_grad
             ),
+            "{?iterations_to_skip} does not go with {dp_strategy}, which exchanges something in every step; use --dp-strategy "
+            "distributed-optimizer": lambda c: c.strategy.weights != "equal",
+            "{?iterations_to_skip} has steps beyond {train_iters}; remove them": lambda c: (
+                c.train_iters is not None and max(c.iterations_to_skip) > c.train_iters
+            ),
             "{?on_non_finite} does not go with {dp_strategy}: the server expects a push in every step; use "
             "--on-non-finite stop": lambda c: c.strategy.weights == "stale",
             "{!loss_spike_window} has no effect with {loss_spike_threshold}; use --loss-spike-threshold 10 or remove it": (
