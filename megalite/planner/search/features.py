@@ -6,6 +6,7 @@ stored for a W (from I to W). Memory is linear in the counts, so the largest row
 microbatch. The counts are exact for one-chunk schedules and looped-bfs, and for interleaved unless its last group has
 another size; for V schedules, the moments that are largest by several weightings are kept."""
 
+from collections import Counter as Tally
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -23,6 +24,7 @@ from megalite.pipeline.ir.schedule import Kind
 from megalite.planner.search.space import VEE, Pipeline
 
 Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 class InFlight(NamedTuple):
@@ -134,6 +136,7 @@ class Cut:
     starts: Counts  # index of the first layer
     first: tuple[int, int]  # (rank, chunk) of the first stage, with the embedding
     last: tuple[int, int]  # (rank, chunk) of the last stage, with the head
+    has_copy: bool  # a tied embedding has a copy with the head
 
     @cached_property
     def ranks(self) -> Counts:
@@ -148,8 +151,52 @@ class Cut:
         lasts = {int(np.flatnonzero(kind == one)[-1]) for one in np.unique(kind)}
         return np.array(sorted(firsts | lasts), dtype=np.int64)
 
+    @cached_property
+    def contents(self) -> Floats:
+        """The features of `ranks` that do not depend on microbatches in flight: [ranks, features]."""
+        ranks = self.ranks
+        rows = np.zeros((len(ranks), len(Feature)))
+        dense, experts = self.dense[ranks].sum(1), self.experts[ranks].sum(1)
+        first, last = ((ranks == rank) for rank, _ in (self.first, self.last))
+        columns = {
+            Feature.DENSE: dense,
+            Feature.EXPERTS: experts,
+            Feature.EMBEDDING: first,
+            Feature.HEAD: last,
+            Feature.COPY: last & ~first & self.has_copy,
+            Feature.ONLY_DENSE: (dense > 0) & (experts == 0),
+            Feature.ONLY_EXPERTS: (experts > 0) & (dense == 0),
+            Feature.BOTH_KINDS: (dense > 0) & (experts > 0),
+            Feature.PLAIN: ~first & ~last,
+            Feature.WITH_EMBEDDING: first & ~last,
+            Feature.WITH_HEAD: last & ~first,
+            Feature.BOTH_ENDS: first & last,
+        }
+        for feature, column in columns.items():
+            rows[:, feature] = column
+        return rows
 
-Floats = npt.NDArray[np.float64]
+    @cached_property
+    def stages(self) -> Floats:
+        """Number of dense layers, expert layers, embeddings and heads per stage: [p, v, 4]."""
+        counts = np.zeros((*self.dense.shape, 4))
+        counts[..., 0], counts[..., 1] = self.dense, self.experts
+        counts[*self.first, 2] = counts[*self.last, 3] = 1.0
+        return counts
+
+    @cached_property
+    def different_ranks(self) -> Floats:
+        """The different sums of `stages` over a rank's chunks: [contents, 4]."""
+        return np.unique(self.stages.sum(1), axis=0)
+
+    @cached_property
+    def different_chunks(self) -> tuple[Floats, Floats]:
+        """How many chunks have the same stages, [kinds], and their different `stages`, [kinds, contents, 4]."""
+        chunks = Tally(frozenset(map(tuple, chunk)) for chunk in self.stages.swapaxes(0, 1).tolist())
+        most = max(map(len, chunks))
+        # The last one is repeated, so that all have equally many.
+        contents = [(every + every[-1:] * most)[:most] for every in map(sorted, chunks)]
+        return np.array(list(chunks.values()), dtype=np.float64), np.array(contents)
 
 
 class Feature(IntEnum):
@@ -219,7 +266,7 @@ class Counter:
             stored[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage], ends[stage]
             places.append((rank, int(chunk[rank])))
             chunk[rank] += 1
-        return Cut(stored[0], stored[1], stored[2], places[0], places[-1])
+        return Cut(*stored, first=places[0], last=places[-1], has_copy=needs_copy(self._config.model))
 
     def __call__(self, pipeline: Pipeline) -> Floats:
         """Return [rows, features]: the ranks and moments of which one needs most memory, whatever the share."""
@@ -244,7 +291,7 @@ class Counter:
         key = (pipeline._replace(offloaded=0), group or 0)
         if key not in self._flights:
             self._flights[key] = in_flight(pipeline, ranks, warm_up=warm_up, group=group)
-        graphs, deferred = self._flights[key]
+        graphs, deferred = (counts.swapaxes(0, 1).astype(np.float64) for counts in self._flights[key])
         dense, experts = cut.dense[ranks], cut.experts[ranks]
         layers = dense + experts
         gone = np.minimum(layers, pipeline.offloaded)
@@ -253,47 +300,22 @@ class Counter:
         kept, kept_experts = dense - (gone - gone_experts), experts - gone_experts
         inputs = gone > 0
         inputs[ranks == cut.first[0], cut.first[1]] = False
+        # By rank and moment: dense layers, expert layers and stage inputs, times microbatches.
+        active = graphs @ np.stack((kept, kept_experts, inputs), axis=2, dtype=np.float64)
+        waiting = deferred @ np.stack((dense, experts), axis=2, dtype=np.float64)
+        first, last = ((ranks == rank)[:, None] for rank, _ in (cut.first, cut.last))
+        heads, moments = graphs[:, :, cut.last[1]] * last, np.arange(graphs.shape[1])[:, None]
         if pipeline.schedule == "interleaved":
             # No W is deferred: the moment with most graphs decides, for each weight of the head.
-            alive = (graphs * (kept + kept_experts + 1e-3 * inputs)).sum(2)
-            heads = graphs[:, :, cut.last[1]] * (ranks == cut.last[0])
-            moments = [(alive + weight * heads).argmax(0) for weight in _HEADS]
-            graphs = np.stack([graphs[moment, np.arange(len(ranks))] for moment in moments])
-            deferred = np.zeros_like(graphs)
-        rows = np.repeat(self._static(cut)[None], len(graphs), axis=0)
-        last = ranks == cut.last[0]
-        for counts, of_dense, of_experts, of_head, *stored in (
-            (graphs, Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.HEAD_ACTIVE, kept, kept_experts),
-            (deferred, Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED, Feature.HEAD_DEFERRED, dense, experts),
-        ):
-            rows[:, :, of_dense] = (counts * stored[0]).sum(2)
-            rows[:, :, of_experts] = (counts * stored[1]).sum(2)
-            rows[:, :, of_head] = counts[:, :, cut.last[1]] * last
-        rows[:, :, Feature.INPUT_ACTIVE] = (graphs * inputs).sum(2)
-        rows[:, :, Feature.RESTORED] = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
-        rows[:, :, Feature.EMBEDDING_ACTIVE] = graphs[:, :, cut.first[1]] * (ranks == cut.first[0])
+            alive = active @ [1.0, 1.0, 1e-3]
+            moments = (alive + np.multiply.outer(_HEADS, heads)).argmax(2)
+        at = np.arange(len(ranks)), moments
+        rows = np.repeat(cut.contents[None], len(moments), axis=0)
+        rows[:, :, [Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.INPUT_ACTIVE]] = active[at]
+        rows[:, :, [Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED]] = waiting[at]
+        rows[:, :, Feature.HEAD_ACTIVE] = heads[at]
+        rows[:, :, Feature.HEAD_DEFERRED] = (deferred[:, :, cut.last[1]] * last)[at]
+        rows[:, :, Feature.EMBEDDING_ACTIVE] = (graphs[:, :, cut.first[1]] * first)[at]
+        if pipeline.offloaded:
+            rows[:, :, Feature.RESTORED] = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
         return rows.reshape(-1, len(Feature))
-
-    def _static(self, cut: Cut) -> Floats:
-        """Count the features that do not depend on microbatches in flight: [ranks, features]."""
-        ranks = cut.ranks
-        rows = np.zeros((len(ranks), len(Feature)))
-        dense, experts = cut.dense[ranks].sum(1), cut.experts[ranks].sum(1)
-        first, last = ((ranks == rank) for rank, _ in (cut.first, cut.last))
-        columns = {
-            Feature.DENSE: dense,
-            Feature.EXPERTS: experts,
-            Feature.EMBEDDING: first,
-            Feature.HEAD: last,
-            Feature.COPY: last & ~first & needs_copy(self._config.model),
-            Feature.ONLY_DENSE: (dense > 0) & (experts == 0),
-            Feature.ONLY_EXPERTS: (experts > 0) & (dense == 0),
-            Feature.BOTH_KINDS: (dense > 0) & (experts > 0),
-            Feature.PLAIN: ~first & ~last,
-            Feature.WITH_EMBEDDING: first & ~last,
-            Feature.WITH_HEAD: last & ~first,
-            Feature.BOTH_ENDS: first & last,
-        }
-        for feature, column in columns.items():
-            rows[:, feature] = column
-        return rows

@@ -105,19 +105,17 @@ class Clock:
     def seconds(self, pipelines: Sequence[Pipeline], cuts: Sequence[Cut], prices: Prices) -> Floats:
         """[pipelines, shares] seconds of a step; all pipelines have the same pp and number of microbatches."""
         p, m = pipelines[0].pp, pipelines[0].microbatches
-        stages = [_stages(cut) for cut in cuts]
-        rows = [each[cut.ranks].sum(1) for each, cut in zip(stages, cuts)]
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
         layers = prices.layers.sum(0)
-        busiest = of_largest_rank(rows, layers)
-        for row, pipeline in enumerate(pipelines):
+        busiest = of_largest_rank([cut.different_ranks for cut in cuts], layers)
+        for row, (pipeline, cut) in enumerate(zip(pipelines, cuts)):
             if pipeline.schedule == "looped-bfs":
                 # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.
-                busiest[row] = (stages[row] @ layers).max(0).sum(0)
+                counts, contents = cut.different_chunks
+                busiest[row] = counts @ (contents @ layers).max(1)
         busiest = busiest + 2.0 * chunks * constant
-        whole = np.array([cuts[0].dense.sum(), cuts[0].experts.sum(), 1.0, 1.0])
-        model = rows[0].sum(0) if p == 1 else whole
+        model = cuts[0].stages.sum((0, 1))
         forward, inputs, weights, again = (model @ prices.layers[kind] for kind in range(4))
         fixed = p * chunks * constant
         totals = (forward + fixed, inputs + again + fixed, weights + 0.0 * fixed)
@@ -127,7 +125,7 @@ class Clock:
             hops = np.array([[_hops(each)] for each in pipelines])
             step = step + m * _waits(pipelines, busiest, totals, prices.message) + hops * prices.message
             if np.any(prices.sharing > 1.0):
-                every = np.stack([each.sum(1) for each in stages])
+                every = np.stack([cut.stages.sum(1) for cut in cuts])
                 busy = every @ prices.layers.sum(0)
                 busy = busy + 2.0 * chunks[..., None] * constant + _ends(chunks, p) * prices.message
                 cycle = _cycle(busy, prices.sharing)
@@ -366,11 +364,3 @@ def _ramp_left(p: int, sharing: Floats) -> Floats:
     computing = np.arange(1.0, p)[:, None] / p
     idle = np.maximum(1.0 / sharing - computing, 0.0).sum(axis=0)
     return np.asarray(idle / (1.0 - computing).sum(axis=0))
-
-
-def _stages(cut: Cut) -> Floats:
-    """Count dense layers, expert layers, embedding and head per stage: [p, v, 4]."""
-    counts = np.zeros((*cut.dense.shape, 4))
-    counts[..., 0], counts[..., 1] = cut.dense, cut.experts
-    counts[*cut.first, 2] = counts[*cut.last, 3] = 1.0
-    return counts
