@@ -33,7 +33,7 @@ from megalite.pipeline.ir.generators import (
 from megalite.pipeline.ir.list_scheduler import ROUNDING, Order, Outcome, Problem, Rules, list_schedule
 from megalite.pipeline.ir.lower import lower
 from megalite.pipeline.ir.memory import Sizes, exceeds, memory_peaks, sufficient
-from megalite.pipeline.ir.schedule import Action, Kind, Schedule
+from megalite.pipeline.ir.schedule import Action, Kind, Program, Schedule
 from megalite.pipeline.ir.simulate import Costs, Timeline, least_makespan, simulate
 
 MOST_GROUPS = 8
@@ -133,7 +133,8 @@ def build_auto(
     limits = limit if isinstance(limit, tuple) else (inf if limit is None else limit,) * num_ranks
 
     def judge(schedule: Schedule) -> _Judged:
-        timeline, peaks = _run(schedule, costs, sizes, recv_prefetch, send_window)
+        program, timeline = _run(schedule, costs, recv_prefetch, send_window)
+        peaks = tuple(peak.size for peak in memory_peaks(program, sizes))
         above = [peak - most if exceeds(peak, most) else 0.0 for peak, most in zip(peaks, limits, strict=True)]
         return _Judged(schedule, timeline, peaks, max(above))
 
@@ -176,12 +177,10 @@ def _bounds(
 
 
 @cache_by_object(maxsize=16)
-def _run(
-    schedule: Schedule, costs: Costs, sizes: Sizes, recv_prefetch: int, send_window: int
-) -> tuple[Timeline, tuple[float, ...]]:
-    """Return a schedule's timeline and the peak of each rank. Cached for searches with other limits."""
+def _run(schedule: Schedule, costs: Costs, recv_prefetch: int, send_window: int) -> tuple[Program, Timeline]:
+    """Lower and simulate a schedule. Cached for searches with other sizes and limits."""
     program = lower(schedule, recv_prefetch=recv_prefetch, send_window=send_window)
-    return simulate(program, costs), tuple(peak.size for peak in memory_peaks(program, sizes))
+    return program, simulate(program, costs)
 
 
 class _Judged(NamedTuple):
@@ -305,12 +304,13 @@ def search(problem: Problem, work: int, attempts: tuple[int, int], keep: int) ->
 
 
 Value = tuple[float, float]  # time and memory; smaller is better
-Room = tuple[tuple[float, ...], tuple[float, ...]]  # `Outcome.holds`
+Range = tuple[tuple[float, ...], tuple[float, ...]]  # `Outcome.holds`
 
 
 @lru_cache(maxsize=16)
-def _known(problem: Problem) -> dict[Rules, list[tuple[Room, Value]]]:
-    """Return the cache of a problem without room: rules -> values, each with the range of room in which it applies."""
+def _known(problem: Problem) -> dict[Rules, list[tuple[Range, Value]]]:
+    """Return the cache of a problem without room: rules without lead -> values, each with the range of room and lead in
+    which it applies."""
     return {}
 
 
@@ -336,7 +336,7 @@ class _Attempts:
         return self.values[rules]
 
     def _evaluate(self, rules: Rules) -> Value:
-        known, limits = self.known.setdefault(rules, []), self.problem.limits
+        known, limits = self.known.setdefault(rules._replace(lead=()), []), [*self.problem.limits, *rules.lead]
         for (least, beyond), value in known:
             if all(low <= limit < high for low, limit, high in zip(least, limits, beyond)):
                 return value

@@ -120,8 +120,8 @@ class Outcome(NamedTuple):
     makespan: float
     memory: float  # sum of the ranks' peaks
     holds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Range of `Problem.limits` with the same outcome: at least the largest size that fitted, and below the smallest
-    size that did not."""
+    """Range of `Problem.limits` and of the rules' `lead` with the same outcome: at least the largest size (or number of
+    microbatches) that fitted, and below the smallest that did not."""
 
     def actions(self) -> ActionLists:
         return tuple(tuple(_with_microbatches(row)) for row in self.lists)
@@ -170,7 +170,9 @@ class _Run:
         # Per rank.
         self.forward_order = [own[::-1] if rules.forward_deepest else own for own in problem.stages]
         self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
-        self.limits = problem.limits
+        self.limits = [*problem.limits, *rules.lead]
+        self.leads = len(problem.limits)
+        """Index of the first stage's lead in `limits`."""
         self.fitted, self.refused = [0.0] * len(self.limits), [inf] * len(self.limits)
         self.activations = [0.0] * num_ranks
         self.deferred = [0.0] * num_ranks
@@ -179,8 +181,9 @@ class _Run:
         self.free = [0.0] * num_ranks
         self.last_was_forward = [False] * num_ranks
         self.link_free: dict[tuple[int, int], float] = {}
+        self.idle = [False] * num_ranks
         self.events = [(0.0, rank) for rank in range(num_ranks)]
-        """When a rank decides: it becomes free, or a message arrives."""
+        """When a rank decides: it becomes free, or a message arrives after that."""
 
     def decide(self, rank: int, now: float) -> None:
         forward = gradient = -1
@@ -215,8 +218,8 @@ class _Run:
             weight = self._next_weight(rank)
             if weight >= 0 and known - now >= self.rules.fill[rank] * self.problem.weight_grad[weight]:
                 self._start_weight(rank, weight, now)
-            elif known < inf:
-                heappush(self.events, (known, rank))
+            else:
+                self.idle[rank] = True
 
     def _next(
         self, rank: int, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float
@@ -227,7 +230,8 @@ class _Run:
             if not (queue := arrivals[stage]) or (first := queue[0]) >= known:
                 continue
             if arrivals is self.gradients or (
-                self.forwards[stage] - self.backwards[stage] < self.rules.lead[stage] and self._safe(rank, stage)
+                self._within(self.leads + stage, self.forwards[stage] - self.backwards[stage] + 1)
+                and self._safe(rank, stage)
             ):
                 if first <= now:
                     return stage, now
@@ -314,7 +318,7 @@ class _Run:
         if (used := self.activations[rank] + self.deferred[rank]) > self.peak[rank]:
             self.peak[rank] = used
         self.lists[rank].append((kind, stage))
-        self.free[rank] = end
+        self.free[rank], self.idle[rank] = end, False
         heappush(self.events, (end, rank))
 
     def _send(
@@ -326,4 +330,5 @@ class _Run:
             self.link_free[edge] = end = max(self.link_free.get(edge, 0.0), end) + link.seconds_per_message
         arrival = end + link.latency - ahead
         arrivals[stage].append(arrival)
-        heappush(self.events, (max(arrival, self.free[target]), target))
+        if self.idle[target] or arrival > self.free[target]:
+            heappush(self.events, (max(arrival, self.free[target]), target))

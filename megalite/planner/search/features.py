@@ -266,7 +266,7 @@ class Counter:
             stored[:, rank, chunk[rank]] = counts[stage] - experts[stage], experts[stage], ends[stage]
             places.append((rank, int(chunk[rank])))
             chunk[rank] += 1
-        return Cut(*stored, first=places[0], last=places[-1], has_copy=needs_copy(self._config.model))
+        return Cut(stored[0], stored[1], stored[2], places[0], places[-1], needs_copy(self._config.model))
 
     def __call__(self, pipeline: Pipeline) -> Floats:
         """Return [rows, features]: the ranks and moments of which one needs most memory, whatever the share."""

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 
@@ -282,3 +283,16 @@ def test_list_scheduler_predicts_time_and_memory(placement: tuple[int, ...]) -> 
         peaks = [peak.size for peak in memory_peaks(program, sizes)]
         assert sum(peaks) == outcome.memory
         assert all(peak <= most for peak, most in zip(peaks, room, strict=True))
+
+
+def test_outcome_holds_in_its_range_of_leads() -> None:
+    placement, costs, sizes = v_placement(3), Costs.uniform(6, backward=2.5), Sizes.uniform(6, deferred=0.5)
+    problem = Problem.of(placement, 8, costs, sizes, (5.0,) * 3, ahead=False)
+    rules = Rules((3, 3, 2, 2, 2, 2), ("backward", "alternate", "forward"), (0.5,) * 3)
+    outcome, same = list_schedule(problem, rules), 0
+    for lead in product((1, 2, 3, 4), repeat=6):
+        limits = (*problem.limits, *lead)
+        if all(least <= each < beyond for least, each, beyond in zip(outcome.holds[0], limits, outcome.holds[1])):
+            same += 1
+            assert list_schedule(problem, rules._replace(lead=lead)).lists == outcome.lists
+    assert 1 < same < 4**6
