@@ -171,8 +171,7 @@ class _Run:
         self.forward_order = [own[::-1] if rules.forward_deepest else own for own in problem.stages]
         self.backward_order = [own[::-1] if rules.backward_deepest else own for own in problem.stages]
         self.limits = [*problem.limits, *rules.lead]
-        self.leads = len(problem.limits)
-        """Index of the first stage's lead in `limits`."""
+        self.leads = len(problem.limits)  # index of the first stage's lead in `limits`
         self.fitted, self.refused = [0.0] * len(self.limits), [inf] * len(self.limits)
         self.activations = [0.0] * num_ranks
         self.deferred = [0.0] * num_ranks

@@ -185,11 +185,6 @@ class Cut:
         return counts
 
     @cached_property
-    def different_ranks(self) -> Floats:
-        """The different sums of `stages` over a rank's chunks: [contents, 4]."""
-        return np.unique(self.stages.sum(1), axis=0)
-
-    @cached_property
     def different_chunks(self) -> tuple[Floats, Floats]:
         """How many chunks have the same stages, [kinds], and their different `stages`, [kinds, contents, 4]."""
         chunks = Tally(frozenset(map(tuple, chunk)) for chunk in self.stages.swapaxes(0, 1).tolist())

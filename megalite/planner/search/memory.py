@@ -42,7 +42,6 @@ from megalite.planner.search.space import RECOMPUTE, STRATEGIES, Shares, kinds
 
 def of_largest_rank(rows: Sequence[Floats], coefficients: Floats) -> Floats:
     """Return features times coefficients (bytes or seconds), [pipelines, shares], of the rank with the largest result."""
-    # One pipeline after the other, so that the products stay in the cache.
     return np.stack([(each @ coefficients).max(0) for each in rows])
 
 

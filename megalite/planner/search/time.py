@@ -108,7 +108,7 @@ class Clock:
         chunks = np.array([[float(pipeline.vpp)] for pipeline in pipelines])
         constant = self.stack.microbatch_seconds
         layers = prices.layers.sum(0)
-        busiest = of_largest_rank([cut.different_ranks for cut in cuts], layers)
+        busiest = of_largest_rank([cut.contents[:, : Feature.COPY] for cut in cuts], layers)
         for row, (pipeline, cut) in enumerate(zip(pipelines, cuts)):
             if pipeline.schedule == "looped-bfs":
                 # All ranks run one chunk before the next, so each chunk takes as long as its largest stage.
