@@ -129,7 +129,7 @@ def machine_of(part: str) -> str:
     return part.partition("_")[0]
 
 
-COMMON = {"overlap_tensor_parallel": 1.0, "half_gradients": True}
+COMMON = {"overlap_tensor_parallel": 1.0, "half_gradients": True, "half_ring": True}
 
 
 def machines() -> dict[str, Machine]:

@@ -162,6 +162,9 @@ class SoftwareStack:
     overlap_cost: float = field(default=0.0, metadata=OR_ZERO)
     # 80 % of measured steps that were not used for fitting are within this fraction of the prediction, above or below.
     spread: float = field(default=0.3, metadata=OR_ZERO)
+    # Context parallelism adds up results and gradients of blocks of keys in the activations' precision, in one pass each, and
+    # sends such sums; else in fp32, in several.
+    half_ring: bool = False
     softmax_multiple: int = 1  # the fused softmax requires a multiple of this as batch times heads per rank
     product_rate: float = 1.0  # relative to the cluster's; above 1 if that was fitted on slower libraries
 

@@ -13,6 +13,10 @@ from megalite.config.model import LINEAR_CHUNK
 from megalite.planner.cost.rates import Number, Parts, Workload, collective_seconds, gemm_seconds, tensor_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 
+# Keys that take as long as the start and end of a query's pass over keys, (forward, backward): by the rates of cuDNN on
+# H100 for 512 to 8,192 tokens, heads of 128 channels (FlashAttention-3, arXiv 2407.08608, figures 5 and 6).
+ATTENTION_RAMP = 180.0, 330.0
+
 
 @dataclass(frozen=True, eq=False)
 class PassCosts:
@@ -175,30 +179,44 @@ def _scores_in_memory(price: Pricing) -> PassCosts:
     return PassCosts(scores + context, backward, Parts()) + softmax + transposed
 
 
+def _ring(work: Workload) -> tuple[Number, Number, Number]:
+    """Return the numbers of context-parallel ranks that exchange heads and of those that keys and values come from, and a
+    query's passes over their blocks of keys: one each on the last rank, if within the window; two over gathered keys."""
+    heads = np.minimum(work.heads_limit, work.cp)
+    count = work.cp / heads
+    passes = np.minimum(count, np.where(work.gathers_keys, 2.0, 1.0 + count * work.keys / work.sequence))
+    return heads, count, passes
+
+
 def _fused_core(price: Pricing) -> PassCosts:
-    """Two products forward, five backward, over the positions that the causal mask (and the window) leaves."""
+    """Two products forward, five backward, over the positions that the causal mask (and the window) leaves. Efficiencies
+    include one start and end per query; the passes over further blocks of keys add more, except on a CPU core."""
     work = price.work
     seen = work.keys * (1.0 - work.keys / (2.0 * work.sequence))
-    flops = 4.0 * work.tokens * work.heads / work.tp * work.head_size * seen
+    flops = 4.0 * work.tokens * work.heads / work.tp * work.head_size  # per key
+    more = (_ring(work)[2] - 1.0) * float(price.cluster.accelerator.multiprocessors > 1)
     rate = price.peak * price.cluster.efficiency.gemm * price.stack.attention_efficiency
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     io = price.passes(1.0, 2.0, work.tokens * width, 0.0)
     bounds = [
-        np.maximum(flops * times / rate, moved.memory)
-        for times, moved in ((1.0, io.forward), (2.5 / price.stack.attention_backward, io.input_gradient))
+        np.maximum(flops * (seen + more * ramp) * times / rate, moved.memory)
+        for times, ramp, moved in zip(
+            (1.0, 2.5 / price.stack.attention_backward), ATTENTION_RAMP, (io.forward, io.input_gradient)
+        )
     ]
     forward, backward = (Parts(gemm=seconds, operations=1.0 + late) for late, seconds in enumerate(bounds))
     return PassCosts(forward, backward, Parts())
 
 
 def _with_context(price: Pricing, core: PassCosts) -> PassCosts:
-    """Add context parallelism: a ring overlaps with the core, up to its time; exchanges of heads and gathers do not."""
-    work = price.work
-    heads = np.minimum(work.heads_limit, work.cp)
-    count = work.cp / heads  # ranks that keys and values come from
+    """Add context parallelism: a ring overlaps with the core, up to its time; exchanges of heads and gathers do not.
+    Results of each block of keys, and its gradients, are added to sums; heads are copied in order."""
+    work, stack = price.work, price.stack
+    heads, count, passes = _ring(work)
     groups = np.maximum(work.groups / work.tp, heads)
     keys_and_values = 2.0 * work.tokens * groups * work.head_size * work.element
     queries = work.tokens * work.heads / work.tp * work.head_size * work.element
+    wide = 1.0 if stack.half_ring else work.exact  # of the sums
 
     def sent(volume: Number) -> Number:
         return collective_seconds("send", volume, count, work.tp * heads, price.cluster) * (count - 1.0)
@@ -212,12 +230,21 @@ def _with_context(price: Pricing, core: PassCosts) -> PassCosts:
         return collective_seconds("all-to-all", volume, heads, work.tp, price.cluster)
 
     narrower = work.value_size / work.head_size
-    there_and_back = exchanged(queries + keys_and_values * (1.0 + narrower) / 2.0) + exchanged(queries * narrower)
+    there, back = queries + keys_and_values * (1.0 + narrower) / 2.0, queries * narrower
+    there_and_back = exchanged(there) + exchanged(back)
     rings = 1.0 - work.gathers_keys
     forward = rings * np.maximum(sent(keys_and_values) - core.forward.gemm, 0.0) + gathered(keys_and_values)
-    backward = np.maximum(sent(keys_and_values) + sent(work.exact * keys_and_values) - core.input_gradient.gemm, 0.0)
-    backward = rings * backward + gathered(keys_and_values) + gathered(work.exact * keys_and_values)
-    return core + PassCosts(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
+    backward = np.maximum(sent(keys_and_values) + sent(wide * keys_and_values) - core.input_gradient.gemm, 0.0)
+    backward = rings * backward + gathered(keys_and_values) + gathered(wide * keys_and_values)
+    core = core + PassCosts(Parts(context=forward + there_and_back), Parts(context=backward + there_and_back), Parts())
+    # Fused: one pass per block, of which the first only writes. Else a sum is cleared, scaled, added to and rounded.
+    each, ends = 1.0 + 2.0 * wide, -1.0 if stack.half_ring else 1.0 + 2.0 * wide
+    scaled = 0.0 if stack.half_ring else 2.0 * wide
+    out = price.passes(passes * (each + scaled) + ends, passes * each + ends, back / work.element, 4.0 * passes)
+    block = price.passes(2.0, passes * each + ends, keys_and_values / work.element, 0.0)  # keys and values side by side
+    return (
+        core + (out + block) * (passes > 1) + price.passes(4.0, 4.0, (there + back) / work.element, 8.0) * (heads > 1)
+    )
 
 
 def attention_projections(price: Pricing) -> PassCosts:

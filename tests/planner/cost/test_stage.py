@@ -36,6 +36,63 @@ def test_fused_attention_has_no_scores_and_half_the_products() -> None:
     assert narrow.forward.gemm == pytest.approx(core.forward.gemm * (256 * (1 - 256 / 2048)) / 512)
 
 
+def test_each_pass_over_keys_starts_and_ends_tiles() -> None:
+    compute = cluster_with(memory_bandwidth=ENDLESS, gemm=0.5)
+
+    def keys_seen(cluster: Cluster = compute, **settings: object) -> tuple[float, float]:
+        """Keys per query that take the core's time, forward and backward."""
+        work = workload_of(config_of(4, cp=4, seq_length=8192, **settings))
+        core = attention_core(Pricing.of(work, cluster, STACK))
+        each = 4 * 2048 * 2048 / (312e12 * cluster.efficiency.gemm * 0.75)
+        return core.forward.gemm / each, core.input_gradient.gemm / (2.5 * each)
+
+    assert keys_seen() == pytest.approx((4096 + 3 * 180, 4096 + 3 * 330))
+    assert keys_seen(cp_comm_type="a2a") == pytest.approx((4096, 4096))
+    assert keys_seen(cp_comm_type="allgather") == pytest.approx((4096 + 180, 4096 + 330))
+    halves = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    assert keys_seen(**halves) == pytest.approx((4096 + 180, 4096 + 330))
+    # A window of a block reaches into one other block.
+    seen = 2048 * (1 - 2048 / 16384)
+    assert keys_seen(sliding_window=2048) == pytest.approx((seen + 180, seen + 330))
+    assert keys_seen(cluster_with(memory_bandwidth=ENDLESS, multiprocessors=1)) == pytest.approx((4096, 4096))
+
+
+def test_results_of_blocks_of_keys_are_summed_in_memory() -> None:
+    """Bytes beyond those of one rank, in bf16, per query and per key and value of a rank."""
+    sizes = {"seq_length": 4096, "num_query_groups": 4}
+    queries, keys_and_values = 2048 * 2048, 2048 * 2 * 4 * 128
+
+    def moved(stack: SoftwareStack, **settings: object) -> tuple[float, float]:
+        work = workload_of(config_of(2, cp=2, **sizes, **settings))
+        core = attention_core(Pricing.of(work, SLOW_MEMORY, stack))
+        return core.forward.memory, core.input_gradient.memory
+
+    # One reads a result and writes a sum; two read both and write the sum. Keys and values are copied, then exchanged.
+    one, two = 2 + 2, 2 + 2 + 2
+    half = replace(STACK, half_ring=True)
+    found = queries * (one + two) + keys_and_values * 4, (queries + keys_and_values) * (one + two)
+    assert moved(half) == pytest.approx(found)
+    # fp32: cleared and rounded (4; 4 + 2); per block scaled (4 + 4) and added to (4 + 2 + 4). Gradients are not scaled.
+    added = 4 + 4 + 2 + 2 * (4 + 2 + 4)
+    found = queries * (added + 2 * 8) + keys_and_values * 4, (queries + keys_and_values) * added
+    assert moved(STACK) == pytest.approx(found)
+    # Heads are put in order before an all-to-all, positions after it.
+    copied = (2 * queries + keys_and_values) * 2 * 4
+    assert moved(STACK, cp_comm_type="a2a") == pytest.approx((copied, copied))
+
+
+def test_ring_sends_gradients_in_the_precision_of_its_sums() -> None:
+    work = workload_of(config_of(2, cp=2, seq_length=4096, num_query_groups=4))
+    slow = cluster_with(link_bandwidth=1e6, link_latency=0.0, link=1.0, small_groups=1.0)
+    exact, half = (
+        attention_core(Pricing.of(work, slow, replace(STACK, half_ring=half))).input_gradient for half in (False, True)
+    )
+    # In the backward, gradients follow keys and values: in fp32 with twice as many bytes, else with as many.
+    sent = 2048 * 2 * 4 * 128 * 2 / 1e6
+    assert exact.context == pytest.approx(3 * sent - exact.gemm)
+    assert half.context == pytest.approx(2 * sent - half.gemm)
+
+
 def test_time_of_an_mlp_is_that_of_its_flops() -> None:
     work = workload_of(config_of(2, tp=2, activation="swiglu", ffn_hidden_size=6144))
     machine = cluster_with(multiprocessors=1, memory_bandwidth=ENDLESS, gemm=1.0)
