@@ -35,6 +35,7 @@ OPERATIONS = {  # the same for torch's operations on a CPU
 OURS = {  # modules of megalite.kernels.triton -> row
     "optimizer_ops": "optimizer",
     "cross_entropy": "cross-entropy",
+    "delta_scan": "attention",
     "norms norm_backward launch elementwise": "norms and activations",
     "fp8": "copies",
 }

@@ -28,6 +28,7 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = {
     "rope": (Shape(T, 128), Shape(T, 64)),
     "cross_entropy": (Shape(T, 50304), Shape(T, 131072)),
     "softmax": (Shape(128, 2048),),
+    "delta_scan": (Shape(32, 128),),
     "dropout_mask": (Shape(1024, 2048),),  # few, because torch draws on the host
     "weight_grad": (Shape(T, 2048), Shape(T, 4096), Shape(T, 8192)),
     "flat": (Shape(1, 1 << 28), Shape(1, 1 << 24), Shape(1, 1 << 20)),
@@ -38,6 +39,7 @@ SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interprete
     "rope": (Shape(8, 512),),
     "cross_entropy": (Shape(6, 50),),
     "softmax": (Shape(2, 20),),
+    "delta_scan": (Shape(2, 16),),
     "dropout_mask": (Shape(6, 40),),
     "weight_grad": (Shape(6, 8),),
     "flat": (Shape(1, 1500),),

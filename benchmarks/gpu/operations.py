@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.clock import Work
+from megalite.kernels.delta_rule import Scan, delta_scan
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, dropout_mask, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.quantization import E4M3, Rounded, cast, cast_rows, largest
 from megalite.models.compute import FORMULAS
@@ -18,6 +19,7 @@ from megalite.models.compute import FORMULAS
 Tensors = dict[str, Any]  # name -> tensor, or None for an omitted input
 EPS = 1e-5
 FEATURES, BATCH = 2048, 8  # of rope's queries: features of all heads, and sequences
+SCANNED, CHUNKS, TOKENS = ("written", "read", "keys", "decays", "state"), 64, 64  # 4096 tokens of linear attention
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,15 @@ def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
     return {"x": x, "cos": angles.cos(), "sin": angles.sin(), "dy0": dy}
 
 
+def _scan_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """Return inputs for rows = heads, with keys and values of `size`."""
+    n, d = shape.rows, shape.size
+    sizes = [*[(n, CHUNKS, TOKENS, d)] * 3, (n, CHUNKS), (n, d, d), (n, CHUNKS, TOKENS, d), (n, CHUNKS, d, d)]
+    drawn = (draw(*of, dtype=dtype, device=device) / 8 for of in sizes)
+    tensors = dict(zip((*SCANNED, "dy0", "dy1"), drawn, strict=True))
+    return {**tensors, "decays": tensors["decays"].sigmoid()}
+
+
 def _moves(forward: float, backward: float) -> Callable[[Shape, int], tuple[int, ...]]:
     """Return the bytes of this many passes over [rows, size]."""
     return lambda s, e: (int(forward * s.rows * s.size * e), int(backward * s.rows * s.size * e))
@@ -204,6 +215,16 @@ DIFFERENTIABLE: Mapping[str, Operation] = {
     "bias_gelu": _of_x(FORMULAS[bias_gelu], "bias"),
     "swiglu": _gated(FORMULAS[swiglu]),
     "geglu": _gated(FORMULAS[geglu]),
+    "delta_scan": differentiable(
+        lambda kernel, t: Scan.apply(kernel, *(t[name] for name in SCANNED))[:2],
+        plain=delta_scan,
+        wrt=SCANNED,
+        rows=SCANNED,
+        make=_scan_inputs,
+        bytes=lambda s, e: tuple(s.rows * CHUNKS * s.size * (n * TOKENS + m * s.size) * e for n, m in ((4, 1), (7, 2))),
+        fused=False,
+        dtype=torch.float32,
+    ),
     "dropout_mask": Operation(
         make=lambda shape, dtype, device: {
             "rows": torch.arange(shape.rows, device=device),

@@ -20,6 +20,7 @@ OPERATIONS: Mapping[str, str] = {
     "geglu": "gelu(gate) · up",
     "rope": "rotary position embedding",
     "softmax": "softmax of attention scores in memory, where attention has dropout",
+    "delta_scan": "state of linear attention from chunk to chunk",
     "dropout_mask": "which elements dropout keeps",
     "cross_entropy": "cross-entropy over this rank's part of the vocabulary",
     "fp8": "scaling and rounding to fp8",

@@ -246,6 +246,17 @@ def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
     return {"the mask": keep}
 
 
+def _delta_scan(kernel: Any, draw: Inputs, size: int) -> Results:
+    written, read, keys = (draw.normal(2, 3, 16, width) / 8 for width in (ROWS, size, size))
+    decays, states = draw.normal(2, 3).sigmoid(), draw.normal(2, 3, size, ROWS)
+    names = ("the corrections", "the states", "the last state")
+    forward = kernel(written, read, keys, decays, states[:, 0])
+    backward = kernel(written, read, keys, decays, states[:, 0], states)
+    return dict(zip(names, forward, strict=True)) | {
+        f"{name} of the gradients": actual for name, actual in zip(names, backward, strict=True)
+    }
+
+
 def _fp8(kernel: Any, draw: Inputs, size: int) -> Results:
     x, (largest, cast, cast_rows) = draw.normal(ROWS, size), kernel
     actual = {
@@ -305,6 +316,7 @@ _CASES: Mapping[str, Callable[[Any, Inputs, int], Results]] = MappingProxyType(
         "rope": _rope,
         "softmax": _softmax,
         "cross_entropy": _cross_entropy,
+        "delta_scan": _delta_scan,
         "dropout_mask": _dropout_mask,
         "fp8": _fp8,
         "matmul": _matmul,

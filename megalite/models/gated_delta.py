@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.model import LINEAR_CHUNK, ModelConfig
+from megalite.config.model import ModelConfig
 from megalite.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import HALF_TYPES
 from megalite.kernels.bases import Module
+from megalite.kernels.delta_rule import delta_rule
 from megalite.models.context import ForwardContext, KeyValueCache, document_position_ids
 from megalite.models.norm import Norm
 from megalite.models.recompute import Recompute, recomputed
@@ -37,6 +38,8 @@ class GatedDeltaNet(Module):
         keys, values, taps = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
         self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
         self.values = values // keys  # value heads per key head
+        exact = torch.float32 if factory.dtype in HALF_TYPES else factory.dtype
+        self._scan = factory.kernels.get("delta_scan", device=factory.device, dtype=exact, size=self.key_size)
         self.convolved = 2 * self.key_size + self.values * self.value_size
         self.channels = self.convolved, self.values * self.value_size, self.values, self.values
         h, std = config.hidden_size, config.hidden_std
@@ -96,6 +99,7 @@ class GatedDeltaNet(Module):
             v.unflatten(3, (self.values, -1)).transpose(2, 3),
             strengths.sigmoid().permute(1, 2, 3, 0),
             (-a_log.exp() * F.softplus(decays + dt_bias)).permute(1, 2, 3, 0),
+            scan=self._scan,
             state=state,
             offsets=offsets,
         )
@@ -136,56 +140,3 @@ def _log_uniform(normal: Tensor) -> Tensor:
 
 def _normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    strengths: Tensor,
-    decays: Tensor,
-    *,
-    state: Tensor | None = None,
-    offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute o_t = S_tᵀ·q_t with S_t = exp(g_t)·S_{t-1} + β_t·k_t·(v_t - exp(g_t)·S_{t-1}ᵀ·k_t)ᵀ, by chunks.
-
-    The corrections u_t = β_t·(v_t - ...) of a chunk solve a triangular system, because each depends on the earlier ones
-    only by k_t·k_j and the decay between them.
-
-    Args:
-        q, k: [b, key heads, s, dk].
-        v: [b, key heads, r, s, dv], and β (`strengths`) and g (`decays`, at most 0) [b, key heads, r, s].
-        state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
-        offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
-
-    Returns the outputs [b, key heads, r, s, dv] and, without offsets, S after the last token."""
-    length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
-    padding = -length % size
-    q, k = (F.pad(each, (0, 0, 0, padding)).unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))
-    v = F.pad(v, (0, 0, 0, padding)).unflatten(3, (-1, size))
-    strengths, decays = (F.pad(each, (0, padding)).unflatten(3, (-1, size)) for each in (strengths, decays))
-    since = decays.cumsum(dim=-1)  # logarithm of the decay from the chunk's start
-    places = torch.arange(size, device=q.device)
-    distances = places.unsqueeze(1) - places
-    visible = distances >= 0
-    entered, left = since.exp(), (since[..., -1:] - since).exp()  # decay of the old state, and until the chunk's end
-    if offsets is not None:
-        offsets = F.pad(offsets.t(), (0, padding)).unflatten(1, (-1, size))[:, None, None]
-        visible = visible & (distances <= offsets.unsqueeze(-1))
-        entered = entered * (offsets > places)
-        left = left * (size - 1 - places <= offsets[..., -1:])
-    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
-    system = (k @ k.mT) * between * strengths.unsqueeze(-1)
-    right = torch.cat((v, k * entered.unsqueeze(-1)), dim=-1) * strengths.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    scores = (q @ k.mT) * between
-    q, k = q * entered.unsqueeze(-1), k * left.unsqueeze(-1)
-    state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state
-    outputs = []
-    for chunk in range(v.shape[3]):
-        corrections = written[..., chunk, :, :] - read[..., chunk, :, :] @ state
-        outputs.append(q[..., chunk, :, :] @ state + scores[..., chunk, :, :] @ corrections)
-        state = state * entered[..., chunk, -1, None, None] + k[..., chunk, :, :].mT @ corrections
-    return torch.stack(outputs, dim=3).flatten(3, 4)[..., :length, :], state

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megalite.config.model import LINEAR_CHUNK as CHUNK
 from megalite.config.model import ModelConfig
+from megalite.kernels.delta_rule import delta_rule
 from megalite.models.context import KeyValueCache
-from megalite.models.gated_delta import delta_rule
 from megalite.models.shapes import is_hidden_matrix, layer_forward_flops
 from megalite.topology.group import Group
 from tests.models.stages import LLAMA, build, named, varied

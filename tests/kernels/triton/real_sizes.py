@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalite.kernels.quantization import E4M3, E5M2
 from megalite.kernels.triton.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from megalite.kernels.triton.delta_scan import delta_scan
 from megalite.kernels.triton.elementwise import bias_gelu, dropout_mask, geglu, rope, swiglu
 from megalite.kernels.triton.fp8 import cast, cast_rows, largest
 from megalite.kernels.triton.norms import add_norm, layernorm, rmsnorm
@@ -57,6 +58,15 @@ def masks(rows: int, width: int, heads: int = 1) -> None:
     dropout_mask(keep, empty(rows, dtype=torch.int64), key=1 << 62, samples=range(B), first_head=0, p=0.1)
 
 
+def scans(dk: int, dv: int) -> None:
+    heads, chunks, tokens = 32, S // 64, 64
+    each = {"dtype": FP32, "grad": False}
+    written, read = empty(heads, chunks, tokens, dv + dk, **each).split((dv, dk), dim=-1)
+    keys, states = empty(heads, chunks, tokens, dk, **each), empty(heads, chunks, dk, dv, **each)
+    delta_scan(written, read, keys, empty(heads, chunks, **each), states[:, 0])
+    delta_scan(written, read, keys, empty(heads, chunks, **each), states[:, 0], states)
+
+
 def fp8_casts(n: int, i: int) -> None:
     x = empty(n, i, grad=False)
     for each, dtype in ((x, E4M3), (x.t(), E5M2)):
@@ -103,6 +113,7 @@ CALLS: Mapping[str, Callable[[], object]] = {
     "rope 128": lambda: rotations(32, 128),
     "dropout_mask 4096": lambda: masks(S, 4096),
     "dropout_mask of attention, odd": lambda: masks(127, 127, heads=16),
+    "delta_scan 128": lambda: scans(128, 128),
     "fp8 4096": lambda: fp8_casts(S * B, 4096),
     "cross_entropy 131072": lambda: losses(S * B, 131072),
     "cross_entropy 50304/8, few rows": lambda: losses(64, 6288),

@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[3]
 NARROW_LOADS = ("cross_entropy._merge", "elementwise.dropout_mask_kernel")
 """Kernels without wide loads: one reads few numbers per row, the other only row positions."""
 
+FEW_PROGRAMS = ("delta_scan._scan_kernel",)
+"""Kernels with one or two programs per multiprocessor, which wait for products rather than memory."""
+
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -50,7 +53,7 @@ def test_kernels_do_not_spill_and_use_wide_loads(lines: list[Any], call: str) ->
     for kernel in kernels:
         assert kernel["stack"] <= SPILLED.get(call, 0) and not kernel["local"], kernel
         # A multiprocessor has 65,536 registers; fewer than four warps per scheduler do not keep the memory busy.
-        assert 65536 // kernel["registers"] >= 16 * 32, kernel
+        assert 65536 // kernel["registers"] >= 16 * 32 or kernel["kernel"].endswith(FEW_PROGRAMS), kernel
         # Loads of 16 bytes, except for one or two numbers per row.
         if not kernel["kernel"].endswith(NARROW_LOADS):
             assert kernel["loads"].get("128", 0) * 128 >= 0.6 * total_bits(kernel["loads"]), kernel

@@ -29,11 +29,20 @@ MODEL = (
     "--no-check-weights-before-save --no-check-for-nan-in-loss-and-grad"
 )
 LLAMA = "--normalization RMSNorm --activation swiglu --position-embedding-type rope --num-query-groups 2 --no-add-bias-linear"
+LINEAR = (
+    f"{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 8 --linear-key-head-dim 32 --linear-value-head-dim 32"
+)
 CASES: dict[str, tuple[int, str]] = {
     "one GPU": (1, ""),
     "evaluation": (1, "--eval-interval 2 --eval-iters 1"),
     "llama": (1, LLAMA),
     "window": (1, f"{LLAMA} --sliding-window 64"),
+    "linear attention": (1, LINEAR),
+    "linear attention, documents": (
+        4,
+        f"{LINEAR} --tp 2 --cp 2 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",
+    ),
     "documents, window": (
         1,
         f"{LLAMA} --sliding-window 64 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",

@@ -319,6 +319,7 @@ API int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return 0; 
 DONE(cublasDestroy_v2) DONE(cublasSetStream_v2) DONE(cublasSetWorkspace_v2) DONE(cublasSetMathMode) DONE(cublasSetPointerMode_v2)
 PRODUCT(cublasSgemm_v2) PRODUCT(cublasDgemm_v2) PRODUCT(cublasGemmEx) PRODUCT(cublasSgemmEx) PRODUCT(cublasSgemmStridedBatched)
 PRODUCT(cublasDgemmStridedBatched) PRODUCT(cublasGemmStridedBatchedEx) PRODUCT(cublasSgemv_v2) PRODUCT(cublasDgemv_v2)
+PRODUCT(cublasStrsmBatched) PRODUCT(cublasStrsm_v2)
 PRODUCT(cublasSdot_v2) PRODUCT(cublasDdot_v2) PRODUCT(cublasDotEx) PRODUCT(cublasLtMatmul)
 typedef struct { uint64_t algorithm[8]; size_t workspace; int status; float waves; int reserved[4]; } Heuristic;
 API int cublasLtMatmulAlgoGetHeuristic(void *l, void *d, void *a, void *b, void *c, void *e, void *p, int asked, Heuristic *found, int *count) {

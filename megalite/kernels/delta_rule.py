@@ -1,0 +1,115 @@
+"""The gated delta rule of linear attention, by chunks (arXiv 2412.06464): a state that decays and that each token corrects."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config.model import LINEAR_CHUNK
+from megalite.kernels.bases import Function
+
+
+class DeltaScan(Protocol):
+    """U_c = W_c - R_c·S_c and S_{c+1} = d_c·S_c + K_cᵀ·U_c, for one chunk c after the other.
+
+    Args:
+        written, read, keys: W [..., chunks, tokens, dv], R and K [..., chunks, tokens, dk].
+        decays: d [..., chunks]. `state`: the first S, [..., dk, dv].
+        added: A [..., chunks, dk, dv], None: zero. If given, this is the scan of the gradients: from the last chunk to the
+            first, U_c = W_c + R_c·S_c, and the next S is d_c·S_c - K_cᵀ·U_c + A_c.
+
+    Returns U, the state that each chunk started from [..., chunks, dk, dv], and the last state."""
+
+    def __call__(
+        self, written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def delta_scan(
+    written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `DeltaScan`; three products and sums per chunk."""
+    chunks, sign = range(decays.shape[-1]), -1 if added is None else 1
+    corrections, states = [], []
+    for c in chunks if added is None else reversed(chunks):
+        states.append(state)
+        corrections.append(torch.add(written[..., c, :, :], read[..., c, :, :] @ state, alpha=sign))
+        gained = keys[..., c, :, :].mT @ corrections[-1]
+        state = torch.add(decays[..., c, None, None] * state, gained, alpha=-sign)
+        if added is not None:
+            state += added[..., c, :, :]
+    order = slice(None, None, -sign)
+    return torch.stack(corrections[order], dim=-3), torch.stack(states[order], dim=-3), state
+
+
+class Scan(Function):
+    """A `DeltaScan` with gradients. Only the states are computed in order; the rest is products over all chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scan: DeltaScan, written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        corrections, states, last = scan(written, read, keys, decays, state)
+        ctx.scan = scan
+        ctx.save_for_backward(read, keys, decays, corrections, states)
+        return corrections, states, last
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_states: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        read, keys, decays, corrections, states = ctx.saved_tensors
+        grad, after, grad_state = ctx.scan(grad, keys, read, decays, grad_last, grad_states)
+        grad_decays = (states * after).sum(dim=(-2, -1))
+        return None, grad, -(grad @ states.mT), corrections @ after.mT, grad_decays, grad_state
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strengths: Tensor,
+    decays: Tensor,
+    *,
+    scan: DeltaScan = delta_scan,
+    state: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute o_t = S_tᵀ·q_t with S_t = exp(g_t)·S_{t-1} + β_t·k_t·(v_t - exp(g_t)·S_{t-1}ᵀ·k_t)ᵀ, by chunks.
+
+    The corrections u_t = β_t·(v_t - ...) of a chunk solve a triangular system, because each depends on the earlier ones
+    only by k_t·k_j and the decay between them.
+
+    Args:
+        q, k: [b, key heads, s, dk].
+        v: [b, key heads, r, s, dv], and β (`strengths`) and g (`decays`, at most 0) [b, key heads, r, s].
+        scan: the kernel that passes the state from chunk to chunk.
+        state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
+        offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
+
+    Returns the outputs [b, key heads, r, s, dv] and, without offsets, S after the last token."""
+    length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
+    padding = -length % size
+    if padding:
+        q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
+        strengths, decays = (F.pad(each, (0, padding)) for each in (strengths, decays))
+    q, k = (each.unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))
+    v, strengths, decays = (each.unflatten(3, (-1, size)) for each in (v, strengths, decays))
+    since = decays.cumsum(dim=-1)  # logarithm of the decay from the chunk's start
+    places = torch.arange(size, device=q.device)
+    distances = places.unsqueeze(1) - places
+    visible = distances >= 0
+    entered, left = since.exp(), (since[..., -1:] - since).exp()  # decay of the old state, and until the chunk's end
+    if offsets is not None:
+        offsets = F.pad(offsets.t(), (0, padding)).unflatten(1, (-1, size))[:, None, None]
+        visible = visible & (distances <= offsets.unsqueeze(-1))
+        entered = entered * (offsets > places)
+        left = left * (size - 1 - places <= offsets[..., -1:])
+    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
+    system = (k @ k.mT) * between * strengths.unsqueeze(-1)
+    right = torch.cat((v, k * entered.unsqueeze(-1)), dim=-1) * strengths.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state
+    corrections, states, state = Scan.apply(scan, written, read, k * left.unsqueeze(-1), entered[..., -1], state)
+    outputs = (q * entered.unsqueeze(-1)) @ states + ((q @ k.mT) * between) @ corrections
+    return outputs.flatten(3, 4)[..., :length, :], state

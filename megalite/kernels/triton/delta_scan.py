@@ -1,0 +1,95 @@
+"""Triton kernel of linear attention: one program passes columns of a head's state through all chunks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.kernels.triton.launch import next_power_of_2, rows_of
+
+SMALLEST = 16  # of a dimension of tl.dot
+KEYS, COLUMNS = 32, 32
+"""Rows and columns of the state that a program has in registers. The columns are few, so that there are more programs."""
+
+
+@triton.jit
+def _scan_kernel(
+    written: tl.tensor,
+    read: tl.tensor,
+    keys: tl.tensor,
+    decays: tl.tensor,
+    added: tl.tensor,
+    corrections: tl.tensor,
+    states: tl.tensor,
+    last: tl.tensor,
+    chunks: tl.tensor,
+    length: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    written_stride: tl.tensor,
+    read_stride: tl.tensor,
+    keys_stride: tl.tensor,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Before, the first chunk's state is in `states`. Each chunk's state is written and read again there, as it is an output."""
+    head = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    token, offset = tl.arange(0, TOKENS)[:, None], tl.arange(0, KEYS)
+    values = (token < length) & (column < dv)
+    done = tl.zeros([], tl.int32)
+    while done < chunks:
+        chunk = head * chunks + (chunks - 1 - done if BACKWARD else done)
+        row = chunk * length + token
+        value = tl.load(written + row * written_stride + column, mask=values, other=0.0)
+        for start in tl.range(0, dk, KEYS):
+            across, down = start + offset[None, :], start + offset[:, None]
+            factor = tl.load(read + row * read_stride + across, mask=(token < length) & (across < dk), other=0.0)
+            state = tl.load(states + (chunk * dk + down) * dv + column, mask=(down < dk) & (column < dv), other=0.0)
+            product = tl.dot(factor, state, input_precision=PRECISION)
+            value = value + product if BACKWARD else value - product
+        tl.store(corrections + row * dv + column, value, mask=values)
+        decay = tl.load(decays + chunk)
+        done += 1
+        following = states + (chunk - 1 if BACKWARD else chunk + 1) * dk * dv
+        following = last + head * dk * dv if done == chunks else following
+        for start in tl.range(0, dk, KEYS):
+            across, down = start + offset[None, :], start + offset[:, None]
+            place, inside = down * dv + column, (down < dk) & (column < dv)
+            factor = tl.load(keys + row * keys_stride + across, mask=(token < length) & (across < dk), other=0.0)
+            gained = tl.dot(tl.trans(factor), value, input_precision=PRECISION)
+            state = tl.load(states + chunk * dk * dv + place, mask=inside, other=0.0) * decay
+            if BACKWARD:
+                state += tl.load(added + chunk * dk * dv + place, mask=inside, other=0.0) - gained
+            else:
+                state += gained
+            tl.store(following + place, state, mask=inside)
+        tl.debug_barrier()  # other threads of this program read what was stored
+
+
+def delta_scan(
+    written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `megalite.kernels.delta_rule.DeltaScan`. Factors are rounded to TF32 if torch's products are (`--tf32`), else split
+    into three, which is as exact as fp32."""
+    (chunks, length, dv), dk = written.shape[-3:], read.shape[-1]
+    corrections, last = torch.empty_like(written, memory_format=torch.contiguous_format), torch.empty_like(state)
+    states = written.new_empty(*written.shape[:-2], dk, dv)
+    if written.numel() == 0:
+        return corrections, states, state
+    states.select(-3, 0 if added is None else -1).copy_(state)
+    written, read, keys = rows_of(written), rows_of(read), rows_of(keys)
+    _scan_kernel[state.shape[:-2].numel(), triton.cdiv(dv, COLUMNS)](
+        *(written, read, keys, decays.contiguous(), None if added is None else added.contiguous()),
+        *(corrections, states, last, chunks, length, dk, dv, written.stride(0), read.stride(0), keys.stride(0)),
+        TOKENS=max(next_power_of_2(length), SMALLEST),
+        KEYS=KEYS,
+        COLUMNS=COLUMNS,
+        BACKWARD=added is not None,
+        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+        num_warps=4,
+    )
+    return corrections, states, last
