@@ -106,8 +106,7 @@ def run_python(*words: str, ranks: int = 1, **more: str) -> str:
     """Run `python(*words)` in the repository's root. Returns its stdout.
 
     Raises:
-        SystemExit: it failed; has the command and its output.
-    """
+        SystemExit: it failed; has the command and its output."""
     line = python(*words, ranks=ranks)
     done = subprocess.run(line, cwd=ROOT, env=environment(**more), capture_output=True, text=True)
     if done.returncode:

@@ -3,8 +3,7 @@
 `SavedBytes` uses autograd's hooks: they see every tensor that an operation saves, and its release. Hooks inside
 (of a checkpoint, or of code that omits tensors) hide their tensors from it.
 `LiveBytes` counts every storage created by an operation and not yet freed. It also includes memory that autograd does
-not know, but cannot distinguish saved tensors.
-"""
+not know, but cannot distinguish saved tensors."""
 
 import weakref
 from collections.abc import Iterable

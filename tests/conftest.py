@@ -5,8 +5,7 @@ each other, even longer if ranks or other tests need the cores; results would al
 Triton's interpreter runs the kernels.
 
 Python's garbage collector is off while tests are collected, as all their objects live on: it took a quarter of the
-collection's time. Afterwards these objects are frozen, so that later full collections skip them.
-"""
+collection's time. Afterwards these objects are frozen, so that later full collections skip them."""
 
 import gc
 import os

@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint.run [--rounds 7] [--folder DIR] [--tiny] [--json FILE]
 
 Every round runs each method once, in another order, on the same training state and with fsync; files are dropped from the
-page cache before they are read. Ratios are to the plain bandwidth of the same round (medians over the rounds).
-"""
+page cache before they are read. Ratios are to the plain bandwidth of the same round (medians over the rounds)."""
 
 import os
 import shutil

@@ -86,8 +86,7 @@ def forget(folder: Path) -> None:
 def saving_round(context: RankContext, ranks: int, root: str, seed: int, tiny: bool = False) -> tuple[Seconds, Seconds, int]:
     """Save and load by each method once, in an order drawn from `seed`. Returns seconds, and bytes over all ranks.
 
-    The order matters: recent writes and removals influence the file system's next operations.
-    """
+    The order matters: recent writes and removals influence the file system's next operations."""
     replica = make_replica(context, ranks, tiny=tiny)
     world, rank = replica.topology.world, context.rank
     tensors = {f"{entry.key}.{index}": tensor for index, (entry, tensor) in enumerate(state_tensors(replica))}

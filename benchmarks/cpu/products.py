@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.cpu.products [--rounds N] [--shapes TOKENSxINPUTSxOUTPUTS ...] [--json FILE]
 
 The kernels run in turn in each round; medians over the rounds. Freed memory is kept, as in training, so that no product
-includes page faults.
-"""
+includes page faults."""
 
 import statistics
 import time

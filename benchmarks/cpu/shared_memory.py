@@ -4,8 +4,7 @@
 
 Measures all-reduces and reduce-scatters of fp32, and a step with tp = ranks, without and with sequence parallelism. Ranks run
 under SCHED_BATCH, as in training, and in the last variant under the default policy. The variants run in turn in the same
-processes; medians over rounds, and medians of each round's ratio to shared memory.
-"""
+processes; medians over rounds, and medians of each round's ratio to shared memory."""
 
 import dataclasses
 import os

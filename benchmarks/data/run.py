@@ -3,8 +3,7 @@
     python -m benchmarks.data.run [--rounds 3] [--copies 6] [--folder DIR] [--json FILE]
 
 Preprocessing is compared with the tokenizer library's own batch encode of the same text, indices and samples with a
-plain copy of the tokens, opening and verification with a plain read; each pair in the same round.
-"""
+plain copy of the tokens, opening and verification with a plain read; each pair in the same round."""
 
 import statistics
 import tempfile

@@ -2,8 +2,7 @@
 
 Each rank's namespace has one interface, `eth0`, a veth connected to a bridge in another namespace. Token buckets (tbf) at
 both ends of each link limit both directions. Sent and received bytes are the interface's counters. Latency and loss
-cannot be added without the kernel's netem.
-"""
+cannot be added without the kernel's netem."""
 
 import contextlib
 import os

@@ -10,8 +10,7 @@ Bytes are the interfaces' own counters. It needs root; otherwise it reports this
     convergence  validation loss of both on real text, learning rates swept, three seeds; and without error feedback
     strategies   the six of the GPT-2 study, and all others of megalite: tokens/s, bytes, memory, loss
     peers        torch DDP, its fp16 and PowerSGD hooks, ZeroRedundancyOptimizer and FSDP2 compared with megalite, in turn
-    pulls        effect of a sharded server that first sends the parameters that the next forward needs first
-"""
+    pulls        effect of a sharded server that first sends the parameters that the next forward needs first"""
 
 import json
 import math

@@ -3,8 +3,7 @@
     python -m benchmarks.data_parallel.worker JOB.json RESULTS      (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them)
 
 A case is a name, the settings of a run, a number of steps, and the system: megalite or one of torch's (see
-peers.py). Times are of whole steps; bytes are the interface's own counters.
-"""
+peers.py). Times are of whole steps; bytes are the interface's own counters."""
 
 import gc
 import json

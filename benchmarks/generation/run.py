@@ -6,8 +6,7 @@ A model with random weights is written as a Hugging Face folder, and read by bot
 order every round, so that other load on the machine affects both: greedy decoding of a batch of prompts of one length (which
 needs no padding in transformers), and the prompts only (time to the first token). Before the timing both must give the same
 tokens. Medians over the rounds; "decode" excludes the time to the first token; "ours" is the median over rounds of
-megalite's rate over transformers'.
-"""
+megalite's rate over transformers'."""
 
 import statistics
 import sys
@@ -101,8 +100,7 @@ def agree(contenders: dict[str, Generate], case: Case, *, exact: bool) -> None:
     """Check that both give the same tokens; in bf16, where rounding decides between near equals, the same first ones.
 
     Raises:
-        SystemExit: they differ.
-    """
+        SystemExit: they differ."""
     made = [generate(case.new) for generate in contenders.values()]
     if not exact:
         made = [[row[:1] for row in each] for each in made]

@@ -50,8 +50,7 @@ def profile_rows(step: Callable[[], object], device: torch.device, *, warm_up: i
 
     On CUDA a category is the time of its kernels, and idle the time in which none ran: the device waits for Python,
     which therefore has no row. On CPU, Python is the thread's time outside operations, and idle the time in which
-    it did not run.
-    """
+    it did not run."""
     for _ in range(warm_up):
         step()
     wall, pieces, busy = (_on_device if device.type == "cuda" else _on_cpu)(step, device)
@@ -75,8 +74,7 @@ def shares(pieces: dict[str, float], wall: float, category: Callable[[str], str]
 
     Args:
         pieces: name -> ms.
-        wall: of the step, ms.
-    """
+        wall: of the step, ms."""
     table: dict[str, tuple[float, dict[str, float]]] = {}
     for name, ms in pieces.items():
         row = category(name)

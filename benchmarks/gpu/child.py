@@ -1,8 +1,7 @@
 """A process of gpu.run: imports, waits for its tasks on stdin, and prints a line per row. Not for use by hand.
 
 If a task raises, its row has the reason. If the device is broken afterwards, the process ends, and gpu.run starts another
-for the remaining tasks. A step that runs out of memory is repeated once with half the microbatch and twice as many.
-"""
+for the remaining tasks. A step that runs out of memory is repeated once with half the microbatch and twice as many."""
 
 import contextlib
 import gc

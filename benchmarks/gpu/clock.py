@@ -34,8 +34,7 @@ class Clock:
 
     Args:
         repeats: repetitions of each measurement.
-        graphs: measure replays too.
-    """
+        graphs: measure replays too."""
 
     WARM_UP = 3
 

@@ -1,7 +1,6 @@
 """Part 2: each operation by each backend: time, share of the copy rate, error against fp64, equal bits in two runs.
 
-A task is a case at a shape; `kernel_tasks` lists the tasks, `rows` runs one.
-"""
+A task is a case at a shape; `kernel_tasks` lists the tasks, `rows` runs one."""
 
 import importlib
 import math
@@ -34,14 +33,9 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = {
     "flat": (Shape(1, 1 << 28), Shape(1, 1 << 24), Shape(1, 1 << 20)),
 }
 SMALL: Mapping[str, tuple[Shape, ...]] = {  # for a dry run: Triton's interpreter takes milliseconds per program
-    "norms": (Shape(6, 40),),
-    "mlp": (Shape(6, 24),),
+    **dict.fromkeys(("norms", "mlp", "cross_entropy", "dropout_mask", "weight_grad"), (Shape(6, 40),)),
+    **dict.fromkeys(("softmax", "delta_scan"), (Shape(2, 20),)),
     "rope": (Shape(8, 512),),
-    "cross_entropy": (Shape(6, 50),),
-    "softmax": (Shape(2, 20),),
-    "delta_scan": (Shape(2, 16),),
-    "dropout_mask": (Shape(6, 40),),
-    "weight_grad": (Shape(6, 8),),
     "flat": (Shape(1, 1500),),
 }
 KINDS = {  # operation -> key of the shapes, if it is not the operation
@@ -144,8 +138,7 @@ class Errors(NamedTuple):
 def errors(case: Operation, tensors: Tensors, found: Tensors) -> Errors:
     """Return a kernel's errors.
 
-    Rows are compared in parts, so that the largest shapes fit in memory; sums over rows are added in fp64.
-    """
+    Rows are compared in parts, so that the largest shapes fit in memory; sums over rows are added in fp64."""
     by_row = [value for name, value in tensors.items() if name in case.rows and value is not None]
     length = by_row[0].shape[0] if by_row else 1
     widest = max((value.numel() // length for value in by_row), default=1)
@@ -246,8 +239,7 @@ def rules(rows: Sequence[Row], *, device: str, measured_on: str) -> list[dict[st
 
     A backend's time at a size is the sum of its passes: replayed in a graph if every backend has that time and moves at
     least `LARGE` bytes per pass, else launched from Python. Backends that failed, are not repeatable or too inexact are
-    not in the order. Neighbouring sizes with the same order share a rule; the smallest size's rule also applies below it.
-    """
+    not in the order. Neighbouring sizes with the same order share a rule; the smallest size's rule also applies below it."""
     found: list[dict[str, Any]] = []
     for operation in dict.fromkeys(row["operation"] for row in rows if "operation" in row):
         # The table of preferences does not distinguish variants, the cases with a comma in their name.

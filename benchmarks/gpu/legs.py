@@ -2,8 +2,7 @@
 
 A leg is a list of tasks for one process, which sends each row at once. If it dies, the current task gets a row with the
 reason, and a new process continues with the remaining tasks. The next leg's process starts and imports while the current
-one measures.
-"""
+one measures."""
 
 import json
 import os
@@ -64,8 +63,7 @@ class Child:
         """Yield the lines that it prints until it ends.
 
         Raises:
-            TimeoutError: at `until`, of time.monotonic().
-        """
+            TimeoutError: at `until`, of time.monotonic()."""
         assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)

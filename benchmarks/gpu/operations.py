@@ -1,8 +1,7 @@
 """The operations of megalite's registry for the GPU benchmark: inputs, passes, formulas in fp64, bytes.
 
 All kernels of an operation have the same signature, so each operation is described once. This module has the operations
-with a backward by autograd, flat.py the others. Plain functions give the exact results in fp64; compiled they are a rival.
-"""
+with a backward by autograd, flat.py the others. Plain functions give the exact results in fp64; compiled they are a rival."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,8 +51,7 @@ class Operation:
             once.
         flops: of matrix products.
         plain: a kernel of plain torch: exact in fp64, and a rival when compiled.
-        fused: fusion can help, so that the plain kernel is compiled.
-    """
+        fused: fusion can help, so that the plain kernel is compiled."""
 
     make: Callable[[Shape, torch.dtype, torch.device], Tensors]
     passes: Callable[[Any, Tensors], list[Pass]]
@@ -83,8 +81,7 @@ def differentiable(
 
     Args:
         call: runs a kernel on the inputs and returns one or several outputs; their gradients are the inputs `dy0`, `dy1`.
-        wrt: inputs that get gradients.
-    """
+        wrt: inputs that get gradients."""
 
     def run(kernel: Any, tensors: Tensors) -> tuple[tuple[torch.Tensor, ...], Tensors, list[torch.Tensor]]:
         """Return (outputs, leaves by name, gradients of the outputs)."""

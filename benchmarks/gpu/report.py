@@ -35,8 +35,7 @@ def floor(
     """Return the time of a step in which each piece runs at the measured ceiling.
 
     Returns:
-        category of the profile -> ms in bf16 without recomputation; None without all three ceilings.
-    """
+        category of the profile -> ms in bf16 without recomputation; None without all three ceilings."""
     copy, gemm = copy_rate(ceilings), gemm_rate(ceilings)
     backends = [row for row in ceilings if row.get("what") == "attention" and "tflops" in row]
     best = min(backends, key=lambda row: row["ms"] + row["backward_ms"], default=None)

@@ -6,8 +6,7 @@ Needs one H100, H200 or a similar GPU, torch and Triton; apex and transformers a
 within `--minutes`. Each leg has its own process; if it fails, its line has the reason.
 
 `--dry` runs every part in tiny sizes on the CPU, with Triton's kernels in its interpreter: it tests the benchmark, and its
-times mean nothing.
-"""
+times mean nothing."""
 
 import argparse
 import importlib.util

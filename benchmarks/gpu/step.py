@@ -2,8 +2,7 @@
 
 A task builds one replica and measures it with one or several microbatches per step: tokens/s, MFU in both conventions, peak
 memory. Peers are a GPT in plain PyTorch under torch.compile and Hugging Face's GPT-2. Both have fp32 weights, bf16 autocast,
-torch's fused AdamW and clipping, and the sizes and tokens of megalite's run, without recomputation.
-"""
+torch's fused AdamW and clipping, and the sizes and tokens of megalite's run, without recomputation."""
 
 import dataclasses
 import importlib.util

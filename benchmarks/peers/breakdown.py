@@ -5,8 +5,7 @@
 Reports, each as the minimum over some steps in alternation: milliseconds and number of calls per kind of operation and of
 the largest operations, by torch's profiler; wall and CPU seconds of a step without the profiler (the difference is waiting,
 or a core used by others); page faults (memory that the C library returned to the system and got back, cleared by the
-kernel); calls of Python functions and from Python into C, which dominate a step of `--model tiny`.
-"""
+kernel); calls of Python functions and from Python into C, which dominate a step of `--model tiny`."""
 
 import resource
 import sys

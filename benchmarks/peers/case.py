@@ -1,8 +1,7 @@
 """What all contenders of peers.run share: models, layouts, batches, initial weights and optimizer.
 
 Each rank of a `Case` builds its contender, which then trains: the same global batches, one microbatch at a time, the
-gradient of the mean loss, clipping by the global norm, AdamW with decay of matrices and embeddings only.
-"""
+gradient of the mean loss, clipping by the global norm, AdamW with decay of matrices and embeddings only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """NVIDIA's megatron-core on a CPU as a contender of peers.run, in all its layouts.
 
 The package is as pip installs it, without Transformer Engine and apex: its local layers, DDP, optimizer and pipeline
-schedules, with CUDA-only fusions off. Its calls of CUDA are redirected to the CPU.
-"""
+schedules, with CUDA-only fusions off. Its calls of CUDA are redirected to the CPU."""
 
 import contextlib
 import functools

@@ -1,8 +1,7 @@
 """Hugging Face's picotron on a CPU as a contender of peers.run: its Llama, its layers, buckets and 1F1B.
 
 Its step does not clip, and sums the microbatches of a pipeline instead of averaging them: both are corrected here, so that
-it trains the same model. flash_attn is stubbed: picotron imports it, but does not use it on a CPU.
-"""
+it trains the same model. flash_attn is stubbed: picotron imports it, but does not use it on a CPU."""
 
 import os
 import sys

@@ -1,7 +1,6 @@
 """The same GPT in plain PyTorch.
 
-The modules take their sizes from a `Size`, so that peers.run can cut them into stages and split them over ranks.
-"""
+The modules take their sizes from a `Size`, so that peers.run can cut them into stages and split them over ranks."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Plain PyTorch as a contender of peers.run: alone, under DDP, with ZeRO-1, and with DTensor tensor parallelism.
 
-The model is plain_gpt's.
-"""
+The model is plain_gpt's."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,8 +40,7 @@ class Loop:
         forward: tokens and labels [b, s] -> mean loss; the model itself or a wrapper of it.
         rank: data-parallel rank.
         around: context of each microbatch.
-        parts: number of ranks with the same loss.
-    """
+        parts: number of ranks with the same loss."""
 
     def __init__(
         self,

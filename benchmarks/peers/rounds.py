@@ -39,8 +39,7 @@ def compete(
     """Measure one model in one layout: `checks` steps with losses within `limit`, then `rounds` turns of `steps` each.
 
     Raises:
-        Disagreement: a contender's losses are not megalite's.
-    """
+        Disagreement: a contender's losses are not megalite's."""
     found, ranks = Measured(), case.layout.ranks
     for name, pool in pools.items():
         try:

@@ -12,8 +12,7 @@ machine made in the same rounds. "ours" is the median over rounds of megalite's 
 picotron only has Llama: it is compared on a Llama of the small size. megatron-core and picotron are taken from folders:
 
     pip install --no-deps --target FOLDER megatron-core==0.16.1
-    git clone https://github.com/huggingface/picotron FOLDER
-"""
+    git clone https://github.com/huggingface/picotron FOLDER"""
 
 import argparse
 import sys

@@ -6,8 +6,7 @@ By default both parts run.
 
 --fidelity  8 ranks that sleep instead of computing run every schedule through the real executor and gloo: step times compared with the
             simulator's, which gets the durations of single operations and messages.
---dapple    DAPPLE's headline: the paper's numbers and simulated ones.
-"""
+--dapple    DAPPLE's headline: the paper's numbers and simulated ones."""
 
 import argparse
 import os

@@ -1,8 +1,7 @@
 """Pipeline stages that sleep instead of computing: many ranks run truly in parallel on a machine with few cores.
 
 The executor, its messages and gloo are real; forward, input gradient and weight gradient of a stage sleep for a given time and pass
-a real tensor on.
-"""
+a real tensor on."""
 
 import statistics
 import time
@@ -159,8 +158,7 @@ def message_latency(context: RankContext, rounds: int) -> float:
     """Median seconds from a send to its arrival at a waiting rank; the same on both ranks.
 
     Each message contains the time of its sending, and follows a pause as long as an operation: a core that has been idle
-    wakes up more slowly than one that has just received a message.
-    """
+    wakes up more slowly than one that has just received a message."""
     topology = context.topology(pp=2)
     edge = topology.edges[0, 1]
     latencies = torch.zeros(rounds, dtype=torch.float64)

@@ -10,8 +10,7 @@ than --memory (default: that of the devices) are marked. With --nominal-messages
 Ethernet instead of DAPPLE's constant of 1 GB/s.
 
 The models are synthetic twins (`megalite/planner/chain/twins`); the paper's plans are those of its table of output plans
-(Fan et al., arXiv 2007.01045).
-"""
+(Fan et al., arXiv 2007.01045)."""
 
 import dataclasses
 import sys

@@ -12,8 +12,7 @@ others      steps published by others, nothing fitted
 H100 500 W  torchtitan's tables of December 2024, nothing fitted
 H100, fp8   four rows of the table in fp8, nothing fitted
 
---write writes stack and cluster, fitted on all rows of A100-80GB and of H100-80GB. Errors are predicted / measured - 1.
-"""
+--write writes stack and cluster, fitted on all rows of A100-80GB and of H100-80GB. Errors are predicted / measured - 1."""
 
 import csv
 from collections.abc import Callable, Sequence

@@ -17,8 +17,7 @@ bf16         NVIDIA/dgxc-benchmarking's llama3.1/README.md of 2025: Llama 3.1 40
 Blackwell is fitted on b200_long, b200_bridge and gb200_bridge, and tested on the other tables; --write writes the files.
 
 The published FLOP/s check the size of each model. If the table gives no microbatch size or number of chunks (lm, b200_long), a
-row has the fastest predicted ones that fit, as the published ones were tuned. Errors are predicted / measured - 1.
-"""
+row has the fastest predicted ones that fit, as the published ones were tuned. Errors are predicted / measured - 1."""
 
 import csv
 import itertools

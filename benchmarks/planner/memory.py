@@ -5,8 +5,7 @@
 Tiny GPTs of several families train a few steps on one to four gloo ranks. Bytes of weights, gradients and
 optimizer state are those of the storages of strategy and optimizer; bytes of activations those of the
 distinct storages that autograd's saved tensors keep alive at the peak of a step, without parameters. The prediction is
-that of `--dry-run --rank`.
-"""
+that of `--dry-run --rank`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

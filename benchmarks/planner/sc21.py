@@ -4,8 +4,7 @@
 
 Predicted for nodes of 8 A100-80GB and the software of that time: fp16, dropout 0.1, full recompute. TFLOP/s per GPU use the
 paper's F, which counts recompute. The constants come from other measured steps (docs/planner.md), none from the paper. The
-figures' curves are predictions too: the paper has no tables of their points.
-"""
+figures' curves are predictions too: the paper has no tables of their points."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

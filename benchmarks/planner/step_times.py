@@ -11,8 +11,7 @@ published  Korthikanti et al. 2022 table 5 and the 1T row of SC'21, with constan
 all        fitted on the multi-node file and 50 single-node rows; what --write writes
 
 Errors are predicted / measured - 1; 80 % are within `most`. The regret of a group (model, GPUs, batch) is the measured time of
-the layout that the model selects over the best measured one, less 1.
-"""
+the layout that the model selects over the best measured one, less 1."""
 
 import csv
 import random
@@ -270,8 +269,7 @@ def measure(data: Path, parts: Sequence[str] = PARTS, *, seed: int = 0, folder: 
     Args:
         data: folder with the two CSV files.
         seed: selects the single-node rows of the fit.
-        folder: for the fitted files.
-    """
+        folder: for the fitted files."""
     multi = read_rows(data / "a100_multi_node.csv")
     single = read_rows(data / "a100_single_node.csv")
     random.Random(seed).shuffle(single)

@@ -3,8 +3,7 @@
 python -m benchmarks.scale.run [--worlds 8 64 512 4096] [--json FILE] [--svg FILE]
 
 Single ranks of GPT-3 175B run the program's own code with tensors without contents and with a counting store and counting
-process groups. Calls are of Python functions. The exponent is the slope between the last two worlds, in logarithms.
-"""
+process groups. Calls are of Python functions. The exponent is the slope between the last two worlds, in logarithms."""
 
 import dataclasses
 import datetime

@@ -20,8 +20,7 @@ class Run:
     """A replica, its data and its progress.
 
     Args:
-        reuse: process groups of earlier runs of this process, to be used again.
-    """
+        reuse: process groups of earlier runs of this process, to be used again."""
 
     def __init__(self, config: RunConfig, *, rank: int, device: torch.device, reuse: ProcessGroups | None = None) -> None:
         self.config, self.device = config, device

@@ -4,8 +4,7 @@
 
 Every half second each rank's resident memory, open files and threads are read from /proc; step times are from the run's own
 metrics. The first fifth is warm-up, in which allocators, caches and logs grow. Evaluations and saves are part of the run; the
-speed is compared over steps without them.
-"""
+speed is compared over steps without them."""
 
 import json
 import statistics

@@ -2,8 +2,7 @@
 
 Parity compares megalite with megalite, so a fault in every layout would pass there. All layouts must follow this run: weights,
 samples, objective, clipping, AdamW and learning rate are all computed here, in float64. As a program it writes
-`trajectory.json`.
-"""
+`trajectory.json`."""
 
 import json
 import math

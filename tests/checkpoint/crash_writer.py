@@ -2,8 +2,7 @@
 
 A process that has started torch's thread pool cannot be forked again, so this one is a fork of the fork server; it forks a child
 for each point. A new save has two threads as ranks; a save that replaces another has one. After each kill every visible
-checkpoint must verify, and a new save must succeed and remove leftovers.
-"""
+checkpoint must verify, and a new save must succeed and remove leftovers."""
 
 import itertools
 import json

@@ -1,8 +1,7 @@
 """Load and inspect the malicious checkpoints, and report forbidden actions.
 
 Prints a JSON line per checkpoint: its name and the problems. All are handled by one process with limited address space;
-Python reports each opened file, import and execution to an audit hook.
-"""
+Python reports each opened file, import and execution to an audit hook."""
 
 import contextlib
 import importlib

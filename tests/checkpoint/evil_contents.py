@@ -73,8 +73,7 @@ def in_two_parts(names: tuple[str, str], rows: tuple[int, int] = (5, 7), order: 
     Args:
         names: names of the parts in the file.
         rows: numbers of rows in the header.
-        order: order of the parts in the manifest.
-    """
+        order: order of the parts in the manifest."""
 
     def build(target: Target) -> None:
         found, data = target.header()

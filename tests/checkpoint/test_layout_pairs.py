@@ -3,8 +3,7 @@
 Each layout trains two steps, saves and trains on. Then each loads the checkpoints of all eight, alternating between one
 model in fp32 and another in fp16 (its own checkpoint in both), and its state is compared with the writer's state in memory. In
 fp16 it also saves what it has loaded from the next layout, and both checkpoints are compared without megalite's reader. (Losses
-of later steps are compared in `tests/parity` and `tests/e2e/test_continued_elsewhere.py`.)
-"""
+of later steps are compared in `tests/parity` and `tests/e2e/test_continued_elsewhere.py`.)"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -42,8 +42,7 @@ def flat(tensors: dict[str, torch.Tensor], names: tuple[str, ...], ranks: int) -
 def simulated(name: str, ranks: int, warmup: int) -> list[dict[str, torch.Tensor]]:
     """Run torch's AdamW over the means of an oracle; during warm-up, and for vectors, over sums.
 
-    In flat tensors: it rounds the last elements of a tensor, which fill no register, in another way.
-    """
+    In flat tensors: it rounds the last elements of a tensor, which fill no register, in another way."""
     weights = {names: torch.nn.Parameter(flat(initial(), names, ranks)) for names in (MATRICES, VECTORS)}
     size = len(weights[MATRICES])
     oracle: EightBits | Largest | LowRank = {

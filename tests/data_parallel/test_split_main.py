@@ -92,8 +92,7 @@ def saved_and_resumed(
 ) -> list[Any]:
     """Return (results, weights, main parameters) of runs that resume from each other's checkpoints.
 
-    Both forms train and save; then each loads the other's checkpoint.
-    """
+    Both forms train and save; then each loads the other's checkpoint."""
     found: list[Any] = []
     for form, folder in zip(forms, folders, strict=True):
         runner = Runner(build(context, tiny_config(world, **GPT, **layout, **form)))

@@ -41,8 +41,7 @@ def execute(command: Command) -> Said:
     (Programs are started by tests in tests/e2e: `test_kill`, `test_bad_input`, `test_examples`.)
 
     Raises:
-        AssertionError: the program is not known here.
-    """
+        AssertionError: the program is not known here."""
     program, *words = command.words
     if program == "export":
         return Said(0, "", "")

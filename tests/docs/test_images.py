@@ -30,8 +30,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
 def ink(svg: str) -> tuple[list[str], list[tuple[list[int], str]]]:
     """Texts, and shapes in half pixels with their style.
 
-    Without outlines of letters and ids, which depend on the versions of matplotlib and the font.
-    """
+    Without outlines of letters and ids, which depend on the versions of matplotlib and the font."""
     shapes = []
     outside = re.sub(r'<g id="text_\d+">.*?\n   </g>', "", svg, flags=re.DOTALL)
     for outline, style in re.findall(r'<path d="(.*?)" style="(.*?)"/>', outside, flags=re.DOTALL):

@@ -1,8 +1,7 @@
 """Commands in the documentation: find them, check them with the programs' own parsers, and run the cheap ones.
 
 A command is a line `$ ...` in a ```console or ```bash block; a trailing backslash continues it. Commands without effect
-(`megalite config ...`, and any with --dry-run, --help, --help-all or --version) are cheap.
-"""
+(`megalite config ...`, and any with --dry-run, --help, --help-all or --version) are cheap."""
 
 import re
 import shlex
@@ -85,8 +84,7 @@ def check(command: Command) -> None:
 
     Raises:
         AssertionError: it does not, or `check` does not know the program.
-        ConfigError: training flags do not fit together on the number of ranks that the command starts.
-    """
+        ConfigError: training flags do not fit together on the number of ranks that the command starts."""
     program, *rest = command.words
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
@@ -198,8 +196,7 @@ def _check_script(script: str, words: Sequence[str]) -> None:
 def runnable(command: Command) -> list[str]:
     """Return a cheap command with this interpreter's programs.
 
-    A config with a tokenizer made by an earlier command of the page gets the size of its vocabulary instead.
-    """
+    A config with a tokenizer made by an earlier command of the page gets the size of its vocabulary instead."""
     program, *rest = command.words
     if program == "megalite":
         rest = ["-m", "megalite.cli.main", *rest]

@@ -1,8 +1,7 @@
 """`train_forked`: `megalite train` on some ranks without a launcher, forked from a process that has everything imported.
 
 Forks of the fork server run the command as ranks of torchrun would: with the same environment, and a store outside of the
-ranks.
-"""
+ranks."""
 
 import os
 import signal
@@ -32,8 +31,7 @@ def train_forked(ranks: int, *flags: str | Path, seconds: float = 60, folder: Pa
         The common exit status; the output of the ranks, in rank order.
 
     Raises:
-        AssertionError: one of the ranks was still running after `seconds`, or the statuses differ.
-    """
+        AssertionError: one of the ranks was still running after `seconds`, or the statuses differ."""
     with tempfile.TemporaryDirectory() as logs:
         started = time.monotonic()
         with forked(ranks, flags, Path(logs), folder=folder, **how) as processes:
@@ -88,8 +86,7 @@ def fork_rank(
         before: called in the rank before the command.
         more: additional environment variables.
         folder: working directory.
-        command: function called with the words.
-    """
+        command: function called with the words."""
     variables = {"OMP_NUM_THREADS": "1"}
     if port is not None:
         variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

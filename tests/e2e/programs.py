@@ -72,8 +72,7 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> Outcome:
     """Wait for a program to end.
 
     Raises:
-        AssertionError: it was still running after `seconds`; it is stopped, and the message has its output.
-    """
+        AssertionError: it was still running after `seconds`; it is stopped, and the message has its output."""
     started = time.monotonic()
     try:
         out, err = process.communicate(timeout=seconds)

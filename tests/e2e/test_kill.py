@@ -1,8 +1,7 @@
 """kill -9 of one rank under torchrun: the job ends at once, and the same command resumes with identical losses. Also tests
 the listening sockets of a run.
 
-`tests/faults` kills ranks at many other moments, without torchrun.
-"""
+`tests/faults` kills ranks at many other moments, without torchrun."""
 
 import os
 import re

@@ -46,8 +46,7 @@ class Runs:
 def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of all tests below; the last is started as users do.
 
-    (`test_kill` and the sweeps also train under torchrun.)
-    """
+    (`test_kill` and the sweeps also train under torchrun.)"""
     folder = tmp_path_factory.mktemp("runs")
     switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
 

@@ -30,8 +30,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 def made_up(demo: ModuleType, *, jump: float = 0.0, fall: float = 3.0) -> list[dict[str, Any]]:
     """Metrics of a demo run: the loss falls evenly by `fall` in total, and validation jumps at the switch.
 
-    The second half is twice as fast.
-    """
+    The second half is twice as fast."""
     records: list[dict[str, Any]] = []
     for step in range(demo.STEPS + 1):
         loss = 8.0 - fall * step / demo.STEPS

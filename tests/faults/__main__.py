@@ -4,8 +4,7 @@
 
 Continues until N kills have been made. Each run depends only on the seed and its number (and on the machine's speed), so
 `--only K` repeats run K. Prints a table, and the report as JSON in the last line; the exit status is 1 after a failure.
-Files of runs stay in DIR, by default a temporary folder.
-"""
+Files of runs stay in DIR, by default a temporary folder."""
 
 import argparse
 import contextlib

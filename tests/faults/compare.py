@@ -27,8 +27,7 @@ def check_records(ours: list[dict[str, Any]], reference: list[dict[str, Any]], t
     """Check that the steps equal the reference's, without gaps; with `tolerance` 0 bit for bit.
 
     Raises:
-        AssertionError: naming the step.
-    """
+        AssertionError: naming the step."""
     for row, other in zip(ours, reference):
         for name in FIELDS:
             apart = abs(row[name] - other[name])
@@ -49,8 +48,7 @@ def open_sound(folder: Path, step: int) -> Checkpoint:
     """Open the checkpoint of a step after checking the sha256 of every file.
 
     Raises:
-        CheckpointError: it is damaged.
-    """
+        CheckpointError: it is damaged."""
     return find_checkpoint(folder, step=step, world=SOLO, log=_refuse)
 
 
@@ -64,8 +62,7 @@ def check_state(ours: Checkpoint, reference: Checkpoint, tolerance: float) -> in
     With a tolerance (for another layout: relative to the largest element) dtypes must also be equal.
 
     Raises:
-        AssertionError: naming the tensor.
-    """
+        AssertionError: naming the tensor."""
     assert ours.keys() == reference.keys(), set(ours.keys()) ^ set(reference.keys())
     for key in reference.keys():  # noqa: SIM118
         mine, theirs = (checkpoint.read(key, device=CPU) for checkpoint in (ours, reference))

@@ -5,8 +5,7 @@
 Each start resumes from the previous one's checkpoint. After each: every rank has ended by itself with the same documented
 status, exit.json has this status, and no process, open file or shared memory is left. After the end of a run its losses and
 state must be bit-equal to those of an uninterrupted run; then the next layout follows. The report is JSON in the last line;
-the exit status is 1 after a failure.
-"""
+the exit status is 1 after a failure."""
 
 import argparse
 import contextlib

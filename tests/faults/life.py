@@ -36,8 +36,7 @@ class Kill:
         point: a call on the checkpoints.
         after_seconds: since the ranks were forked.
         after_step: as soon as metrics.jsonl has it.
-        number: of the signal.
-    """
+        number: of the signal."""
 
     ranks: tuple[int, ...]
     point: Point | None = None
@@ -90,8 +89,7 @@ def live(size: int, command: Sequence[str], run_dir: Path, log: Path, kill: Kill
     Args:
         command: the flags.
         run_dir: absolute; points count calls on its checkpoints.
-        log: folder to create for the output of the ranks: r.out and r.err of rank r.
-    """
+        log: folder to create for the output of the ranks: r.out and r.err of rank r."""
     log.mkdir()
     metrics = run_dir / "metrics.jsonl"
     old_metrics = metrics.stat().st_ino if metrics.exists() else None
@@ -195,8 +193,7 @@ def last_step(metrics: Path, *, not_in: int | None = None) -> int:
     """The last step in a run's metrics.jsonl; 0 if there is none.
 
     Args:
-        not_in: inode of an earlier life's file, which a new run replaces.
-    """
+        not_in: inode of an earlier life's file, which a new run replaces."""
     try:
         with metrics.open("rb") as file:
             status = os.fstat(file.fileno())

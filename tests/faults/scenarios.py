@@ -17,8 +17,7 @@ class Layout:
     """A number of ranks and their layout.
 
     Args:
-        then: layouts of the run's second, third, ... life; empty: the same. Otherwise losses are equal to 1e-9 only.
-    """
+        then: layouts of the run's second, third, ... life; empty: the same. Otherwise losses are equal to 1e-9 only."""
 
     name: str
     ranks: int
@@ -58,8 +57,7 @@ class Saving:
 
     Args:
         keeps: number of newest checkpoints to keep; None: all.
-        for_ever: also keep every step that is a multiple of it.
-    """
+        for_ever: also keep every step that is a multiple of it."""
 
     name: str
     interval: int

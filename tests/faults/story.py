@@ -64,8 +64,7 @@ class Workspace:
 
     Args:
         root: an absolute folder to write into.
-        seed: of all random choices.
-    """
+        seed: of all random choices."""
 
     def __init__(self, root: Path, corpus: Corpus, seed: int) -> None:
         self.root, self.seed = root, seed
@@ -269,8 +268,7 @@ class _Driver:
 def _deck(seed: int, number: int) -> list[str]:
     """Kinds of kills in the order in which run `number` uses them.
 
-    Each run continues in the shuffled round where the previous one has ended, so that no kind waits for long.
-    """
+    Each run continues in the shuffled round where the previous one has ended, so that no kind waits for long."""
     calls = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir")
     kinds = [f"{where} {call}" for call in calls for where in ("before", "after")]
     kinds += ["inside write", *MOMENTS, *MOMENTS]

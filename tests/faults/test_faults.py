@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="finds the vict
 def test_killed_runs_equal_uninterrupted_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layout of two ranks, and every way to save: no loss, no hang, the same bits. `make test-faults` makes more kills.
 
-    With this seed the first kills are of many kinds.
-    """
+    With this seed the first kills are of many kinds."""
     status = kills.main(["7", "--seed", "10", "--folder", str(tmp_path / "runs")])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (status, found["failures"]) == (0, [])

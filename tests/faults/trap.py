@@ -1,7 +1,6 @@
 """Kill the process at a system call on the run's checkpoints, or count these calls.
 
-The functions of `os` stay wrapped for the life of the process, so a trap is set in a process forked for one life.
-"""
+The functions of `os` stay wrapped for the life of the process, so a trap is set in a process forked for one life."""
 
 import json
 import os
@@ -45,8 +44,7 @@ class Trap:
     Args:
         folder: absolute; other calls are ignored.
         point: where to kill; None: only count.
-        note: descriptor of a file outside `folder`; gets the counts and finally the reached point.
-    """
+        note: descriptor of a file outside `folder`; gets the counts and finally the reached point."""
 
     def __init__(self, folder: Path, point: Point | None, note: int) -> None:
         self.folder, self.point, self.note = str(folder), point, note

@@ -79,8 +79,7 @@ def test_linear_scaling_divides_positions() -> None:
 def test_llama3_scaling_depends_on_the_wavelength(wavelength: float, divisor: float) -> None:
     """64 original positions, factors 1 and 4: full scaling above 64, none below 16, interpolated frequencies between.
 
-    A wavelength of 32 fits twice into 64, a third of the way from 1 to 4, so θ·(1/3 + 2/3/8) = θ / 2.4.
-    """
+    A wavelength of 32 fits twice into 64, a third of the way from 1 to 4, so θ·(1/3 + 2/3/8) = θ / 2.4."""
     base = (wavelength / (2 * math.pi)) ** 2  # the second of the two pairs of a head of 4 has this wavelength
     plain, scaled = frequencies(4, base), frequencies(4, base, "llama3")
     assert math.isclose(2 * math.pi / float(plain[1]), wavelength, rel_tol=1e-12)

@@ -2,8 +2,7 @@
 
 Korthikanti et al. 2022, bytes of a layer in 16 bits with dropout, for sequence s, microbatch b, width h, a heads and
 tensor-parallel size t: none sbh(34 + 5as/h); t only sbh(10 + 24/t + 5as/ht); with sequence parallelism everything / t;
-selective recompute omits 5as/h; full keeps 2sbh.
-"""
+selective recompute omits 5as/h; full keeps 2sbh."""
 
 import gc
 import time

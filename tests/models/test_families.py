@@ -1,8 +1,7 @@
 """Each family's logits are those of Hugging Face's transformers for the same random weights, in float64.
 
 transformers computes norms, rotary tables, softmaxes and routing in float32 whatever the model's type. To compare
-beyond that it is run with float32 made float64 (`all_float64`), and a dispatch mode proves that nothing was left.
-"""
+beyond that it is run with float32 made float64 (`all_float64`), and a dispatch mode proves that nothing was left."""
 
 import contextlib
 import dataclasses

@@ -3,8 +3,7 @@
     python -m tests.mutants [TEXT ...] [--no-control]
 
 TEXT selects mutants by name or test; default: all. First the tests run without a fault, and must pass. The last line is the
-report as JSON; the exit status is 1 unless every mutant was killed.
-"""
+report as JSON; the exit status is 1 unless every mutant was killed."""
 
 import argparse
 import json

@@ -2,8 +2,7 @@
 
 `catalogue.txt` lists what training could get wrong without a crash, one paragraph per fault: its name and effect, the file, the
 original text (-) and its replacement (+), the test that detects it. If the original text changes, put the same fault into the
-new text; do not remove it.
-"""
+new text; do not remove it."""
 
 import os
 import shutil
@@ -32,8 +31,7 @@ class Mutant:
     file: relative to the root.
     old, new: text to replace, which must occur exactly once in the file, and its replacement.
     test: the pytest id that must fail.
-    breaks: the effect, in one line.
-    """
+    breaks: the effect, in one line."""
 
     name: str
     file: str
@@ -46,8 +44,7 @@ class Mutant:
         """The file's text with the fault.
 
         Raises:
-            MutantError: the text to replace does not occur exactly once.
-        """
+            MutantError: the text to replace does not occur exactly once."""
         found = text.count(self.old)
         if found != 1:
             raise MutantError(f"mutant {self.name}: its old text is {found} times in {self.file}, must be once")
@@ -106,8 +103,7 @@ def judge(mutant: Mutant, root: Path = ROOT) -> Verdict:
     """Insert the fault into a copy and run the test there.
 
     Raises:
-        MutantError: the fault cannot be inserted, or the test fails for another reason.
-    """
+        MutantError: the fault cannot be inserted, or the test fails for another reason."""
     started = time.monotonic()
     with copy_of(root) as copy:
         path = copy / mutant.file

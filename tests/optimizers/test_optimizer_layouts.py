@@ -124,8 +124,7 @@ def shared_work(context: RankContext, settings: Settings) -> dict[str, Any]:
 def test_each_matrix_is_orthogonalised_by_one_rank(settings: Settings, gathers: bool, gives_back: bool) -> None:
     """Two ranks share the work about evenly, also if both have all parameters and need not gather first.
 
-    Embeddings and the head have no owner.
-    """
+    Embeddings and the head have no owner."""
     first, second = run_ranks(2, shared_work, settings)
     assert not set(first["owned"]) & set(second["owned"])
     names = {f"layers.{layer}.{part}.weight" for layer in (0, 1) for part in HIDDEN}

@@ -2,8 +2,7 @@
 
 Both have fp32 main parameters and gradients, so only weights, activations and messages are rounded, by 2^-9 and 2^-12 of
 each value. Twelve small steps (2e-4 per element: with a larger rate the fp32 run itself would amplify a difference in the
-last bit) must follow the fp32 trajectory: losses are close, and main parameters move in the same direction.
-"""
+last bit) must follow the fp32 trajectory: losses are close, and main parameters move in the same direction."""
 
 from typing import Any
 

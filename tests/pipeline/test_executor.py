@@ -36,8 +36,7 @@ CSV = {
     "one rank": "0F0,1F0,2F0,0F1,2B0,1B0,1F1,2F1,0B0,2B1,1B1,0B1\n",
 }
 """One stage with whole and split backwards, several W at the end, and one forward run again; a V with split backwards and its
-turn on rank 1, and one with whole backwards; two graphs of second forwards at once; three stages per rank.
-"""
+turn on rank 1, and one with whole backwards; two graphs of second forwards at once; three stages per rank."""
 
 Case = tuple[str, int, int, int, dict[str, Any]]  # schedule, ranks, chunks, microbatches, options
 

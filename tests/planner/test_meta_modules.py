@@ -1,8 +1,7 @@
 """Memory of single ranks of large layouts by `--dry-run --rank`, compared with real modules, buckets and optimizers.
 
 They are built on the meta device with groups without communication: nothing is allocated or sent, and every shape and size
-is that of training on that many ranks.
-"""
+is that of training on that many ranks."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,6 @@
 """The real command with small pieces of input and its state saved after each, so that a kill leaves more work done.
 
-With `--file-limit BYTES` in front, files cannot grow beyond that size, as on a full disk.
-"""
+With `--file-limit BYTES` in front, files cannot grow beyond that size, as on a full disk."""
 
 import resource
 import sys

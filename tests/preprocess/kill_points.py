@@ -4,8 +4,7 @@ A killed process loses what it wrote and did not sync. The job must then continu
 (without --restart if anything was kept), and at any time an .idx or .json must be in the folder of the .bin that it describes.
 Prints its results as JSON.
 
-A separate program, because it forks, which is only safe without threads.
-"""
+A separate program, because it forks, which is only safe without threads."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The rules of the source code, as functions from a module's syntax tree to its violations.
 
-`tests/test_architecture.py` applies them to the package, and to small sources that break each rule.
-"""
+`tests/test_architecture.py` applies them to the package, and to small sources that break each rule."""
 
 import ast
 from collections.abc import Callable, Mapping

@@ -1,7 +1,6 @@
 """`fork_server()`: a process with torch and the trainer imported, from which ranks are forked.
 
-Starting Python with torch takes seconds per rank, much longer than most tests.
-"""
+Starting Python with torch takes seconds per rank, much longer than most tests."""
 
 import multiprocessing
 import os

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_304,
-    "megalite: files": 315,
+    "megalite: lines": 76_518,
+    "megalite: files": 302,
     "megalite: longest file": 500,
-    "megalite: small files with one importer": 1,
-    "tests: lines": 69_941,
-    "benchmarks: lines": 8_000,
-    "docs: words": 34_969,
+    "megalite: small files with one importer": 0,
+    "tests: lines": 70_273,
+    "benchmarks: lines": 7_970,
+    "docs: words": 34_989,
 }
 
 

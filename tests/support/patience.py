@@ -11,8 +11,7 @@ LONGEST_CASE = 5.0
 def within(what: object, seconds: float = LONGEST_CASE) -> Iterator[None]:
     """Fail with `what` if the block takes more processor time, over all threads.
 
-    Wall-clock time does not count, as the machine may be busy. A hang is stopped by the test's own timeout.
-    """
+    Wall-clock time does not count, as the machine may be busy. A hang is stopped by the test's own timeout."""
     started = time.process_time()
     yield
     taken = time.process_time() - started

@@ -1,8 +1,7 @@
 """`run_ranks(n, fn, ...)`: run a function on n gloo ranks of the test run's `RankPool` of this size.
 
 New ranks would take ten seconds per test; pools fork from a process that has torch imported. Warnings are errors in the
-workers too.
-"""
+workers too."""
 
 import atexit
 from collections.abc import Callable, Iterator
@@ -51,8 +50,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 24
         timeout: seconds without any rank finishing before the pool is killed and the test fails.
 
     Raises:
-        RankFailure: with the traceback of the first rank that raised.
-    """
+        RankFailure: with the traceback of the first rank that raised."""
     pool = _pools.pop(size, None)
     if pool is None or pool.stopped:
         if len(_pools) == _MOST_POOLS:

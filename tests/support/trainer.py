@@ -23,8 +23,7 @@ class ReplicaTrainer(Trainer):
     """A trainer of an existing replica; creates no process groups and writes no exit.json.
 
     Args:
-        on_open: called with the trainer once data, checkpoint and reports are open.
-    """
+        on_open: called with the trainer once data, checkpoint and reports are open."""
 
     def __init__(
         self,

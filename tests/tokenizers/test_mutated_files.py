@@ -1,8 +1,7 @@
 """Mutated tokenizer files are refused by name, or work: this file is both a program that runs in a separate process, and its test.
 
 A fault in a C++ or Rust library would crash the process, and an alarm stops endless loops: the test detects both, with the
-number of the case.
-"""
+number of the case."""
 
 import json
 import os

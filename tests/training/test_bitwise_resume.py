@@ -213,8 +213,7 @@ def save_both_ways(context: RankContext, folder: str) -> None:
     """Save every second step directly, and in the background by a thread that begins after the next step.
 
     (At every fourth step it may begin earlier.) Parameters that a step updates on other ranks are gathered as late as
-    possible.
-    """
+    possible."""
     background = Path(folder, "background")
     runner = Runner(build(context, config_of("dp2-zero", "bf16", save=str(background), async_save=True)))
     saver = Saver(runner.replica, tokenizer=None, log=silent)

@@ -143,8 +143,7 @@ def read(
     """Return log lines, states that differ from the written ones, and states that the load did not change.
 
     Args:
-        replicas: number of replicas of the dense layers in the checkpoint.
-    """
+        replicas: number of replicas of the dense layers in the checkpoint."""
     replica, strategy = remembering(context, layout, wanted, load=folder, **more)
     lines: list[str] = []
     load(replica, Path(folder), tokenizer=None, log=lines.append)

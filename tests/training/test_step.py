@@ -65,8 +65,7 @@ def counted(context: RankContext, world: int, settings: dict[str, Any]) -> list[
 def test_gradient_zeros_and_parameter_norm_cover_the_model(settings: dict[str, Any]) -> None:
     """Padding and copies count once; embedding rows of tokens that are in no sample have no gradient.
 
-    Not tested with cp, where gradients that are 0 except for rounding, such as of a key's bias, become exactly 0.
-    """
+    Not tested with cp, where gradients that are 0 except for rounding, such as of a key's bias, become exactly 0."""
     world = int(np.prod([settings.get(axis, 1) for axis in ("tp", "pp", "dp")]))
     untied = {"tie_embeddings": False}
     alone = counted(RankContext(0, {}), 1, untied)

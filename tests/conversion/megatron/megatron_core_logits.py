@@ -3,8 +3,7 @@
     python megatron_core_logits.py FOLDER RANK TP STORE
 
 Builds the model described by the args in FOLDER's file, loads the file strictly, and writes logits and the state that
-megatron.core itself would save, in both formats.
-"""
+megatron.core itself would save, in both formats."""
 
 import argparse
 import contextlib

@@ -5,8 +5,7 @@
 rebuilds `recorded/`: for each script the checkpoint of step 10 and Megatron-LM's numbers of the next 20 steps.
 MEGATRON_LM is a copy of its repository without megatron/core; see cpu_megatron.py. `train_llama` was restarted from
 the checkpoint. `train_gpt` was not: megatron-core 0.16 cannot load its distributed optimizer with torch's own AdamW,
-which it uses without apex (`assert len(steps) == 1` in distrib_optimizer.py).
-"""
+which it uses without apex (`assert len(steps) == 1` in distrib_optimizer.py)."""
 
 import hashlib
 import json

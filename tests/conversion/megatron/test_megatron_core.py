@@ -1,7 +1,6 @@
 """megatron.core's own GPTModel loads written files, computes the same logits and saves files that megalite reads.
 
-Runs in separate processes if the package is installed (`pip install megatron-core psutil`).
-"""
+Runs in separate processes if the package is installed (`pip install megatron-core psutil`)."""
 
 import importlib.util
 import os

@@ -1,7 +1,6 @@
 """megalite continues a run of Megatron-LM: checkpoint, token files and script give Megatron-LM's next 20 losses.
 
-`recorded/` was made by Megatron-LM (migration.py). If it is installed, one test makes it again.
-"""
+`recorded/` was made by Megatron-LM (migration.py). If it is installed, one test makes it again."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """Checks of arguments like those of apex's C++ functions (commit 6424da3b), for the stand-ins in `recorded`.
 
 They also reject arguments that apex accepts but reads wrongly: other types behind a raw pointer, ignored strides, an
-empty grid. Only the device is not checked: apex requires CUDA tensors.
-"""
+empty grid. Only the device is not checked: apex requires CUDA tensors."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,7 @@
 The launchers run on meta tensors at the sizes of real models, so types, constants, warps and divisibility are those of a
 real launch; only the launch is skipped. This is a separate program because its process must not interpret the kernels:
 `python -m tests.kernels.triton.compiled`, in an environment without TRITON_INTERPRET. It prints one line of JSON per
-kernel, then one line with the names of all kernels.
-"""
+kernel, then one line with the names of all kernels."""
 
 import importlib
 import json

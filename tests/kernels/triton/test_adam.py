@@ -45,8 +45,7 @@ def adam_in_float64(state: list[Tensor], grad: Tensor, step: int, **settings: fl
 def ulps(found: Tensor, wanted: Tensor, least: Tensor) -> float:
     """Return the largest distance in units of the last place of `wanted`, or of `least` where that is larger.
 
-    `least` is the value before the update: if the update cancels most of it, the result has its rounding error.
-    """
+    `least` is the value before the update: if the update cancels most of it, the result has its rounding error."""
     size = torch.maximum(wanted.double().abs(), least.double().abs())
     unit = torch.exp2(size.clamp(min=torch.finfo(torch.float32).tiny).log2().floor() - 23)
     return float(((found.double() - wanted.double()).abs() / unit).max())

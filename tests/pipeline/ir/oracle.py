@@ -186,8 +186,7 @@ def shortest_circle(program: Program) -> int:
     """Return the number of waits for another rank in the shortest cycle of waits; 0 without a cycle.
 
     The program must be correct except for deadlocks. Cycles with sends that complete late count only if there are no
-    others.
-    """
+    others."""
     machine = _Machine(program, True)
     for windows in (False, True):
         edges: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)

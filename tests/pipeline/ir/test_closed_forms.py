@@ -1,8 +1,7 @@
 """Each named schedule compared with its closed forms at many sizes: time, memory and messages.
 
 F, I, W are the times of one stage, B = I + W, with v stages per rank. The bubble is the makespan minus v m (F+B), the computing
-time of one rank.
-"""
+time of one rank."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -149,8 +148,7 @@ def test_live_activations_equal_the_closed_forms(name: str) -> None:
 def test_memory_of_split_schedules_equals_the_closed_forms(name: str) -> None:
     """(p-r) M_B + r M_W for ZB-H1, (2(p-r)-1) M_B + 2r M_W for ZB-H2, 2p M_B and a constant (2p+1) M_B for the Vs.
 
-    This is the memory between actions; an I frees one unit while it makes the other, so it needs no more.
-    """
+    This is the memory between actions; an I frees one unit while it makes the other, so it needs no more."""
     full, kept = 4.0, 1.0
     compared = 0
     for size in sizes(name):

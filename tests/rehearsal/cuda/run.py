@@ -4,8 +4,7 @@
 ProcessGroupNCCL run, and every Triton kernel is compiled for sm_90 and launched; only the libraries below them are simulated
 (`runtime.c`, `nccl.c`). It reveals crashes, waits and deadlocks. No kernel computes, so numbers are zero.
 
-    python -m tests.rehearsal.cuda.run [--python PYTHON] [CASE ...]
-"""
+    python -m tests.rehearsal.cuda.run [--python PYTHON] [CASE ...]"""
 
 import argparse
 import json
