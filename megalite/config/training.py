@@ -124,7 +124,7 @@ class TrainingConfig:
     exit_timeout_seconds: float = option(300.0, above=0)
     """Seconds that a signalled rank waits for the other ranks to agree before it exits without a checkpoint."""
     iterations_to_skip: list[int] = option([], at_least=1)
-    """Steps that read their batch and do nothing else; learning rate and weight decay do not advance."""
+    """Steps that read their batch and update nothing; learning rate and weight decay do not advance."""
     check_for_nan_in_loss_and_grad: bool = option(True)
     """Act before the update if the loss or gradient norm is not finite."""
     on_non_finite: str = option("stop", choices=("stop", "skip"))

@@ -1,6 +1,6 @@
 """Attention over a sequence that is split over ranks: by a ring or a gather of keys and values, or by exchanging heads.
 
-Ring or gather: for each received block of keys and values a rank computes the tiles of its queries and merges them by the
+Ring or gather: each rank computes the tiles of its queries with each received block of keys and values and merges them by the
 logsumexp of their scores:
 
     out = Σ_t out_t·exp(lse_t - lse),  lse = log Σ_t exp(lse_t)

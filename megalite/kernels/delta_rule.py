@@ -29,18 +29,18 @@ class DeltaScan(Protocol):
 def delta_scan(
     written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `DeltaScan`; three products and sums per chunk."""
+    """See `DeltaScan`; two products per chunk."""
     chunks, sign = range(decays.shape[-1]), -1 if added is None else 1
-    corrections, states = [], []
+    corrections = torch.empty_like(written)
+    states = written.new_empty(*written.shape[:-2], *state.shape[-2:])
     for c in chunks if added is None else reversed(chunks):
-        states.append(state)
-        corrections.append(torch.add(written[..., c, :, :], read[..., c, :, :] @ state, alpha=sign))
-        gained = keys[..., c, :, :].mT @ corrections[-1]
-        state = torch.add(decays[..., c, None, None] * state, gained, alpha=-sign)
+        states[..., c, :, :] = state
+        value = torch.add(written[..., c, :, :], read[..., c, :, :] @ state, alpha=sign)
+        corrections[..., c, :, :] = value
+        state = torch.add(decays[..., c, None, None] * state, keys[..., c, :, :].mT @ value, alpha=-sign)
         if added is not None:
             state += added[..., c, :, :]
-    order = slice(None, None, -sign)
-    return torch.stack(corrections[order], dim=-3), torch.stack(states[order], dim=-3), state
+    return corrections, states, state
 
 
 class Scan(Function):
@@ -59,7 +59,7 @@ class Scan(Function):
     def backward(ctx: Any, grad: Tensor, grad_states: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         read, keys, decays, corrections, states = ctx.saved_tensors
         grad, after, grad_state = ctx.scan(grad, keys, read, decays, grad_last, grad_states)
-        grad_decays = (states * after).sum(dim=(-2, -1))
+        grad_decays = (states.flatten(-2).unsqueeze(-2) @ after.flatten(-2).unsqueeze(-1)).flatten(-3)
         return None, grad, -(grad @ states.mT), corrections @ after.mT, grad_decays, grad_state
 
 

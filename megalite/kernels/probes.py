@@ -247,11 +247,12 @@ def _dropout_mask(kernel: Any, draw: Inputs, size: int) -> Results:
 
 
 def _delta_scan(kernel: Any, draw: Inputs, size: int) -> Results:
-    written, read, keys = (draw.normal(2, 3, 16, width) / 8 for width in (ROWS, size, size))
-    decays, states = draw.normal(2, 3).sigmoid(), draw.normal(2, 3, size, ROWS)
+    written, read = (draw.normal(1, 2, 2, 3, 16, ROWS + size) / 8).split((ROWS, size), dim=-1)
+    keys, decays = draw.normal(1, 2, 2, 3, 16, size) / 8, draw.normal(1, 2, 2, 3, 16).sigmoid()[..., -1]
+    states = draw.normal(1, 2, 2, 3, size, ROWS)
     names = ("the corrections", "the states", "the last state")
-    forward = kernel(written, read, keys, decays, states[:, 0])
-    backward = kernel(written, read, keys, decays, states[:, 0], states)
+    forward = kernel(written, read, keys, decays, states[..., 0, :, :])
+    backward = kernel(written, read, keys, decays, states[..., 0, :, :], states)
     return dict(zip(names, forward, strict=True)) | {
         f"{name} of the gradients": actual for name, actual in zip(names, backward, strict=True)
     }

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -71,17 +72,21 @@ class Embedding(Module):
         return masked_dropout(x, keep, self.dropout)
 
 
+_TORCH = str(Path(torch.__file__).parent)
+
+
 def token_losses(name: str, logits: Tensor, labels: Tensor) -> Tensor:
     """Return a registered loss of each token [s, b], of logits [s, b, V] and labels [s, b]. Raises ConfigError: it fails,
     has another shape or dtype, or no gradient."""
     function = LOSSES.get(name)
     try:
         losses = function(logits, labels)
-    except (ConfigError, torch.OutOfMemoryError):
+    except (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):  # not, or not only, of the loss
         raise
     except Exception as error:
         _, *frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[0].name}, {frames[0].filename}:{frames[0].lineno})" if frames else ""
+        frame = next((each for each in frames if not each.filename.startswith(_TORCH)), None)
+        where = "" if frame is None else f" ({frame.name}, {frame.filename}:{frame.lineno})"
         raise ConfigError(f"loss {name} fails{where}: {type(error).__name__}: {error}") from error
     found, wanted = (
         f"{list(each.shape)} in {each.dtype}" if isinstance(each, Tensor) else type(each).__name__

@@ -177,6 +177,7 @@ class Reporter:
         self._log, self._sinks, self._meter, self._device = log, sinks, meter, device
         self._spikes, self._instruments, self._is_cross_entropy = spikes, instruments, is_cross_entropy
         self._interval, self._total = log_interval, total_steps
+        self._step: int | None = None  # of the last report; iterations_to_skip leaves out some
         self._known: dict[str, float] = {}
         self._begin_interval()
         self.restart_clock()
@@ -242,7 +243,8 @@ class Reporter:
                 record["loss_z"] = score
                 if alarm:
                     self._log(f"warning: step {after.step}: {self._spikes.words(result.loss, score)}")
-        due = after.step % self._interval == 0 or after.step == self._total
+        before, self._step = after.step - 1 if self._step is None else self._step, after.step
+        due = after.step // self._interval > before // self._interval or after.step == self._total
         lines: list[str] = []
         if self._instruments is not None:
             self._instruments.count_step(after.step, seconds=seconds, waited=data_wait_seconds)

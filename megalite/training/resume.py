@@ -245,7 +245,7 @@ _SAME_NUMBERS = {
 }
 _NUMBERS = {
     "training": (
-        *("loss", "precision", "global_batch_size"),
+        *("loss", "precision", "global_batch_size", "iterations_to_skip"),
         *("rampup_batch_size", "step_batch_size_schedule", "seq_length_warmup", "moe_aux_loss_sequences"),
     ),
     "data": ("eod_mask_loss", "reset_attention_mask", "reset_position_ids"),

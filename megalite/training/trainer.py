@@ -353,6 +353,8 @@ class Trainer:
                 read_next()
                 self.replica.scaler.skip(size)
                 self.progress, self._step_reached, self._stepped = after, after.step, True
+                self.instruments.count_step(after.step, seconds=0.0, waited=waited)
+                self.reporter.restart_clock()
                 self.log(f"step {after.step}: skipped with its {size} samples, as iterations_to_skip says")
                 return
             if self._reading.early:
@@ -460,7 +462,8 @@ class Trainer:
     def _explain(self, error: BaseException | None) -> None:
         """After an error, complete a background save, or find out which rank is lost."""
         if isinstance(error, (ConfigError, NonFiniteError)):
-            if self.saver is not None and not isinstance(error, RankError):  # all ranks raise it, and the copy is valid
+            alone = not isinstance(error, RankError) or self.replica.topology.world.size == 1
+            if self.saver is not None and alone:  # all ranks raise it, and the copy is valid
                 try:
                     self.saver.wait()
                 except ConfigError as failed:

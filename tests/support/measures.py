@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_518,
+    "megalite: lines": 76_539,
     "megalite: files": 302,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 70_273,
+    "tests: lines": 70_300,
     "benchmarks: lines": 7_970,
-    "docs: words": 34_989,
+    "docs: words": 34_988,
 }
 
 

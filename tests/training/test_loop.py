@@ -111,11 +111,12 @@ def test_skipped_steps_read_their_data_and_do_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(Stepper, "step", noted)
         run(prefix, tmp_path / "all", **changes)
-        lines = run(prefix, tmp_path / "one", **changes, iterations_to_skip=[2, 3])
+        lines = run(prefix, tmp_path / "one", **changes, iterations_to_skip=[2, 3], log_interval=2)
     whole, some = trained[:6], trained[6:]
     assert [before for _, before in some] == [Progress(n, 4 * n) for n in (0, 3, 4, 5)]
     assert [lr for lr, _ in some] == [lr for lr, _ in whole[:4]] and len({lr for lr, _ in some}) == 4
     assert "step 3: skipped with its 4 samples, as iterations_to_skip says" in lines
+    assert [line.split()[1] for line in lines if " lr " in line] == ["4/6", "6/6"]  # 2 has none
     ranks = math.prod(size for size in layout.values() if isinstance(size, int))
     changes |= {"iterations_to_skip": [2, 3], "data_path": [prefix], "run_dir": str(tmp_path / "more")}
     changes["save"] = str(tmp_path / "saved")

@@ -292,6 +292,7 @@ def test_changed_training_settings_are_logged() -> None:
         (plugged, config, 1, "dp_strategy mine -> all-reduce"),
         (in_manifest(), replace(config, dp_strategy="diloco"), 1, "dp_strategy all-reduce -> diloco"),
         (in_manifest(), replace(config, eod_mask_loss=True), 1, "eod_mask_loss False -> True"),
+        (in_manifest(), replace(config, iterations_to_skip=[3]), 1, "iterations_to_skip (none) -> 3"),
         (in_manifest(), replace(config, tf32=True), 1, "tf32 False -> True"),
         (in_manifest(), replace(config, moe_aux_loss_sequences=2), 1, "moe_aux_loss_sequences 1 -> 2"),
         (in_manifest(), replace(config, seq_length_warmup=[4, 3]), 1, "seq_length_warmup None -> 4 3"),

@@ -7,7 +7,7 @@ from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, owned, parsed, rules, without
-from megalite.config.run import hugging_face_folder, profile_folder, save_folder, scales_loss, writers
+from megalite.config.run import hugging_face_folder, profile_folder, save_folder, saves, scales_loss, writers
 from megalite.config.strategies import STRATEGIES
 from megalite.config.training import WRITERS
 
@@ -142,7 +142,7 @@ def _unreached_saves(c: Settings) -> Findings:
 
 def _one_slash(c: Settings) -> Findings:
     scheme, found, path = (c.save or "").partition(":/")
-    if found and scheme.isalnum() and not path.startswith("/"):
+    if found and scheme in ("s3", "gs", "gcs", "az", "abfs") and not path.startswith("/"):
         yield f"{{save}} is a folder on this machine; give an address as --save {scheme}://{path}"
 
 
@@ -159,7 +159,9 @@ CHECKPOINT: tuple[Check, ...] = (
             "{?save_interval|exit_duration_in_mins|exit_file|export_hf} has nowhere to save; add --save checkpoints or --run-dir "
             "runs/1": lambda c: c.save is None and c.run_dir is None,
             "{!async_save|keep_latest|keep_every|on_save_error|max_failures_at_step} has no effect in a run that saves nothing; "
-            "add --save-interval 100 or remove it": lambda c: save_folder(c.run) is None and c.save_interval is None,
+            "add --save-interval 100 or remove it": lambda c: (
+                save_folder(c.run) is None and (c.exit_interval is not None or not saves(c.run))
+            ),
             "{save} cannot be saved to: it is read-only or lost with the process; use s3://BUCKET/RUN, gs://BUCKET/RUN or "
             "a folder": lambda c: (c.save or "").startswith(UNSAVED),
             "{?export_hf} needs checkpoints in a folder, but {save} is an address; save to a folder, or leave it out and use "
@@ -222,6 +224,9 @@ STOPS: tuple[Check, ...] = (
             ),
             "{?iterations_to_skip} does not go with {dp_strategy}, which exchanges something in every step; use --dp-strategy "
             "distributed-optimizer": lambda c: c.strategy.weights != "equal",
+            "{?iterations_to_skip} does not go with {optimizer}, which exchanges more at certain steps; use --optimizer adam": (
+                lambda c: c.optimizer in ONEBIT_OPTIMIZERS
+            ),
             "{?iterations_to_skip} has steps beyond {train_iters}; remove them": lambda c: (
                 c.train_iters is not None and max(c.iterations_to_skip) > c.train_iters
             ),

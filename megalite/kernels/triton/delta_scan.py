@@ -76,7 +76,7 @@ def delta_scan(
     """See `megalite.kernels.delta_rule.DeltaScan`. Factors are rounded to TF32 if torch's products are (`--tf32`), else split
     into three, which is as exact as fp32."""
     (chunks, length, dv), dk = written.shape[-3:], read.shape[-1]
-    corrections, last = torch.empty_like(written, memory_format=torch.contiguous_format), torch.empty_like(state)
+    corrections, last = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (written, state))
     states = written.new_empty(*written.shape[:-2], dk, dv)
     if written.numel() == 0:
         return corrections, states, state

@@ -219,6 +219,8 @@ class _Run:
                 self._start_weight(rank, weight, now)
             else:
                 self.idle[rank] = True
+                if known < inf:  # an input that is needed ahead of time may wake the rank before it
+                    heappush(self.events, (known, rank))
 
     def _next(
         self, rank: int, stages: Iterable[int], arrivals: Sequence[deque[float]], now: float

@@ -241,7 +241,9 @@ def _with_context(price: Pricing, core: PassCosts) -> PassCosts:
     each, ends = 1.0 + 2.0 * wide, -1.0 if stack.half_ring else 1.0 + 2.0 * wide
     scaled = 0.0 if stack.half_ring else 2.0 * wide
     out = price.passes(passes * (each + scaled) + ends, passes * each + ends, back / work.element, 4.0 * passes)
-    block = price.passes(2.0, passes * each + ends, keys_and_values / work.element, 0.0)  # keys and values side by side
+    whole = 2.0 * count * work.gathers_keys  # gathered keys and values are put in order, their gradients cleared too
+    block = passes * each + ends + whole * (1.0 + 2.0 * wide)
+    block = price.passes(2.0 + whole, block, keys_and_values / work.element, 0.0)  # keys and values side by side
     return (
         core + (out + block) * (passes > 1) + price.passes(4.0, 4.0, (there + back) / work.element, 8.0) * (heads > 1)
     )

@@ -37,6 +37,17 @@ def test_outputs_and_gradients_equal_float64(
     compare(partial(rule, by_triton), partial(rule, delta_scan), (q, k, v, *gates, state), LIMIT)
 
 
+def test_a_transposed_state_is_read_as_it_is(device: torch.device) -> None:
+    written, read, keys = (draw(2, 2, 16, 16, dtype=torch.float32, device=device, seed=n) / 8 for n in (1, 2, 3))
+    decays, state = torch.ones(2, 2, device=device), draw(2, 16, 16, dtype=torch.float32, device=device, seed=4)
+    for ours, copied in zip(
+        by_triton(written, read, keys, decays, state.mT.contiguous().mT),
+        by_triton(written, read, keys, decays, state),
+        strict=True,
+    ):
+        assert torch.equal(ours, copied)
+
+
 def test_unused_space_of_a_slice_is_not_read(device: torch.device) -> None:
     """The layer passes columns of one matrix: rows are further apart than they are long."""
     both = draw(2, 3, CHUNK, 40 + 16, dtype=torch.float32, device=device, seed=1) / 8

@@ -285,6 +285,16 @@ def test_list_scheduler_predicts_time_and_memory(placement: tuple[int, ...]) -> 
         assert all(peak <= most for peak, most in zip(peaks, room, strict=True))
 
 
+def test_early_recomputation_wakes_a_rank_before_its_input() -> None:
+    """A rank that meanwhile starts an I must still start the F that it waited for."""
+    forward, input_grad = (10.7, 8.1, 9.8, 8.4), (2.4, 0.1, 2.9, 0.9)
+    backward = tuple(each + 8.0 for each in input_grad)
+    costs = Costs(forward=forward, backward=backward, weight_grad=(8.0,) * 4, recompute=forward)
+    sizes = Sizes.uniform(4, activation=4.0, deferred=2.0, kept_input=1.0)
+    schedule = build_auto((0, 1, 2, 3), 5, costs, sizes=sizes, limit=7.0, recompute_ahead=True, effort="quick")
+    validate(lower(schedule))
+
+
 def test_outcome_holds_in_its_range_of_leads() -> None:
     placement, costs, sizes = v_placement(3), Costs.uniform(6, backward=2.5), Sizes.uniform(6, deferred=0.5)
     problem = Problem.of(placement, 8, costs, sizes, (5.0,) * 3, ahead=False)

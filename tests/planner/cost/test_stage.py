@@ -58,7 +58,7 @@ def test_each_pass_over_keys_starts_and_ends_tiles() -> None:
 
 
 def test_results_of_blocks_of_keys_are_summed_in_memory() -> None:
-    """Bytes beyond those of one rank, in bf16, per query and per key and value of a rank."""
+    """Bytes beyond those of one rank, in bf16, per query and per key and value of one rank."""
     sizes = {"seq_length": 4096, "num_query_groups": 4}
     queries, keys_and_values = 2048 * 2048, 2048 * 2 * 4 * 128
 
@@ -76,6 +76,10 @@ def test_results_of_blocks_of_keys_are_summed_in_memory() -> None:
     added = 4 + 4 + 2 + 2 * (4 + 2 + 4)
     found = queries * (added + 2 * 8) + keys_and_values * 4, (queries + keys_and_values) * added
     assert moved(STACK) == pytest.approx(found)
+    # Gathered keys and values are put in order (read, written); their gradients cleared, summed and put in order as well.
+    gathered = moved(STACK, cp_comm_type="allgather")
+    assert gathered[0] - moved(STACK)[0] == pytest.approx(keys_and_values * 2 * 2 * 2)
+    assert gathered[1] - moved(STACK)[1] == pytest.approx(keys_and_values * 2 * 2 * (2 + 2 * 4))
     # Heads are put in order before an all-to-all, positions after it.
     copied = (2 * queries + keys_and_values) * 2 * 4
     assert moved(STACK, cp_comm_type="a2a") == pytest.approx((copied, copied))

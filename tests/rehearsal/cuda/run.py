@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, str]] = {
     "evaluation": (1, "--eval-interval 2 --eval-iters 1"),
     "llama": (1, LLAMA),
     "window": (1, f"{LLAMA} --sliding-window 64"),
-    "linear attention": (1, LINEAR),
+    "linear attention": (1, f"{LINEAR} --kernels delta_scan=triton"),
     "linear attention, documents": (
         4,
         f"{LINEAR} --tp 2 --cp 2 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",
