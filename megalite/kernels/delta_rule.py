@@ -59,7 +59,7 @@ class Scan(Function):
     def backward(ctx: Any, grad: Tensor, grad_states: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         read, keys, decays, corrections, states = ctx.saved_tensors
         grad, after, grad_state = ctx.scan(grad, keys, read, decays, grad_last, grad_states)
-        grad_decays = (states.flatten(-2).unsqueeze(-2) @ after.flatten(-2).unsqueeze(-1)).flatten(-3)
+        grad_decays = (states * after).sum(dim=(-2, -1))  # more exact than a product of long rows
         return None, grad, -(grad @ states.mT), corrections @ after.mT, grad_decays, grad_state
 
 
