@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.clock import Work
+from megalite.config.model import LINEAR_CHUNK
 from megalite.kernels.delta_rule import Scan, delta_scan
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, dropout_mask, geglu, layer_norm, rms_norm, swiglu
 from megalite.kernels.quantization import E4M3, Rounded, cast, cast_rows, largest
@@ -18,7 +19,7 @@ from megalite.models.compute import FORMULAS
 Tensors = dict[str, Any]  # name -> tensor, or None for an omitted input
 EPS = 1e-5
 FEATURES, BATCH = 2048, 8  # of rope's queries: features of all heads, and sequences
-SCANNED, CHUNKS, TOKENS = ("written", "read", "keys", "decays", "state"), 64, 64  # 4096 tokens of linear attention
+SCANNED, CHUNKS = ("written", "read", "keys", "decays", "state"), 64  # of linear attention
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _rope_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
 def _scan_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     """Return inputs for rows = heads, with keys and values of `size`."""
     n, d = shape.rows, shape.size
-    sizes = [*[(n, CHUNKS, TOKENS, d)] * 3, (n, CHUNKS), (n, d, d), (n, CHUNKS, TOKENS, d), (n, CHUNKS, d, d)]
+    sizes = [*[(n, CHUNKS, LINEAR_CHUNK, d)] * 3, (n, CHUNKS), (n, d, d), (n, CHUNKS, LINEAR_CHUNK, d), (n, CHUNKS, d, d)]
     drawn = (draw(*of, dtype=dtype, device=device) / 8 for of in sizes)
     tensors = dict(zip((*SCANNED, "dy0", "dy1"), drawn, strict=True))
     return {**tensors, "decays": tensors["decays"].sigmoid()}
@@ -218,7 +219,7 @@ DIFFERENTIABLE: Mapping[str, Operation] = {
         wrt=SCANNED,
         rows=SCANNED,
         make=_scan_inputs,
-        bytes=lambda s, e: tuple(s.rows * CHUNKS * s.size * (n * TOKENS + m * s.size) * e for n, m in ((4, 1), (7, 2))),
+        bytes=lambda s, e: tuple(s.rows * CHUNKS * s.size * (n * LINEAR_CHUNK + m * s.size) * e for n, m in ((4, 1), (7, 2))),
         fused=False,
         dtype=torch.float32,
     ),

@@ -48,7 +48,7 @@ from megalite.config.errors import CheckpointError
 from megalite.config.reading import gc_paused
 
 LATEST_NAME = "latest"
-MEGATRON_LATEST_NAME = "latest_checkpointed_iteration.txt"  # with the iteration of Megatron-LM's newest checkpoint
+TRACKER_NAME = "latest_checkpointed_iteration.txt"  # with the iteration of Megatron-LM's newest checkpoint
 REPLACED_SUFFIX = ".replaced"
 STAGING_PREFIX = ".tmp-step-"
 _STEP_NAME = re.compile(r"step-([0-9]{7,19})(\.replaced)?")
@@ -122,7 +122,7 @@ def _nothing_found(folder: Path, names: list[str]) -> CheckpointError:
     foreign = ""
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         foreign = "a Hugging Face folder"
-    elif MEGATRON_LATEST_NAME in names or any(re.fullmatch(r"iter_\d{7}", name) for name in names):
+    elif TRACKER_NAME in names or any(re.fullmatch(r"iter_\d{7}", name) for name in names):
         foreign = "a folder of Megatron-LM's checkpoints"
     if foreign:
         works = f"--load hf:{folder} starts from it, and " if "Hugging Face" in foreign else ""

@@ -383,13 +383,6 @@ _CONVERTERS: Mapping[Any, Callable[[str], Any]] = {
 }
 
 
-def positive(word: str) -> int:
-    """Convert a whole number of at least 1."""
-    if not word.isdecimal() or (number := parse_number(word, int)) < 1:
-        raise ConfigError(f"takes a whole number of at least 1, such as 4, got {word}")
-    return int(number)
-
-
 def not_negative(word: str) -> float:
     """Convert a number of at least 0."""
     if (number := parse_number(word, float)) < 0:

@@ -9,6 +9,7 @@ from megalite.cli import model_commands as model
 from megalite.cli import tool_commands as tool
 from megalite.cli.command import Command
 from megalite.cli.output import show
+from megalite.config.describe import settings
 from megalite.config.registry import imported
 
 _ALL = (
@@ -74,9 +75,9 @@ def words_of(command: Command) -> Words:
     """Return the flags of a command."""
     found: dict[str, Sequence[str]] = {}
     if command.settings is not None or not command.parses:
-        presets, options = imported("megalite.config.files:preset_names"), imported("megalite.config.flags:RUN_OPTIONS")
-        found |= {flag: presets() if flag == "--preset" else () for flag in options}
-        for setting in imported("megalite.config.describe:settings")().values():
+        found |= dict.fromkeys(imported("megalite.config.flags:RUN_OPTIONS"), ())
+        found["--preset"] = imported("megalite.config.files:preset_names")()
+        for setting in settings().values():
             negated = [setting.off] if setting.type is bool else []
             found |= dict.fromkeys([*setting.flags, *negated], setting.choices)
     found |= {word: tuple(flag.choices) for word, flag in command.spellings.items() if flag.help}

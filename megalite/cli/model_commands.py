@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_address, positive
+from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_address
 from megalite.config.describe import settings
+from megalite.config.numbers import whole_number
 from megalite.config.reading import PRECISIONS
 from megalite.conversion.weights import FORMATS, TRANSFORMER_IMPLEMENTATIONS
 
@@ -152,7 +153,7 @@ DATA_INSPECT = Command(
     [
         _DATASETS,
         Flag("--documents A:B", "show the tokens of these documents, such as 0:3"),
-        Flag("--max-tokens N", f"maximum tokens shown of each ({SHOWN_TOKENS})", positive, default=SHOWN_TOKENS),
+        Flag("--max-tokens N", f"maximum tokens shown of each ({SHOWN_TOKENS})", whole_number, default=SHOWN_TOKENS),
         *_tokenizer("for NullTokenizer"),
         _JSON,
     ],
@@ -237,8 +238,8 @@ def _model(tp_default: str) -> list[Flag]:
         Flag("--ckpt-step N", "use the checkpoint of this step", int),
         _WEIGHTS,
         IMPORT,
-        Flag("--tp N", f"tensor parallel ranks ({tp_default})", positive),
-        Flag("--pp N", "pipeline parallel ranks (1)", positive),
+        Flag("--tp N", f"tensor parallel ranks ({tp_default})", whole_number),
+        Flag("--pp N", "pipeline parallel ranks (1)", whole_number),
         Flag("--cp N", type=int, default=1),
         Flag("--ep N", type=int, default=1),
         Flag("--dtype", "precision of the computation; default: as stored", choices=PRECISIONS),
@@ -265,7 +266,7 @@ GENERATE = Command(
         Flag("--repetition-penalty R", "lower the probability of tokens that already occur (1)", float, default=1.0),
         Flag("--seed N", "seed of the sampling (0)", int),
         Flag("--stop TEXT", "end before this text; may be repeated", repeat=True),
-        Flag("--batch-size N", "prompts per batch (16)", positive, default=16),
+        Flag("--batch-size N", "prompts per batch (16)", whole_number, default=16),
         Flag(
             "--add-bos", "add the start tokens of tokenizer.json; default: for Hugging Face models", bool, negated=True
         ),
@@ -288,9 +289,9 @@ EVALUATE = Command(
         Flag("--input PATH ...", "text, jsonl or parquet: files, folders, globs, addresses; - is standard input"),
         Flag("--json-key KEY", "with --input: key of the text (text)"),
         Flag("--text-documents", "with --input: what a document is in a .txt (file)", choices=FORMS),
-        Flag("--seq-length N", "tokens per window; default: the model's", positive),
-        Flag("--stride N", "distance between windows in tokens; default: --seq-length", positive),
-        Flag("--batch-size N", "windows per batch (1)", positive, default=1),
+        Flag("--seq-length N", "tokens per window; default: the model's", whole_number),
+        Flag("--stride N", "distance between windows in tokens; default: --seq-length", whole_number),
+        Flag("--batch-size N", "windows per batch (1)", whole_number, default=1),
         _JSON,
     ],
     ("megalite evaluate --load runs/first/checkpoints --input held-out.txt",),
@@ -320,11 +321,13 @@ CONVERT = Command(
         ),
         Flag("--max-shard-size SIZE", "maximum file size, such as 2GB (5GB); not for megatron", byte_size),
         Flag("--family NAME", "huggingface: model type; default: the one that fits"),
-        Flag("--tp N", "megatron: tensor-parallel size (1)", positive),
-        Flag("--pp N", "megatron: pipeline-parallel size (1)", positive),
+        Flag("--tp N", "megatron: tensor-parallel size (1)", whole_number),
+        Flag("--pp N", "megatron: pipeline-parallel size (1)", whole_number),
         Flag("--transformer-impl", "megatron: that of the run that loads it", choices=TRANSFORMER_IMPLEMENTATIONS),
         Flag(
-            "--make-vocab-size-divisible-by N", "native, megatron: vocabulary padding; default: as in SOURCE", positive
+            "--make-vocab-size-divisible-by N",
+            "native, megatron: vocabulary padding; default: as in SOURCE",
+            whole_number,
         ),
         Flag("--tokenizer-model PATH", "tokenizer to add: a file or folder", Path),
         Flag("--without-tokenizer", "leave the tokenizer's files out", bool),

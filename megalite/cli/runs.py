@@ -162,7 +162,7 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[float, fl
 
 
 def _training(path: Path) -> dict[str, Any]:
-    """Return the section of that name of a config; empty if it cannot be read."""
+    """Return the section `training` of a config file; empty if it cannot be read."""
     try:
         return dict(yaml.safe_load(read_text(path))["training"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, above_zero, byte_size, not_negative, positive
+from megalite.cli.command import IMPORT, Command, Flag, above_zero, byte_size, not_negative
+from megalite.config.numbers import whole_number
 from megalite.config.parallel import PIPELINE_SCHEDULES
 from megalite.config.reading import PRECISIONS
 
@@ -59,7 +60,7 @@ PORT = Command(
     [
         Flag("script SCRIPT", "a bash script, or YAML with MODEL_ARGS", Path),
         Flag("--set NAME=VALUE", "value of a variable or of an argument (1=checkpoints); may be repeated", repeat=True),
-        Flag("--world-size N", "ranks; default: those of the launcher", positive),
+        Flag("--world-size N", "ranks; default: those of the launcher", whole_number),
         Flag("--output FILE", "write the config to a file", Path),
     ],
     ("megalite port train_llama3_8b.sh --set 1=checkpoints --output run.yaml",),
@@ -74,7 +75,7 @@ REHEARSE = Command(
     "groups of the world match and that nothing deadlocks. docs/rehearsal.md explains the output and its limits.",
     [
         Flag("--all-kinds", "the first and last rank of each pipeline rank, and the proof", bool),
-        Flag("--workers N", "processes; default: the usable cores", positive),
+        Flag("--workers N", "processes; default: the usable cores", whole_number),
     ],
     ("megalite rehearse --preset gpt-1t --tp 8 --pp 64 --world-size 3072 --all-kinds",),
     "Takes any flags of megalite train, --world-size N, --rank N and --json. Exit status: 0, or 1 if ranks do not match.",
@@ -94,9 +95,9 @@ SCHEDULE = Command(
         IMPORT,
         Flag("--csv FILE", "a schedule that you wrote: one line per rank, 0F0,0B0,...", Path),
         Flag("--compare [NAME ...]", "several schedules in one table (default all)", choices=PIPELINE_SCHEDULES),
-        Flag("--pp P", "pipeline ranks", positive),
-        Flag("--vpp V", "stages per rank (default: as the schedule needs)", positive),
-        Flag("--microbatches M", "microbatches per step", positive),
+        Flag("--pp P", "pipeline ranks", whole_number),
+        Flag("--vpp V", "stages per rank (default: as the schedule needs)", whole_number),
+        Flag("--microbatches M", "microbatches per step", whole_number),
         Flag("--group N", "interleaved: microbatches per group (default: minimum)", int),
         Flag("--warm-up", "1f1b: shortest warm-up (pa, default), or twice as deep (pb)", choices=("pa", "pb")),
         Flag("--recompute-ahead", "recompute before the gradient arrives", bool),
@@ -130,7 +131,7 @@ PLAN = Command(
     "--pp, ...) become constraints. docs/plan.md explains the output.",
     [
         Flag("--cluster NAME", "machines: a cluster of megalite, or a YAML file", required=True),
-        Flag("--gpus N", "ranks; with --objective cost the maximum", positive, required=True),
+        Flag("--gpus N", "ranks; with --objective cost the maximum", whole_number, required=True),
         Flag("--stack NAME", "software: fused (default) or unfused, or a YAML file", default="fused"),
         Flag(
             "--objective",
@@ -145,7 +146,7 @@ PLAN = Command(
         Flag("--mtbf-hours N", "mean GPU hours between failures, for goodput; with --save-seconds", above_zero),
         Flag("--save-seconds N", "seconds that a checkpoint delays training", above_zero),
         Flag("--restart-seconds N", "seconds from a failure until training continues (600)", above_zero, default=600.0),
-        Flag("--top N", "layouts to show (5)", positive, default=5),
+        Flag("--top N", "layouts to show (5)", whole_number, default=5),
         Flag("--output FILE", "write the best layout as a config for training, the others beside it", Path),
         Flag("--html FILE", "write a report: one file, no network", Path),
         Flag("--resolve FILE", "write a sweep that measures the tied layouts", Path),
@@ -242,7 +243,7 @@ SWEEP = Command(
         Flag("--strict", "stop if any configuration is refused", bool),
         Flag("--launcher", "local torchrun, or jobs (local)", default="local", choices=_LAUNCHERS),
         Flag("--timeout SECONDS", "limit of a run; overrides the file (300)", above_zero),
-        Flag("--limit N", "launch at most N runs this time", positive),
+        Flag("--limit N", "launch at most N runs this time", whole_number),
         Flag("--retry", "repeat runs that failed", bool),
         Flag("--report-only", "write table and report from existing results", bool),
         Flag("--calibrate CLUSTER.yaml", "fit cluster and stack to the measurements, into new files", Path),
@@ -264,7 +265,7 @@ PARITY = Command(
     "--no-eod-mask-loss all tokens count (default: uneven masks); --json prints the comparison as JSON. docs/parity.md "
     "explains the table.",
     [
-        Flag("--steps N", "steps to train (3)", positive, default=3),
+        Flag("--steps N", "steps to train (3)", whole_number, default=3),
         Flag("--tolerance X", "maximum relative difference (1e-9 in fp64)", not_negative),
         Flag(
             "--fuzz SECONDS",

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from megalite.cli.output import (
     report_error,
     show,
 )
-from megalite.config.data import is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import INTERRUPTED
 from megalite.config.flags import Invocation, basic_help, full_help, parse_arguments
@@ -89,10 +87,7 @@ def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
 
 def checkpoint_settings(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Return the settings of model, sequence length and tokenizer of a checkpoint; None if `load` has none."""
-    read = partial(imported("megalite.conversion.model_folder:settings_in"), load, step)
-    if is_address(load) and environment_number("WORLD_SIZE", 1) > 1:  # only rank 0 reads from a remote store
-        read = partial(imported("megalite.topology.topology:run_on_rank_0"), read)
-    found: Mapping[str, Any] | None = read()
+    found: Mapping[str, Any] | None = imported("megalite.conversion.model_folder:settings_on_all_ranks")(load, step)
     return found
 
 

@@ -43,10 +43,9 @@ def parse_number(value: Any, kind: type) -> Any:
     Raises ConfigError: `takes a whole number such as 4, got 'x'`, before which the caller names the setting."""
     text = str(value).strip() if isinstance(value, str | int | float) else ""
     is_decimal = text.lstrip("+-").replace("_", "").isdecimal()
-    try:
-        found = int(text) if kind is int and is_decimal else float(text)
-    except ValueError:
-        found = math.nan
+    found = as_number(text)
+    if kind is int and is_decimal and abs(found) <= _LARGEST:
+        found = int(text)  # all digits
     if abs(found) < (_LARGEST if kind is int else math.inf) and found == kind(found):
         return kind(found)
     wanted = "a number" if kind is float else "a whole number"
@@ -54,11 +53,11 @@ def parse_number(value: Any, kind: type) -> Any:
     raise ConfigError(f"takes {wanted}{limit} such as {'0.1' if kind is float else '4'}, got {shortened(value)}")
 
 
-def whole_number(text: str, where: str, least: int = 1) -> int:
+def whole_number(text: str, where: str = "", least: int = 1) -> int:
     """Parse a whole number. Raises ConfigError: another text, or a smaller number; the message starts with `where`."""
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{where} takes a whole number of at least {least}, such as 4, got {text}")
-    return int(text)
+    if not text.isdecimal() or (found := parse_number(text, int)) < least:
+        raise ConfigError(f"{where} takes a whole number of at least {least}, such as 4, got {text}".lstrip())
+    return int(found)
 
 
 def plain(value: float) -> str:

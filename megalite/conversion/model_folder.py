@@ -187,23 +187,25 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
     return {**_architecture(asdict(config.model)), "seq_length": config.seq_length, **tokenizer}
 
 
+def settings_on_all_ranks(load: str, step: int | None) -> Mapping[str, Any] | None:
+    """Return `settings_in` on every rank; rank 0 alone reads an address, and all ranks call this."""
+    read = partial(settings_in, load, step)
+    found: Mapping[str, Any] | None = (
+        imported("megalite.topology.topology:run_on_rank_0")(read) if is_address(load) else read()
+    )
+    return found
+
+
 def configure(**settings: Any) -> RunConfig:
     """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. The model
     is that in `load` without sizes, and of a Hugging Face folder always. Collectives: an address in `load` is read by
     rank 0, and all ranks call it. Raises ConfigError: a key or value is not legal, or differs from that
     model."""
 
-    def read(load: str, step: int | None) -> Mapping[str, Any] | None:
-        work = partial(settings_in, load, step)  # of a remote store, only rank 0 reads
-        found: Mapping[str, Any] | None = (
-            imported("megalite.topology.topology:run_on_rank_0")(work) if is_address(load) else work()
-        )
-        return found
-
     with raise_at_end(None) as problems:
         levels = [level_of({name: _text(value) for name, value in settings.items()}, "configure", problems)]
         with problems.collecting():
-            levels += loaded_model(levels, read, overrides=False)
+            levels += loaded_model(levels, settings_on_all_ranks, overrides=False)
         return merge(levels, problems).config
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from megalite.checkpoint.folders import MEGATRON_LATEST_NAME, candidates, step_of
+from megalite.checkpoint.folders import TRACKER_NAME, candidates, step_of
 from megalite.checkpoint.load import find_checkpoint
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing
 from megalite.config.data import DataConfig
@@ -83,9 +83,7 @@ def detect_format(path: Path) -> Format:
     # A native folder may contain tokenizer files, but not these.
     if "config.json" in names or any(name.endswith(".safetensors.index.json") for name in names):
         fitting.append("huggingface")
-    if names & {MEGATRON_LATEST_NAME, ".metadata", "common.pt"} or any(
-        n.startswith(("iter_", "mp_rank_")) for n in names
-    ):
+    if names & {TRACKER_NAME, ".metadata", "common.pt"} or any(n.startswith(("iter_", "mp_rank_")) for n in names):
         fitting.append("megatron")
     if len(fitting) == 1:
         return fitting[0]
@@ -100,7 +98,7 @@ def detect_format(path: Path) -> Format:
     shown = ", ".join(sorted(names)[:5]) or "nothing"
     raise ConversionError(
         f"{path} is no model of a known format: there is no step-* folder or {MANIFEST_NAME} (native), no config.json "
-        f"(huggingface), no {MEGATRON_LATEST_NAME}, iter_* or mp_rank_* (megatron); it contains {shown}"
+        f"(huggingface), no {TRACKER_NAME}, iter_* or mp_rank_* (megatron); it contains {shown}"
     )
 
 

@@ -251,10 +251,10 @@ def _delta_scan(kernel: Any, draw: Inputs, size: int) -> Results:
     keys, decays = draw.normal(1, 2, 2, 3, 16, size) / 8, draw.normal(1, 2, 2, 3, 16).sigmoid()[..., -1]
     states = draw.normal(1, 2, 2, 3, size, ROWS)
     names = ("the corrections", "the states", "the last state")
-    forward = kernel(written, read, keys, decays, states[..., 0, :, :])
-    backward = kernel(written, read, keys, decays, states[..., 0, :, :], states)
-    return dict(zip(names, forward, strict=True)) | {
-        f"{name} of the gradients": actual for name, actual in zip(names, backward, strict=True)
+    return {
+        f"{name}{of}": actual
+        for of, added in (("", None), (" of the gradients", states))
+        for name, actual in zip(names, kernel(written, read, keys, decays, states[..., 0, :, :], added), strict=True)
     }
 
 

@@ -365,16 +365,12 @@ def clipped_rows(
             largest = max(heads[group * shared : (group + 1) * shared])
             if largest > config.qk_clip_threshold:
                 factor = config.qk_clip_threshold / largest
-                for name, rows in _rows_of_group(
-                    model, f"layers.{layer}.attention", group, factor, config.qk_clip_alpha
-                ):
+                for name, rows in _rows(model, f"layers.{layer}.attention", group, factor, config.qk_clip_alpha):
                     found.setdefault(name, []).append(rows)
     return found
 
 
-def _rows_of_group(
-    model: ModelConfig, prefix: str, group: int, factor: float, alpha: float
-) -> Iterator[tuple[str, RowFactor]]:
+def _rows(model: ModelConfig, prefix: str, group: int, factor: float, alpha: float) -> Iterator[tuple[str, RowFactor]]:
     """Yield tensor names and the rows to shrink for one group of heads."""
     query, key = factor**alpha, factor ** (1.0 - alpha)
     if model.multi_latent_attention:

@@ -153,9 +153,7 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 class ActivationOffload(SavedTensors):
     """Activation offload of one stage: the copies, and the order in which layers of a microbatch are copied back.
 
-    Args:
-        modules: offload the saved tensors of these modules, except those that other modules keep on the
-            device; None: all modules."""
+    `modules`: offload the saved tensors of these modules, except those that other modules keep on the device; None: all."""
 
     def __init__(self, device: torch.device, modules: frozenset[str] | None = None) -> None:
         super().__init__()

@@ -127,22 +127,22 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     """Return the buckets that `data_parallel.buckets.make_buckets` makes of a stage for the run's strategy."""
     check_lr_multipliers(config.model, config.optimizer)
     shapes = list(shapes_of(config, plan))
-    has_tied_copy = needs_copy(config.model) and len(stages) > 1
-    if has_tied_copy and plan.has_head and shares_embedding(stages):
+    has_copy = needs_copy(config.model) and len(stages) > 1
+    if has_copy and plan.has_head and shares_embedding(stages):
         # The first stage owns it.
         shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
     # A module lists its own parameters first: in the head the output matrix comes before norms and layers.
     first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
     shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
     if not config.parallel.strategy.shards_parameters:
-        return tuple(_cut(config, shapes, has_tied_copy=has_tied_copy))
+        return tuple(_cut(config, shapes, has_copy=has_copy))
     units: dict[str, list[ParameterShape]] = {}
     for shape in shapes:
         units.setdefault(_unit(config, plan, shape.name), []).append(shape)
     return tuple(
         bucket
         for unit, members in reversed(units.items())
-        for bucket in _cut(config, members, has_tied_copy=has_tied_copy, unit=unit)
+        for bucket in _cut(config, members, has_copy=has_copy, unit=unit)
     )
 
 
@@ -154,9 +154,7 @@ def _unit(config: RunConfig, plan: StagePlan, name: str) -> str:
     return first if first == "embedding" and plan.has_embedding else "head"
 
 
-def _cut(
-    config: RunConfig, shapes: list[ParameterShape], *, has_tied_copy: bool, unit: str = ""
-) -> list[PlannedBucket]:
+def _cut(config: RunConfig, shapes: list[ParameterShape], *, has_copy: bool, unit: str = "") -> list[PlannedBucket]:
     p = config.parallel
     dense, expert = all_replicas(config)
     by_number = p.fp8_param_gather or config.optimizer.lr_multipliers
@@ -167,7 +165,7 @@ def _cut(
         name = shape.name if by_number or not shape.name.startswith("layers.") else shape.name.split(".", 2)[2]
         key = (name, shape.shape, shape.shard_dim, shape.decay, shape.expert)
         if key not in known:
-            known[key] = _bucket_kind(config, shape, has_tied_copy), local_size(shape, config)
+            known[key] = _bucket_kind(config, shape, has_copy), local_size(shape, config)
         return known[key]
 
     found = []
@@ -193,13 +191,13 @@ def _cut(
     return found
 
 
-def _bucket_kind(config: RunConfig, shape: ParameterShape, has_tied_copy: bool) -> BucketKind:
+def _bucket_kind(config: RunConfig, shape: ParameterShape, has_copy: bool) -> BucketKind:
     name, split = shape.name, shape.shard_dim
     return BucketKind(
         decay=shape.decay,
         split_over_tp=split is not None,
         partial_over_tp=is_partial(shape, config),
-        tied=has_tied_copy and name == "embedding.word.weight",
+        tied=has_copy and name == "embedding.word.weight",
         expert=shape.expert,
         **bucket_traits(
             *(name, shape.shape), decay=shape.decay, shard_dim=split, expert=shape.expert, config=config

@@ -206,9 +206,7 @@ class RehearsedHeartbeat(Heartbeat):
         self._device.running = action.decode()
 
 
-def rehearsed_topology(
-    layout: ParallelLayout, rank: int, journal: Journal, *, separate_gathers: bool = False
-) -> Topology:
+def rehearsed_topology(layout: ParallelLayout, rank: int, journal: Journal, *, separate_gathers: bool) -> Topology:
     """Return the topology of `rank`, as `Topology.create` would build it on NCCL."""
     heartbeat = RehearsedHeartbeat(journal.device)
 

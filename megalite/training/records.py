@@ -166,8 +166,8 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def read_records(folder: str | Path, *kinds: str, tail: int | None = None) -> list[dict[str, Any]]:
-    """Return the valid records in the metrics.jsonl of a run's folder, optionally only those of some kinds, or of the last
+def read_records(folder: str | Path, kind: str | None = None, *, tail: int | None = None) -> list[dict[str, Any]]:
+    """Return the valid records in the metrics.jsonl of a run's folder, optionally only those of one kind, or of the last
     `tail` bytes; none if it cannot be read."""
     try:
         with open_regular(Path(folder, METRICS)) as file:
@@ -177,7 +177,7 @@ def read_records(folder: str | Path, *kinds: str, tail: int | None = None) -> li
     except OSError:
         return []
     found = [record for record in map(parse_record, lines) if record is not None]
-    return [record for record in found if not kinds or record["kind"] in kinds]
+    return [record for record in found if kind in (None, record["kind"])]
 
 
 def last_records(run_dir: str | None, kind: str) -> list[dict[str, Any]]:

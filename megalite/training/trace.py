@@ -234,8 +234,9 @@ class StepProfiler:
             ) from None
 
     def begin(self, step: int) -> None:
-        if step != self.first - 1:
+        if self._running is not None or not self.first - 1 <= step < self.last:
             return
+        self.first = step + 1  # later if steps are skipped
         known = torch.profiler.ProfilerActivity
         self._running = torch.profiler.profile(
             activities=[known.CPU, known.CUDA][: len(self._devices)],

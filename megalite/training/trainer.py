@@ -462,8 +462,8 @@ class Trainer:
     def _explain(self, error: BaseException | None) -> None:
         """After an error, complete a background save, or find out which rank is lost."""
         if isinstance(error, (ConfigError, NonFiniteError)):
-            alone = not isinstance(error, RankError) or self.replica.topology.world.size == 1
-            if self.saver is not None and alone:  # all ranks raise it, and the copy is valid
+            raised_by_all = not isinstance(error, RankError) or self.replica.topology.world.size == 1
+            if self.saver is not None and raised_by_all:  # the copy is valid
                 try:
                     self.saver.wait()
                 except ConfigError as failed:

@@ -167,6 +167,11 @@ def test_unwritable_profile_is_refused_before_the_first_step(tmp_path: Path) -> 
         run(tmp_path, profile=True, profile_step_start=2, profile_step_end=3)
 
 
+def test_profile_starts_after_a_skipped_step(tmp_path: Path) -> None:
+    lines = run(tmp_path, profile=True, profile_step_start=3, profile_step_end=5, iterations_to_skip=[2])
+    assert any(line.startswith("profiled steps 4 to 4: wrote ") for line in lines)
+
+
 def test_profile_beyond_the_last_step_is_reported(tmp_path: Path) -> None:
     run(tmp_path, exit_interval=4)
     more = {"load": str(tmp_path / "checkpoints"), "profile": True, "profile_step_start": 3, "profile_step_end": 5}

@@ -120,12 +120,8 @@ NETWORK: tuple[Check, ...] = (
             "effect with {linear_attention_freq}: no layer has softmax attention; remove it": (
                 lambda c: all(map(c.is_linear_layer, range(c.num_layers)))
             ),
-            "{sliding_window} has no effect with {linear_attention_freq}: no layer with softmax attention has a window; remove "
-            "it": lambda c: (
-                c.linear_attention_freq is not None
-                and c.sliding_window is not None
-                and not any(map(c.has_window, range(c.num_layers)))
-            ),
+            "{?sliding_window} has no effect with {linear_attention_freq}: no layer with softmax attention has a window; remove "
+            "it": lambda c: c.linear_attention_freq is not None and not any(map(c.has_window, range(c.num_layers))),
             "{experimental_attention_variant} needs the layers that have it; add --linear-attention-freq 4": lambda c: (
                 c.experimental_attention_variant is not None and c.linear_attention_freq is None
             ),

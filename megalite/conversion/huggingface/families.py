@@ -1,6 +1,6 @@
 """List the families that can be read and written, and choose the family that expresses a model."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ _QWEN_NEXT: dict[str, Any] = {
     "qk_norm": True,
     "partial_rotary": 0.25,
     "fixed": QWEN_NEXT,
-    "activations": {"silu": "swiglu"},  # of linear attention too, where we have no other
+    "activations": {"silu": "swiglu"},  # of linear attention too, where megalite has no other
 }
 _GLM: dict[str, Any] = {
     "max_positions": 131072,
@@ -85,12 +85,13 @@ def _routed(*, count: int | None, shared: int | None, **more: Any) -> ExpertKeys
     return ExpertKeys(count=("n_routed_experts", count), shared=("n_shared_experts", shared), **keys)
 
 
+_QWEN3 = LlamaLike("qwen3", "Qwen3ForCausalLM", head_size=128, attention_bias=True, qk_norm=True, **_QWEN)
 _ALL = (
     GPT2("gpt2", "GPT2LMHeadModel"),
     LlamaLike("llama", "LlamaForCausalLM", max_positions=2048, linear_biases=True, whole_heads=True),
     LlamaLike("mistral", "MistralForCausalLM", max_positions=131072, key_value_heads=8, window=4096),
     LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, **_QWEN),
-    LlamaLike("qwen3", "Qwen3ForCausalLM", head_size=128, attention_bias=True, qk_norm=True, **_QWEN),
+    _QWEN3,
     LlamaLike(
         *("mixtral", "MixtralForCausalLM"),
         max_positions=131072,
@@ -316,15 +317,7 @@ SAME = {
     "kimi_k2": FAMILIES["deepseek_v3"],
     "exaone4_5_text": FAMILIES["exaone4"],
     # Text positions are those of plain RoPE.
-    "qwen3_vl_text": LlamaLike(
-        *("qwen3", "Qwen3ForCausalLM"),
-        max_positions=128000,
-        rotary_base=5e5,
-        key_value_heads=32,
-        head_size=128,
-        attention_bias=True,
-        qk_norm=True,
-    ),
+    "qwen3_vl_text": replace(_QWEN3, max_positions=128000, rotary_base=5e5, window="none"),
 }
 """model_type of published folders -> the family that has this architecture, with the defaults of that model_type."""
 MULTIMODAL: dict[str, dict[str, Any]] = {

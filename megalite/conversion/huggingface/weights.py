@@ -131,7 +131,7 @@ _LEFT_OUT = re.compile(r"(mtp|(?:model\.)?(?:visual|vision_tower|multi_modal_pro
 
 
 def _text_name(name: str) -> str:
-    """Return a tensor's name in the text model alone. In multimodal folders it has a prefix, which depends on the age."""
+    """Return a tensor's name in the text model alone. Multimodal folders have a prefix of their version of transformers."""
     return re.sub(r"^(model\.)?language_model\.", r"\1", name)
 
 
@@ -155,7 +155,6 @@ class HuggingFaceWeights(Weights):
         self.token_ids = {name: token_id(values.get(name), name, where) for name in TOKEN_IDS if name in values}
         self._quantized = quantized_kinds(ModelFile(values, where))
         self._shards = Shards(self.path)
-        self._stored = {_text_name(name): name for name in self._shards.records}
         if self.family.mtp and values.get("num_nextn_predict_layers") != 0:
             most, first = ModelFile(values, where).integer("num_nextn_predict_layers", 1), self.model.num_layers
             # Count the MTP layers in the files, because transformers does not save them but writes their number.
@@ -222,9 +221,6 @@ class HuggingFaceWeights(Weights):
         read = self._shards.read_elements
         return partial(read, theirs) if kind is None else partial(kind.read, read, record)
 
-    def _there(self, text_name: str) -> str:
-        return self._stored.get(text_name, text_name)
-
     def _find_pieces(self) -> dict[str, list[WeightPiece]]:
         """Return the checked pieces of each of our tensors."""
         records, config = self._shards.records, self.path / "config.json"
@@ -232,8 +228,9 @@ class HuggingFaceWeights(Weights):
             raise ConversionError(f"{config} has {self.model.num_layers} layers, the files have {len(records)} tensors")
         found: dict[str, list[WeightPiece]] = {}
         used = set()
-        for text_piece in self.family.pieces(self.model, self._stored.keys()):
-            piece = dataclasses.replace(text_piece, name=self._there(text_piece.name))
+        stored = {_text_name(name): name for name in records}
+        for text_piece in self.family.pieces(self.model, stored.keys()):
+            piece = dataclasses.replace(text_piece, name=stored.get(text_piece.name, text_piece.name))
             self._check(piece)
             found.setdefault(piece.parameter, []).append(piece)
             used.add(piece.name)
@@ -243,7 +240,7 @@ class HuggingFaceWeights(Weights):
         others = [name for name in records if name not in used and not self.family.buffers.fullmatch(_text_name(name))]
         parts = {name: part.group(1) for name in others if (part := _LEFT_OUT.fullmatch(name))}
         unknown = [name for name in others if name not in parts]
-        if (head := self._there(HEAD)) in unknown and self.model.tie_embeddings:
+        if (head := stored.get(HEAD, HEAD)) in unknown and self.model.tie_embeddings:
             self._check_tied(head, found["embedding.word.weight"][0].name)
             unknown.remove(head)
         if unknown:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.folders import MEGATRON_LATEST_NAME
+from megalite.checkpoint.folders import TRACKER_NAME
 from megalite.config.data import DataConfig
 from megalite.conversion.megatron.arguments import Arguments, read_model
 from megalite.conversion.megatron.layout import (
@@ -94,11 +94,9 @@ def step_folder(folder: Path, iteration: int | None = None) -> Path:
         if not is_step(found):
             raise ConversionError(f"{folder} has no iteration {iteration}; it has {_known(folder)}")
         return found
-    tracker = folder / MEGATRON_LATEST_NAME
+    tracker = folder / TRACKER_NAME
     if not tracker.is_file():
-        raise ConversionError(
-            f"{folder} is not a Megatron-LM checkpoint: no {MEGATRON_LATEST_NAME}; it has {_known(folder)}"
-        )
+        raise ConversionError(f"{folder} is not a Megatron-LM checkpoint: no {TRACKER_NAME}; it has {_known(folder)}")
     text = tracker.read_text(errors="replace")[:100].strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
         raise ConversionError(f"{tracker} contains {text!r}; it must be a number or {RELEASE}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.folders import MEGATRON_LATEST_NAME
+from megalite.checkpoint.folders import TRACKER_NAME
 from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, rank_folder
@@ -302,7 +302,7 @@ def write_megatron(
             advance(sum(fact["bytes"] for fact in facts if fact is not None))
         else:
             export.write_stage(stage, output, advance)
-    output.write(MEGATRON_LATEST_NAME, RELEASE.encode())
+    output.write(TRACKER_NAME, RELEASE.encode())
     return output.commit()
 
 

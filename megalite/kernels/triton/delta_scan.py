@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megalite.kernels.triton.launch import next_power_of_2, rows_of
 
-SMALLEST = 16  # of a dimension of tl.dot
 KEYS, COLUMNS = 32, 32
 """Rows and columns of the state that a program has in registers. The columns are few, so that there are more programs."""
 
@@ -35,7 +34,7 @@ def _scan_kernel(
     BACKWARD: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Before, the first chunk's state is in `states`. Each chunk's state is written and read again there, as it is an output."""
+    """`states` has the first chunk's state; each next one is written there and read back, since it is an output."""
     head = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     token, offset = tl.arange(0, TOKENS)[:, None], tl.arange(0, KEYS)
@@ -78,18 +77,15 @@ def delta_scan(
     (chunks, length, dv), dk = written.shape[-3:], read.shape[-1]
     corrections, last = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (written, state))
     states = written.new_empty(*written.shape[:-2], dk, dv)
-    if written.numel() == 0:
-        return corrections, states, state
     states.select(-3, 0 if added is None else -1).copy_(state)
     written, read, keys = rows_of(written), rows_of(read), rows_of(keys)
     _scan_kernel[state.shape[:-2].numel(), triton.cdiv(dv, COLUMNS)](
         *(written, read, keys, decays.contiguous(), None if added is None else added.contiguous()),
         *(corrections, states, last, chunks, length, dk, dv, written.stride(0), read.stride(0), keys.stride(0)),
-        TOKENS=max(next_power_of_2(length), SMALLEST),
+        TOKENS=max(next_power_of_2(length), 16),  # the least dimension of tl.dot
         KEYS=KEYS,
         COLUMNS=COLUMNS,
         BACKWARD=added is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
-        num_warps=4,
     )
     return corrections, states, last

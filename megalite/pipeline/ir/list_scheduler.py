@@ -182,7 +182,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = {}
         self.idle = [False] * num_ranks
         self.events = [(0.0, rank) for rank in range(num_ranks)]
-        """When a rank decides: it becomes free, or a message arrives after that."""
+        """(time, rank) of decisions: the rank becomes free, or a message arrives after that."""
 
     def decide(self, rank: int, now: float) -> None:
         forward = gradient = -1

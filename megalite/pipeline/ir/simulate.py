@@ -223,7 +223,7 @@ def _with_messages(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 PerStage = float | tuple[float, ...]
-"""Either one number per rank or one per virtual stage; a single number applies to every rank. The number of a rank is
+"""Either one number per rank or one per virtual stage; a single number applies to every rank. A number per rank is
 divided evenly over its stages."""
 
 UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

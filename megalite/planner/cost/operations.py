@@ -180,8 +180,8 @@ def _scores_in_memory(price: Pricing) -> PassCosts:
 
 
 def _ring(work: Workload) -> tuple[Number, Number, Number]:
-    """Return the numbers of context-parallel ranks that exchange heads and of those that keys and values come from, and a
-    query's passes over their blocks of keys: one each on the last rank, if within the window; two over gathered keys."""
+    """Return how many context-parallel ranks exchange heads, from how many ranks keys and values come, and how many blocks of
+    keys a query of the last rank passes over: those within the window, or two if they are gathered."""
     heads = np.minimum(work.heads_limit, work.cp)
     count = work.cp / heads
     passes = np.minimum(count, np.where(work.gathers_keys, 2.0, 1.0 + count * work.keys / work.sequence))
@@ -273,8 +273,8 @@ def attention_projections(price: Pricing) -> PassCosts:
 
 
 def linear_attention(price: Pricing) -> PassCosts:
-    """Price the projections of linear attention, and what is between them in fp32: passes over the channels, as
-    many as assumed here, products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
+    """Price the projections of linear attention, and what is between them in fp32: passes over the channels (20
+    forward, 30 backward: assumed), products of chunks of 64 tokens, and over cp two all-to-alls. The backward repeats it."""
     work, chunk = price.work, float(LINEAR_CHUNK)
     heads, dv, dk = work.linear_values / work.tp, work.linear_value_size, work.linear_key_size
     width = work.linear_channels / work.tp

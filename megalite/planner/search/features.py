@@ -154,19 +154,15 @@ class Cut:
     @cached_property
     def contents(self) -> Floats:
         """The features of `ranks` that do not depend on microbatches in flight: [ranks, features]."""
-        ranks = self.ranks
-        rows = np.zeros((len(ranks), len(Feature)))
-        dense, experts = self.dense[ranks].sum(1), self.experts[ranks].sum(1)
-        first, last = ((ranks == rank) for rank, _ in (self.first, self.last))
+        counts = self.stages[self.ranks].sum(1)
+        dense, experts, first, last = (counts > 0).T
+        rows = np.zeros((len(counts), len(Feature)))
+        rows[:, : Feature.COPY] = counts
         columns = {
-            Feature.DENSE: dense,
-            Feature.EXPERTS: experts,
-            Feature.EMBEDDING: first,
-            Feature.HEAD: last,
             Feature.COPY: last & ~first & self.has_copy,
-            Feature.ONLY_DENSE: (dense > 0) & (experts == 0),
-            Feature.ONLY_EXPERTS: (experts > 0) & (dense == 0),
-            Feature.BOTH_KINDS: (dense > 0) & (experts > 0),
+            Feature.ONLY_DENSE: dense & ~experts,
+            Feature.ONLY_EXPERTS: experts & ~dense,
+            Feature.BOTH_KINDS: dense & experts,
             Feature.PLAIN: ~first & ~last,
             Feature.WITH_EMBEDDING: first & ~last,
             Feature.WITH_HEAD: last & ~first,

@@ -62,7 +62,8 @@ def multimodal(kind: str, folder: Path, **settings: Any) -> Any:
         kind, text_config=THEIR_SMALL | CASES[text].theirs | KEYS.get(kind, {}), vision_config=vision, **settings
     )
     config._attn_implementation = config._experts_implementation = "eager"
-    with all_float64():
+    with all_float64(), torch.random.fork_rng():
+        torch.manual_seed(0)  # of initial values to which `with_weights` adds
         model = getattr(module_of(kind, "modeling"), f"{classes}ForConditionalGeneration")(config).eval()
     with_weights(model).save_pretrained(folder)
     return model

@@ -286,7 +286,7 @@ def test_list_scheduler_predicts_time_and_memory(placement: tuple[int, ...]) -> 
 
 
 def test_early_recomputation_wakes_a_rank_before_its_input() -> None:
-    """A rank that meanwhile starts an I must still start the F that it waited for."""
+    """If the rank starts an I meanwhile, it must still start the F that it waited for."""
     forward, input_grad = (10.7, 8.1, 9.8, 8.4), (2.4, 0.1, 2.9, 0.9)
     backward = tuple(each + 8.0 for each in input_grad)
     costs = Costs(forward=forward, backward=backward, weight_grad=(8.0,) * 4, recompute=forward)
