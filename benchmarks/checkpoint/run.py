@@ -62,12 +62,11 @@ def convert_round(root: str, turn: int, *, tiny: bool = False) -> dict[str, Any]
     folder = Path(root) / "convert"
     (folder / "copy").mkdir(parents=True)
     source, hf, megatron = folder / "native", folder / "hf", folder / "megatron"
-    options: dict[str, Any] = {"dtype": None, "advance": lambda count: None}
-    native = partial(write_native, max_file_bytes=LIMIT, **options)
+    native = partial(write_native, max_file_bytes=LIMIT)
     native(RandomWeights(TINY if tiny else MODEL), source)
     files = sorted(source.glob("step-*/*.safetensors"))
-    to_hf = partial(write_huggingface, family=None, max_file_bytes=LIMIT, **options)
-    to_megatron = partial(write_megatron, tp=2, pp=2, **options)
+    to_hf = partial(write_huggingface, max_file_bytes=LIMIT)
+    to_megatron = partial(write_megatron, tp=2, pp=2)
     to_hf(open_weights(source), hf)
     to_megatron(open_weights(source), megatron)
     works = {

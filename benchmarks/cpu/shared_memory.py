@@ -67,7 +67,7 @@ def steps(
         config = validate(replace(RunConfig(), **model, **layout, mock_data=True, train_iters=1000, lr=1e-4), ranks)
         run = Run(config, rank=context.rank, device=torch.device("cpu"), reuse=context.groups)
         batches = run.read(run.batch_size)
-        works[name] = lambda run=run, batches=batches: run.train(batches, run.batch_size)  # type: ignore[misc]
+        works[name] = lambda run=run, batches=batches: run.train(batches, run.batch_size)
         works[name]()
     return take_turns(context, works, rounds, 2)
 

@@ -60,7 +60,7 @@ def _ddp(bucket: int = BUCKET) -> Built:
 
 def _ddp_with(state: Any, hook: Callable[..., Any], bucket: int = BUCKET) -> Built:
     model, optimizer = _ddp(bucket)
-    model.register_comm_hook(state, hook)  # type: ignore[operator]
+    model.register_comm_hook(state, hook)
     return model, optimizer
 
 

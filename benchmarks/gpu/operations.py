@@ -143,9 +143,8 @@ def _scan_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tens
     """Return inputs for rows = heads, with keys and values of `size`."""
     n, d = shape.rows, shape.size
     sizes = [*[(n, CHUNKS, LINEAR_CHUNK, d)] * 3, (n, CHUNKS), (n, d, d), (n, CHUNKS, LINEAR_CHUNK, d), (n, CHUNKS, d, d)]
-    drawn = (draw(*of, dtype=dtype, device=device) / 8 for of in sizes)
-    tensors = dict(zip((*SCANNED, "dy0", "dy1"), drawn, strict=True))
-    return {**tensors, "decays": tensors["decays"].sigmoid()}
+    names = zip((*SCANNED, "dy0", "dy1"), sizes, strict=True)
+    return {name: draw(*of, dtype=dtype, device=device) / 8 for name, of in names}
 
 
 def _moves(forward: float, backward: float) -> Callable[[Shape, int], tuple[int, ...]]:

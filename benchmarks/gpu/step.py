@@ -127,7 +127,7 @@ def speed(seconds: list[float], *, model: ModelConfig, seq_length: int, samples:
     row: Row = {"ms": 1e3 * median, "ms_min": 1e3 * min(seconds), "ms_max": 1e3 * max(seconds)}
     row |= {"steps": len(seconds), "tokens_per_second": tokens}
     for name, convention in (("palm", "palm"), ("causal", "megatron")):
-        tflops = tokens * flops_per_token(model, seq_length, convention) / 1e12  # type: ignore[arg-type]
+        tflops = tokens * flops_per_token(model, seq_length, convention) / 1e12
         row[f"tflops_{name}"] = tflops
         row[f"mfu_{name}"] = None if peak_tflops is None else tflops / peak_tflops
     return row
@@ -184,7 +184,7 @@ def hugging_face(config: RunConfig) -> Any:
 
     from benchmarks.peers.huggingface import settings_of
 
-    class Loss(GPT2LMHeadModel):  # type: ignore[misc]
+    class Loss(GPT2LMHeadModel):
         def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = super().forward(input_ids=tokens).logits
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -71,7 +71,7 @@ class Store(dist.Store):
         self.asked.add(("get", keys[0]))
         return [self.held[key] for key in keys]
 
-    set = lambda self, key, value: self.multi_set([key], [value])  # noqa: E731
+    set: Any = lambda self, key, value: self.multi_set([key], [value])
     get = lambda self, key: self.multi_get([key])[0]  # noqa: E731
 
     def check(self, keys: list[str]) -> bool:
@@ -142,22 +142,23 @@ def reports(invocation: Invocation, layout: ParallelLayout) -> Counts:
     """Communication of a step and of a log line over the world."""
     step = rehearse(invocation.config, 0)
     journal = Journal(Device())
-    topology = dataclasses.replace(rehearsed_topology(layout, 0, journal), device=CPU)
+    topology = dataclasses.replace(rehearsed_topology(layout, 0, journal, separate_gathers=False), device=CPU)
     read_batches(None, 0, 0, topology=topology, scope=topology.world, stops=StopRequests())
     operations = [*step.journal.operations[step.second_step :], *journal.operations]
     world = [operation.nbytes for operation in operations if len(operation.ranks) == layout.world_size]
     timings, before = Timings(PhaseClock(CPU), topology, independent=False, threshold=1.5), len(journal.operations)
     _, calls = calls_of(lambda: timings.interval(steps=1, seconds=1.0))
     gathered = layout.world_size * sum(operation.nbytes for operation in journal.operations[before:])
-    found = {"world operations of a step": len(world), "their bytes": sum(world)}
-    return {**found, "bytes of a line": gathered, "calls of a line": calls}
+    names = ("world operations of a step", "their bytes", "bytes of a line", "calls of a line")
+    return dict(zip(names, (len(world), sum(world), gathered, calls), strict=True))
 
 
 def replica_of(invocation: Invocation, layout: ParallelLayout, rank: int, programs: Programs) -> Replica:
     """The replica in the state after a step."""
     device = Device()
     with device.entered():
-        replica = build_replica(invocation.config, rehearsed_topology(layout, rank, Journal(device)), programs)
+        topology = rehearsed_topology(layout, rank, Journal(device), separate_gathers=False)
+        replica = build_replica(invocation.config, topology, programs)
         for shard in replica.strategy.shards:
             replica.optimizer.state(shard.main_param)
     return replica

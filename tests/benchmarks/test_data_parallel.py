@@ -85,9 +85,8 @@ def test_error_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shaped links here: {unavailable()}")
 def test_links_connect_ranks_and_are_removed() -> None:
-    """Each rank's namespace has an interface with counters from 0. Afterwards its namespaces and those of ended processes are
-    removed;
-    those of a running process stay."""
+    """Each rank's namespace has an interface with counters from 0. Afterwards these and those of ended processes are removed,
+    while those of a running process stay."""
     gone, other = subprocess.Popen("true"), f"mgl-{os.getppid()}-rank0"
     gone.wait()
     for name in (f"mgl-{gone.pid}-rank0", other):

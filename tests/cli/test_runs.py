@@ -111,10 +111,12 @@ def test_png_output(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_unit_of_the_loss_is_that_of_cross_entropy(runs: Path, tmp_path: Path) -> None:
     def has_unit() -> bool:
-        assert main([str(runs / "a"), "--html", str(tmp_path / "page.html")]) == 0
-        text = (tmp_path / "page.html").read_text()
-        return "loss (nats per token)" in text
+        page, plot = tmp_path / "page.html", tmp_path / "plot.svg"
+        assert main([str(runs / "a"), "--html", str(page), "--png", str(plot)]) == 0
+        (found,) = {"loss (nats per token)" in path.read_text() for path in (page, plot)}
+        return found
 
+    write_run(runs / "a" / "other", steps=2)
     assert has_unit()
     config = runs / "a" / "config.yaml"
     config.write_text(config.read_text().replace("loss: cross-entropy", "loss: focal"))

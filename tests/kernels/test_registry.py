@@ -11,6 +11,7 @@ import torch
 from megalite.config.compute import ALL_OPERATIONS, KERNELS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
+from megalite.kernels.delta_rule import delta_scan
 from megalite.kernels.registry import (
     FLOATS,
     IMPLEMENTATIONS,
@@ -247,6 +248,9 @@ def test_user_kernel_is_used_if_requested_and_correct() -> None:
         refused = pytest.raises(ConfigError, match=f"rmsnorm=mine cannot be used: {message}")
         with registered(KERNELS, "rmsnorm=mine", wrong, **facts), refused:
             Kernels({"rmsnorm": "mine"}).get("rmsnorm", **sizes)
+    refused = pytest.raises(ConfigError, match="self-check: the corrections of the gradients has a relative error")
+    with registered(KERNELS, "delta_scan=mine", lambda *inputs: delta_scan(*inputs[:5])), refused:
+        Kernels({"delta_scan": "mine"}).get("delta_scan", **sizes)
     with registered(KERNELS, "nothing=mine", wrong):
         assert "no operation nothing" in next(unknown_kernels({"nothing": "mine"}))
     assert "no backend mine" in next(unknown_kernels({"rmsnorm": "mine"}))

@@ -27,17 +27,8 @@ class Numbers:
 
 
 def microbatch(*, find: bool = False) -> Microbatch:
-    loader = BatchLoader(
-        Numbers(),  # type: ignore[arg-type]
-        seq_length=S,
-        eod_token=7,
-        eod_mask_loss=True,
-        dp_rank=0,
-        dp_size=1,
-        micro_batch_size=B,
-        find_documents=find,
-        mtp_num_layers=2,
-    )
+    sizes: dict[str, int] = {"seq_length": S, "micro_batch_size": B, "dp_rank": 0, "dp_size": 1, "mtp_num_layers": 2}
+    loader = BatchLoader(Numbers(), eod_token=7, eod_mask_loss=True, find_documents=find, **sizes)  # type: ignore[arg-type]
     return loader.load(0, B)[0]
 
 

@@ -27,7 +27,6 @@ class MutantError(Exception):
 @dataclass(frozen=True)
 class Mutant:
     """Args:
-    name: of the fault.
     file: relative to the root.
     old, new: text to replace, which must occur exactly once in the file, and its replacement.
     test: the pytest id that must fail.

@@ -117,9 +117,8 @@ def _grids(generator: random.Random, row: Row, fixed: Mapping[str, str]) -> list
 
 
 def draw(generator: random.Random, fixed: Mapping[str, str]) -> Row | None:
-    """A random legal row with the fixed values, or None if this draw is not legal. Each factor has its plain value in
-    half of the draws, else a random one, so that all rows are possible and most are legal; sizes are minimal in half of
-    the draws."""
+    """A random row with the fixed values, or None if it is not legal. Each factor is plain and sizes are minimal in half of
+    the draws, so that all rows are possible and most are legal."""
     row = {}
     for factor, values in FACTORS.items():
         plain = factor != "family" and generator.random() < 0.5

@@ -3,8 +3,7 @@
 All process groups of each rank share one gloo device. A device is a thread that wakes up a hundred times per second; gloo makes one
 per group, and the ranks of a few pools have hundreds of groups.
 
-The garbage collector ignores objects that exist before the fork: collecting them would copy their pages into each fork.
-"""
+The garbage collector ignores objects that exist before the fork: collecting them would copy their pages into each fork."""
 
 import gc
 from datetime import timedelta

@@ -14,9 +14,9 @@ CEILINGS = {
     "megalite: files": 302,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 70_300,
+    "tests: lines": 70_294,
     "benchmarks: lines": 7_970,
-    "docs: words": 34_988,
+    "docs: words": 34_987,
 }
 
 

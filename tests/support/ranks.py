@@ -26,8 +26,7 @@ rank_pool._MOST_GROUPS = 128
 
 @contextmanager
 def forked_pools(module: ModuleType = rank_pool) -> Iterator[None]:
-    """Make pools of this module, by default `RankPool`, fork their workers from the fork server, which has torch
-    imported."""
+    """Make pools of this module, by default `RankPool`, fork their workers from the fork server, which has torch."""
     forks = SimpleNamespace(get_context=lambda method: fork_server())
     with mock.patch.object(module, "multiprocessing", forks):
         yield

@@ -13,16 +13,8 @@ from megalite.sweep.execute import NodesLauncher, execute
 from megalite.sweep.results import OK, Result, Store
 from megalite.sweep.spec import SweepSpec, read_spec
 
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "mock_data": True,
-    "seq_length": 16,
-    "global_batch_size": 8,
-    "device": "cpu",
-}
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+MODEL |= {"seq_length": 16, "global_batch_size": 8, "mock_data": True, "device": "cpu"}
 GRID: dict[str, Any] = {"tp": [1, 2], "pp": [1, 2]}
 
 
@@ -62,20 +54,7 @@ def put_programs(folder: Path, programs: Mapping[str, str]) -> None:
 
 def measured(run: Run, seconds: float, **changes: Any) -> Result:
     """A successful result with steps of `seconds`."""
-    return Result(
-        **{
-            "key": run.key,
-            "settings": dict(run.settings),
-            "ranks": run.ranks,
-            "status": OK,
-            "seconds": 10.0,
-            "steps": 5,
-            "step_seconds": seconds,
-            "step_seconds_low": 0.9 * seconds,
-            "step_seconds_high": 1.1 * seconds,
-            "tokens_per_second": run.tokens_per_step / seconds,
-            "memory_bytes": 300 * 2**20,
-            "loss": 4.1,
-            **changes,
-        }
-    )
+    facts = {"key": run.key, "settings": dict(run.settings), "ranks": run.ranks, "status": OK, "steps": 5}
+    facts |= {"step_seconds": seconds, "step_seconds_low": 0.9 * seconds, "step_seconds_high": 1.1 * seconds}
+    facts |= {"tokens_per_second": run.tokens_per_step / seconds, "loss": 4.1, "memory_bytes": 3 << 27, "seconds": 10.0}
+    return Result(**{**facts, **changes})

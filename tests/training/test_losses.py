@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -157,6 +159,7 @@ def failing(logits: Tensor, labels: Tensor) -> Tensor:
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "failing": (failing, r"fails \(failing, .*test_losses.py:\d+\): IndexError: index 93 is out of bounds"),
     "no function": (lambda: 0, r"fails: TypeError: .* takes 0 positional arguments but 2 were given"),
+    "of torch": (cross_entropy, r"fails: \w+Error: "),  # no frame of the user
     "means": (
         lambda logits, labels: plain(logits, labels).mean(0),
         r"returns \[2\] in torch.float32 for logits \[3, 2, 93\] and labels \[3, 2\]; it must return \[3, 2\] in "
@@ -193,6 +196,15 @@ def test_loss_that_fails_in_a_step_is_the_error_of_its_rank() -> None:
         stage, tokens = build(varied(STAGE), loss="failing"), torch.zeros(B, S, dtype=torch.long)
         with pytest.raises(RankError, match=r"loss failing fails \(failing, .*test_losses.py:\d+\): IndexError"):
             stage(tokens, stage.context(), labels=tokens)
+    with registered(LOSSES, "failing", Mock(side_effect=MemoryError)), pytest.raises(MemoryError):
+        stage(tokens, stage.context(), labels=tokens)
+
+
+def test_background_save_is_completed_if_the_loss_fails(tmp_path: Path) -> None:
+    loss = Mock(wraps=plain, side_effect=[*[DEFAULT] * 6, IndexError])  # in step 2
+    with registered(LOSSES, "later", loss), pytest.raises(RankError):
+        fit(mock(loss="later", save=str(tmp_path), save_interval=1, async_save=True))
+    assert (tmp_path / "latest").read_text().split()[0].endswith("1")
 
 
 def test_loss_is_named_or_registered() -> None:

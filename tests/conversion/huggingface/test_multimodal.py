@@ -129,6 +129,8 @@ def test_prefixes_of_all_versions_are_read(kind: str, tied: bool, tmp_path: Path
     word = next(name for name in tensors_of(tmp_path) if name.endswith("embed_tokens.weight"))
     if tied:  # a stored head that equals the embedding
         rename(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors[word].clone()})
+    frequencies = word.replace("embed_tokens.weight", "layers.0.self_attn.rotary_emb.inv_freq")  # of old versions
+    rename(tmp_path, lambda tensors: tensors | {frequencies: torch.ones(2)})
     rename(tmp_path, lambda tensors: {other_prefix(name): tensor for name, tensor in tensors.items()})
     after = HuggingFaceWeights(tmp_path)
     assert all(torch.equal(after.read(name), value) for name, value in expected.items())

@@ -165,6 +165,7 @@ def test_mtp_layers_are_written(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     weights = InMemory(tmp_path / "ours", model, 12, tensors)
     folder = write(weights, tmp_path / "theirs", family="deepseek_v3")
+    edit_config(folder, model_type="kimi_k2", auto_map={"AutoModelForCausalLM": "code.Model"})  # as published
     found, held = HuggingFaceWeights(folder), tensors_of(folder)
     assert found.model == model and "MTP layers: 2" in described(found)
     assert all(torch.equal(found.read(name), tensors[name]) for name in tensors)

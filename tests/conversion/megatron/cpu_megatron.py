@@ -4,8 +4,7 @@
 
 Its arithmetic is not changed: cuda devices are replaced by the CPU, streams and memory statistics are empty, and no
 kernel is compiled. Folder $RECORD gets `rank-N.json`: per step the tokens, learning rate of the update, loss and
-gradient norm. Needs megatron-core, psutil and, from Megatron-LM's repository at the same version, all but megatron/core.
-"""
+gradient norm. Needs megatron-core, psutil and, from Megatron-LM's repository at the same version, all but megatron/core."""
 
 import contextlib
 import json

@@ -95,6 +95,9 @@ def test_ring_sends_gradients_in_the_precision_of_its_sums() -> None:
     sent = 2048 * 2 * 4 * 128 * 2 / 1e6
     assert exact.context == pytest.approx(3 * sent - exact.gemm)
     assert half.context == pytest.approx(2 * sent - half.gemm)
+    gathers = workload_of(config_of(2, cp=2, seq_length=4096, num_query_groups=4, cp_comm_type="allgather"))
+    costs = (attention_core(Pricing.of(gathers, slow, replace(STACK, half_ring=half))) for half in (False, True))
+    assert next(costs).input_gradient.context == pytest.approx(1.5 * next(costs).input_gradient.context)
 
 
 def test_time_of_an_mlp_is_that_of_its_flops() -> None:
