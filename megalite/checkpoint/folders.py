@@ -45,7 +45,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.safetensors_header import HeaderFault, Record, read_header
 from megalite.config.errors import CheckpointError
-from megalite.config.reading import gc_paused
+from megalite.config.registry import gc_paused
 
 LATEST_NAME = "latest"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"  # with the iteration of Megatron-LM's newest checkpoint

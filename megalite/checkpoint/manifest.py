@@ -15,7 +15,7 @@ from typing import Any
 
 from megalite.checkpoint.files import FileEntry
 from megalite.config.errors import CheckpointError
-from megalite.config.reading import gc_paused
+from megalite.config.registry import gc_paused
 
 # Equal to topology.layout.Slice. Defined here too, because packages of one row do not import each other.
 Slice = tuple[tuple[int, int], ...]

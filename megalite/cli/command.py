@@ -373,8 +373,7 @@ def fetch(source: Path | str, step: int | None) -> Path:
     """Download a checkpoint if `source` is an address; return its local folder."""
     if isinstance(source, Path):
         return source
-    folder: Path = imported("megalite.data.remote:fetch_checkpoint")(source, step, say=notify)
-    return folder
+    return imported("megalite.data.remote:fetch_checkpoint")(source, step, say=notify)
 
 
 _CONVERTERS: Mapping[Any, Callable[[str], Any]] = {

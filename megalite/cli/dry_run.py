@@ -25,7 +25,7 @@ from megalite.config.describe import replace, sectioned, settings, values_of
 from megalite.config.errors import ConfigError
 from megalite.config.files import dump, preset_names
 from megalite.config.flags import Invocation
-from megalite.config.reading import gc_paused
+from megalite.config.registry import gc_paused
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
 from megalite.conversion.huggingface.families import choose_family

@@ -21,6 +21,7 @@ from megalite.cli.output import json_text, notify, show, visible
 from megalite.config.compute import kernels_in_words
 from megalite.config.errors import BAD_INPUT, CheckpointError, ConfigError
 from megalite.config.numbers import format_bytes
+from megalite.config.registry import imported
 from megalite.config.run import RunConfig
 
 OK, DAMAGED, DIFFERENT = 0, 1, 1
@@ -53,9 +54,7 @@ def _inspect(flags: Namespace) -> int:
     with raise_if_removed(shown):
         if flags.tensors is not None and shown.sound:
             # Imports torch, which takes longer than all the rest.
-            from megalite.cli.inspect_tensors import tensor_statistics
-
-            rows = tensor_statistics(shown, flags.tensors)
+            rows = imported("megalite.cli.inspect_tensors:tensor_statistics")(shown, flags.tensors)
         if flags.json:
             show(json_text(_data(surveyed, shown, rows)))
         else:

@@ -14,8 +14,7 @@ from megalite.cli.display import ProgressLine, Redrawn, short, table
 from megalite.cli.output import Stopped, first_signal_raises, notify, show
 from megalite.config.errors import ConfigError
 from megalite.config.numbers import duration, format_bytes
-from megalite.config.reading import gc_paused
-from megalite.config.registry import imported
+from megalite.config.registry import gc_paused, imported
 from megalite.partition.memory import is_built_without_limit
 from megalite.planner.cost.calibrate import Machine
 from megalite.planner.hardware import require_new_file

@@ -68,11 +68,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "megalite train") 
 
 
 def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
-    # Imports torch, which help and dry run do not need.
-    from megalite.training.trainer import Trainer
-
     config, sources = invocation.config, invocation.provenance.items()
-    return Trainer(
+    return imported("megalite.training.trainer:Trainer")(
         config,
         explicit=invocation.explicit,
         fixed=frozenset(name for name, source in sources if source.startswith("flag ")),
@@ -87,8 +84,7 @@ def _trainer(invocation: Invocation, stops: StopRequests) -> "Trainer":
 
 def checkpoint_settings(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Return the settings of model, sequence length and tokenizer of a checkpoint; None if `load` has none."""
-    found: Mapping[str, Any] | None = imported("megalite.conversion.model_folder:settings_on_all_ranks")(load, step)
-    return found
+    return imported("megalite.conversion.model_folder:settings_on_all_ranks")(load, step)
 
 
 def _stop_requests(config: RunConfig) -> StopRequests:
@@ -134,9 +130,7 @@ def _recorded() -> Iterator[None]:
     if UNDER_TORCHRUN not in os.environ:
         yield
         return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    handler = get_error_handler()
+    handler = imported("torch.distributed.elastic.multiprocessing.errors:get_error_handler")()
     handler.initialize()
     try:
         yield

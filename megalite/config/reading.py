@@ -1,10 +1,8 @@
 """Read input files: regular files only (no pipe, no device), strict YAML, and dataclasses from it."""
 
-import contextlib
 import dataclasses
 import difflib
 import errno
-import gc
 import io
 import json
 import math
@@ -13,7 +11,7 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -242,8 +240,7 @@ def number(kind: type, value: Any, where: str, metadata: Mapping[str, Any]) -> i
 
 def as_yaml(tree: Any, **style: Any) -> str:
     """Dump plain data as YAML, in its order."""
-    text: str = imported("yaml:safe_dump")(tree, sort_keys=False, allow_unicode=True, **style)
-    return text
+    return imported("yaml:safe_dump")(tree, sort_keys=False, allow_unicode=True, **style)
 
 
 def write_yaml(value: Any, path: str | Path, *, header: str = "") -> None:
@@ -270,16 +267,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | str):
         return value
     return int(value) if isinstance(value, int) else float(value)
-
-
-@contextlib.contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector while millions of small, long-lived objects are created: it would scan them
-    repeatedly, a third of the time for manifests and schedules of a million entries."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

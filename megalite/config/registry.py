@@ -4,7 +4,9 @@ dry run and planner need.
 megalite's implementations are imported when a config names them. Users add theirs with a decorator, in a module that
 `imports` names or that an installed package lists as an entry point of `megalite.plugins`."""
 
+import contextlib
 import dataclasses
+import gc
 import importlib
 import sys
 import traceback
@@ -21,10 +23,33 @@ PLUGINS = "megalite.plugins"
 """Group of entry points that name modules to import when a name is unknown."""
 
 
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector while very many long-lived objects are created: it would scan them repeatedly, a third
+    of the time for `import torch` and for manifests and schedules of a million entries."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@gc_paused()
 def imported(path: str) -> Any:
-    """Import and return `module:attribute`, for code that only some runs need."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """Import and return `module:attribute`, for code that only some runs need. If this has imported torch, collections
+    skip the objects of now: each one, also the last of a process, would take 0.2 s for torch's."""
+    (module, _, attribute), had_torch = path.partition(":"), "torch" in sys.modules
+    found = getattr(importlib.import_module(module), attribute)
+    if not had_torch and "torch" in sys.modules:
+        gc.freeze()
+    return found
+
+
+def call(path: str, *args: Any) -> Any:
+    """Call `module:function`, as the target of a new process that needs torch."""
+    return imported(path)(*args)
 
 
 def optional(module: str, remedy: str) -> Any:

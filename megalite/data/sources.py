@@ -268,8 +268,7 @@ def _blend(
     if len(datasets) == 1:
         return datasets[0]
     shares = [dataset.num_tokens if weight is None else weight for dataset, weight in zip(datasets, weights)]
-    blend: SampleSource = imported("megalite.data.blended:BlendedDataset")(datasets, shares)
-    return blend
+    return imported("megalite.data.blended:BlendedDataset")(datasets, shares)
 
 
 def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.config.registry import call
 from megalite.config.run import RunConfig
 from megalite.partition.pipeline import layout_of
 from megalite.topology.group import Group, ProcessGroups
@@ -75,7 +76,7 @@ class RankPool:
         for rank in range(size):
             ours, workers_end = context.Pipe()
             args = (rank, size, listening.getsockname()[1], listening if rank == 0 else None, strict, workers_end)
-            process = context.Process(target=_work, args=args, daemon=True)
+            process = context.Process(target=call, args=(f"{__name__}:_work", *args), daemon=True)
             process.start()
             workers_end.close()
             self._pipes.append(ours)
@@ -156,7 +157,6 @@ def _work(
     store = dist.TCPStore("127.0.0.1", port, pool_size, fd is not None, seconds, master_listen_fd=fd)
     pipe.send((True, None, 0))
     groups: ProcessGroups = {}
-    gc.freeze()  # imported objects stay alive: collections can skip them
     current = 0
     while True:
         try:

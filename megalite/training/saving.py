@@ -42,8 +42,7 @@ def destination_of(config: RunConfig) -> "Destination | None":
     save = config.checkpoint.save
     if save is None or not is_address(save):
         return None
-    destination: Destination = imported("megalite.training.copies:Destination")(config)
-    return destination
+    return imported("megalite.training.copies:Destination")(config)
 
 
 def local_folder(config: RunConfig) -> Path:

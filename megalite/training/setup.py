@@ -162,8 +162,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
     data = config.data
     if not any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file, data.tiktoken_pattern)):
         return None
-    tokenizer: Tokenizer = imported("megalite.tokenizers.build:build_tokenizer")(data, config.model.vocab_size)
-    return tokenizer
+    return imported("megalite.tokenizers.build:build_tokenizer")(data, config.model.vocab_size)
 
 
 class Tokenize(Protocol):
@@ -205,8 +204,7 @@ def fetch_remote_files(
     for turn in (world.rank == 0, leads and world.rank != 0):
         work = partial(fetch_all, config, say=log, **fits) if turn else lambda stopped: None
         places |= _run_task(work, world) or {}
-    local: RunConfig = imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
-    return local
+    return imported("megalite.data.remote:with_places")(config, world.broadcast_json(places))
 
 
 def tokenize_texts(

@@ -102,8 +102,7 @@ def test_json_keys_are_stable() -> None:
         batch.train_tokens batch.seq_length_warmup
         model model.parameters model.padded_vocab_size model.flops_per_token model.flops_per_token.palm
         model.flops_per_token.megatron model.flops_per_token.with_recompute model.flops_per_step
-        model.flops_per_step_with_recompute
-    """
+        model.flops_per_step_with_recompute"""
     assert keys(found) == set(expected.split())
     docs = (Path(__file__).parents[2] / "docs" / "dry-run.md").read_text(encoding="utf-8")
     leaves = {path.split(".")[-1].removesuffix("[]") for path in keys(found)}

@@ -8,7 +8,7 @@ from tests.e2e.programs import run
 MOST_FRAMES, MOST_MODULES = 8, 150
 
 PROBE = """
-import json, runpy, sys
+import gc, json, runpy, sys
 
 def probe(frame, event, _):
     if event == "call" and frame.f_code.co_qualname == "Executor.run":
@@ -18,7 +18,8 @@ def probe(frame, event, _):
             names.append(frame.f_code.co_qualname)
             frame = frame.f_back
         modules = sorted(name for name in sys.modules if name.split(".")[0] == "megalite")
-        print("FOUND" + json.dumps({"frames": names[::-1], "modules": modules}))
+        collector = gc.isenabled(), gc.get_freeze_count() > 100_000, gc.get_stats()[2]["collections"]
+        print("FOUND" + json.dumps({"frames": names[::-1], "modules": modules, "collector": collector}))
 
 sys.setprofile(probe)
 runpy.run_path("pretrain_gpt.py", run_name="__main__")
@@ -38,5 +39,6 @@ def test_stack_is_short_and_imports_are_few() -> None:
     assert frames[0] == "<module>" and frames[-1] == "Executor.run"
     assert len(frames) <= MOST_FRAMES, frames
     assert len(modules) <= MOST_MODULES, modules
+    assert found["collector"] == [True, True, 0], "torch is imported without collections, and later ones skip it"
     optimizers = {name.rpartition(".")[2] for name in modules if name.startswith("megalite.optimizers.")}
     assert optimizers == {"base", "adam", "schedules"}, "others are imported if a config names them"

@@ -10,8 +10,8 @@ from multiprocessing.context import ForkServerContext
 from unittest import mock
 
 PRELOAD = (
-    *("pytest", "torch._dynamo", "megalite.cli.train", "megalite.training.trainer", "megalite.training.writers"),
-    *("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2", "tensorboard.compat.proto"),
+    *("tests.conftest", "torch._dynamo", "megalite.cli.train", "megalite.training.trainer"),
+    *("megalite.training.writers", "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2"),
     *("tensorboard.summary.writer.record_writer", "tests.support.fork_server", "tests.support.forks"),
 )
 """Modules that a run imports sooner or later; torch._dynamo is imported by recomputation."""

@@ -31,3 +31,4 @@ class _OneDevice(ProcessGroupGloo):
 distributed_c10d.ProcessGroupGloo = _OneDevice  # type: ignore[misc]
 gc.collect()
 gc.freeze()
+gc.enable()  # tests/conftest.py disables it

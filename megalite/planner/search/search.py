@@ -15,7 +15,7 @@ from megalite.config.describe import replace as with_settings
 from megalite.config.describe import settings
 from megalite.config.errors import ConfigError, plural
 from megalite.config.numbers import format_bytes
-from megalite.config.reading import gc_paused
+from megalite.config.registry import gc_paused
 from megalite.config.run import RunConfig, stage_layers
 from megalite.config.validate import validate
 from megalite.partition.memory import RankMemory
