@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 import megalite
-from megalite import __version__
 from megalite.checkpoint.files import FileEntry, free_bytes, read_text, write_durably
 from megalite.checkpoint.folders import (
     RankPart,
@@ -147,7 +146,7 @@ def preamble(
         counters=dict(counters),
         config=dict(config),
         layout=dict(layout),
-        megalite_version=__version__,
+        megalite_version=megalite.__version__,
         code={**code_version(), "kernels": dict(kernels)},
         tokenizer=tokenizer,
     )

@@ -18,7 +18,7 @@ from megalite.conversion.huggingface.families import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes
 from megalite.conversion.model_folder import has_tokenizer, named_tokenizer_files, tokenizer_folder_files, tokenizer_of
-from megalite.conversion.native import PRECISIONS, NativeWeights, write_native
+from megalite.conversion.native import DTYPES, PRECISIONS, NativeWeights, write_native
 from megalite.conversion.open import open_weights
 from megalite.conversion.output import DEFAULT_FILE_BYTES, check_target, workplace_of
 from megalite.conversion.verify import verify
@@ -34,7 +34,6 @@ from megalite.conversion.weights import (
 )
 from megalite.models.shapes import parameter_count
 
-DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 _ONLY_FOR = {
     "tp": ("megatron",),
     "pp": ("megatron",),

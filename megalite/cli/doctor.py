@@ -215,7 +215,7 @@ def _kernel_table(rows: Sequence[KernelRow]) -> str:
     cells = [("operation", "backend", "status")]
     for index, row in enumerate(rows):
         first = index == 0 or rows[index - 1].operation != row.operation
-        refused = "; ".join(f"not {_type_name(dtype)}: {reason}" for dtype, reason in row.not_for.items())
+        refused = "; ".join(f"not {dtype.removeprefix('torch.')}: {reason}" for dtype, reason in row.not_for.items())
         status = row.reason or ("ready" if not refused else f"ready; {refused}")
         cells.append((row.operation if first else "", row.backend, status))
     return "\n".join(table(cells))
@@ -223,9 +223,5 @@ def _kernel_table(rows: Sequence[KernelRow]) -> str:
 
 def _chosen_table(chosen: Sequence[Mapping[str, Any]]) -> str:
     cells = [["chosen for", "size", "type", "backend", "because"]]
-    cells += [[_type_name(str(value)) for value in choice.values()] for choice in chosen]
+    cells += [[str(value).removeprefix("torch.") for value in choice.values()] for choice in chosen]
     return "\n".join(table(cells, right={1}))
-
-
-def _type_name(dtype: str) -> str:
-    return dtype.removeprefix("torch.")

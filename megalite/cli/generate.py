@@ -21,7 +21,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, plural
 from megalite.config.registry import imported
 from megalite.config.run import RunConfig
-from megalite.conversion.native import PRECISIONS
+from megalite.conversion.native import DTYPES
 from megalite.conversion.open import InferenceModel, load_model
 from megalite.generation.continuation import Continuation, GrowingText, Sampling, read_prompts
 from megalite.generation.generate import Chain, generate_batch
@@ -40,8 +40,6 @@ from megalite.tokenizers.chat import require_chat_template
 from megalite.tokenizers.subword import HuggingFaceTokenizer
 from megalite.topology.layout import ParallelLayout
 from megalite.topology.topology import Launch, Topology, joined
-
-DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 
 def layout_of(flags: Namespace, world_size: int, *, data_parallel: bool) -> ParallelLayout:

@@ -319,8 +319,7 @@ def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """Return the default config with JSON types: lists instead of tuples."""
-    defaults: dict[str, Any] = json.loads(json.dumps(asdict(RunConfig())))
-    return defaults
+    return json.loads(json.dumps(asdict(RunConfig())))
 
 
 def _state(found: FoundCheckpoint) -> str:

@@ -12,8 +12,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megalite.cli.generate import DTYPES, layout_of, open_model
+from megalite.cli.generate import layout_of, open_model
 from megalite.config.errors import ConfigError
+from megalite.conversion.native import DTYPES
 from megalite.generation.continuation import GrowingText, Sampling
 from megalite.generation.generate import Chain, generate_batch
 from megalite.generation.likelihood import Scored, likelihoods

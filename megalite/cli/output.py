@@ -203,7 +203,7 @@ def guarded(program: str, argv: Sequence[str] | None = None, *, long_running: bo
             with suppress(OSError) if long_running else nullcontext():
                 _flush_stdout()
         except Stopped as stopped:
-            notify(stopped.reason)
+            notify("; ".join([stopped.reason, *getattr(stopped, "__notes__", [])]))
             end.status = stopped.status
         except KeyboardInterrupt:
             # torchrun sends Ctrl-C to every rank.

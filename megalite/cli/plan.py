@@ -28,7 +28,7 @@ from megalite.planner.chain.inputs import ChainCluster, ChainProfile, find_profi
 from megalite.planner.chain.plan import Judged, device_ids, plan_costs, timeline
 from megalite.planner.chain.plan import run as run_plan
 from megalite.planner.chain.planning import Planned, plan_chain
-from megalite.planner.cost.calibrate import TIMES, Calibration, Machine, Row, fit, read_rows
+from megalite.planner.cost.calibrate import PRIORS, TIMES, Calibration, Machine, Row, fit, read_rows
 from megalite.planner.cost.step import predict
 from megalite.planner.hardware import Cluster, SoftwareStack, load_cluster, load_stack, require_new_file, save_machine
 from megalite.planner.report import (
@@ -65,7 +65,7 @@ def run(flags: Namespace) -> int:
     data = plan_data(plan, whole, sizes)
     written = [] if flags.output is None else write_files(plan, flags.output, tokens)
     if flags.html is not None:
-        write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster, stack)))
+        write_text(flags.html, html_page(data, drawn_timeline(plan.candidates[0], cluster)))
         written.append(flags.html)
     deciding = None
     if flags.resolve is not None:
@@ -80,7 +80,7 @@ def run(flags: Namespace) -> int:
         return 0
     parts = [format_plan(data)]
     if flags.explain:
-        parts.append(_drawn(plan, data, cluster, stack))
+        parts.append(_drawn(plan, data))
     if written:
         parts.append("\n".join(f"wrote {path}" for path in written))
     if flags.resolve is not None:
@@ -101,8 +101,8 @@ def _absolute(name_or_path: str) -> str:
     return str(path.absolute()) if path.is_file() else name_or_path
 
 
-def _drawn(plan: Plan, data: dict[str, Any], cluster: Cluster, stack: SoftwareStack) -> str:
-    timeline = drawn_timeline(plan.candidates[0], cluster, stack)
+def _drawn(plan: Plan, data: dict[str, Any]) -> str:
+    timeline = drawn_timeline(plan.candidates[0], plan.cluster)
     count, whole = timeline.schedule.num_microbatches, data["layouts"][0]["microbatches"]
     note = "" if count == whole else f" (with {count} microbatches instead of {whole})"
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
@@ -156,9 +156,7 @@ def run_fit(flags: Namespace) -> int:
         cross_errors = _cross_validate(rows, flags.leave_out, fitted) if flags.leave_out else None
         after = fitted(rows)
     changed = {
-        name: (before.value(name), after.value(name))
-        for name in after.names()
-        if before.value(name) != after.value(name)
+        name: (before.value(name), after.value(name)) for name in PRIORS if before.value(name) != after.value(name)
     }
     errors = {"before": _errors(rows, before), "after": _errors(rows, after)}
     if cross_errors is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.cli.display import ByteProgress, ProgressLine
 from megalite.cli.model_commands import BYTE_LEVEL, DOCUMENT_MB, KINDS, SENTENCEPIECE
-from megalite.cli.output import Stopped, first_signal_raises, notify, occupy_closed_streams, show
+from megalite.cli.output import first_signal_raises, notify, occupy_closed_streams, show
 from megalite.config.data import DataConfig, is_address
 from megalite.config.describe import redact_text
 from megalite.config.errors import ConfigError, nearest
@@ -32,25 +32,21 @@ _SHOWN_INPUTS, _SHOWN_IDS, _SHOWN_CHARACTERS = 10, 16, 60
 
 
 def run(flags: Namespace) -> int:
-    """Run the command. Return 0 even with bad lines, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the command. Return 0 even with bad lines."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes are the parallelism
     occupy_closed_streams()
-    try:
-        with first_signal_raises():
-            job = job_of(flags)
-            if flags.ignored:
-                notify(f"{', '.join(flags.ignored)}: ignored, it has no effect in megalite")
-            if flags.dry_run:
-                _show_plan(job)
-                return 0
-            with closing(JobProgress()) as line:
-                result = preprocess(job, line.take)
-                line.notice(result)
-            if result.outputs:  # a shard without input writes nothing
-                _report(result, line.seconds)
-    except Stopped as stopped:
-        notify("; ".join([stopped.reason, *getattr(stopped, "__notes__", [])]))
-        return stopped.status
+    with first_signal_raises():
+        job = job_of(flags)
+        if flags.ignored:
+            notify(f"{', '.join(flags.ignored)}: ignored, it has no effect in megalite")
+        if flags.dry_run:
+            _show_plan(job)
+            return 0
+        with closing(JobProgress()) as line:
+            result = preprocess(job, line.take)
+            line.notice(result)
+        if result.outputs:  # a shard without input writes nothing
+            _report(result, line.seconds)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from megalite.checkpoint.files import replace_durably
 from megalite.cli.display import ProgressLine, Redrawn, short, table
-from megalite.cli.output import Stopped, first_signal_raises, notify, show
+from megalite.cli.output import Stopped, first_signal_raises, show
 from megalite.config.errors import ConfigError
 from megalite.config.numbers import duration, format_bytes
 from megalite.config.registry import gc_paused, imported
@@ -36,17 +36,9 @@ _FREE_LINES = 4  # lines of a terminal that the table leaves free
 
 
 def run(flags: Namespace) -> int:
-    """Run the sweep. Return 0 if every run has a result, 130 after Ctrl-C."""
+    """Run the sweep. Return 0 if every run has a result."""
     if flags.output is None and not flags.dry_run:
         raise ConfigError("--output is missing; give a folder for the results, e.g. --output runs/sweep")
-    try:
-        return _sweep(flags)
-    except Stopped as stopped:
-        notify(stopped.reason + ("" if flags.output is None else "; the same command continues from here"))
-        return stopped.status
-
-
-def _sweep(flags: Namespace) -> int:
     spec = read_spec(flags.sweep)
     if flags.timeout is not None:
         spec = dataclasses.replace(spec, timeout=flags.timeout)
@@ -78,8 +70,7 @@ def _sweep(flags: Namespace) -> int:
         show(f"refused: {line}")
     if len(impossible) == len(runs):
         raise ConfigError(f"none of {len(runs)} configurations can run; {impossible[0]}")
-    store = Store.open(flags.output, spec, flags.launcher)
-    try:
+    with closing(Store.open(flags.output, spec, flags.launcher)) as store:
         if not flags.report_only:
             _execute(flags, spec, runs, store, launcher)
         _write(spec, runs, store)
@@ -87,8 +78,6 @@ def _sweep(flags: Namespace) -> int:
             assert machine is not None
             source = f"steps of {spec.path.name}"
             show(calibrate(runs, store.results, machine, flags.calibrate, source=source))
-    finally:
-        store.close()
     written = [f"wrote {store.folder / name}" for name in (RESULTS, TABLE, REPORT)]
     show("\n".join([*summary(runs, store.results), *written]))
     return 0
@@ -106,9 +95,7 @@ def _checked(expansion: Expansion, spec: SweepSpec, machine: Machine | None) -> 
 
 def _launcher(name: str, spec: SweepSpec) -> Launcher:
     if name != "local":
-        kind = imported(_LAUNCHERS[name])
-        launcher: Launcher = kind(getattr(spec, name), environment=spec.environment, program=spec.program)
-        return launcher
+        return imported(_LAUNCHERS[name])(getattr(spec, name), environment=spec.environment, program=spec.program)
     inherited = {name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES}
     return LocalLauncher(environment=inherited | dict(spec.environment), program=spec.program)
 
@@ -133,8 +120,9 @@ def _execute(flags: Namespace, spec: SweepSpec, runs: Sequence[Run], store: Stor
                 retry=flags.retry,
                 observe=observe,
             )
-        except Stopped:
+        except Stopped as stopped:
             _write(spec, runs, store)
+            stopped.add_note("the same command continues from here")
             raise
         finally:
             live.close()

@@ -18,12 +18,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """Parse `split` into the shares of train, valid and test, which sum to 1; missing ones are 0. Raises ConfigError:
     not one to three numbers, each at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
-    try:
-        parts = split.replace("/", ",").split(",")
-        shares = [] if "_" in split else [float(part) for part in parts]  # float() reads 9_0 as 90
-    except ValueError:
-        shares = []
-    if not shares:
+    numbers = [_number(part) for part in split.replace("/", ",").split(",")]
+    shares = [number for number in numbers if number is not None]
+    if len(shares) < len(numbers):
         raise ConfigError(f"split {split!r} is not a list of numbers; {example}")
     if len(shares) > len(SPLITS):
         raise ConfigError(f"split {split!r} has {len(shares)} numbers; {example}")

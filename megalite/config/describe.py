@@ -276,8 +276,6 @@ def from_words(setting: Setting, words: list[str], flag: str) -> Any:
     """Convert command-line words to a value. `none` unsets an optional setting."""
     if setting.optional and words in (["none"], ["None"]):
         return None
-    if setting.is_list:
-        if setting.type is int:
-            words = [part for word in words for part in word.split(",") if part]
-        return coerce(setting, words, flag)
-    return coerce(setting, words[0], flag)
+    if setting.is_list and setting.type is int:
+        words = [part for word in words for part in word.split(",") if part]
+    return coerce(setting, words if setting.is_list else words[0], flag)

@@ -80,15 +80,16 @@ def shortened(value: object) -> str:
 def closest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known words that `word` may mean: names that other frameworks use, else the most similar words."""
     known = list(known)
-    if same := [ours for ours in known if _plain(word) in _OTHER_NAMES.get(_plain(ours), "").split()]:
+    if same := [ours for ours in known if key_of(word) in _OTHER_NAMES.get(key_of(ours), "").split()]:
         return same
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]
     return [candidate for candidate, ratio in zip(close, likeness) if ratio > likeness[0] - 0.1]
 
 
-def _plain(word: str) -> str:
-    return word.removeprefix("--").replace("-", "_")
+def key_of(flag: str) -> str:
+    """Return a flag as a key of a file: num_layers for --num-layers."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -104,9 +105,6 @@ class ConfigError(ValueError):
     traceback and exit with status 2."""
 
     exit_code = BAD_INPUT  # exit status of a run that this error ends
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
 
     @property
     def problems(self) -> tuple[str, ...]:

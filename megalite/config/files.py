@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.data import PATH_SETTINGS, words_of
 from megalite.config.describe import Setting, coerce, sectioned, sections, settings
-from megalite.config.errors import ConfigError, Problems, closest, nearest, raise_at_end, shortened
+from megalite.config.errors import ConfigError, Problems, closest, key_of, nearest, raise_at_end, shortened
 from megalite.config.megatron import STANDS_FOR
 from megalite.config.megatron_flags import known_flags
 from megalite.config.merge import Level, merge
@@ -92,7 +92,7 @@ def _settings_meant(key: Any) -> Iterator[str]:
 def _names_by_key() -> Mapping[str, set[str]]:
     """Return every key of a file -> the settings that it stands for."""
     # `optimizer` is a section and a setting of the same name.
-    known: dict[str, set[str]] = {_key_of(flag): set(names) for flag, names in STANDS_FOR.items()}
+    known: dict[str, set[str]] = {key_of(flag): set(names) for flag, names in STANDS_FOR.items()}
     for spelling, setting in _settings_by_key().items():
         known.setdefault(spelling, set()).add(setting.name)
         known.setdefault(setting.section, set()).add(setting.name)
@@ -102,11 +102,7 @@ def _names_by_key() -> Mapping[str, set[str]]:
 @cache
 def _settings_by_key() -> Mapping[str, Setting]:
     """Return every spelling of a key (field name and long flags, with underscores) -> its setting."""
-    return {_key_of(flag): setting for setting in settings().values() for flag in setting.flags}
-
-
-def _key_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    return {key_of(flag): setting for setting in settings().values() for flag in setting.flags}
 
 
 def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -> None:
@@ -139,7 +135,7 @@ def _add(level: Level, key: Any, value: Any, source: str, section: str | None) -
     else:
         known = [spelling for spelling, setting in by_key.items() if section in (None, setting.section)]
         if section is None:
-            known += [*map(_key_of, STANDS_FOR), *sections()]
+            known += [*map(key_of, STANDS_FOR), *sections()]
         raise ConfigError(f"{where}: unknown {'key' if section else 'section or key'} {key}{nearest(name, known)}")
 
 

@@ -104,13 +104,18 @@ def decimal_bytes(size: float) -> str:
     return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
 
 
+def _digits(value: float) -> str:
+    """Return at least three digits, without an exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def duration(seconds: float | None) -> str:
     """Return three digits and a unit, such as `1.2 ms`; nothing for None."""
     if seconds is None:
         return ""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+            return f"{_digits(seconds / scale)} {unit}"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 
@@ -118,5 +123,5 @@ def rate(value: float, unit: str) -> str:
     """Return three digits and an SI prefix, such as `95.2 GF`."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
+            return f"{_digits(value / scale)} {prefix}{unit}"
     return f"{value:.3g} {unit}"

@@ -42,10 +42,8 @@ class OptimizerFacts:
 
 
 def _adam_states(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:
-    formats: dict[str, Literal["main", "bf16"]] = {}
-    for name, dtype in (("exp_avg", c.exp_avg_dtype), ("exp_avg_sq", c.exp_avg_sq_dtype)):
-        formats[name] = "bf16" if dtype == "bf16" else "main"
-    return formats
+    dtypes = {"exp_avg": c.exp_avg_dtype, "exp_avg_sq": c.exp_avg_sq_dtype}
+    return {name: "bf16" if dtype == "bf16" else "main" for name, dtype in dtypes.items()}
 
 
 def _muon_states(c: "OptimizerConfig", hidden_matrix: bool) -> Formats:

@@ -156,8 +156,7 @@ class ParallelConfig:
     @property
     def strategy(self) -> StrategyFacts:
         """Facts about `dp_strategy`."""
-        facts: StrategyFacts = STRATEGIES.facts(self.dp_strategy)
-        return facts
+        return STRATEGIES.facts(self.dp_strategy)
 
     @property
     def instances(self) -> int:

@@ -147,8 +147,7 @@ class Registry(Collection[str], Generic[T]):
         entry = self._entry(name)
         if entry.implementation is None and entry.path is not None:
             entry.implementation = imported(entry.path)
-        implementation: T = entry.implementation
-        return implementation
+        return entry.implementation
 
     def facts(self, name: str) -> Any:
         """Return the facts of a name without importing it. Raises ConfigError: the name is unknown."""

@@ -257,5 +257,4 @@ def _recording_type(section: type) -> tuple[type, Any]:
 
     names = {"__slots__": ("_record",), "__dict__": property(everything), **settings}
     kind = type(section.__name__, (section,), names)
-    slot: Any = vars(kind)["_record"]
-    return kind, slot
+    return kind, vars(kind)["_record"]

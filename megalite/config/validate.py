@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megalite.config.batch import microbatch_counts, samples_per_microbatch
+from megalite.config.batch import samples_per_microbatch
 from megalite.config.describe import check_choice, replace, settings, values_of
 from megalite.config.errors import Findings, Problems, raise_at_end
 from megalite.config.numbers import plain
@@ -21,8 +21,6 @@ from megalite.config.rules.rule import Check, Settings, render, rule_settings, r
 from megalite.config.rules.run import CHECKPOINT, DATA, ELASTIC, HANG, STOPS, TOKENIZER, VISIBILITY
 from megalite.config.run import RunConfig
 from megalite.config.training import parse_batch_schedule
-
-__all__ = ["microbatch_counts", "require_startable", "validate"]
 
 _REQUEST_CHECKS: tuple[Check, ...] = (
     *(*LAYOUT, *HANG, *ELASTIC, *STRATEGY, *OPTIMIZER),

@@ -190,10 +190,7 @@ def settings_in(load: str, step: int | None) -> Mapping[str, Any] | None:
 def settings_on_all_ranks(load: str, step: int | None) -> Mapping[str, Any] | None:
     """Return `settings_in` on every rank; rank 0 alone reads an address, and all ranks call this."""
     read = partial(settings_in, load, step)
-    found: Mapping[str, Any] | None = (
-        imported("megalite.topology.topology:run_on_rank_0")(read) if is_address(load) else read()
-    )
-    return found
+    return imported("megalite.topology.topology:run_on_rank_0")(read) if is_address(load) else read()
 
 
 def configure(**settings: Any) -> RunConfig:

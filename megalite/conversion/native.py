@@ -77,6 +77,7 @@ from megalite.topology.layout import ParallelLayout
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Dtypes of weights -> their names in --dtype and --precision."""
+DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 TOKENIZER_FOLDER = "tokenizer"
 _CPU = torch.device("cpu")

@@ -87,8 +87,7 @@ class Output:
         """Return the facts passed to `mark` for a finished file. Otherwise remove its remains and return None."""
         mark = self._marks.get(name)
         if mark is not None and _is_whole(self.staging / name, mark["length"]):
-            facts: Mapping[str, Any] = mark["facts"]
-            return facts
+            return mark["facts"]
         if mark is not None:
             del self._marks[name]
             self._save_progress()

@@ -48,11 +48,10 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
             use_safetensors=True,
             **plain,
         )
-        logits: torch.Tensor = model.eval()(tokens, use_cache=False).logits
+        return model.eval()(tokens, use_cache=False).logits
     except Exception as error:  # the type depends on the fault in the folder
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ConversionError(f"{folder}: transformers does not load it: {type(error).__name__}: {reason}") from None
-    return logits
 
 
 DOUBLE_BELOW = 10_000_000  # parameters below which logits are computed in float64, else in float32

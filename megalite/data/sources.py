@@ -27,7 +27,7 @@ from megalite.data.dataset import (
     split_documents,
 )
 from megalite.data.index_cache import SMALL_BYTES, IndexCache, Kept
-from megalite.data.token_files import TokenFiles, refuse_examples
+from megalite.data.token_files import TokenFiles, is_dataset, refuse_examples
 from megalite.tokenizers.base import Tokenizer
 
 
@@ -49,14 +49,12 @@ class WholeSplit:
 
     def sample(self, k: int) -> NDArray[np.int64]:
         dataset, index = self._locate(k)
-        sample: NDArray[np.int64] = dataset.sample(index)
-        return sample
+        return dataset.sample(index)
 
     def packing(self, k: int) -> Packing:
         """Return the packing of sample k; only for packed datasets."""
         dataset, index = self._locate(k)
-        packing: Packing = dataset.packing(index)
-        return packing
+        return dataset.packing(index)
 
     def prepare(self, first: int, stop: int, *, epochs: int | None = None) -> list[Kept | None]:
         """Store the large indices of all datasets."""
@@ -252,8 +250,7 @@ def _blend(
     if data.data_order == "megatron" and not whole:
         assert num_samples is not None, f"data_order megatron needs the length of {name}"
         megatron_split = imported("megalite.data.megatron_dataset:megatron_split")
-        split: SampleSource = megatron_split(name, weights, settings, num_samples, bool(data.data_path))
-        return split
+        return megatron_split(name, weights, settings, num_samples, bool(data.data_path))
     datasets: list[Any] = []
     for each in settings:
         if data.data_order == "megatron":
@@ -276,25 +273,18 @@ def weighted_prefixes(entries: Sequence[str]) -> list[tuple[float | None, str]]:
     name of a token file (`2023 2024`), or one path with spaces."""
     parsed = parse_data_path(entries)
     joined = " ".join(entries)
-    if len(entries) > 1 and _is_dataset(joined) and not any(_is_dataset(prefix) for _, prefix in parsed):
+    if len(entries) > 1 and is_dataset(joined) and not any(is_dataset(prefix) for _, prefix in parsed):
         raise ConfigError(
             f"data_path: {joined!r} is one token file, but text is split at spaces; write ['{joined}'] in YAML, or quote it "
             "on the command line"
         )
     for weight, name in zip((weight for weight, _ in parsed), entries[::2], strict=False):
-        if weight is not None and _is_dataset(name):
-            every = " ".join(f"0.5 {entry}" for entry in entries if _is_dataset(entry))
+        if weight is not None and is_dataset(name):
+            every = " ".join(f"0.5 {entry}" for entry in entries if is_dataset(entry))
             raise ConfigError(
                 f"data_path: {name} is a token file and also reads as a weight; write ./{name}, or {every}"
             )
     return parsed
-
-
-def _is_dataset(prefix: str) -> bool:
-    try:
-        return Path(f"{prefix}.idx").exists()
-    except OSError:
-        return False
 
 
 _STREAM = 16  # random stream of the first split's order; token files use other streams

@@ -37,6 +37,14 @@ SAMPLED_BYTES = 64 << 20  # part of a token file that is checked for ids outside
 _BLOCK_BYTES = 1 << 20
 
 
+def is_dataset(prefix: str) -> bool:
+    """Return whether there is a token file of this name."""
+    try:
+        return Path(f"{prefix}.idx").exists()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def side_file_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 

@@ -199,11 +199,7 @@ class Channel:
 
     def reduce_scatter_async(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Write this rank's part of the sum of `tensor` over ranks to `output`, which may be that part of `tensor`."""
-        if self.size == 1:
-            if output.data_ptr() != tensor.data_ptr():
-                output.copy_(tensor)
-            return DONE
-        if self.sums_in_parts(tensor.dtype):
+        if self.size > 1 and self.sums_in_parts(tensor.dtype):
             return self._background.run(
                 lambda: add_in_order(output, self.exchange_raw(self.rounded(tensor)).view(self.size, -1))
             )

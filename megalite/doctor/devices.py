@@ -145,8 +145,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def product_of(dtype: torch.dtype, device: torch.device, *, size: int) -> Product:
-    kernel: Product = Kernels().get("matmul", device=device, dtype=dtype, size=size)
-    return kernel
+    return Kernels().get("matmul", device=device, dtype=dtype, size=size)
 
 
 def precisions(device: torch.device) -> tuple[Precision, ...]:

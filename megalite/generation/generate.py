@@ -65,8 +65,7 @@ class Chain:
         self._p2p.receive(tokens, source=source).wait()
         if self._rank < self.size - 2:
             self._p2p.send(tokens, to=self._rank + 1)
-        received: list[int] = tokens.tolist()
-        return received
+        return tokens.tolist()
 
 
 BATCH_SIZE = 16  # default maximum of prompts in a batch
@@ -124,8 +123,7 @@ def _tokens(chain: Chain, batch: Batch) -> list[int]:
     if not chain.is_last:
         return chain.receive_tokens(len(batch.rows))
     assert batch.chosen is not None
-    chosen: list[int] = batch.chosen.tolist()
-    return chosen
+    return batch.chosen.tolist()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ the query and key weights of heads with logits above a limit."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,17 +162,8 @@ class Attention(AttentionCore):
     share a group and each has a part of its queries (`SharedHeads`). If the exchange of heads over cp (`a2a`) needs
     more key heads than each rank has, they are repeated. With an output gate, the gates of a group follow its queries."""
 
-    def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        *,
-        factory: ParameterFactory,
-        recompute: Recompute,
-        cp_comm_type: str = "p2p",
-        index: int = 0,
-    ) -> None:
-        super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
+    def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, **common: Any) -> None:
+        super().__init__(name, config, factory=factory, **common)
         # Every core multiplies scores by 1 / sqrt(d); any other scale is applied to the queries.
         self.query_scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_size)
         queries = config.num_attention_heads // config.query_groups
@@ -287,8 +279,7 @@ class Attention(AttentionCore):
         Interleaved pairs are reordered into halves first: scores do not depend on a channel order that queries and keys
         share."""
         if self.plain_rope:
-            rotated: Tensor = self._rope(x, cos, sin)
-            return rotated
+            return self._rope(x, cos, sin)
         pairs, rest = x[..., : self.rotary_size], x[..., self.rotary_size :]
         if self.rotary_interleaved:
             pairs = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -346,8 +337,7 @@ def batch_logits(seen: AuxiliaryLosses, model: ModelConfig, world: Group) -> lis
         table[layer] = logits
     world.all_reduce(table, op="max")
     with world.heartbeat.synchronise():
-        found: list[list[float]] = table.tolist()
-    return found
+        return table.tolist()
 
 
 def clipped_rows(

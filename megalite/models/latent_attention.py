@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +30,9 @@ class LatentAttention(AttentionCore):
     so narrower values are padded with zeros."""
 
     def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        *,
-        factory: ParameterFactory,
-        recompute: Recompute,
-        cp_comm_type: str = "p2p",
-        index: int = 0,
+        self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute, **common: Any
     ) -> None:
-        super().__init__(name, config, factory=factory, recompute=recompute, cp_comm_type=cp_comm_type, index=index)
+        super().__init__(name, config, factory=factory, recompute=recompute, **common)
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.plain, self.rotary, self.values = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self.rank = config.kv_lora_rank
@@ -150,8 +144,7 @@ class LatentAttention(AttentionCore):
         if not self.has_rope or context.rope is None:
             return x
         pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        rotated: Tensor = self._rope(pairs.contiguous(), *context.rope)
-        return rotated
+        return self._rope(pairs.contiguous(), *context.rope)
 
     def _cached_keys(self, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
         """Return the cache's entries [b, 1, s, r + e] for all heads; the first r channels are also the values."""

@@ -173,14 +173,11 @@ class Router(Module):
         if self.forced and self.training:
             offsets = torch.arange(self.topk, device=positions.device)
             chosen = ((positions[:, None] * self.topk + offsets) % self.experts)[:, None].expand_as(chosen).contiguous()
-        if self.sigmoid:
+        if self.sigmoid or self.pre_softmax:
             assert probabilities is not None
             weights = probabilities.gather(-1, chosen)
-            if self.topk > 1:
+            if self.sigmoid and self.topk > 1:
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
-        elif self.pre_softmax:
-            assert probabilities is not None
-            weights = probabilities.gather(-1, chosen)
         else:
             weights = logits.gather(-1, chosen).softmax(dim=-1)
         weights = weights if self.scaling == 1.0 else weights * self.scaling

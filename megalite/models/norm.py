@@ -83,8 +83,7 @@ class AllHeadsNorm(Module):
         """[s, b, heads/tp, d] -> [s, b, heads/tp, d].
 
         Collectives: an all-reduce of one number per token over tp, forward and backward."""
-        normed: Tensor = _SplitRMSNorm.apply(x.flatten(2), self.weight, self.eps, self.offset, self.tp)
-        return normed.view_as(x)
+        return _SplitRMSNorm.apply(x.flatten(2), self.weight, self.eps, self.offset, self.tp).view_as(x)
 
 
 class _SplitRMSNorm(Function):

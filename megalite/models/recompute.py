@@ -22,8 +22,7 @@ Handle = Any
 
 
 def unpack(handle: Handle) -> Tensor:
-    tensor: Tensor = handle() if callable(handle) else handle
-    return tensor
+    return handle() if callable(handle) else handle
 
 
 class SavedTensors:

@@ -180,8 +180,7 @@ def _attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 def _sinks(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     if model.softmax_type != "learnable":
         return []
-    sinks = _matrix(f"{prefix}.sinks", (model.num_attention_heads,), 0)
-    return [replace(sinks, decay=False)]
+    return [replace(_matrix(f"{prefix}.sinks", (model.num_attention_heads,), 0), decay=False)]
 
 
 def _attention_out(model: ModelConfig, prefix: str) -> list[ParameterShape]:

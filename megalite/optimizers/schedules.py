@@ -31,9 +31,7 @@ class LossScaler:
         training = config.training
         scales = scales_loss(config)
         self.dynamic = scales and training.loss_scale is None
-        self.scale = 1.0
-        if scales:
-            self.scale = training.loss_scale or training.initial_loss_scale
+        self.scale = (training.loss_scale or training.initial_loss_scale) if scales else 1.0
         self._min = training.min_loss_scale
         self._window = training.loss_scale_window
         self._hysteresis = training.hysteresis
@@ -212,8 +210,7 @@ class Schedules:
         c = self._config
         if c.weight_decay_incr_style == "constant":
             return c.weight_decay
-        assert c.start_weight_decay is not None
-        assert c.end_weight_decay is not None
+        assert c.start_weight_decay is not None and c.end_weight_decay is not None
         if self._position(progress) > self._run:
             return c.end_weight_decay
         ratio = self._position(progress) / self._run

@@ -384,11 +384,9 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 def _graph_config(config: RunConfig) -> RunConfig:
     """Return the config of the forward that records a graph: with recompute_ahead that of R, which keeps everything."""
-    return (
-        replace(config, recompute_granularity="none", recompute_ahead=False)
-        if config.training.recompute_ahead
-        else config
-    )
+    if not config.training.recompute_ahead:
+        return config
+    return replace(config, recompute_granularity="none", recompute_ahead=False)
 
 
 @cache_by_reading

@@ -247,8 +247,7 @@ def _auto(config: RunConfig, placement: tuple[int, ...], num_microbatches: int) 
 @lru_cache(maxsize=32)
 def _built(*args: Hashable, **kwargs: Hashable) -> Schedule:
     # Configs with equal arguments share the result of the search.
-    schedule: Schedule = PIPELINE_SCHEDULES.get("auto")(*args, effort="quick", **kwargs)
-    return schedule
+    return PIPELINE_SCHEDULES.get("auto")(*args, effort="quick", **kwargs)
 
 
 def _room_of_1f1b(config: RunConfig, stages: tuple[StagePlan, ...], num_microbatches: int) -> tuple[float, ...]:

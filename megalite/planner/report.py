@@ -19,7 +19,7 @@ from megalite.pipeline.ir.draw import Panel, draw_svg
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs
-from megalite.planner.hardware import Cluster, SoftwareStack
+from megalite.planner.hardware import Cluster
 from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
 from megalite.planner.whole_run import WholeRun
@@ -323,7 +323,7 @@ _ACTIONS = 1200  # forwards and backwards that a picture can still distinguish
 _GIB = 1024.0**3
 
 
-def drawn_timeline(candidate: Candidate, cluster: Cluster, stack: SoftwareStack) -> Timeline:
+def drawn_timeline(candidate: Candidate, cluster: Cluster) -> Timeline:
     """Simulate the step, or a shorter one: whole rounds of the pipeline, at least three."""
     pipeline, config = candidate.layout.pipeline, candidate.config
     rounds = max(3, _ACTIONS // (2 * pipeline.pp * pipeline.pp * pipeline.vpp))

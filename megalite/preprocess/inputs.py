@@ -391,5 +391,4 @@ def _texts(array: "pyarrow.Array") -> list[bytes | None]:
     import pyarrow
 
     plain = array.dictionary_decode() if pyarrow.types.is_dictionary(array.type) else array
-    found: list[bytes | None] = plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
-    return found
+    return plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()

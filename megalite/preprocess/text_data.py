@@ -12,7 +12,7 @@ from megalite.checkpoint.files import not_writable
 from megalite.config.data import is_address
 from megalite.config.errors import ConfigError
 from megalite.config.run import RunConfig
-from megalite.data.token_files import read_side_file
+from megalite.data.token_files import is_dataset, read_side_file
 from megalite.preprocess.inputs import find_inputs
 from megalite.preprocess.job import PreprocessJob, Progress, require_tokenizer
 from megalite.preprocess.output import FolderInUse, input_stamp
@@ -54,7 +54,7 @@ def find_texts(config: RunConfig) -> list[Text]:
     The name of a text in the cache depends on its files (path, size, modification time), the tokenizer and all settings
     of the job, so an existing file is always up to date. Raises ConfigError if a file is missing or not readable, or no
     tokenizer is set."""
-    paths = [path for path in config.data.texts if not is_address(path) and not _is_dataset(path)]
+    paths = [path for path in config.data.texts if not is_address(path) and not is_dataset(path)]
     tokenizer: Tokenizer | None = None
     texts = []
     for path in paths:
@@ -89,7 +89,7 @@ def tokenize_text(
             raise Abandoned
 
     found = dict(prefixes or {})
-    if prefixes is not None and all(_is_dataset(prefix) for prefix in prefixes.values()):
+    if prefixes is not None and all(is_dataset(prefix) for prefix in prefixes.values()):
         return found
     for text in find_texts(config):
         # Modification times differ between nodes' disks, so all nodes use the first node's name.
@@ -153,10 +153,6 @@ def _job(config: RunConfig, path: str) -> PreprocessJob:
         append_eod=not data.sft,
         workers=usable_cores(),
     )
-
-
-def _is_dataset(prefix: str) -> bool:
-    return Path(f"{prefix}.idx").exists()
 
 
 def documents_of(text: Text) -> int | None:

@@ -49,8 +49,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         require_characters(texts)
         with as_config_error(f"{self._path}: the model fails on a text"):
-            ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=1)
-        return ids
+            return self._processor.encode(list(texts), out_type=int, num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         # Control pieces such as </s> are left out.

@@ -203,12 +203,11 @@ class TikTokenizer(Tokenizer):
         # Not for a user's pattern, which may mean something else to the package `regex`.
         try:
             with as_config_error(f"{self._path}: {self._plan.pattern[:99]!r} fails on a text"):
-                ids: list[int] = self._encoding.encode_ordinary(text)
+                return self._encoding.encode_ordinary(text)
         except ConfigError:
             if self._plan.is_known:
                 return self._encode_by_words(text)
             raise
-        return ids
 
     def _encode_by_words(self, text: str) -> list[int]:
         """Return the same ids for texts on which tiktoken's regular expressions panic.

@@ -281,8 +281,7 @@ class Exporter:
 
     def _write(self, step: int, target: Path, advance: Callable[[int], None]) -> Path:
         export = imported("megalite.conversion.huggingface.weights:export_checkpoint")
-        path: Path = export(self._checkpoints, step, target, advance, self._log, self._ema)
-        return path
+        return export(self._checkpoints, step, target, advance, self._log, self._ema)
 
     def _advance(self, count: int) -> None:
         if self._given_up:

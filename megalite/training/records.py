@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite.checkpoint.files import with_path, write_all
+from megalite.checkpoint.files import replace_durably, with_path, write_all
 from megalite.config.describe import redact_text
 from megalite.config.reading import open_regular, read_text
 
@@ -138,9 +138,7 @@ class JsonLines:
                     if record["kind"] == "test":
                         self._tested.add(record["step"])
             if kept != lines:
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(kept))
-                temporary.replace(path)
+                replace_durably(path, "".join(kept).encode())
         self._file = AppendedFile(path)
         self.close = self._file.close
 

@@ -5,12 +5,12 @@ import itertools
 import platform
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -165,17 +165,8 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
     return imported("megalite.tokenizers.build:build_tokenizer")(data, config.model.vocab_size)
 
 
-class Tokenize(Protocol):
-    """Type of `preprocess.text_data.tokenize_text`, which creates token files of a run's texts."""
-
-    def __call__(
-        self,
-        config: RunConfig,
-        prefixes: Mapping[str, str] | None,
-        *,
-        say: Callable[[str], None],
-        stopped: Callable[[], bool],
-    ) -> dict[str, str]: ...
+Tokenize = Callable[..., dict[str, str]]
+"""Type of `preprocess.text_data.tokenize_text`, which creates token files of a run's texts."""
 
 
 def fetch_remote_files(

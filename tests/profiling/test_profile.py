@@ -12,7 +12,7 @@ import torch
 from megalite.cli.profile import _dtypes, format_profile, profile
 from megalite.cli.tool_commands import PROFILE
 from megalite.config.errors import ConfigError
-from megalite.config.numbers import rate
+from megalite.config.numbers import duration, rate
 from megalite.planner.hardware import load_cluster, load_stack
 from megalite.profiling.collectives import describe_machine, make_groups
 from megalite.profiling.run import fit_cluster
@@ -166,4 +166,5 @@ def test_tables_have_a_row_per_measurement_and_shares_of_peaks() -> None:
     assert memory[-1].split()[:2] == ["adam", str(last.elements)] and memory[-1].endswith(
         f"{last.bytes_per_second / base.accelerator.memory_bandwidth:.0%}"
     )
+    assert rate(999.6e9, "F") == "1000 GF" and duration(1234.0) == "1234 s"
     assert constants[0].startswith("Cluster x: ") and mark[0].startswith("* 1 of ")

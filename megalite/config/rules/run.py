@@ -140,10 +140,14 @@ def _unreached_saves(c: Settings) -> Findings:
         yield f"{{keep_every}} is not a multiple of {{save_interval}}: few of its steps are saved; use e.g. --keep-every {works}"
 
 
-def _one_slash(c: Settings) -> Findings:
-    scheme, found, path = (c.save or "").partition(":/")
-    if found and scheme in ("s3", "gs", "gcs", "az", "abfs") and not path.startswith("/"):
-        yield f"{{save}} is a folder on this machine; give an address as --save {scheme}://{path}"
+def _stores(c: Settings) -> Findings:
+    for name in ("save", "run_dir", "tensorboard_dir", "export_hf"):
+        scheme, found, path = (getattr(c, name) or "").partition(":/")
+        if found and scheme in ("s3", "gs", "gcs", "az", "abfs"):
+            if name != "save":
+                yield f"{{{name}}} must be a folder on this machine, such as runs/1; checkpoints go to --save {scheme}://..."
+            elif not path.startswith("/"):
+                yield f"{{save}} is a folder on this machine; give an address as --save {scheme}://{path}"
 
 
 CHECKPOINT: tuple[Check, ...] = (
@@ -171,7 +175,7 @@ CHECKPOINT: tuple[Check, ...] = (
         }
     ),
     _unreached_saves,
-    _one_slash,
+    _stores,
 )
 
 

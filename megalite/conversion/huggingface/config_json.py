@@ -104,8 +104,7 @@ class ModelFile:
     def optional_integer(self, name: str, default: int | None = None, *, limit: int = (1 << 31) - 1) -> int | None:
         value = self.values.get(name, default)
         ok = value is None or (type(value) is int and 1 <= value <= limit)
-        found: int | None = self._checked(name, value, ok, f"a whole number from 1 to {limit}")
-        return found
+        return self._checked(name, value, ok, f"a whole number from 1 to {limit}")
 
     def layers(self, name: str) -> int:
         return self.integer(name, limit=MAX_LAYERS)

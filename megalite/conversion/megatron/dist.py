@@ -226,8 +226,7 @@ def _dtype(properties: CallRecord) -> torch.dtype:
         found = properties.state[0]
     if not isinstance(found, Name) or found.name not in _DTYPES:
         raise ValueError(f"a {type(found).__name__} is no dtype")
-    dtype: torch.dtype = _DTYPES[found.name]
-    return dtype
+    return _DTYPES[found.name]
 
 
 def _place(info: CallRecord) -> Place:

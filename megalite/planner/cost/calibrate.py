@@ -66,11 +66,6 @@ class Machine(NamedTuple):
     cluster: Cluster
     stack: SoftwareStack
 
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        """All constants that can be fitted."""
-        return tuple(PRIORS)
-
     def value(self, name: str) -> float:
         return float(getattr(self.cluster.efficiency if name in _EFFICIENCIES else self.stack, name))
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from megalite.config.batch import microbatch_counts
-from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig, cache_by_object
@@ -73,7 +72,8 @@ class Workload:
     experts: Number = _of(lambda c: c.model.num_experts or 0)  # E of a MoE layer
     topk: Number = _of(lambda c: c.model.moe_router_topk * rows_per_choice(c))  # experts per token, after capacity
     expert_ffn: Number = _of(lambda c: c.model.expert_ffn_size)
-    linear: Number = _of(lambda c: _linear_share(c.model))  # share of layers with linear attention
+    # Share of layers with linear attention.
+    linear: Number = _of(lambda c: sum(map(c.model.is_linear_layer, range(c.model.num_layers))) / c.model.num_layers)
     linear_channels: Number = _of(lambda c: c.model.linear_channels[1])  # projected for linear attention
     linear_values: Number = _of(lambda c: c.model.linear_num_value_heads)  # its value heads
     linear_value_size: Number = _of(lambda c: c.model.linear_value_head_dim)
@@ -143,10 +143,6 @@ def _message_share(config: RunConfig) -> float:
     elements = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size
     width = ELEMENT_BYTES[config.training.precision]
     return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
-
-
-def _linear_share(model: ModelConfig) -> float:
-    return sum(map(model.is_linear_layer, range(model.num_layers))) / model.num_layers
 
 
 def _keys(config: RunConfig) -> float:

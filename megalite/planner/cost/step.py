@@ -54,7 +54,6 @@ class _DataParallel:
 
     config: RunConfig
     stages: tuple[StagePlan, ...]
-    costs: Sequence[StageCost]
     run: Run
     microbatches: int
     cluster: Cluster
@@ -264,7 +263,7 @@ class Prediction:
         timing = self._timing = simulator_costs(costs, config, rates.links_of(config, cluster))
         run = self._run = self._clock.run(timing)
         self.timeline = run.timeline  # of the step, or of a shorter one if it was extrapolated
-        ranks = _DataParallel(config, plans, costs, run, count, cluster, stack).ranks()
+        ranks = _DataParallel(config, plans, run, count, cluster, stack).ranks()
         # The norm's all-reduce over the world makes all ranks wait for all gradients before the update.
         world = group_sizes(config)["world"]
         norm = float(rates.collective_seconds("all-reduce", 8.0, world, 1.0, cluster))

@@ -62,7 +62,7 @@ def test_text_has_a_line_per_layout(plan: Plan) -> None:
 
 
 def test_page_is_standalone(plan: Plan) -> None:
-    timeline = drawn_timeline(plan.candidates[0], plan.cluster, plan.stack)
+    timeline = drawn_timeline(plan.candidates[0], plan.cluster)
     whole = WholeRun(tokens=300e9, gpu_hour_price=2.0)
     page = html_page(plan_data(plan, whole), timeline)
     assert re.findall(r"(?:src|href)=", page) == [] and "http" not in page.replace("http://www.w3.org/2000/svg", "")
