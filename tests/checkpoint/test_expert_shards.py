@@ -10,17 +10,12 @@ from megalite.models.shapes import stage_shapes
 from megalite.training import state_tensors
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, Z1, Runner, build, tiny_config
+from tests.support.tiny import LLAMA, Z1, Runner, build, tiny_config, words
 
-MOE: dict[str, Any] = {
-    **LLAMA,
-    "num_layers": 2,
-    "num_experts": 4,
-    "moe_first_dense_layers": 1,
-    "moe_ffn_hidden_size": 16,
-    "moe_shared_expert_intermediate_size": 8,
-    "precision": "bf16",
-}
+MOE: dict[str, Any] = LLAMA | words(
+    "num_layers=2 num_experts=4 moe_first_dense_layers=1 moe_ffn_hidden_size=16 moe_shared_expert_intermediate_size=8 "
+    "precision=bf16"
+)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "ep2-edp2-zero": (4, {"dp": 4, "ep": 2, **Z1}),

@@ -9,7 +9,7 @@ import pytest
 from megalite.cli.model_commands import EVALUATE
 from megalite.conversion.native import write_native
 from megalite.data.token_files import encode_side_file
-from tests.conversion.samples import GPT, MadeUp, byte_tokenizer
+from tests.conversion.samples import BYTES, GPT, MadeUp, byte_tokenizer
 from tests.data.token_files import write_by_layout
 
 Captured = pytest.CaptureFixture[str]
@@ -25,16 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.txt").write_text(TEXT)
     (folder / "a.jsonl").write_text(json.dumps({"content": TEXT}) + "\n")
     symbols = json.loads((folder / "vocabulary" / "vocab.json").read_text())
-    order = {index: number for number, index in enumerate(_bytes_in_order())}
-    ids = [order[byte] for byte in TEXT.encode()]
+    ids = [BYTES.index(byte) for byte in TEXT.encode()]
     write_by_layout(folder / "a", [[*ids, symbols["<|endoftext|>"]]])
     return folder
-
-
-def _bytes_in_order() -> list[int]:
-    """Return the bytes in the order of `byte_tokenizer`."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [*printable, *(byte for byte in range(256) if byte not in printable)]
 
 
 def evaluate(folder: Path, *words: str | Path) -> int:

@@ -1,7 +1,5 @@
 """Registries: import by name, registration by users, errors for unknown names."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,16 +8,6 @@ from megalite.config.compute import KERNELS
 from megalite.config.errors import ConfigError
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.registry import Registry
-
-
-def test_unnamed_entries_are_not_imported() -> None:
-    code = (
-        "import sys; from megalite.data_parallel.strategy import strategy_class; from megalite.config.describe import replace; from megalite.config.run import RunConfig; strategy_class(replace(RunConfig(), dp_strategy='gossip')); "
-        "print([n for n in sys.modules if n.startswith('megalite.data_parallel.')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "data_parallel.local_sgd" in done.stdout
-    assert "data_parallel.codec" not in done.stdout and "data_parallel.server" not in done.stdout
 
 
 def test_user_registration() -> None:

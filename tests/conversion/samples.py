@@ -18,61 +18,34 @@ from megalite.conversion.weights import Weights, parameter_shapes
 from megalite.tokenizers.build import build_tokenizer
 from megalite.training.saving import save
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
+from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config, words
 
 VOCAB = 301  # more than the 257 ids of `byte_tokenizer`, and no multiple of 8
 
 GPT: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB}
 GPT |= {"make_vocab_size_divisible_by": 8, "seq_length": 24}
-LLAMA: dict[str, Any] = {
-    **GPT,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "num_query_groups": 2,
-    "ffn_hidden_size": 48,
-    "add_bias_linear": False,
-    "tie_embeddings": False,
-}
+LLAMA: dict[str, Any] = GPT | words(
+    "position_embedding_type=rope normalization=RMSNorm activation=swiglu num_query_groups=2 ffn_hidden_size=48 "
+    "add_bias_linear=false tie_embeddings=false"
+)
 EXPERTS: dict[str, Any] = {**LLAMA, "num_experts": 4}
-ROUTING: dict[str, Any] = {
-    "num_experts": 8,
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_topk_scaling_factor": 1.5,
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-}
+ROUTING: dict[str, Any] = words(
+    "num_experts=8 moe_router_topk=4 moe_router_score_function=sigmoid moe_router_enable_expert_bias "
+    "moe_router_num_groups=4 moe_router_group_topk=2 moe_router_topk_scaling_factor=1.5 "
+    "moe_shared_expert_intermediate_size=24 moe_shared_expert_gate"
+)
 """DeepSeek-V3's router and Qwen2's gate, over `EXPERTS`."""
 
 
-SINKS: dict[str, Any] = {
-    **EXPERTS,
-    "softmax_type": "learnable",
-    "add_bias_linear": True,
-    "moe_add_bias_linear": True,
-    "activation": "quick_geglu",
-    "activation_func_clamp_value": 7.0,
-    "glu_linear_offset": 1.0,
-    "rope_scaling": "yarn",
-    "rope_scaling_factor": 32.0,
-    "rope_original_max_positions": 4096,
-    "rope_truncate": False,
-}
+SINKS: dict[str, Any] = EXPERTS | words(
+    "softmax_type=learnable add_bias_linear moe_add_bias_linear activation=quick_geglu activation_func_clamp_value=7.0 "
+    "glu_linear_offset=1.0 rope_scaling=yarn rope_scaling_factor=32.0 rope_original_max_positions=4096 "
+    "rope_truncate=false"
+)
 """Settings of gpt-oss."""
-LATENT: dict[str, Any] = {
-    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
-    "multi_latent_attention": True,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "qk_norm": True,
-}
+LATENT: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != "num_query_groups"} | words(
+    "multi_latent_attention q_lora_rank=20 kv_lora_rank=12 qk_head_dim=8 qk_pos_emb_head_dim=4 v_head_dim=6 qk_norm"
+)
 YARN: dict[str, Any] = {"rope_scaling": "yarn", "rope_scaling_factor": 40.0, "rope_original_max_positions": 4096}
 YARN |= {"rope_mscale": 0.7, "rope_mscale_all_dim": 0.9}
 
@@ -117,11 +90,14 @@ class MadeUp(Weights):
         return values.to(self._dtype)
 
 
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = [*PRINTABLE, *(byte for byte in range(256) if byte not in PRINTABLE)]
+"""Bytes in the order of `byte_tokenizer`'s ids."""
+
+
 def byte_tokenizer(folder: Path) -> list[Path]:
     """Write vocab.json and merges.txt of a byte-level BPE without merges: 256 bytes and the end of document."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = [chr(byte) for byte in printable] + [chr(256 + k) for k in range(len(others))]
+    symbols = [chr(byte) for byte in PRINTABLE] + [chr(256 + k) for k in range(256 - len(PRINTABLE))]
     folder.mkdir(parents=True, exist_ok=True)
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     vocab.write_text(json.dumps({token: i for i, token in enumerate([*symbols, "<|endoftext|>"])}))

@@ -21,6 +21,7 @@ from megalite.training.saving import save
 from tests.conversion.huggingface.models import saved, saved_in_four_bits
 from tests.models.test_families import FAMILIES, Family, their_model
 from tests.support.ranks import RankContext, run_ranks
+from tests.support.state import silent
 from tests.support.tiny import Runner, assemble, build, local_parts, tiny_config
 
 FOUR_LAYERS = {"num_hidden_layers": 4, "max_position_embeddings": 16}
@@ -35,10 +36,6 @@ def folder_of(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tu
     their_model(KINDS[kind]).to(dtype).save_pretrained(folder)
     model = HuggingFaceWeights(folder).model
     return folder, {**asdict(model), "make_vocab_size_divisible_by": 8, "seq_length": 16, "load": f"hf:{folder}"}
-
-
-def silent(line: str) -> None:
-    """Discard log lines."""
 
 
 SLICED = ("gpt2", "llama2", "qwen2-moe", "gpt-oss", "phi3-window", "glm4-moe-groups", "deepseek-v3")

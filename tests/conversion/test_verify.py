@@ -12,6 +12,7 @@ from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_hu
 from megalite.conversion.verify import Rounded, Verification, verify
 from megalite.conversion.weights import ConversionError, Repadded, Wrapped
 from tests.conversion.samples import EXPERTS, GPT, LLAMA, MadeUp
+from tests.support.state import silent
 
 QKV = "layers.1.attention.qkv.weight"
 
@@ -27,11 +28,7 @@ class Changed(Wrapped):
 
 
 def compared(source: Any, target: Any, *, use_stock: bool = False) -> Verification:
-    return verify(source, target, log=ignore_line, use_stock=use_stock)
-
-
-def ignore_line(line: str) -> None:
-    """Ignore log lines."""
+    return verify(source, target, log=silent, use_stock=use_stock)
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from megalite.cli import main as program
 from megalite.config.files import level_from_text
 from megalite.config.merge import merge
 from megalite.data.indexed_dataset import IndexedDataset
+from tests.docs.execution import run_script
 from tests.e2e.commands import commands_in
 from tests.e2e.programs import REPOSITORY
 
@@ -30,7 +29,7 @@ def test_commands_run_in_order(
     Path("corpus").mkdir()
     builder = str(REPOSITORY / "examples" / "quickstart" / "build_corpus.py")
     size = ["--max-megabytes", "0.5"]
-    subprocess.run([sys.executable, builder, "--output", "corpus/a.jsonl", *size], check=True)
+    assert run_script([builder, "--output", "corpus/a.jsonl", *size]) == 0
     lines = Path("corpus/a.jsonl").read_text().splitlines(keepends=True)
     Path("corpus/a.jsonl").write_text("".join(lines[:40]))
     Path("corpus/b.jsonl").write_text("".join(lines[40:]))

@@ -24,7 +24,7 @@ from megalite.data.indexed_dataset import (
     token_dtype,
     write_documents,
 )
-from tests.data.token_files import blocks_of, write_by_layout
+from tests.data.token_files import blocks_of, change, write_by_layout
 
 DOCUMENTS = [[1, 2, 3], [65000], [], [7, 8, 9, 10, 11], [12, 13]]
 
@@ -44,12 +44,6 @@ def test_read_documented_layout(prefix: Path) -> None:
     assert dataset[-1].tolist() == [12, 13]
     with pytest.raises(IndexError, match="sequence 4 of 4"):
         dataset[4]
-
-
-def change(path: Path, offset: int, fmt: str, value: int) -> None:
-    data = bytearray(path.read_bytes())
-    struct.pack_into(fmt, data, offset, value)
-    path.write_bytes(data)
 
 
 def no_document_index(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small corpora as token files."""
 
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def distinct_documents(lengths: list[int]) -> list[list[int]]:
 def blocks_of(documents: Iterable[list[int]]) -> Iterator[tuple[NDArray, list[int]]]:
     """Input of `write_documents`: each document is a block."""
     return ((np.array(document, dtype=np.int64), [len(document)]) for document in documents)
+
+
+def change(path: Path | str, offset: int, fmt: str, value: int) -> None:
+    """Overwrite one number of a file."""
+    data = bytearray(Path(path).read_bytes())
+    struct.pack_into(fmt, data, offset, value)
+    Path(path).write_bytes(data)

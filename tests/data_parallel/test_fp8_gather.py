@@ -70,17 +70,7 @@ CASES: list[tuple[int, Settings]] = [
     # With one tensor per bucket, both runs have the same buckets, so the norm's sum has the same order.
     (2, {**Z1, "ddp_bucket_size": 1}),
     (4, {**Z1, **TP2, "shard_gradients": True, "main_params": "split", "ddp_bucket_size": 1}),
-    (
-        4,
-        {
-            **Z1,
-            "pp": 2,
-            "num_layers": 4,
-            "overlap_param_gather": False,
-            "sanitize_communication": True,
-            "ddp_bucket_size": 1,
-        },
-    ),
+    (4, Z1 | words("pp=2 num_layers=4 overlap_param_gather=false sanitize_communication ddp_bucket_size=1")),
 ]
 
 

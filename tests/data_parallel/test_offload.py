@@ -19,7 +19,7 @@ from tests.data_parallel.test_split_main import WHOLE, assert_resumed_alike
 from tests.data_parallel.toy import SHAPES, trajectory
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.state import hashes, interrupted
-from tests.support.tiny import Z1, Runner, build, tiny_config
+from tests.support.tiny import Z1, Runner, build, tiny_config, words
 
 HOST: dict[str, Any] = {"optimizer_cpu_offload": True}
 HALF: dict[str, Any] = {**HOST, "optimizer_offload_fraction": 0.5}
@@ -81,17 +81,7 @@ CLIPPED: dict[str, Any] = {"ema_decay": 0.6, "qk_clip": True, "qk_clip_threshold
 MODELS: list[tuple[int, dict[str, Any]]] = [
     (1, {"precision": "fp32", "optimizer": "sgd", **CLIPPED, "eval_ema": True}),
     (2, {"tp": 2, "precision": "bf16", "optimizer": "lamb", **CLIPPED}),
-    (
-        2,
-        {
-            "dp": 2,
-            "dp_strategy": "fully-sharded",
-            "precision": "bf16",
-            "optimizer": "muon",
-            **CLIPPED,
-            "eval_ema": True,
-        },
-    ),
+    (2, words("dp=2 dp_strategy=fully-sharded precision=bf16 optimizer=muon eval_ema") | CLIPPED),
 ]
 
 

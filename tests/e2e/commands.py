@@ -5,7 +5,6 @@ A command is a line `$ ...` in a ```console or ```bash block; a trailing backsla
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,22 +193,14 @@ def _check_script(script: str, words: Sequence[str]) -> None:
 
 
 def runnable(command: Command) -> list[str]:
-    """Return a cheap command with this interpreter's programs.
+    """Return the words of a cheap command of `megalite`.
 
     A config with a tokenizer made by an earlier command of the page gets the size of its vocabulary instead."""
-    program, *rest = command.words
-    if program == "megalite":
-        rest = ["-m", "megalite.cli.main", *rest]
-    elif program in LAUNCHERS:
-        _check_launcher(rest)
-    elif program.endswith(".py"):
-        rest = [program, *rest]
-    else:
-        assert program in ("python", "python3"), command
-    if "--dry-run" in rest and (program != "megalite" or command.words[1] == "train"):
-        flags = rest[rest.index("train") + 1 :] if program == "megalite" else rest[1:]
-        config = parse_arguments(flags).config
+    program, *words = command.words
+    assert program == "megalite", command
+    if "--dry-run" in words and words[0] == "train":
+        config = parse_arguments(words[1:]).config
         tokenizer = config.data.tokenizer_model
         if config.model.vocab_size is None and tokenizer and not (REPOSITORY / tokenizer).exists():
-            rest += ["--vocab-size", "2048"]
-    return [sys.executable, *rest]
+            words += ["--vocab-size", "2048"]
+    return words

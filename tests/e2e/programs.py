@@ -97,10 +97,6 @@ def train_command(ranks: int, *flags: str | Path) -> list[str | Path]:
     return [*launch, "pretrain_gpt.py", *flags]
 
 
-def train(ranks: int, *flags: str | Path, seconds: float = 90) -> Outcome:
-    return run(*train_command(ranks, *flags), seconds=seconds)
-
-
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]

@@ -11,7 +11,8 @@ from megalite.config import files
 from megalite.config.validate import require_startable, validate
 from tests.docs.execution import in_process
 from tests.e2e.commands import Command, all_commands, check, commands_in, runnable
-from tests.e2e.programs import REPOSITORY, run
+from tests.e2e.forked import train_forked
+from tests.e2e.programs import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 
@@ -58,10 +59,10 @@ def test_command_has_valid_flags(command: Command) -> None:
 @pytest.mark.parametrize("command", CHEAP, ids=name_of)
 def test_cheap_command_runs(command: Command) -> None:
     words = runnable(command)
-    if words[1:3] == ["-m", "megalite.cli.main"] and "--import" not in words:  # plugins would stay imported here
-        outcome = in_process(megalite, words[3:])
+    if "--import" in words:  # plugins would stay imported here
+        outcome = train_forked(1, *words, command="megalite.cli.main:main")
     else:
-        outcome = run(*words)
+        outcome = in_process(megalite, words)
     assert outcome.status == 0, outcome.err
     assert len(outcome.out) > 100
     assert outcome.err == ""

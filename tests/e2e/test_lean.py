@@ -42,3 +42,5 @@ def test_stack_is_short_and_imports_are_few() -> None:
     assert found["collector"] == [True, True, 0], "torch is imported without collections, and later ones skip it"
     optimizers = {name.rpartition(".")[2] for name in modules if name.startswith("megalite.optimizers.")}
     assert optimizers == {"base", "adam", "schedules"}, "others are imported if a config names them"
+    strategies = {"local_sgd", "fully_sharded", "codec", "onebit", "server"}
+    assert not strategies & {name.removeprefix("megalite.data_parallel.") for name in modules}

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from megalite.config import files
 from megalite.config.flags import parse_arguments
 from tests.docs.execution import in_process, run_script
 from tests.e2e.forked import train_forked
-from tests.e2e.programs import MODEL, REPOSITORY, TRAINING, Corpus, Outcome, losses, records, train
+from tests.e2e.programs import MODEL, REPOSITORY, TRAINING, Corpus, Outcome, losses, records
 
 pytestmark = pytest.mark.e2e
 
@@ -38,15 +36,11 @@ class Runs:
     """One process, uninterrupted."""
     first_half: Outcome
     second_half: Outcome
-    whole_began: float
-    """Time at which the last run was started."""
 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs of all tests below; the last is started as users do.
-
-    (`test_kill` and the sweeps also train under torchrun.)"""
+    """The runs of all tests below."""
     folder = tmp_path_factory.mktemp("runs")
     switched, shrunk, whole = folder / "switched", folder / "shrunk", folder / "whole"
 
@@ -58,9 +52,8 @@ def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     shutil.copytree(switched, shrunk)
     second_half = train_forked(4, *words(switched, *SECOND)).require_success()
     train_forked(1, *words(shrunk)).require_success()
-    began = time.time()
-    train(1, *words(whole)).require_success()
-    return Runs(switched, shrunk, whole, first_half, second_half, began)
+    train_forked(1, *words(whole)).require_success()
+    return Runs(switched, shrunk, whole, first_half, second_half)
 
 
 def test_validation_loss_is_continuous_at_the_switch(runs: Runs) -> None:
@@ -107,14 +100,6 @@ def test_run_folder_contents(runs: Runs, corpus: Corpus) -> None:
     assert (runs.switched / "checkpoints" / latest / "manifest.json").is_file()
 
     assert [row["step"] for row in records(runs.switched, "valid")] == [0, 2, 4, 4, 6, 8]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it counts from the imports before torch")
-def test_goodput_counts_from_process_start(runs: Runs) -> None:
-    (session,) = json.loads((runs.whole / "sessions.json").read_text())["sessions"]
-    # The kernel counts in hundredths of a second; importing torch takes more than one.
-    assert -0.05 < session["started"] - runs.whole_began < 0.5
-    assert session["seen"] - session["started"] >= session["startup_seconds"] > 0.5
 
 
 def test_tensorboard_holds_the_metrics(runs: Runs) -> None:

@@ -1,5 +1,6 @@
 """Examples of preprocessing on several machines, run here in sequence; merged parts equal one machine's output."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from megalite.cli.main import main
+from tests.docs.execution import run_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/preprocess"
@@ -22,14 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = folder / "bin" / "megalite"
     program.write_text(f'#!/bin/bash\nexec {sys.executable} -m megalite.cli.main "$@"\n')
     program.chmod(0o755)
-    builder = [sys.executable, ROOT / "examples/quickstart/build_corpus.py", "--max-megabytes", "0.2"]
-    subprocess.run([*builder, "--output", folder / "corpus" / "a.jsonl"], check=True)
+    builder = [str(ROOT / "examples/quickstart/build_corpus.py"), "--max-megabytes", "0.2"]
+    assert run_script([*builder, "--output", str(folder / "corpus" / "a.jsonl")]) == 0
     lines = (folder / "corpus" / "a.jsonl").read_text().splitlines(keepends=True)
     (folder / "corpus" / "b.jsonl").write_text("".join(lines[: len(lines) // 3]))
     trained = ("--input", "corpus", "--output-prefix", "tokenizer", "--vocab-size", "384")
-    said(folder, "megalite", "train-tokenizer", *trained)
     common = ("--input", "corpus/", "--tokenizer-model", "tokenizer.model", "--append-eod")
-    said(folder, "megalite", "preprocess", *common, "--output-prefix", "whole")
+    with contextlib.chdir(folder):
+        assert main(["train-tokenizer", *trained]) == 0
+        assert main(["preprocess", *common, "--output-prefix", "whole"]) == 0
     return folder
 
 

@@ -8,45 +8,34 @@ from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
 from megalite.topology.topology import Topology
 from tests.models.stages import build
-from tests.support.tiny import LATENT, LLAMA, tiny_config
+from tests.support.tiny import LATENT, LLAMA, rows_of, tiny_config
 
 PROMPT = [5, 17, 60, 3]
 PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, with one repeated
 VOCAB = 93
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": LLAMA,
-    "gpt-dropout": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
-    "one group": {**LLAMA, "num_query_groups": 1, "qk_norm": True},
-    "mistral": {**LLAMA, "sliding_window": 3},
-    "qwen3": {**LLAMA, "qk_norm": True},
-    "gemma": {**LLAMA, "activation": "geglu_tanh", "scale_embeddings": True, "norm_zero_centered": True},
-    "gemma2": {
-        **LLAMA,
-        "sliding_window": 3,
-        "window_attn_skip_freq": [2],
-        "post_norms": True,
-        "softmax_scale": 0.5,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "gemma3": {**LLAMA, "sliding_window": 3, "window_attn_skip_freq": [3], "qk_norm": True, "rotary_base_local": 50.0},
-    "olmo2": {
-        **LLAMA,
-        "qk_norm": True,
-        "qk_norm_all_heads": True,
-        "no_rope_freq": [2],
-        "pre_norms": False,
-        "post_norms": True,
-    },
-    "sinks": {**LLAMA, "sliding_window": 3, "window_attn_skip_freq": [2], "softmax_type": "learnable"},
-    "latent": LATENT,
-    "latent, sinks": {**LATENT, "softmax_type": "off-by-one"},
-    "latent, no norm": {**LATENT, "q_lora_rank": None, "qk_norm": False, "sliding_window": 3, "softmax_scale": 0.3},
-    "mixtral": {**LLAMA, "num_experts": 4, "moe_expert_capacity_factor": 1.0},
-    "deepseek": {**LLAMA, "num_experts": 4, "moe_first_dense_layers": 1, "moe_shared_expert_intermediate_size": 16},
-}
+FAMILIES = rows_of(
+    """
+gpt: GPT
+llama: LLAMA
+gpt-dropout: hidden_dropout=0.5 attention_dropout=0.5
+one group: LLAMA num_query_groups=1 qk_norm
+mistral: LLAMA sliding_window=3
+qwen3: LLAMA qk_norm
+gemma: LLAMA activation=geglu_tanh scale_embeddings norm_zero_centered
+gemma2: LLAMA sliding_window=3 window_attn_skip_freq=[2] post_norms softmax_scale=0.5 attn_logit_softcapping=2.0
+  final_logit_softcapping=3.0
+gemma3: LLAMA sliding_window=3 window_attn_skip_freq=[3] qk_norm rotary_base_local=50.0
+olmo2: LLAMA qk_norm qk_norm_all_heads no_rope_freq=[2] pre_norms=false post_norms
+sinks: LLAMA sliding_window=3 window_attn_skip_freq=[2] softmax_type=learnable
+latent: LATENT
+latent, sinks: LATENT softmax_type=off-by-one
+latent, no norm: LATENT q_lora_rank=null qk_norm=false sliding_window=3 softmax_scale=0.3
+mixtral: LLAMA num_experts=4 moe_expert_capacity_factor=1.0
+deepseek: LLAMA num_experts=4 moe_first_dense_layers=1 moe_shared_expert_intermediate_size=16
+""",
+    {"GPT": {}, "LLAMA": LLAMA, "LATENT": LATENT},
+)
 
 
 def stage_of(settings: dict[str, Any], topology: Topology | None = None) -> GPTStage:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.compute import ALL_OPERATIONS, KERNELS, OPERATIONS, kernel_requests, unknown_kernels
+from megalite.config.compute import KERNELS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
 from megalite.kernels.delta_rule import delta_scan
@@ -142,13 +142,6 @@ def test_backend_can_be_requested_for_all_operations(all_backends: None) -> None
         "kernels: not apex but torch for swiglu, geglu, matmul (it has none); torch for rmsnorm (it supports float32, not "
         "bfloat16); torch for rmsnorm (it takes sizes up to 4096)"
     )
-
-
-def test_unavailable_backend_for_all_operations_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^kernels: apex cannot be used: apex needs a CUDA device, not cpu; remove it$"
-    ):
-        Kernels({ALL_OPERATIONS: "apex"}).check(CPU)
 
 
 def test_unsupported_use_of_a_requested_kernel_is_an_error(all_backends: None) -> None:

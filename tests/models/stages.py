@@ -14,6 +14,7 @@ from megalite.models.shapes import StageLayers
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.topology.group import Group
 from megalite.topology.topology import Topology
+from tests.support.tiny import words
 
 S, B = 10, 2
 GPT = ModelConfig(
@@ -27,17 +28,11 @@ GPT = ModelConfig(
 )
 LLAMA = dataclasses.replace(
     GPT,
-    num_query_groups=2,
-    kv_channels=6,
-    ffn_hidden_size=20,
-    max_position_embeddings=None,
-    position_embedding_type="rope",
-    rotary_base=50.0,
-    normalization="RMSNorm",
-    activation="swiglu",
-    add_bias_linear=False,
-    tie_embeddings=False,
-    norm_epsilon=1e-3,
+    **words(
+        "num_query_groups=2 kv_channels=6 ffn_hidden_size=20 max_position_embeddings=null position_embedding_type=rope "
+        "rotary_base=50.0 normalization=RMSNorm activation=swiglu add_bias_linear=false tie_embeddings=false "
+        "norm_epsilon=1e-3"
+    ),
 )
 
 

@@ -25,7 +25,7 @@ from megalite.partition.stages import StagePlan
 from megalite.pipeline.ir.schedule import live_units
 from megalite.training.replica import Precision, build_stages
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Runner, build, tiny_config, words
 
 WITHIN = 0.02
 S, B, H, A = 64, 2, 256, 8
@@ -41,42 +41,20 @@ GPT: dict[str, Any] = {
     "micro_batch_size": B,
     "precision": "bf16",
 }
-LLAMA: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "ffn_hidden_size": 512,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-}
-MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 256,
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.1,
-    "add_bias_linear": False,
-}
-LATENT: dict[str, Any] = {
-    **LLAMA,
-    "multi_latent_attention": True,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 32,
-    "qk_norm": True,
-}
-NEXT: dict[str, Any] = {
-    **LLAMA,
-    "num_layers": 2,
-    "num_query_groups": 2,
-    "attention_output_gate": True,
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": [2],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 48,
-}
+LLAMA: dict[str, Any] = words(
+    "normalization=RMSNorm activation=swiglu ffn_hidden_size=512 add_bias_linear=false position_embedding_type=rope"
+)
+MOE: dict[str, Any] = words(
+    "num_experts=4 moe_ffn_hidden_size=256 moe_aux_loss_coeff=0.1 moe_z_loss_coeff=0.1 add_bias_linear=false"
+)
+LATENT: dict[str, Any] = LLAMA | words(
+    "multi_latent_attention q_lora_rank=96 kv_lora_rank=64 qk_head_dim=32 qk_pos_emb_head_dim=16 v_head_dim=32 qk_norm"
+)
+NEXT: dict[str, Any] = LLAMA | words(
+    "num_layers=2 num_query_groups=2 attention_output_gate experimental_attention_variant=gated_delta_net "
+    "linear_attention_freq=[2] linear_num_key_heads=4 linear_num_value_heads=8 linear_key_head_dim=32 "
+    "linear_value_head_dim=48"
+)
 TP2, SP = {"tp": 2}, {"sequence_parallel": True}
 
 
@@ -269,18 +247,10 @@ def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
     }
 
 
-PIPELINE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "precision": "bf16",
-    "micro_batch_size": 2,
-    "global_batch_size": 6,
-    "pp": 2,
-    "pipeline_schedule": "1f1b",
-    "pipeline_layers": [2, 2],
-    **DROPOUT,
-}
+PIPELINE: dict[str, Any] = DROPOUT | words(
+    "num_layers=4 hidden_size=256 num_attention_heads=8 precision=bf16 micro_batch_size=2 global_batch_size=6 pp=2 "
+    "pipeline_schedule=1f1b pipeline_layers=[2,2]"
+)
 
 
 @pytest.mark.parametrize(

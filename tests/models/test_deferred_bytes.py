@@ -11,15 +11,12 @@ from megalite.partition.activations import deferred_bytes
 from megalite.tensor_parallel.parameter import DeferredWeightGradients, attach_deferred
 from tests.models.test_activation_bytes import GPT, LATENT, S, layers_alone, settled
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LLAMA, tiny_config
+from tests.support.tiny import LLAMA, tiny_config, words
 
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_router_topk": 4,
-    "add_bias_linear": False,
-    "moe_ffn_hidden_size": 192,
-    "moe_shared_expert_intermediate_size": 128,
-}  # all experts for each token, so that their numbers of rows are known
+EXPERTS: dict[str, Any] = words(
+    "num_experts=4 moe_router_topk=4 add_bias_linear=false moe_ffn_hidden_size=192 "
+    "moe_shared_expert_intermediate_size=128"
+)  # all experts for each token, so that their numbers of rows are known
 
 
 def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tuple[int, int]:

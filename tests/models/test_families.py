@@ -21,6 +21,7 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.families import FAMILIES as CONVERTED
 from megalite.models.gpt import GPTStage
 from tests.models.stages import B, S, build, named, varied
+from tests.support.tiny import rows_of
 
 VOCAB = 37
 SMALL: dict[str, Any] = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -64,116 +65,87 @@ def rope(base: float, kind: str = "default", **more: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": base, "rope_type": kind, **more}}
 
 
+def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
+    """RoPE of layers with full attention, and of those with a window."""
+    kinds = {"full_attention": full, "sliding_attention": sliding}
+    return {"rope_parameters": {kind: each["rope_parameters"] for kind, each in kinds.items()}}
+
+
 GPT2: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 16, "n_positions": 12, "vocab_size": VOCAB}
 GPT2 |= {"attn_implementation": "eager", "bos_token_id": None, "eos_token_id": None}
 GROUPED = {"num_query_groups": 2, "ffn_hidden_size": 20}
 # With heads of 16, a base of 50 and 30 original positions: one frequency is kept, three are mixed, four slowed in full.
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILIES = {
-    "gpt2": Family("gpt2-124m", {}, "GPT2", {**GPT2, "activation_function": "gelu_new"}),
-    "gpt3": Family("gpt3-1.3b", {"activation": "gelu"}, "GPT2", {**GPT2, "activation_function": "gelu"}),
-    "llama2": Family(
-        "llama2-7b",
-        {"num_query_groups": 4, "ffn_hidden_size": 20},
-        "Llama",
-        {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, **rope(1e4)},
-    ),
-    "llama3": Family("llama3-8b", GROUPED, "Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, **rope(5e5)}),
-    "llama3.1": Family(
-        "llama3.1-8b",
-        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_original_max_positions": 30},
-        "Llama",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16, "max_position_embeddings": 40}
-        | rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
-    ),
-    "llama-dynamic": Family(
-        "llama3-8b",
-        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_scaling": "dynamic", "rope_scaling_factor": 4.0}
-        | {"rope_original_max_positions": 5},
-        "Llama",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16, "max_position_embeddings": 5}
-        | rope(50.0, "dynamic", factor=4.0),
-    ),
-    "qwen3-yarn": Family(
-        "qwen3-8b",
-        {**GROUPED, "kv_channels": 16, "rotary_base": 50.0, "rope_scaling": "yarn", "rope_scaling_factor": 4.0}
-        | {"rope_original_max_positions": 60, "rope_beta_fast": 3.0},
-        "Qwen3",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "head_dim": 16, "max_position_embeddings": 240}
-        | rope(50.0, "yarn", original_max_position_embeddings=60, factor=4.0, beta_fast=3.0),
-    ),
-    "mistral": Family(
-        "mistral-7b",
-        {**GROUPED, "sliding_window": 4},
-        "Mistral",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 4, **rope(1e4)},
-    ),
-    "qwen2": Family("qwen2-7b", GROUPED, "Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}),
-    "qwen3": Family(
-        "qwen3-8b",
-        {**GROUPED, "kv_channels": 6},
-        "Qwen3",
-        {"num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-6, **rope(1e6)},
-    ),
-    "mixtral": Family(
-        "mixtral-8x7b",
-        {**GROUPED, "num_experts": 5},
-        "Mixtral",
-        {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
-        | {"experts_implementation": "eager", **rope(1e6)},
-    ),
-    "gpt-oss": Family(
-        "gpt-oss-20b",
-        {**GROUPED, "kv_channels": 8, "num_experts": 6, "moe_router_topk": 3, "activation_func_clamp_value": 0.5}
-        | {"sliding_window": 4, "rotary_base": 50.0, "rope_original_max_positions": 6, "rope_scaling_factor": 4.0},
-        "GptOss",
-        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
-        | {"sliding_window": 4, "swiglu_limit": 0.5, "experts_implementation": "eager"}
-        | rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, truncate=False),
-    ),
-    "gemma": Family(
-        "gemma-7b",
-        {**GROUPED, "kv_channels": 6},
-        "Gemma",
-        {"num_key_value_heads": 2, "head_dim": 6, "rms_norm_eps": 1e-6, **rope(1e4)},
-    ),
-    "gemma2": Family(
-        "gemma2-9b",
-        {**GROUPED, "kv_channels": 6, "softmax_scale": 10**-0.5, "sliding_window": 4, "attn_logit_softcapping": 2.0}
-        | {"final_logit_softcapping": 3.0},
-        "Gemma2",
-        {"num_key_value_heads": 2, "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 4, **rope(1e4)}
-        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma3": Family(
-        "gemma3-27b",
-        {**GROUPED, "kv_channels": 6, "softmax_scale": 10**-0.5, "sliding_window": 4, "window_attn_skip_freq": [3]}
-        | {"rotary_base": 50.0, "rotary_base_local": 20.0},
-        "Gemma3",
-        {"num_key_value_heads": 2, "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 4}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-        | {
-            "rope_parameters": {
-                "full_attention": {"rope_theta": 50.0, "rope_type": "linear", "factor": 8.0},
-                "sliding_attention": {"rope_theta": 20.0, "rope_type": "default"},
-            }
-        },
-    ),
-    "olmo2": Family("olmo2-7b", GROUPED, "Olmo2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(5e5)}),
-    "qwen2-mixed": Family(
-        "qwen2-7b",
-        {**GROUPED, "sliding_window": 4, "window_attn_skip_freq": [0, 1, 1]},
-        "Qwen2",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, **rope(1e6)}
-        | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "smollm3": Family(
-        "llama3-8b",
-        {**GROUPED, "no_rope_freq": [2], "tie_embeddings": True},
-        "SmolLM3",
-        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "no_rope_layer_interval": 2, **rope(5e5)},
-    ),
-}
+ROWS = rows_of(
+    """
+gpt2: preset=gpt2-124m
+gpt2 there: kind=GPT2 GPT2 activation_function=gelu_new
+gpt3: preset=gpt3-1.3b activation=gelu
+gpt3 there: kind=GPT2 GPT2 activation_function=gelu
+llama2: preset=llama2-7b num_query_groups=4 ffn_hidden_size=20
+llama2 there: kind=Llama num_key_value_heads=4 rms_norm_eps=1e-5 ROPE_1E4
+llama3: preset=llama3-8b GROUPED
+llama3 there: kind=Llama PAIRS rms_norm_eps=1e-5 ROPE_5E5
+llama3.1: preset=llama3.1-8b GROUPED kv_channels=16 rotary_base=50.0 rope_original_max_positions=30
+llama3.1 there: kind=Llama PAIRS rms_norm_eps=1e-5 head_dim=16 max_position_embeddings=40 LLAMA31
+llama-dynamic: preset=llama3-8b GROUPED kv_channels=16 rotary_base=50.0 rope_scaling=dynamic rope_scaling_factor=4.0
+  rope_original_max_positions=5
+llama-dynamic there: kind=Llama PAIRS rms_norm_eps=1e-5 head_dim=16 max_position_embeddings=5 DYNAMIC
+qwen3-yarn: preset=qwen3-8b GROUPED kv_channels=16 rotary_base=50.0 rope_scaling=yarn rope_scaling_factor=4.0
+  rope_original_max_positions=60 rope_beta_fast=3.0
+qwen3-yarn there: kind=Qwen3 PAIRS rms_norm_eps=1e-6 head_dim=16 max_position_embeddings=240 YARN
+mistral: preset=mistral-7b GROUPED sliding_window=4
+mistral there: kind=Mistral PAIRS rms_norm_eps=1e-5 sliding_window=4 ROPE_1E4
+qwen2: preset=qwen2-7b GROUPED
+qwen2 there: kind=Qwen2 PAIRS rms_norm_eps=1e-6 ROPE_1E6
+qwen3: preset=qwen3-8b GROUPED kv_channels=6
+qwen3 there: kind=Qwen3 PAIRS head_dim=6 rms_norm_eps=1e-6 ROPE_1E6
+mixtral: preset=mixtral-8x7b GROUPED num_experts=5
+mixtral there: kind=Mixtral PAIRS num_local_experts=5 num_experts_per_tok=2 rms_norm_eps=1e-5
+  experts_implementation=eager ROPE_1E6
+gpt-oss: preset=gpt-oss-20b GROUPED kv_channels=8 num_experts=6 moe_router_topk=3 activation_func_clamp_value=0.5
+  sliding_window=4 rotary_base=50.0 rope_original_max_positions=6 rope_scaling_factor=4.0
+gpt-oss there: kind=GptOss PAIRS head_dim=8 num_local_experts=6 num_experts_per_tok=3 sliding_window=4 swiglu_limit=0.5
+  experts_implementation=eager OSS_YARN
+gemma: preset=gemma-7b GROUPED kv_channels=6
+gemma there: kind=Gemma PAIRS head_dim=6 rms_norm_eps=1e-6 ROPE_1E4
+gemma2: preset=gemma2-9b GROUPED kv_channels=6 SCALE sliding_window=4 attn_logit_softcapping=2.0
+  final_logit_softcapping=3.0
+gemma2 there: kind=Gemma2 PAIRS head_dim=6 query_pre_attn_scalar=10 sliding_window=4 ROPE_1E4
+  attn_logit_softcapping=2.0 final_logit_softcapping=3.0
+gemma3: preset=gemma3-27b GROUPED kv_channels=6 SCALE sliding_window=4 window_attn_skip_freq=[3] rotary_base=50.0
+  rotary_base_local=20.0
+gemma3 there: kind=Gemma3 PAIRS head_dim=6 query_pre_attn_scalar=10 sliding_window=4
+  layer_types=["sliding_attention","sliding_attention","full_attention"] GEMMA3
+olmo2: preset=olmo2-7b GROUPED
+olmo2 there: kind=Olmo2 PAIRS rms_norm_eps=1e-6 ROPE_5E5
+qwen2-mixed: preset=qwen2-7b GROUPED sliding_window=4 window_attn_skip_freq=[0,1,1]
+qwen2-mixed there: kind=Qwen2 PAIRS rms_norm_eps=1e-6 ROPE_1E6 use_sliding_window sliding_window=4 max_window_layers=1
+smollm3: preset=llama3-8b GROUPED no_rope_freq=[2] tie_embeddings
+smollm3 there: kind=SmolLM3 PAIRS rms_norm_eps=1e-5 no_rope_layer_interval=2 ROPE_5E5
+""",
+    {
+        "GPT2": GPT2,
+        "GROUPED": GROUPED,
+        "PAIRS": {"num_key_value_heads": 2},
+        "SCALE": {"softmax_scale": 10**-0.5},
+        **{f"ROPE_{base}": rope(float(base)) for base in ("1E4", "5E5", "1E6")},
+        "LLAMA31": rope(50.0, "llama3", original_max_position_embeddings=30, **LLAMA31),
+        "DYNAMIC": rope(50.0, "dynamic", factor=4.0),
+        "YARN": rope(50.0, "yarn", original_max_position_embeddings=60, factor=4.0, beta_fast=3.0),
+        "OSS_YARN": rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, truncate=False),
+        "GEMMA3": by_kind(rope(50.0, "linear", factor=8.0), rope(20.0)),
+    },
+)
+"""Settings of a preset, and of the same model in transformers."""
+
+
+def _family(name: str) -> Family:
+    ours, theirs = dict(ROWS[name]), dict(ROWS[f"{name} there"])
+    return Family(ours.pop("preset"), ours, theirs.pop("kind"), theirs)
+
+
+FAMILIES = {name: _family(name) for name in ROWS if not name.endswith(" there")}
 
 
 FLOAT64 = torch.float64
@@ -272,11 +244,11 @@ def both_logits(name: str, model: ModelConfig) -> tuple[Tensor, Tensor]:
     us.eval()
     with torch.no_grad():
         ours = us(TOKENS, us.context())
-    assert ours.dtype == theirs.dtype == torch.float64
     return ours.transpose(0, 1)[..., :VOCAB], theirs
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.dtype == theirs.dtype == torch.float64
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 

@@ -12,17 +12,15 @@ from megalite.models.context import KeyValueCache
 from megalite.models.shapes import is_hidden_matrix, layer_forward_flops
 from megalite.topology.group import Group
 from tests.models.stages import LLAMA, build, named, varied
+from tests.support.tiny import words
 
 NEXT: ModelConfig = varied(
     LLAMA,
-    attention_output_gate=True,
-    experimental_attention_variant="gated_delta_net",
-    linear_attention_freq=[1, 0, 1],
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=6,
-    linear_value_head_dim=8,
-    linear_conv_kernel_dim=3,
+    **words(
+        "attention_output_gate experimental_attention_variant=gated_delta_net linear_attention_freq=[1,0,1] "
+        "linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=6 linear_value_head_dim=8 "
+        "linear_conv_kernel_dim=3"
+    ),
 )
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

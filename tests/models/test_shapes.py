@@ -18,6 +18,7 @@ from megalite.models.shapes import (
     stage_shapes,
 )
 from tests.models import stages
+from tests.support.tiny import words
 
 GPT = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=100, max_position_embeddings=16)
 LLAMA = dataclasses.replace(stages.LLAMA, hidden_size=8, vocab_size=100, make_vocab_size_divisible_by=64)
@@ -140,22 +141,12 @@ def test_flops_with_a_sliding_window() -> None:
 
 
 MIXED = ModelConfig(
-    num_layers=6,
-    hidden_size=8,
-    num_attention_heads=2,
-    activation="swiglu",
-    ffn_hidden_size=40,
-    num_experts=16,
-    moe_router_topk=3,
-    moe_ffn_hidden_size=10,
-    moe_shared_expert_intermediate_size=20,
-    moe_first_dense_layers=1,
-    moe_layer_freq=2,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    add_bias_linear=False,
-    tie_embeddings=False,
-    vocab_size=128,
+    **words(
+        "num_layers=6 hidden_size=8 num_attention_heads=2 activation=swiglu ffn_hidden_size=40 num_experts=16 "
+        "moe_router_topk=3 moe_ffn_hidden_size=10 moe_shared_expert_intermediate_size=20 moe_first_dense_layers=1 "
+        "moe_layer_freq=2 normalization=RMSNorm position_embedding_type=rope add_bias_linear=false "
+        "tie_embeddings=false vocab_size=128"
+    )
 )
 MOE_LAYERS = [1, 3, 5]
 

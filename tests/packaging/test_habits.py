@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from megalite.cli.main import COMMANDS
 from tests.e2e.programs import REPOSITORY
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
@@ -100,4 +100,4 @@ def test_issue_templates_are_valid(path: Path) -> None:
     _, front, body = path.read_text(encoding="utf-8").split("---\n", 2)
     assert {"name", "about", "labels"} <= yaml.safe_load(front).keys()
     for command in re.findall(r"`megalite ([a-z-]+)`", body):
-        subprocess.run([Path(sys.executable).with_name("megalite"), command, "--help"], check=True, capture_output=True)
+        assert command in COMMANDS

@@ -12,20 +12,17 @@ from tests.parity.factors import FAMILIES, Z1, Settings, refusal, settings_of, w
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.same import require_same
-from tests.support.tiny import LATENT, NEXT, rows_of, tiny_config, whole
+from tests.support.tiny import LATENT, NEXT, rows_of, tiny_config, whole, words
 
 TWO: Settings = {"num_layers": 2}
 
-QWEN: Settings = {
-    **FAMILIES["qwen2-moe"],
-    **NEXT,
-    "add_qkv_bias": False,
-    "moe_router_pre_softmax": False,
-    "norm_zero_centered": True,
-    "qk_norm": True,
-    "rotary_percent": 0.5,
-    "kv_channels": 8,
-}
+QWEN: Settings = (
+    FAMILIES["qwen2-moe"]
+    | NEXT
+    | words(
+        "add_qkv_bias=false moe_router_pre_softmax=false norm_zero_centered qk_norm rotary_percent=0.5 kv_channels=8"
+    )
+)
 """Qwen3-Next."""
 
 GROUPS: dict[str, Settings] = {

@@ -11,45 +11,40 @@ from megalite.data_parallel import fully_sharded, zero
 from megalite.partition.memory import rank_memory
 from megalite.partition.pipeline import plan_stages
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Z1, Runner, build, rows_of, tiny_config
 
-BF16: dict[str, Any] = {"precision": "bf16"}
-FP32: dict[str, Any] = {"precision": "fp32"}
-ONEBIT: dict[str, Any] = {**FP32, "freeze_step": 1}
-CASES: dict[str, dict[str, Any]] = {
-    "all-reduce": BF16,
-    "split": {**BF16, "main_params": "split"},
-    "bf16 moments": {**BF16, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True},
-    "in host memory": {**BF16, "optimizer": "muon", "ema_decay": 0.9, "optimizer_cpu_offload": True},
-    "zero-1": {**BF16, "dp_strategy": "distributed-optimizer"},
-    "zero-2": {**BF16, "dp_strategy": "distributed-optimizer", "shard_gradients": True},
-    "zero-3": {**BF16, "dp_strategy": "fully-sharded"},
-    "server": {**FP32, "dp_strategy": "parameter-server"},
-    "sharded server": {**FP32, "dp_strategy": "sharded-parameter-server"},
-    "local-sgd": {**FP32, "dp_strategy": "local-sgd", "wire_dtype": "bf16"},
-    "asynchronous": {**FP32, "dp_strategy": "local-sgd", "sync_interval": 2, "sync_delay": 1},
-    "diloco": {**FP32, "dp_strategy": "diloco", "sync_interval": 2},
-    "choco-sgd": {**FP32, "dp_strategy": "gossip", "gossip_algorithm": "choco-sgd"},
-    "lamb": {**FP32, "optimizer": "lamb"},
-    "zero-one-adam": {**ONEBIT, "optimizer": "zero-one-adam"},
-    "plugged in": {**FP32, "imports": ["examples.extend.lion"], "optimizer": "lion"},
-    "sgd": {**FP32, "optimizer": "sgd"},
-    "muon": {**FP32, "optimizer": "muon"},
-    "soap": {**FP32, "optimizer": "soap"},
-    "soap, zero-1, in host memory": {
-        **BF16,
-        "optimizer": "soap",
-        "dp_strategy": "distributed-optimizer",
-        "optimizer_cpu_offload": True,
-    },
-    "one-sided soap, own weights": {**FP32, "optimizer": "one-sided-soap", "dp_strategy": "local-sgd"},
-    "schedule-free": {**FP32, "optimizer": "schedule-free-adamw", "lr_decay_style": "constant"},
-    "average, bf16, zero-1": {**BF16, "ema_decay": 0.9, "dp_strategy": "distributed-optimizer"},
-    "onebit-adam": {**ONEBIT, "optimizer": "onebit-adam"},
-    "onebit-lamb": {**ONEBIT, "optimizer": "onebit-lamb"},
-    "topk": {**FP32, "grad_compression": "topk"},
-    "uint8": {**FP32, "grad_compression": "uint8"},
-}
+CASES = rows_of(
+    """
+all-reduce: BF16
+split: BF16 main_params=split
+bf16 moments: BF16 exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 stochastic_rounding
+in host memory: BF16 optimizer=muon ema_decay=0.9 optimizer_cpu_offload
+zero-1: BF16 Z1
+zero-2: BF16 Z1 shard_gradients
+zero-3: BF16 dp_strategy=fully-sharded
+server: FP32 dp_strategy=parameter-server
+sharded server: FP32 dp_strategy=sharded-parameter-server
+local-sgd: FP32 dp_strategy=local-sgd wire_dtype=bf16
+asynchronous: FP32 dp_strategy=local-sgd sync_interval=2 sync_delay=1
+diloco: FP32 dp_strategy=diloco sync_interval=2
+choco-sgd: FP32 dp_strategy=gossip gossip_algorithm=choco-sgd
+lamb: FP32 optimizer=lamb
+zero-one-adam: FP32 optimizer=zero-one-adam freeze_step=1
+plugged in: FP32 imports=["examples.extend.lion"] optimizer=lion
+sgd: FP32 optimizer=sgd
+muon: FP32 optimizer=muon
+soap: FP32 optimizer=soap
+soap, zero-1, in host memory: BF16 Z1 optimizer=soap optimizer_cpu_offload
+one-sided soap, own weights: FP32 optimizer=one-sided-soap dp_strategy=local-sgd
+schedule-free: FP32 optimizer=schedule-free-adamw lr_decay_style=constant
+average, bf16, zero-1: BF16 Z1 ema_decay=0.9
+onebit-adam: FP32 optimizer=onebit-adam freeze_step=1
+onebit-lamb: FP32 optimizer=onebit-lamb freeze_step=1
+topk: FP32 grad_compression=topk
+uint8: FP32 grad_compression=uint8
+""",
+    {"BF16": {"precision": "bf16"}, "FP32": {"precision": "fp32"}, "Z1": Z1},
+)
 
 
 def held(context: RankContext, settings: dict[str, Any]) -> int:
@@ -85,19 +80,17 @@ def test_cases_cover_every_optimizer() -> None:
     assert asked == {*OPTIMIZERS.builtin, "lion"}
 
 
-ZERO: dict[str, dict[str, Any]] = {
-    "zero-2, late": {**CASES["zero-2"], "ddp_bucket_size": 9000, "overlap_grad_reduce": False},
-    "zero-3": {**CASES["zero-3"], "ddp_bucket_size": 9000},
-    "zero-3, one at a time": {
-        **CASES["zero-3"],
-        "overlap_param_gather": False,
-        "overlap_grad_reduce": False,
-        "tie_embeddings": False,
-    },
-    "zero-3 pp2": {**CASES["zero-3"], "pp": 2, "pipeline_schedule": "1f1b", "tie_embeddings": False},
-    "zero-3 pp2 vpp2": {**CASES["zero-3"], "pp": 2, "vpp": 2},
-    "zero-3 zb-v": {**CASES["zero-3"], "pp": 2, "vpp": 2, "pipeline_schedule": "zb-v", "overlap_param_gather": False},
-}
+ZERO = rows_of(
+    """
+zero-2, late: ZERO2 ddp_bucket_size=9000 overlap_grad_reduce=false
+zero-3: ZERO3 ddp_bucket_size=9000
+zero-3, one at a time: ZERO3 overlap_param_gather=false overlap_grad_reduce=false tie_embeddings=false
+zero-3 pp2: ZERO3 pp=2 pipeline_schedule=1f1b tie_embeddings=false
+zero-3 pp2 vpp2: ZERO3 pp=2 vpp=2
+zero-3 zb-v: ZERO3 pp=2 vpp=2 pipeline_schedule=zb-v overlap_param_gather=false
+""",
+    {"ZERO2": CASES["zero-2"], "ZERO3": CASES["zero-3"]},
+)
 
 
 def whole_at_most(context: RankContext, settings: dict[str, Any]) -> tuple[int, int, int]:

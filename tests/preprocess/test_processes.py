@@ -12,7 +12,7 @@ import pytest
 
 from megalite.preprocess.output import State
 from tests.preprocess.jobs import NUMBER_FLAGS, output_bytes, run_numbers, write_numbers
-from tests.support.patience import wait_until
+from tests.support.patience import is_gone, wait_until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 4000
@@ -59,13 +59,6 @@ class Command:
     def end(self) -> tuple[int, str]:
         """Return (exit status, stderr)."""
         return self.process.wait(PATIENCE_SECONDS), self.errors.read_text()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, UnsupportedDataset, first_token, lengths_in_blocks, token_ends
 from megalite.preprocess.output import refuse_existing
 from megalite.preprocess.verify import find_prefixes, inspect, parse_documents, verify
+from tests.data.token_files import change
 from tests.preprocess.layout import LETTERS, MIXED, write, write_with_side_file
 
 
@@ -144,12 +145,6 @@ TOKENIZER = {"kind": "NullTokenizer", "sha256": "0" * 64, "vocab_size": 100, "eo
 ENDED = [[[1, 2, EOD]], [], [[3], [4, EOD]], [[EOD], []]]
 
 
-def put(path: Path | str, offset: int, fmt: str, value: int) -> None:
-    data = bytearray(Path(path).read_bytes())
-    struct.pack_into(fmt, data, offset, value)
-    Path(path).write_bytes(data)
-
-
 def test_valid_datasets_pass(tmp_path: Path) -> None:
     read: list[int] = []
     result = verify(write(tmp_path / "d", MIXED), vocab_size=14, on_bytes=read.append)
@@ -173,7 +168,7 @@ def test_ids_outside_the_vocabulary_are_found(tmp_path: Path, code: int) -> None
         f"{prefix}.bin: byte {8 * size}: token id 9 (document 4, sequence 6, token 0), expected an id from 0 to 8"
     )
     if LETTERS[code].islower():
-        put(f"{prefix}.bin", 4 * size, f"<{LETTERS[code]}", -3)
+        change(f"{prefix}.bin", 4 * size, f"<{LETTERS[code]}", -3)
         for vocab_size in (None, 9):
             fault = verify(prefix, vocab_size=vocab_size).fault
             assert fault is not None and fault.offset == 4 * size
@@ -211,11 +206,11 @@ def test_missing_ends_of_documents_are_found(tmp_path: Path, monkeypatch: pytest
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str, int | None, str]] = {
-    "length": (lambda p: put(f"{p}.idx", 34, "<i", 4), ".idx", 74, "sequence 1 starts at byte 6, expected 8"),
-    "dtype": (lambda p: put(f"{p}.idx", 17, "<B", 9), ".idx", 17, "dtype code 9, expected one of"),
+    "length": (lambda p: change(f"{p}.idx", 34, "<i", 4), ".idx", 74, "sequence 1 starts at byte 6, expected 8"),
+    "dtype": (lambda p: change(f"{p}.idx", 17, "<B", 9), ".idx", 17, "dtype code 9, expected one of"),
     "short": (lambda p: Path(f"{p}.bin").write_bytes(bytes(3)), ".bin", 3, "truncated: 3 bytes, expected 26"),
-    "border": (lambda p: put(f"{p}.idx", 138, "<q", 3), ".idx", None, "sha256 is"),
-    "token": (lambda p: put(f"{p}.bin", 4, "<H", 2), ".bin", None, "sha256 is"),
+    "border": (lambda p: change(f"{p}.idx", 138, "<q", 3), ".idx", None, "sha256 is"),
+    "token": (lambda p: change(f"{p}.bin", 4, "<H", 2), ".bin", None, "sha256 is"),
 }
 
 
@@ -246,7 +241,7 @@ def test_bad_input_is_not_called_damaged(tmp_path: Path) -> None:
     Path(f"{prefix}.json").write_text("[" * 10**5)
     result = verify(prefix)
     assert (result.fault, result.has_side_file, result.bad_side_file) == (None, False, None)
-    put(f"{prefix}.idx", 17, "<B", 7)
+    change(f"{prefix}.idx", 17, "<B", 7)
     with pytest.raises(UnsupportedDataset, match="dtype code 7"):
         verify(prefix)
 
@@ -260,7 +255,7 @@ def test_files_are_checked_despite_a_bad_side_file(tmp_path: Path, side: dict[st
     assert (result.largest_id, result.has_side_file, result.hashed) == (13, False, False)
     fault = verify(prefix, vocab_size=9).fault
     assert fault is not None and fault.path == f"{prefix}.bin"
-    put(f"{prefix}.idx", 34, "<i", 4)
+    change(f"{prefix}.idx", 34, "<i", 4)
     result = verify(prefix)
     assert result.fault is not None and result.fault.path == f"{prefix}.idx" and result.bad_side_file
 
@@ -268,7 +263,7 @@ def test_files_are_checked_despite_a_bad_side_file(tmp_path: Path, side: dict[st
 def test_unsupported_dtype_with_a_side_file_is_damage(tmp_path: Path) -> None:
     """A dtype code of floats is then a flipped bit."""
     prefix = write_with_side_file(tmp_path / "d", MIXED)
-    put(f"{prefix}.idx", 17, "<B", 7)
+    change(f"{prefix}.idx", 17, "<B", 7)
     fault = verify(prefix).fault
     assert fault is not None and (fault.path, fault.offset) == (f"{prefix}.idx", 17)
     assert "d.json is of one with uint16 tokens: bytes have changed since" in fault.text

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megalite.watchdog.processes import stat_fields
+
 LONGEST_CASE = 5.0
 
 
@@ -16,6 +18,12 @@ def within(what: object, seconds: float = LONGEST_CASE) -> Iterator[None]:
     yield
     taken = time.process_time() - started
     assert taken < seconds, f"{taken:.1f} s of processor time, more than {seconds}: {what}"
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has."""
+    fields = stat_fields(pid)
+    return fields is None or fields[0] == "Z"
 
 
 def wait_until(

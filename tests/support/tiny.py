@@ -1,5 +1,6 @@
 """Tiny models and configs, shared by tests of many layouts."""
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -89,7 +90,7 @@ def rows_of(text: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, dict[s
     for line in re.sub(r"\n\s+", " ", text.strip()).splitlines():
         name, _, settings = line.partition(": ")
         assert name not in rows, name
-        rows[name] = words(settings, groups)
+        rows[name] = copy.deepcopy(words(settings, groups))  # transformers changes its configs' inner dicts
     return rows
 
 

@@ -18,6 +18,7 @@ from megalite.planner.cost import stage
 from megalite.planner.cost.step import predict
 from megalite.sweep.candidates import Expansion, check_all, expand, read_machine
 from megalite.sweep.spec import read_spec
+from tests.support.tiny import words
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
 
@@ -47,19 +48,10 @@ def test_conditions_see_settings_of_the_base(tmp_path: Path) -> None:
 
 
 def test_base_and_ignored_settings(tmp_path: Path) -> None:
-    base = MODEL | {
-        "train_samples": 999,
-        "save_interval": 5,
-        "save": "here",
-        "keep_latest": 2,
-        "eval_interval": 10,
-        "eval_iters": 3,
-        "lr_warmup_iters": 2000,
-        "min_lr": 1e-5,
-        "run_dir": "there",
-        "log_interval": 50,
-        "rampup_batch_size": [4, 4, 100],
-    }
+    base = MODEL | words(
+        "train_samples=999 save_interval=5 save=here keep_latest=2 eval_interval=10 eval_iters=3 lr_warmup_iters=2000 "
+        "min_lr=1e-5 run_dir=there log_interval=50 rampup_batch_size=[4,4,100]"
+    )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base))
     path = write_sweep(tmp_path, base="run.yaml", settings={"hidden_size": 64})
     expansion = expand(read_spec(path))

@@ -18,8 +18,8 @@ from megalite.sweep.execute import LocalRun, Progress, SbatchLauncher, execute, 
 from megalite.sweep.results import FAILED, OK, OOM, REFUSED, TIMEOUT, Result, Store
 from megalite.sweep.spec import SbatchSpec
 from megalite.watchdog import processes
-from megalite.watchdog.processes import descendants, stat_fields
-from tests.support.patience import wait_until
+from megalite.watchdog.processes import descendants
+from tests.support.patience import is_gone, wait_until
 from tests.sweep.sweeps import MODEL, read_runs, write_sweep
 
 GOOD = """
@@ -98,12 +98,6 @@ def sweep(tmp_path: Path) -> Sweep:
     return Sweep(tmp_path)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    fields = stat_fields(pid)
-    return fields is not None and fields[0] != "Z"
-
-
 def wait_for(path: Path) -> str:
     """The content of a file that will be written soon."""
     wait_until(lambda: path.is_file() and path.read_text(), seconds=10)
@@ -117,7 +111,7 @@ def test_every_ending_has_a_result(sweep: Sweep) -> None:
     assert [result.status for result in sweep.seen] == [OK, TIMEOUT, OOM]
     assert sweep.seen[0].step_seconds == 0.02
     child = next((sweep.folder / "out" / "runs").glob("*/child")).read_text()
-    assert not is_alive(int(child)), "a timeout ends the ranks too"
+    assert is_gone(int(child)), "a timeout ends the ranks too"
 
 
 def test_finished_runs_are_not_repeated(sweep: Sweep) -> None:
@@ -157,13 +151,8 @@ def test_ctrl_c_ends_the_run_and_keeps_results(sweep: Sweep) -> None:
         sweep.go(launcher)
     waiting.join()
     child = next((sweep.folder / "out" / "runs").glob("*/child"))
-    assert not is_alive(int(wait_for(child)))
+    assert is_gone(int(wait_for(child)))
     assert sweep.statuses() == [OK, None, None, REFUSED]
-
-
-def assert_gone(pid: int) -> None:
-    """Wait until the process ends: a few seconds, even on a busy machine."""
-    wait_until(lambda: not is_alive(pid), seconds=20)
 
 
 @pytest.fixture
@@ -177,11 +166,11 @@ def test_end_kills_processes_that_ignore_signals(
 ) -> None:
     run = LocalRun(["/bin/sh", "-c", ignoring_sigterm], tmp_path / "log", environment=os.environ)
     child = int(wait_for(tmp_path / "child"))
-    assert is_alive(child)
+    assert not is_gone(child)
     assert child in descendants(os.getpid())
     monkeypatch.setattr(processes, "END_SECONDS", 0.0)  # the guard's own process uses the longer limit
     run.end()
-    assert_gone(child)
+    wait_until(lambda: is_gone(child), seconds=20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one becomes the parent of orphans")
@@ -191,7 +180,7 @@ def test_orphaned_processes_end_with_their_run(tmp_path: Path) -> None:
     while run.poll() is None:
         time.sleep(0.02)
     assert run.poll() == 3
-    assert not is_alive(int(wait_for(tmp_path / "child")))
+    assert is_gone(int(wait_for(tmp_path / "child")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no one hears of the end of a parent")
@@ -203,10 +192,10 @@ def test_run_ends_with_its_sweep(tmp_path: Path) -> None:
     script = f"setsid sleep 600 & echo $! > {tmp_path}/child; wait"
     parent = subprocess.Popen([sys.executable, "-c", code, script, str(tmp_path / "log")])
     child = int(wait_for(tmp_path / "child"))
-    assert is_alive(child)
+    assert not is_gone(child)
     parent.kill()
     parent.wait()
-    assert_gone(child)
+    wait_until(lambda: is_gone(child), seconds=20)
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused(tmp_path: Path) -> None:

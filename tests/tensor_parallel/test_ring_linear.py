@@ -70,26 +70,30 @@ def run(layer: Layer, tp: Group, *, overlap: Any, into_main_grad: bool, split: b
     return found
 
 
-def same_numbers(context: RankContext, size: int) -> None:
+def same_numbers(tp: Group, overlap: Any, dtype: torch.dtype, bound: float) -> None:
+    for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
+        for layer in layers(tp, dtype, bias=bias):
+            how = {"into_main_grad": into_main_grad, "split": split}
+            whole = run(layer, tp, overlap=None, **how)
+            pieces = run(layer, tp, overlap=overlap, **how)
+            assert pieces.keys() == whole.keys()
+            for name, expected in whole.items():
+                error = (pieces[name].double() - expected.double()).norm() / expected.double().norm()
+                assert error <= bound, (type(layer).__name__, dtype, name, float(error))
+            if overlap is Ring and isinstance(layer, ColumnParallelLinear) and dtype == torch.float32:
+                # Rows are independent.
+                assert torch.equal(pieces["output"], whole["output"])
+
+
+def by_ring(context: RankContext, size: int) -> None:
     tp = context.topology(tp=size).tp
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
-        for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
-            for layer in layers(tp, dtype, bias=bias):
-                how = {"into_main_grad": into_main_grad, "split": split}
-                whole = run(layer, tp, overlap=None, **how)
-                pieces = run(layer, tp, overlap=Ring, **how)
-                assert pieces.keys() == whole.keys()
-                for name, expected in whole.items():
-                    error = (pieces[name].double() - expected.double()).norm() / expected.double().norm()
-                    assert error <= bound, (type(layer).__name__, dtype, name, float(error))
-                if isinstance(layer, ColumnParallelLinear) and dtype == torch.float32:
-                    # Rows are independent.
-                    assert torch.equal(pieces["output"], whole["output"])
+        same_numbers(tp, Ring, dtype, bound)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ring_layers_equal_plain_layers(tp: int) -> None:
-    run_ranks(tp, same_numbers, tp)
+    run_ranks(tp, by_ring, tp)
 
 
 def parts_and_sums(context: RankContext, size: int) -> None:

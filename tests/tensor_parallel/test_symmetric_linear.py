@@ -14,7 +14,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.overlapped_linear import Ring, SymmetricMemory, self_check
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import build, tiny_config
-from tests.tensor_parallel.test_ring_linear import layers, run
+from tests.tensor_parallel.test_ring_linear import same_numbers
 
 CPU = torch.device("cpu")
 _library: list[torch.library.Library] = []
@@ -29,23 +29,14 @@ def stand_in() -> None:
         _library[0].impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
 
 
-def same_numbers(context: RankContext, size: int) -> None:
+def by_symmetric_memory(context: RankContext, size: int) -> None:
     stand_in()
-    tp = context.topology(tp=size).tp
-    for bias, into_main_grad, split in ((True, True, False), (False, False, True), (False, True, True)):
-        for layer in layers(tp, torch.float64, bias=bias):
-            how = {"into_main_grad": into_main_grad, "split": split}
-            whole = run(layer, tp, overlap=None, **how)
-            pieces = run(layer, tp, overlap=SymmetricMemory, **how)
-            assert pieces.keys() == whole.keys()
-            for name, expected in whole.items():
-                error = (pieces[name] - expected).norm() / expected.norm()
-                assert error <= 1e-13, (type(layer).__name__, name, float(error))
+    same_numbers(context.topology(tp=size).tp, SymmetricMemory, torch.float64, 1e-13)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_symmetric_memory_layers_equal_plain_layers(tp: int) -> None:
-    run_ranks(tp, same_numbers, tp)
+    run_ranks(tp, by_symmetric_memory, tp)
 
 
 def trial(context: RankContext, wrong: str) -> str | None:

@@ -90,13 +90,8 @@ def test_separate_processes_without_a_launcher_are_refused(name: str, monkeypatc
 
 
 def test_ranks_started_manually_meet_or_report_why_not(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_hand = {
-        "WORLD_SIZE": "2",
-        "RANK": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }
+    by_hand = {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    by_hand["MASTER_PORT"] = str(store.port)
     for name, value in by_hand.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

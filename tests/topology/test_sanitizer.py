@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megalite.kernels.bases import Function
-from megalite.topology.group import Group
 from megalite.topology.sanitizer import CommunicationFault, SanitizedGroup, calling_line, poison
 from megalite.training.non_finite import NonFiniteError
 from tests.support.ranks import RankContext, run_ranks, stop_ranks
@@ -203,12 +202,8 @@ def each_operation(context: RankContext) -> list[str]:
                         work._is_waited_for = True  # type: ignore[attr-defined]
             else:
                 assert spoil is None and torch.equal(y, wanted), (name, spoil, y)
-        context_barrier(group)
+        group.all_reduce(torch.zeros(1))  # a barrier
     return said
-
-
-def context_barrier(group: Group) -> None:
-    group.all_reduce(torch.zeros(1))
 
 
 @pytest.mark.usefixtures("fresh")

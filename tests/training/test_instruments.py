@@ -148,13 +148,7 @@ def test_profile_has_the_pipeline_actions(tmp_path: Path) -> None:
 
 
 def profiled(context: RankContext, folder: str) -> list[str]:
-    more = {
-        "profile": True,
-        "profile_ranks": [1],
-        "pipeline_schedule": "1f1b",
-        "profile_step_start": 2,
-        "profile_step_end": 4,
-    }
+    more = words("profile profile_ranks=[1] pipeline_schedule=1f1b profile_step_start=2 profile_step_end=4")
     config = tiny_config(2, **{**RUN, "pp": 2, "run_dir": folder, "train_iters": 3, "eval_interval": None, **more})
     lines: list[str] = []
     ReplicaTrainer(build(context, config), lines.append).fit()

@@ -11,19 +11,13 @@ from megalite.pipeline.ir.memory import memory_peaks
 from megalite.pipeline.ir.schedule import Action
 from megalite.training.step import Stepper
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import Runner, build, tiny_config
+from tests.support.tiny import Runner, build, tiny_config, words
 
-MODEL: dict[str, Any] = {
-    "num_layers": 8,
-    "hidden_size": 64,
-    "seq_length": 128,
-    "precision": "bf16",
-    "micro_batch_size": 2,
-    "global_batch_size": 16,
-    "eod_mask_loss": False,
-    # The other CPU kernel stores a few MB of scores, which is much for a model of this size.
-    "attention_backend": "flash",
-}
+MODEL: dict[str, Any] = words(
+    "num_layers=8 hidden_size=64 seq_length=128 precision=bf16 micro_batch_size=2 global_batch_size=16 "
+    "eod_mask_loss=false attention_backend=flash"
+)
+"""The other CPU kernel of attention stores a few MB of scores, which is much for a model of this size."""
 V: dict[str, Any] = {"pp": 2, "vpp": 2, "pipeline_schedule": "zb-v"}
 AHEAD: dict[str, Any] = {"recompute_granularity": "full", "recompute_ahead": True}
 

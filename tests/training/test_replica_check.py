@@ -33,6 +33,15 @@ def flip(parameter: torch.Tensor, element: int) -> None:
     bits[element] ^= 1
 
 
+def verdict(*about: Any, **more: Any) -> str:
+    """The check's error, with its type."""
+    try:
+        check_replicas(*about, **more)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: str, element: int) -> tuple[str, str]:
     """Return the check's errors after a good step, and after a flip of a bit in the culprit's tensor."""
     run = ToyRun(context.topology(dp=4), settings)
@@ -41,11 +50,7 @@ def errors(context: RankContext, settings: dict[str, Any], culprit: int, name: s
     for flips in (False, True):
         if flips and context.rank == culprit:
             flip(getattr(run.toy, name), element)
-        try:
-            check_replicas(run.strategy, step=7, world=run.topology.world)
-            found.append("")
-        except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(verdict(run.strategy, step=7, world=run.topology.world))
     return found[0], found[1]
 
 
@@ -75,11 +80,7 @@ def with_experts(context: RankContext) -> list[str]:
     for name, culprit in ((None, 0), (experts, 3), ("layers.0.mlp.down.weight", 1)):
         if name is not None and context.rank == culprit:
             flip(by_name[name], 5)
-        try:
-            check_replicas(strategy, step=1, world=runner.replica.topology.world)
-            found.append("")
-        except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(verdict(strategy, step=1, world=runner.replica.topology.world))
         if name is not None and context.rank == culprit:
             flip(by_name[name], 5)
     return [experts, *found]
@@ -137,11 +138,7 @@ def shards(context: RankContext, strategy: str, culprit: str | None) -> str:
         here.wait_until_idle()
         own = [state.values for state in [*weights, *held] if state.name == culprit]
         flip(max(own, key=torch.numel), 3)  # small shards contain only padding here
-    try:
-        check_replicas(here, states=held, step=1, world=runner.replica.topology.world)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return verdict(here, states=held, step=1, world=runner.replica.topology.world)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megalite.training.trainer import Trainer
 from tests.e2e.programs import records
 from tests.faults.compare import check_state, open_sound, steps_in
 from tests.support.fork_server import fork_server
-from tests.support.patience import wait_until
+from tests.support.patience import is_gone, wait_until
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import TINY, build, tiny_config, words
 from tests.support.trainer import ReplicaTrainer, fit
@@ -145,14 +145,9 @@ def status_of(tmp_path: Path, act: Callable[[int], None], patience: float = 60.0
 def ended(process: int, *, seconds: float) -> bool:
     """Check that it ends within that time; its parent may have reaped it already."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
+    while not is_gone(process) and time.monotonic() < end:
         time.sleep(0.05)
-    return False
+    return is_gone(process)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="holds a thread in a lock of glibc")
@@ -164,7 +159,7 @@ def test_second_ctrl_c_exits_immediately(tmp_path: Path) -> None:
         os.kill(process, signal.SIGINT)
         os.kill(process, signal.SIGINT)  # a launcher repeats the same signal
         time.sleep(0.8)
-        assert Path(f"/proc/{process}/stat").read_text().split()[2] != "Z", "one press does not count as two"
+        assert not is_gone(process), "one press does not count as two"
         # A process that gets no core in the meantime receives several as one: send one more.
         for _ in range(10):
             os.kill(process, signal.SIGINT)

@@ -17,149 +17,101 @@ from megalite.generation.continuation import Sampling
 from megalite.models.gpt import GPTStage
 from tests.generation.models import new_tokens
 from tests.models.stages import build, named
-from tests.models.test_families import FAMILIES, TOKENS, VOCAB, Family, all_float64, rope, their_model
+from tests.models.test_families import FAMILIES, LLAMA31, TOKENS, VOCAB, Family, all_float64, by_kind, rope, their_model
+from tests.support.tiny import rows_of, words
 
-LLAMA = FAMILIES["llama3"].theirs
-_EXPERTS = {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
-_EXPERTS |= {"experts_implementation": "eager", "rms_norm_eps": 1e-6, **rope(1e6)}
-_GLM_MOE = {"num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
-_GLM_MOE |= {"moe_intermediate_size": 12, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "num_mtp_layers": 0}
-_GLM_MOE |= {"experts_implementation": "eager", "first_k_dense_replace": 0, **rope(50.0, partial_rotary_factor=0.5)}
-_DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
+_GLM_MOE = """num_key_value_heads=2 head_dim=8 n_routed_experts=8 num_experts_per_tok=2 moe_intermediate_size=12
+    n_shared_experts=2 routed_scaling_factor=1.5 num_mtp_layers=0 experts_implementation=eager
+    first_k_dense_replace=0"""
+_DEEPSEEK = """num_key_value_heads=4 kv_lora_rank=10 qk_nope_head_dim=6 qk_rope_head_dim=4 v_head_dim=7
+    n_routed_experts=8 num_experts_per_tok=4 moe_intermediate_size=12 n_shared_experts=2 experts_implementation=eager
+    routed_scaling_factor=1.5 q_lora_rank=9"""
+_DOTS = """num_key_value_heads=2 n_routed_experts=8 moe_intermediate_size=12 norm_topk_prob n_shared_experts=1
+    routed_scaling_factor=1.5 sliding_window=4 experts_implementation=eager"""
+_NEXT = """num_key_value_heads=2 head_dim=8 layer_types=["linear_attention","full_attention","linear_attention"]
+    linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=6 linear_value_head_dim=8
+    linear_conv_kernel_dim=3"""
+_EXPERTS = """num_key_value_heads=2 num_experts=6 num_experts_per_tok=3 moe_intermediate_size=12
+    experts_implementation=eager rms_norm_eps=1e-6"""
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 3.0}
+_HALF = rope(50.0, partial_rotary_factor=0.5)
+_GROUPS: dict[str, dict[str, Any]] = {
+    **{name.upper(): FAMILIES[name].theirs for name in ("gpt2", "llama3", "mistral", "qwen2", "mixtral")},
+    "PAIRS": {"num_key_value_heads": 2},
+    "BIASES": {"attention_bias": True, "mlp_bias": True},
+    "EXPERTS": words(_EXPERTS) | rope(1e6),
+    "GLM_MOE": words(_GLM_MOE) | _HALF,
+    "DEEPSEEK": words(_DEEPSEEK),
+    "DOTS": words(_DOTS) | rope(50.0),
+    "NEXT": words(_NEXT) | _HALF,
+    "NEXT_EXPERTS": words(_NEXT) | words(_EXPERTS) | _HALF | {"shared_expert_intermediate_size": 20},
+    "WINDOW": words("use_sliding_window sliding_window=4 max_window_layers=0"),
+    "FULL": {"layer_types": ["full_attention"] * 3},
+    "MIXED": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    "ROPE": rope(50.0),
+    "HALF": _HALF,
+    "WHOLE": rope(50.0, partial_rotary_factor=1.0),
+    "LINEAR": rope(50.0, "linear", factor=3.0),
+    "YARN": rope(50.0, "yarn", mscale=0.7, mscale_all_dim=0.9, **_YARN),
+    "LLAMA31": rope(50.0, "llama3", original_max_position_embeddings=6, **LLAMA31),
+    "OLMO3": by_kind(rope(50.0, "yarn", **_YARN), rope(20.0)),
+    "ALIKE": by_kind(rope(50.0), rope(50.0)),
 }
-_DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 12, "n_shared_experts": 2}
-_DEEPSEEK |= {"experts_implementation": "eager", "routed_scaling_factor": 1.5, "q_lora_rank": 9}
-_MSCALES = {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 3.0}
-_YARN = rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, **_MSCALES)
-_OLMO_YARN = rope(50.0, "yarn", factor=4.0, original_max_position_embeddings=6, beta_fast=3.0)["rope_parameters"]
-_OLMO_LOCAL = rope(20.0)["rope_parameters"]
-WINDOW_KINDS = ("full_attention", "sliding_attention")
-_FULL, _MIXED = ["full_attention"] * 3, ["full_attention", "sliding_attention", "sliding_attention"]
-_DOTS = {"num_key_value_heads": 2, "n_routed_experts": 8, "moe_intermediate_size": 12, "norm_topk_prob": True}
-_DOTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "sliding_window": 4, "experts_implementation": "eager"}
-_DOTS |= rope(50.0)
-_LINEAR, _SOFTMAX = "linear_attention", "full_attention"
-_NEXT: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "layer_types": [_LINEAR, _SOFTMAX, _LINEAR]}
-_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
-_NEXT |= {"linear_conv_kernel_dim": 3, **rope(50.0, partial_rotary_factor=0.5)}
-_NEXT_EXPERTS = _NEXT | _EXPERTS | {"shared_expert_intermediate_size": 20, **rope(50.0, partial_rotary_factor=0.5)}
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 
-
-def _case(name: str, changes: dict[str, Any]) -> Family:
-    return Family("", {}, name, changes)
-
-
+_MORE = rows_of(
+    """
+gpt2-untied: kind=GPT2 GPT2 tie_word_embeddings=false n_inner=24
+llama-tied: kind=Llama LLAMA3 tie_word_embeddings
+llama-biases: kind=Llama LLAMA3 BIASES head_dim=6
+llama-linear: kind=Llama LLAMA3 LINEAR
+llama-geglu: kind=Llama LLAMA3 hidden_act=gelu_pytorch_tanh
+mistral-no-window: kind=Mistral MISTRAL sliding_window=null head_dim=6
+qwen2-window: kind=Qwen2 QWEN2 WINDOW tie_word_embeddings
+qwen2-moe: kind=Qwen2Moe EXPERTS shared_expert_intermediate_size=20
+qwen2-moe-sparse: kind=Qwen2Moe EXPERTS shared_expert_intermediate_size=8 decoder_sparse_step=2
+qwen3-moe: kind=Qwen3Moe EXPERTS head_dim=6 norm_topk_prob mlp_only_layers=[0]
+qwen3-moe-parts: kind=Qwen3Moe EXPERTS head_dim=4 tie_word_embeddings
+phi3: kind=Phi3 PAIRS ROPE
+phi3-window: kind=Phi3 sliding_window=4 HALF
+glm: kind=Glm head_dim=8 HALF
+glm-plain: kind=Glm head_dim=8 attention_bias=false WHOLE
+glm4: kind=Glm4 head_dim=8 HALF
+glm4-moe: kind=Glm4Moe GLM_MOE use_qk_norm first_k_dense_replace=1
+glm4-moe-groups: kind=Glm4Moe GLM_MOE num_experts_per_tok=4 n_group=4 topk_group=2 attention_bias
+deepseek-v2: kind=DeepseekV2 DEEPSEEK YARN first_k_dense_replace=1
+deepseek-v2-lite: kind=DeepseekV2 DEEPSEEK ROPE q_lora_rank=null v_head_dim=10
+deepseek-v3: kind=DeepseekV3 DEEPSEEK YARN n_group=4 topk_group=2 num_mtp_layers=0 first_k_dense_replace=2
+moonlight: kind=DeepseekV3 DEEPSEEK ROPE n_group=1 topk_group=1 num_mtp_layers=0 first_k_dense_replace=0
+olmo3: kind=Olmo3 PAIRS sliding_window=4 num_hidden_layers=4 OLMO3
+  layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]
+olmo3-plain: kind=Olmo3 sliding_window=4 ALIKE
+smollm3-biases: kind=SmolLM3 PAIRS BIASES tie_word_embeddings=false no_rope_layers=[0,1,1] ROPE
+seed-oss: kind=SeedOss PAIRS head_dim=6 ROPE
+seed-oss-plain: kind=SeedOss num_key_value_heads=4 head_dim=6 attention_bias=false ROPE
+ernie4.5: kind=Ernie4_5 PAIRS head_dim=6 ROPE
+arcee: kind=Arcee PAIRS ROPE
+arcee-biases: kind=Arcee BIASES head_dim=6 ROPE
+ministral: kind=Ministral PAIRS head_dim=6 sliding_window=4 MIXED ROPE
+exaone4: kind=Exaone4 PAIRS sliding_window=4 MIXED LLAMA31
+exaone4-no-window: kind=Exaone4 PAIRS sliding_window=null FULL ROPE
+minimax-m2: kind=MiniMaxM2 PAIRS head_dim=8 num_local_experts=6 num_experts_per_tok=3 rotary_dim=4
+  experts_implementation=eager ROPE
+dots1: kind=Dots1 DOTS first_k_dense_replace=1 n_shared_experts=2 num_experts_per_tok=4 MIXED
+dots1-groups: kind=Dots1 DOTS n_group=4 topk_group=2 num_experts_per_tok=4 max_window_layers=1
+dots1-one-expert: kind=Dots1 DOTS num_experts_per_tok=1 norm_topk_prob=false sliding_window=null
+glm4-moe-lite: kind=Glm4MoeLite DEEPSEEK ROPE num_mtp_layers=0 rms_norm_eps=1e-6
+  mlp_layer_types=["dense","dense","sparse"]
+qwen3-next: kind=Qwen3Next NEXT_EXPERTS mlp_only_layers=[0]
+qwen3-next-parts: kind=Qwen3Next NEXT_EXPERTS num_hidden_layers=4 layer_types=null num_experts_per_tok=1
+  norm_topk_prob=false num_key_value_heads=4 linear_num_value_heads=2 tie_word_embeddings
+qwen3.5: kind=Qwen3_5 NEXT
+qwen3.5-moe: kind=Qwen3_5Moe NEXT_EXPERTS
+mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
+""",
+    _GROUPS,
+)
 CASES = {name: family for name, family in FAMILIES.items() if name != "gemma"} | {
-    "gpt2-untied": _case("GPT2", {**FAMILIES["gpt2"].theirs, "tie_word_embeddings": False, "n_inner": 24}),
-    "llama-tied": _case("Llama", {**LLAMA, "tie_word_embeddings": True}),
-    "llama-biases": _case("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 6}),
-    "llama-linear": _case("Llama", {**LLAMA, **rope(50.0, "linear", factor=3.0)}),
-    "llama-geglu": _case("Llama", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-no-window": _case("Mistral", FAMILIES["mistral"].theirs | {"sliding_window": None, "head_dim": 6}),
-    "qwen2-window": _case("Qwen2", FAMILIES["qwen2"].theirs | WINDOW | {"tie_word_embeddings": True}),
-    "qwen2-moe": _case("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 20}),
-    "qwen2-moe-sparse": _case("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}),
-    "qwen3-moe": _case("Qwen3Moe", {**_EXPERTS, "head_dim": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "qwen3-moe-parts": _case("Qwen3Moe", {**_EXPERTS, "head_dim": 4, "tie_word_embeddings": True}),
-    "phi3": _case("Phi3", {"num_key_value_heads": 2, **rope(50.0)}),
-    "phi3-window": _case("Phi3", {"sliding_window": 4, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm": _case("Glm", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm-plain": _case("Glm", {"head_dim": 8, "attention_bias": False, **rope(50.0, partial_rotary_factor=1.0)}),
-    "glm4": _case("Glm4", {"head_dim": 8, **rope(50.0, partial_rotary_factor=0.5)}),
-    "glm4-moe": _case("Glm4Moe", {**_GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 1}),
-    "glm4-moe-groups": _case(
-        "Glm4Moe", {**_GLM_MOE, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "attention_bias": True}
-    ),
-    "deepseek-v2": _case("DeepseekV2", {**_DEEPSEEK, **_YARN, "first_k_dense_replace": 1}),
-    "deepseek-v2-lite": _case("DeepseekV2", {**_DEEPSEEK, **rope(50.0), "q_lora_rank": None, "v_head_dim": 10}),
-    "deepseek-v3": _case(
-        "DeepseekV3",
-        {**_DEEPSEEK, **_YARN, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0, "first_k_dense_replace": 2},
-    ),
-    "moonlight": _case(
-        "DeepseekV3",
-        {**_DEEPSEEK, **rope(50.0), "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "first_k_dense_replace": 0},
-    ),
-    "olmo3": _case(
-        "Olmo3",
-        {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-        | {"num_hidden_layers": 4, "rope_parameters": {"full_attention": _OLMO_YARN, "sliding_attention": _OLMO_LOCAL}},
-    ),
-    "olmo3-plain": _case(
-        "Olmo3",
-        {"sliding_window": 4, "rope_parameters": {kind: rope(50.0)["rope_parameters"] for kind in WINDOW_KINDS}},
-    ),
-    "smollm3-biases": _case(
-        "SmolLM3",
-        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
-        | {"no_rope_layers": [0, 1, 1], **rope(50.0)},
-    ),
-    "seed-oss": _case("SeedOss", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
-    "seed-oss-plain": _case(
-        "SeedOss", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": False, **rope(50.0)}
-    ),
-    "ernie4.5": _case("Ernie4_5", {"num_key_value_heads": 2, "head_dim": 6, **rope(50.0)}),
-    "arcee": _case("Arcee", {"num_key_value_heads": 2, **rope(50.0)}),
-    "arcee-biases": _case("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, **rope(50.0)}),
-    "ministral": _case(
-        "Ministral", {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 4, "layer_types": _MIXED, **rope(50.0)}
-    ),
-    "exaone4": _case(
-        "Exaone4",
-        {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": _MIXED}
-        | rope(
-            50.0, "llama3", original_max_position_embeddings=6, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
-        ),
-    ),
-    "exaone4-no-window": _case(
-        "Exaone4", {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL, **rope(50.0)}
-    ),
-    "minimax-m2": _case(
-        "MiniMaxM2",
-        {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 4}
-        | {"experts_implementation": "eager", **rope(50.0)},
-    ),
-    "dots1": _case(
-        "Dots1",
-        _DOTS | {"first_k_dense_replace": 1, "n_shared_experts": 2, "num_experts_per_tok": 4, "layer_types": _MIXED},
-    ),
-    "dots1-groups": _case(
-        "Dots1", _DOTS | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "max_window_layers": 1}
-    ),
-    "dots1-one-expert": _case(
-        "Dots1", _DOTS | {"num_experts_per_tok": 1, "norm_topk_prob": False, "sliding_window": None}
-    ),
-    "glm4-moe-lite": _case(
-        "Glm4MoeLite",
-        {
-            **_DEEPSEEK,
-            **rope(50.0),
-            "num_mtp_layers": 0,
-            "rms_norm_eps": 1e-6,
-            "mlp_layer_types": ["dense", "dense", "sparse"],
-        },
-    ),
-    "qwen3-next": _case("Qwen3Next", {**_NEXT_EXPERTS, "mlp_only_layers": [0]}),
-    "qwen3-next-parts": _case(
-        "Qwen3Next",
-        {
-            **_NEXT_EXPERTS,
-            "num_hidden_layers": 4,
-            "layer_types": None,
-            "num_experts_per_tok": 1,
-            "norm_topk_prob": False,
-        }
-        | {"num_key_value_heads": 4, "linear_num_value_heads": 2, "tie_word_embeddings": True},
-    ),
-    "qwen3.5": _case("Qwen3_5", _NEXT),
-    "qwen3.5-moe": _case("Qwen3_5Moe", _NEXT_EXPERTS),
-    "mixtral-window": _case("Mixtral", {**FAMILIES["mixtral"].theirs, "sliding_window": 4}),
+    name: Family("", {}, theirs.pop("kind"), theirs) for name, theirs in _MORE.items()
 }
 """Every case of `test_families` except Gemma, which cannot be converted, plus further features."""
 
@@ -204,11 +156,6 @@ def our_logits(stage: GPTStage) -> torch.Tensor:
 
 def our_text(stage: GPTStage, prompt: list[int], length: int) -> list[int]:
     return new_tokens(stage, prompt, Sampling(max_new_tokens=length, temperature=0.0))
-
-
-def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    assert ours.dtype == theirs.dtype == torch.float64
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -14,18 +14,12 @@ from megalite.conversion.huggingface.config_json import MAX_JSON
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.weights import ConversionError, parameter_shapes
 from tests.conversion.huggingface.models import edit_config
+from tests.support.tiny import words
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 6,
-    "vocab_size": 11,
-    "max_position_embeddings": 16,
-    "rope_theta": 100.0,
-}
+CONFIG: dict[str, Any] = words(
+    "model_type=llama num_hidden_layers=2 hidden_size=8 num_attention_heads=2 num_key_value_heads=1 "
+    "intermediate_size=6 vocab_size=11 max_position_embeddings=16 rope_theta=100.0"
+)
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"

@@ -17,7 +17,6 @@ from megalite.conversion.weights import ConversionError
 from tests.conversion.huggingface.models import (
     CASES,
     edit_config,
-    error,
     our_logits,
     our_stage,
     rename,
@@ -27,7 +26,7 @@ from tests.conversion.huggingface.models import (
 )
 from tests.conversion.samples import run
 from tests.conversion.test_training import said, started
-from tests.models.test_families import THEIR_SMALL, all_float64, with_weights
+from tests.models.test_families import THEIR_SMALL, all_float64, error, with_weights
 from tests.support.ranks import run_ranks
 from tests.support.tiny import assemble
 

@@ -15,7 +15,6 @@ from megalite.conversion.weights import ConversionError, parameter_shapes
 from tests.conversion.huggingface.models import (
     CASES,
     edit_config,
-    error,
     our_logits,
     our_stage,
     rename,
@@ -23,7 +22,7 @@ from tests.conversion.huggingface.models import (
     saved_in_four_bits,
     their_logits,
 )
-from tests.models.test_families import VOCAB
+from tests.models.test_families import VOCAB, error
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,6 @@ from tests.conversion.huggingface.models import (
     CASES,
     InMemory,
     edit_config,
-    error,
     our_logits,
     our_stage,
     our_text,
@@ -26,80 +25,62 @@ from tests.conversion.huggingface.models import (
 )
 from tests.conversion.samples import byte_tokenizer
 from tests.models.stages import GPT, LLAMA, varied
-from tests.models.test_families import VOCAB, all_float64
+from tests.models.test_families import VOCAB, all_float64, error
+from tests.support.tiny import rows_of, words
 
-GEMMA: dict[str, Any] = {
-    "norm_zero_centered": True,
-    "scale_embeddings": True,
-    "post_norms": True,
-    "activation": "geglu_tanh",
-    "sliding_window": 4,
-    "tie_embeddings": True,
-}
+GEMMA: dict[str, Any] = words(
+    "norm_zero_centered scale_embeddings post_norms activation=geglu_tanh sliding_window=4 tie_embeddings"
+)
 GEMMA2 = varied(LLAMA, **GEMMA)
-EXAONE = {"qk_norm": True, "pre_norms": False, "post_norms": True}
-EXPERTS = {
-    "num_experts": 6,
-    "moe_router_topk": 3,
-    "moe_ffn_hidden_size": 12,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-}
+EXAONE = words("qk_norm pre_norms=false post_norms")
+EXPERTS = words(
+    "num_experts=6 moe_router_topk=3 moe_ffn_hidden_size=12 moe_router_score_function=sigmoid "
+    "moe_router_enable_expert_bias"
+)
 MINIMAX = EXPERTS | {"qk_norm": True, "qk_norm_all_heads": True}
 PROMPT = [5, 17, 30, 3]
-PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2-gelu-untied": {"tie_embeddings": False},
-    "llama": {},
-    "llama-biases": {"add_bias_linear": True, "tie_embeddings": True},
-    "llama3.1": {"rope_scaling": "llama3", "rope_original_max_positions": 10, "kv_channels": 16},
-    "llama-dynamic": {"rope_scaling": "dynamic", "rope_scaling_factor": 2.0, "rope_original_max_positions": 12},
-    "llama-yarn": {
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 3.0,
-        "rope_original_max_positions": 10,
-        "rope_beta_fast": 1.5,
-        "rope_beta_slow": 0.25,
-        "rope_mscale": 2.0,
-        "rope_mscale_all_dim": 0.5,
-        "kv_channels": 16,
-    },
-    "qwen3-yarn": {"qk_norm": True, "rope_scaling": "yarn", "rope_attention_factor": 1.2, "rope_truncate": False},
-    "mistral-odd": {"hidden_size": 18, "num_attention_heads": 4},
-    "qwen2": {"add_qkv_bias": True},
-    "qwen3-window": {"qk_norm": True, "sliding_window": 4},
-    "phi3": {"rotary_percent": 0.5, "kv_channels": 8, "sliding_window": 4},
-    "glm": {"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True, "kv_channels": 12},
-    "qwen2-mixed": {"add_qkv_bias": True, "sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
-    "gemma2-plain": GEMMA | {"window_attn_skip_freq": [0, 1, 1]},
-    "gemma3_text": GEMMA
-    | {"window_attn_skip_freq": [3], "qk_norm": True, "rotary_base_local": 30.0, "softmax_scale": 10**-0.5}
-    | {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "tie_embeddings": False},
-    "gpt_oss": {
-        "softmax_type": "learnable",
-        "add_bias_linear": True,
-        "num_experts": 5,
-        "moe_router_topk": 3,
-        "moe_add_bias_linear": True,
-        "activation": "quick_geglu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-        "sliding_window": 4,
-        "window_attn_skip_freq": [0, 1, 1],
-    },
-    "smollm3": {"no_rope_freq": [2]},
-    "arcee": {"activation": "squared_relu", "rope_scaling": "linear", "rope_scaling_factor": 3.0},
-    "ministral": {"sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
-    "exaone4": EXAONE | {"sliding_window": 4, "window_attn_skip_freq": [2], "no_rope_freq": [2]},
-    "exaone4-list": EXAONE | {"sliding_window": 4, "window_attn_skip_freq": [1, 0, 0], "no_rope_freq": [0, 1, 1]},
-    "olmo3": EXAONE
-    | {"qk_norm_all_heads": True, "sliding_window": 4, "window_attn_skip_freq": [2], "rotary_base_local": 30.0}
-    | {"rope_scaling": "yarn", "rope_scaling_factor": 3.0, "rope_original_max_positions": 10},
-    "minimax_m2": MINIMAX | {"rotary_percent": 0.5, "kv_channels": 8},
-    "dots1": EXPERTS
-    | {"qk_norm": True, "moe_shared_expert_intermediate_size": 24, "moe_router_topk_scaling_factor": 1.5}
-    | {"moe_first_dense_layers": 1, "sliding_window": 4, "window_attn_skip_freq": [1, 0, 1]},
-    "mixtral": {"num_experts": 5, "moe_router_topk": 3, "moe_ffn_hidden_size": 12, "sliding_window": 4},
-}
+PRESETS = rows_of(
+    """
+gpt2-gelu-untied: tie_embeddings=false
+llama: LLAMA
+llama-biases: add_bias_linear tie_embeddings
+llama3.1: rope_scaling=llama3 rope_original_max_positions=10 kv_channels=16
+llama-dynamic: rope_scaling=dynamic rope_scaling_factor=2.0 rope_original_max_positions=12
+llama-yarn: YARN rope_beta_fast=1.5 rope_beta_slow=0.25 rope_mscale=2.0 rope_mscale_all_dim=0.5 kv_channels=16
+qwen3-yarn: qk_norm rope_scaling=yarn rope_attention_factor=1.2 rope_truncate=false
+mistral-odd: hidden_size=18 num_attention_heads=4
+qwen2: add_qkv_bias
+qwen3-window: qk_norm sliding_window=4
+phi3: rotary_percent=0.5 kv_channels=8 sliding_window=4
+glm: rotary_percent=0.5 rotary_interleaved add_qkv_bias kv_channels=12
+qwen2-mixed: add_qkv_bias sliding_window=4 window_attn_skip_freq=[1,0,1]
+gemma2-plain: GEMMA window_attn_skip_freq=[0,1,1]
+gemma3_text: GEMMA window_attn_skip_freq=[3] qk_norm rotary_base_local=30.0 SCALE rope_scaling=linear
+  rope_scaling_factor=2.0 tie_embeddings=false
+gpt_oss: softmax_type=learnable add_bias_linear num_experts=5 moe_router_topk=3 moe_add_bias_linear
+  activation=quick_geglu activation_func_clamp_value=0.5 glu_linear_offset=1.0 sliding_window=4
+  window_attn_skip_freq=[0,1,1]
+smollm3: no_rope_freq=[2]
+arcee: activation=squared_relu rope_scaling=linear rope_scaling_factor=3.0
+ministral: sliding_window=4 window_attn_skip_freq=[1,0,1]
+exaone4: EXAONE sliding_window=4 window_attn_skip_freq=[2] no_rope_freq=[2]
+exaone4-list: EXAONE sliding_window=4 window_attn_skip_freq=[1,0,0] no_rope_freq=[0,1,1]
+olmo3: EXAONE YARN qk_norm_all_heads sliding_window=4 window_attn_skip_freq=[2] rotary_base_local=30.0
+minimax_m2: MINIMAX rotary_percent=0.5 kv_channels=8
+dots1: EXPERTS qk_norm moe_shared_expert_intermediate_size=24 moe_router_topk_scaling_factor=1.5
+  moe_first_dense_layers=1 sliding_window=4 window_attn_skip_freq=[1,0,1]
+mixtral: num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12 sliding_window=4
+""",
+    {
+        "LLAMA": {},
+        "GEMMA": GEMMA,
+        "EXAONE": EXAONE,
+        "EXPERTS": EXPERTS,
+        "MINIMAX": MINIMAX,
+        "SCALE": {"softmax_scale": 10**-0.5},
+    }
+    | {"YARN": words("rope_scaling=yarn rope_scaling_factor=3.0 rope_original_max_positions=10")},
+)
 """Models, by the family that they are written as."""
 
 

@@ -10,20 +10,15 @@ from megalite.kernels.registry import IMPLEMENTATIONS
 from megalite.parity.trajectory import Runner
 from megalite.topology.topology import Topology
 from megalite.training.replica import build_replica
-from tests.support.tiny import LLAMA, tiny_config
+from tests.support.tiny import LLAMA, tiny_config, words
 
 TORCH = [f"{operation}=torch" for operation in OPERATIONS]
 TRITON = [f"{operation}={'triton' if 'triton' in IMPLEMENTATIONS[operation] else 'torch'}" for operation in OPERATIONS]
-SMALL = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_query_groups": None,
-    "seq_length": 8,
-    "global_batch_size": 2,
-    # With a small eps, Adam's first steps are just as large for gradients of only rounding errors.
-    "adam_eps": 1e-2,
-}
+SMALL = words(
+    "num_layers=1 hidden_size=32 num_attention_heads=2 num_query_groups=null seq_length=8 global_batch_size=2 "
+    "adam_eps=1e-2"
+)
+"""With a small eps, Adam's first steps are just as large for gradients of only rounding errors."""
 
 
 def run(
