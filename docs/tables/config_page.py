@@ -14,10 +14,11 @@ def page() -> str:
         "",
         "Each setting is a flag (`--num-layers 4`) and a key of a YAML file (`num_layers: 4`, at the top level or in its section).",
         "Later ones win: default < `--preset` < `--config` files < flags. `none` unsets a setting that is empty by default;",
-        "`--no-...` turns a switch off. The command line prints the same list:",
+        "`--no-...` turns a switch off. Two commands print this list and the source of each setting:",
         "",
         "```console",
         "$ megalite train --help-all",
+        "$ megalite config --explain --preset gpt2-124m --tp 2",
         "```",
         "",
     ]

@@ -28,7 +28,7 @@ MEANINGS: Mapping[int, str] = {
     NOT_SAVED: "a checkpoint, or the last folder of `--export-hf`, could not be written; earlier checkpoints are intact",
     NO_PROGRESS: "the same step has failed repeatedly: another start would fail too",
     HUNG: "no rank progressed for `--hang-timeout-minutes`: the watchdog reported the hanging rank and ended the run",
-    REQUEUE: "stopped by a signal or a time limit, and saved: start the same command again",
+    REQUEUE: "stopped by a signal or a time limit: start the same command again",
     INTERRUPTED: "stopped by Ctrl-C; saved, unless it was pressed twice",
 }
 """Status -> the condition for it."""

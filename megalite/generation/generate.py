@@ -1,5 +1,6 @@
 """Generate text token by token with a KV cache, on tensor- and pipeline-parallel ranks."""
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -138,7 +139,7 @@ def _step(chain: Chain, batch: Batch, sampling: Sampling) -> None:
         wanted = torch.tensor(lengths, device=stage.device) - 1
     else:
         context = stage.next_token_context(batch.lengths)
-    with torch.inference_mode():  # skips version counters and view tracking, which saves CPU time
+    with torch.inference_mode(), _without_cudnn():  # skips version counters and view tracking, which saves CPU time
         x = stage(x, context, cache=batch.cache, wanted=wanted)
     if chain.is_last:
         batch.chosen = _chosen(stage, batch, x[0], sampling)
@@ -146,6 +147,17 @@ def _step(chain: Chain, batch: Batch, sampling: Sampling) -> None:
     else:
         chain.send_activations(x)
     batch.advance()
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Leave attention to other kernels: cuDNN would build a plan for each number of keys, that is for each token."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _chosen(stage: GPTStage, batch: Batch, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

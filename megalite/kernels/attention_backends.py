@@ -221,7 +221,8 @@ def _bounds(document_starts: tuple[tuple[int, ...], ...], s: int, device: torch.
     """Return the cumulative document boundaries over the concatenated samples, and the longest document's length."""
     places = [sample * s + start for sample, starts in enumerate(document_starts) for start in starts]
     places.append(len(document_starts) * s)
-    bounds = torch.tensor(places, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    with torch.inference_mode(False):  # the cache outlives the caller's mode
+        bounds = torch.tensor(places, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return bounds, max(stop - start for start, stop in pairwise(places))
 
 

@@ -63,6 +63,23 @@ class Scan(Function):
         return None, grad, -(grad @ states.mT), corrections @ after.mT, grad_decays, grad_state
 
 
+class _Inverse(Function):
+    """(1 + L)⁻¹ of the part L of a matrix below its diagonal [..., n, n]: n right-hand sides, and none in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+        # The result of the transposed system has contiguous rows.
+        inverse = torch.linalg.solve_triangular(matrix.mT, one, upper=True, left=False, unitriangular=True).mT
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return (inverse.mT @ grad @ inverse.mT).tril(-1).neg_()
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -106,9 +123,8 @@ def delta_rule(
         left = left * (size - 1 - places <= offsets[..., -1:])
     between = (since.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
     system = (k @ k.mT) * between * strengths.unsqueeze(-1)
-    right = torch.cat((v, k * entered.unsqueeze(-1)), dim=-1) * strengths.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    inverse = _Inverse.apply(system) * strengths.unsqueeze(-2)
+    written, read = inverse @ v, inverse @ (k * entered.unsqueeze(-1))
     state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state
     corrections, states, state = Scan.apply(scan, written, read, k * left.unsqueeze(-1), entered[..., -1], state)
     outputs = (q * entered.unsqueeze(-1)) @ states + ((q @ k.mT) * between) @ corrections

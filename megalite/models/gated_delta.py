@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.context_parallel.attention import heads_to_sequence, sequence_to_heads
 from megalite.kernels.attention import HALF_TYPES
-from megalite.kernels.bases import Module
+from megalite.kernels.bases import Function, Module
 from megalite.kernels.delta_rule import delta_rule
 from megalite.models.context import ForwardContext, KeyValueCache, document_position_ids
 from megalite.models.norm import Norm
@@ -85,17 +86,16 @@ class GatedDeltaNet(Module):
             before, state = cache.state(self.name)
             before = before.movedim(1, 0)
         mixed = torch.cat((before, mixed))
-        places = torch.arange(len(packed), device=packed.device)
         if context.visibility.document_starts is not None:
-            offsets = document_position_ids(places, context.visibility.document_starts)
+            offsets = _places_in_documents(len(packed), context.visibility.document_starts, packed.device)
         if context.lengths is not None:  # padding neither changes the state nor lets it decay
-            padded = (places.unsqueeze(1) >= context.lengths)[..., None, None]
+            padded = (torch.arange(len(packed), device=packed.device).unsqueeze(1) >= context.lengths)[..., None, None]
             strengths, decays = strengths.masked_fill(padded, -torch.inf), decays.masked_fill(padded, -torch.inf)
         a_log, dt_bias = (self._own(each).to(exact.dtype).view(-1, self.values) for each in (self.a_log, self.dt_bias))
         convolved = F.silu(self._convolve(mixed, offsets)).permute(1, 2, 0, 3)
         q, k, v = convolved.split((self.key_size, self.key_size, self.channels[1]), dim=3)
         result, state = delta_rule(
-            *(_normalized(q) / math.sqrt(self.key_size), _normalized(k)),
+            *(_normalized(q, 1 / math.sqrt(self.key_size)), _normalized(k)),
             v.unflatten(3, (self.values, -1)).transpose(2, 3),
             strengths.sigmoid().permute(1, 2, 3, 0),
             (-a_log.exp() * F.softplus(decays + dt_bias)).permute(1, 2, 3, 0),
@@ -105,7 +105,8 @@ class GatedDeltaNet(Module):
         )
         if cache is not None:
             cache.set_state(self.name, self._last(mixed, context.lengths), state)
-        normed = self.norm(result.permute(3, 0, 1, 2, 4).flatten(2, 3).to(packed.dtype))
+        heads = result.permute(3, 0, 1, 2, 4).flatten(2, 3)
+        normed = self.norm(heads.to(packed.dtype, memory_format=torch.contiguous_format))
         return (normed * F.silu(gates.unflatten(3, (self.values, -1)).flatten(2, 3))).to(packed.dtype)
 
     def _own(self, parameter: Tensor) -> Tensor:
@@ -114,17 +115,10 @@ class GatedDeltaNet(Module):
 
     def _convolve(self, x: Tensor, offsets: Tensor | None) -> Tensor:
         """Sum the last tokens' channels [taps - 1 + s, b, key heads, channels] by weight -> [s, ...], within documents."""
-        weight = self._own(self.conv).to(x.dtype).view(-1, self.convolved, self.conv.shape[1])
-        taps = weight.shape[2]
-        length = len(x) - taps + 1
-        total = x[taps - 1 :] * weight[..., -1]
-        for distance in range(1, taps):
-            first = taps - 1 - distance
-            term = x[first : first + length] * weight[..., first]
-            if offsets is not None:
-                term = term * (offsets >= distance)[..., None, None]
-            total = total + term
-        return total
+        taps = self.conv.shape[1]
+        distances = range(taps - 1, 0, -1)
+        seen = None if offsets is None else [(offsets >= distance)[..., None, None] for distance in distances]
+        return _Convolution.apply(x, self._own(self.conv).to(x.dtype).view(-1, self.convolved, taps), seen)
 
     def _last(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return each row's last taps - 1 tokens before its padding, [b, taps - 1, key heads, channels]."""
@@ -138,5 +132,37 @@ def _log_uniform(normal: Tensor) -> Tensor:
     return torch.log(1 + 15 * torch.special.ndtr(normal))
 
 
-def _normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+def _normalized(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x * (torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6) * scale)
+
+
+class _Convolution(Function):
+    """Causal depthwise convolution [taps - 1 + s, ...] -> [s, ...] by `weight` [..., taps]. `seen`: by tap, 1 where the
+    token is in the same document. Slices of autograd would each take several passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[Tensor] | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen, last = seen, weight.shape[-1] - 1
+        total = x[last:] * weight[..., last]
+        for tap in range(last):
+            part = x[tap : tap + len(total)]
+            total.addcmul_(part if seen is None else part * seen[tap], weight[..., tap])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        last = weight.shape[-1] - 1
+        grad_x, grad_weight = torch.zeros_like(x), torch.empty_like(weight)
+        for tap in range(last + 1):
+            part = grad if ctx.seen is None or tap == last else grad * ctx.seen[tap]
+            grad_x[tap : tap + len(grad)].addcmul_(part, weight[..., tap])
+            grad_weight[..., tap] = (part * x[tap : tap + len(grad)]).sum((0, 1))
+        return grad_x, grad_weight, None
+
+
+@lru_cache(maxsize=8)
+def _places_in_documents(length: int, starts: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # the cache outlives the caller's mode
+        return document_position_ids(torch.arange(length, device=device), starts)

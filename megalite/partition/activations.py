@@ -154,8 +154,8 @@ def _linear_core(config: RunConfig) -> float:
     keys, dk = model.linear_num_key_heads, model.linear_key_head_dim
     values, dv = model.linear_num_value_heads, model.linear_value_head_dim
     # Tables of decays and products in a chunk; convolved channels; parts of the corrections; the state of each chunk.
-    elements: float = (4 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
-    elements += values * (6 * dk + 5 * dv + 7) + 2 * keys + values * dk * dv / chunk
+    elements: float = (5 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
+    elements += values * (6 * dk + 4 * dv + 7) + 4 * keys + values * dk * dv / chunk
     return (exact * elements + 2 * e * values * dv) / p.tp
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from megalite.config.model import LINEAR_CHUNK as CHUNK
 from megalite.config.model import ModelConfig
 from megalite.kernels.delta_rule import delta_rule
+from megalite.models import gated_delta
 from megalite.models.context import KeyValueCache
 from megalite.models.shapes import is_hidden_matrix, layer_forward_flops
 from megalite.topology.group import Group
@@ -76,6 +77,14 @@ def test_gradients_are_those_of_the_function() -> None:
             total = total + out.square().sum()
         grads.append(list(torch.autograd.grad(total, leaves)))
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_of_the_convolution() -> None:
+    x, weight = torch.randn(3 + 5, 2, 2, 3, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    offsets = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]).t()
+    for seen in (None, [(offsets >= distance)[..., None, None] for distance in (3, 2, 1)]):
+        leaves = x.requires_grad_(), weight.requires_grad_(), seen
+        assert torch.autograd.gradcheck(gated_delta._Convolution.apply, leaves)
 
 
 def test_long_decays_do_not_overflow() -> None:

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_386,
+    "megalite: lines": 76_443,
     "megalite: files": 302,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 69_883,
+    "tests: lines": 69_892,
     "benchmarks: lines": 7_970,
-    "docs: words": 34_987,
+    "docs: words": 34_972,
 }
 
 

@@ -37,7 +37,7 @@ def _scan_kernel(
     """`states` has the first chunk's state; each next one is written there and read back, since it is an output."""
     head = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    token, offset = tl.arange(0, TOKENS)[:, None], tl.arange(0, KEYS)
+    token, tokens, offset = tl.arange(0, TOKENS)[:, None], tl.arange(0, TOKENS)[None, :], tl.arange(0, KEYS)
     values = (token < length) & (column < dv)
     done = tl.zeros([], tl.int32)
     while done < chunks:
@@ -56,10 +56,12 @@ def _scan_kernel(
         following = states + (chunk - 1 if BACKWARD else chunk + 1) * dk * dv
         following = last + head * dk * dv if done == chunks else following
         for start in tl.range(0, dk, KEYS):
-            across, down = start + offset[None, :], start + offset[:, None]
+            down = start + offset[:, None]
             place, inside = down * dv + column, (down < dk) & (column < dv)
-            factor = tl.load(keys + row * keys_stride + across, mask=(token < length) & (across < dk), other=0.0)
-            gained = tl.dot(tl.trans(factor), value, input_precision=PRECISION)
+            # Read transposed: by tl.trans, each element would be copied to shared memory on its own.
+            turned = keys + (chunk * length + tokens) * keys_stride + down
+            factor = tl.load(turned, mask=(tokens < length) & (down < dk), other=0.0)
+            gained = tl.dot(factor, value, input_precision=PRECISION)
             state = tl.load(states + chunk * dk * dv + place, mask=inside, other=0.0) * decay
             if BACKWARD:
                 state += tl.load(added + chunk * dk * dv + place, mask=inside, other=0.0) - gained
@@ -86,6 +88,6 @@ def delta_scan(
         KEYS=KEYS,
         COLUMNS=COLUMNS,
         BACKWARD=added is not None,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+        PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
     )
     return corrections, states, last

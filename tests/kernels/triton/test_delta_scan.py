@@ -49,7 +49,7 @@ def test_a_transposed_state_is_read_as_it_is(device: torch.device) -> None:
 
 
 def test_unused_space_of_a_slice_is_not_read(device: torch.device) -> None:
-    """The layer passes columns of one matrix: rows are further apart than they are long."""
+    """Rows may be further apart than they are long."""
     both = draw(2, 3, CHUNK, 40 + 16, dtype=torch.float32, device=device, seed=1) / 8
     written, read = both.split((40, 16), dim=-1)
     keys, decays = read.flip(1) / 8, draw(2, 3, dtype=torch.float32, device=device, seed=2).sigmoid()
