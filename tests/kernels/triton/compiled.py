@@ -93,10 +93,14 @@ def describe(call: str, kernel: JITFunction, compiled: Any) -> Compiled:
 
 
 def widths(instruction: str, ptx: str) -> dict[int, int]:
-    """Return bits per thread -> number of such instructions; `ld.global.v4.b32` has 128 bits."""
+    """Return bits per thread -> number of such instructions; `ld.global.v4.b32` has 128 bits. Copies to shared memory are
+    loads too."""
     found: Counter[int] = Counter()
     for count, bits in re.findall(rf"\b{re.escape(instruction)}\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx):
         found[int(count or 1) * int(bits)] += 1
+    if instruction == "ld.global":
+        copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)", ptx)
+        found.update(8 * int(size, 16) for size in copies)
     return dict(found)
 
 
