@@ -111,7 +111,7 @@ def row_of(name: str, found: Measured, case: Case) -> dict[str, Any]:
     of_gemm = [step_flops(case) / seconds / (rate * case.layout.ranks) for seconds, rate in rounds]
     row = {"contender": name, "tokens_per_second": round(middle, 1), "quartiles": [round(low, 1), round(high, 1)]}
     row |= {"cpu_seconds": round(statistics.median(found.cpu[name]), 4), "of_gemm": round(statistics.median(of_gemm), 4)}
-    row |= {"gemm_gflops_a_rank": round(statistics.median(found.gemm) / 1e9, 1), "losses": found.losses[name]}
+    row |= {"gemm_gflops_per_rank": round(statistics.median(found.gemm) / 1e9, 1), "losses": found.losses[name]}
     row |= {"loss_difference": found.differences[name], "rounds": [round(rate, 1) for rate in rates]}
     if worker.CONTENDERS[name].ours:
         peers = {peer: ratio(found, peer, name) for peer in found.seconds if not worker.CONTENDERS[peer].ours}
@@ -136,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
         ratios = (f"{ours['wall']:.2f}", f"{ours['cpu']:.2f}") if ours else ("", "")
         off = "" if row["contender"] == worker.MEGALITE else f"{row['loss_difference']:.1e}"
         cells.append((row["contender"], *speed, f"{row['of_gemm']:.0%}", *ratios, off))
-    rate = f"GEMM {measured[0]['gemm_gflops_a_rank']:.0f} GFLOP/s per rank"
+    rate = f"GEMM {measured[0]['gemm_gflops_per_rank']:.0f} GFLOP/s per rank"
     title = ", ".join(result[key] for key in ("model", "layout", "precision"))
     title += f" ({result['rounds']} rounds; {rate})"
     return "\n".join(["", title, "", common.markdown(cells), "", verdict(measured)])

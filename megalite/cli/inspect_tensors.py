@@ -5,7 +5,7 @@ At most one block of each checkpoint is in memory at a time."""
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -67,11 +67,11 @@ class Comparison:
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    declared: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
+    declared: dict[str, tuple[TensorEntry, TensorEntry]]
     """Key -> both entries, if dtype or global shape differ."""
-    differing: dict[str, Difference] = field(default_factory=dict)
+    differing: dict[str, Difference]
     """Key -> difference of the elements, largest first. Contains only tensors of equal shape."""
-    compared: int = 0
+    compared: int
     """Number of tensors that have the same shape in both checkpoints."""
 
     @property

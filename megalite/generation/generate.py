@@ -139,7 +139,7 @@ def _step(chain: Chain, batch: Batch, sampling: Sampling) -> None:
         wanted = torch.tensor(lengths, device=stage.device) - 1
     else:
         context = stage.next_token_context(batch.lengths)
-    with torch.inference_mode(), _without_cudnn():  # skips version counters and view tracking, which saves CPU time
+    with _without_cudnn(), torch.inference_mode():  # without version counters and view tracking: saves CPU time
         x = stage(x, context, cache=batch.cache, wanted=wanted)
     if chain.is_last:
         batch.chosen = _chosen(stage, batch, x[0], sampling)

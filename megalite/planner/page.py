@@ -176,13 +176,13 @@ def key(number: int) -> str:
     return f'<svg class="key" width="26" height="8"><path class="curve c{number % len(COLORS)}" d="M0 4H26" {stroke}/></svg>'
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Reduce to at most `most` points: means of equal parts, each at the part's middle."""
-    if len(points) <= most:
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Reduce to at most `_MOST_POINTS` points: means of equal parts, each at the part's middle."""
+    if len(points) <= _MOST_POINTS:
         return list(points)
     found = []
-    for index in range(most):
-        stretch = points[index * len(points) // most : (index + 1) * len(points) // most]
+    for index in range(_MOST_POINTS):
+        stretch = points[index * len(points) // _MOST_POINTS : (index + 1) * len(points) // _MOST_POINTS]
         found.append((stretch[len(stretch) // 2][0], math.fsum(y for _, y in stretch) / len(stretch)))
     return found
 

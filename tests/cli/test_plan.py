@@ -76,8 +76,7 @@ name: tiny
 batch_size: 1
 layers:
   - {name: a, repeat: 2, forward_ms: 10, backward_ms: 20, output_bytes: 1000, activation_bytes: 1000000, parameter_bytes: 4000000}
-  - {name: b, forward_ms: 20, backward_ms: 40, output_bytes: 1000, activation_bytes: 1000000, parameter_bytes: 800000000}
-"""
+  - {name: b, forward_ms: 20, backward_ms: 40, output_bytes: 1000, activation_bytes: 1000000, parameter_bytes: 800000000}"""
 
 
 @pytest.fixture

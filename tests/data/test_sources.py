@@ -53,6 +53,7 @@ def test_path_with_a_space_is_an_error(folder: Path) -> None:
         build(DataConfig(data_path=whole.split()))
     assert f"text is split at spaces; write ['{whole}'] in YAML" in str(error.value)
     assert build(DataConfig(data_path=[whole])).train is not None
+    assert build(DataConfig(data_path=[whole] * 99)).train is not None, "together they are too long for a path"
 
 
 def test_one_path_is_split_by_documents(folder: Path) -> None:

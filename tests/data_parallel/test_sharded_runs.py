@@ -1,4 +1,4 @@
-"""Test ZeRO-2 and ZeRO-3 with a real model: equal bits, checkpoints, failed steps. `tests/parity` compares with one."""
+"""ZeRO-2 and ZeRO-3 with a real model: equal bits, checkpoints, failed steps. `tests/parity` compares with one rank."""
 
 import re
 from collections.abc import Callable

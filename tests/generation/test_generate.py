@@ -31,8 +31,10 @@ def argmax_decoding(model: GPTStage, prompt: list[int], count: int) -> list[int]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_generation_equals_argmax_decoding(family: str) -> None:
     """For each prompt of a batch of unequal ones, and for single prompts."""
-    chain = chain_of(FAMILIES[family])
+    chain, cudnn = chain_of(FAMILIES[family]), []
+    chain.stage.register_forward_pre_hook(lambda *_: cudnn.append(torch.backends.cuda.cudnn_sdp_enabled()))
     ours = texts(chain, PROMPTS, GREEDY)
+    assert len(cudnn) >= 9 and not any(cudnn) and torch.backends.cuda.cudnn_sdp_enabled()
     expected = [argmax_decoding(chain.stage, prompt, 9) for prompt in PROMPTS]
     assert ours == [(tokens, "length") for tokens in expected]
     assert new_tokens(chain.stage, PROMPT, GREEDY) == expected[0]

@@ -21,9 +21,17 @@ from megalite.kernels.attention_backends import (
     why_not_blocked,
     why_not_varlen,
 )
+from megalite.models.gated_delta import _places_in_documents
 from megalite.topology.group import Group
 
 CPU = torch.device("cpu")
+
+
+def test_cached_places_can_be_saved_for_a_backward() -> None:
+    """Even if generation made them, in inference mode."""
+    with torch.inference_mode():
+        cached = attention_backends._bounds(((0, 1),), 7, CPU)[0], _places_in_documents(7, ((0, 1),), CPU)
+    assert not any(each.is_inference() for each in cached)
 
 
 def make_shape(dtype: torch.dtype = torch.float64, groups: int = 4, device: torch.device = CPU) -> AttentionShape:

@@ -14,7 +14,7 @@ CEILINGS = {
     "megalite: files": 302,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 69_897,
+    "tests: lines": 69_896,
     "benchmarks: lines": 7_970,
     "docs: words": 34_972,
 }

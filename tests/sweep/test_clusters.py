@@ -28,8 +28,7 @@ case $1 in
 create) echo made > $PODS/$(basename $(dirname "$3"));;
 get) cat $PODS/status;;
 delete) rm -f $PODS/$(basename $(dirname "${@: -1}"));;
-esac
-"""
+esac"""
 Cluster = Callable[[str], Path]
 
 

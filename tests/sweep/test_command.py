@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from megalite.cli import sweep
+from megalite.cli.output import Stopped
 from megalite.cli.tool_commands import SWEEP as main
 from megalite.sweep.results import OK, Store
 from tests.support.patience import wait_until
@@ -74,6 +77,13 @@ def processes_with(words: str) -> list[str]:
     return found
 
 
+def test_stopped_sweep_says_how_to_continue(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "execute", Mock(side_effect=Stopped(signal.SIGINT)))
+    assert main([str(write_sweep(tmp_path)), "--output", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command continues from here\n"
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 @pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks of a killed sweep run on")
 def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path, capsys: Captured) -> None:
@@ -85,12 +95,12 @@ def test_killed_sweep_leaves_no_process_and_continues(tmp_path: Path, capsys: Ca
     store.close()
     before = (folder / "results.jsonl").read_bytes()
     command = [sys.executable, "-m", "megalite.cli.main", "sweep", str(path), "--output", str(folder)]
-    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     config = f"-m megalite.cli.main train --config {folder}"
     # The guard, torchrun and its rank.
     wait_until(lambda: len(processes_with(config)) == 3, seconds=90)
-    sweep.send_signal(signal.SIGKILL)
-    sweep.communicate()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
     wait_until(lambda: processes_with(config) == [], seconds=30)
     assert (folder / "results.jsonl").read_bytes() == before
     assert main([str(path), "--output", str(folder)]) == 0

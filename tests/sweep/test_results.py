@@ -138,8 +138,7 @@ Traceback (most recent call last):
   File "run.py", line 900, in main
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
-  exitcode  : {status} (pid: 1)
-"""
+  exitcode  : {status} (pid: 1)"""
 
 
 @pytest.fixture

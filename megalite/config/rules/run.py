@@ -140,7 +140,7 @@ def _unreached_saves(c: Settings) -> Findings:
         yield f"{{keep_every}} is not a multiple of {{save_interval}}: few of its steps are saved; use e.g. --keep-every {works}"
 
 
-def _stores(c: Settings) -> Findings:
+def _local_folders(c: Settings) -> Findings:
     for name in ("save", "run_dir", "tensorboard_dir", "export_hf"):
         scheme, found, path = (getattr(c, name) or "").partition(":/")
         if found and scheme in ("s3", "gs", "gcs", "az", "abfs"):
@@ -175,7 +175,7 @@ CHECKPOINT: tuple[Check, ...] = (
         }
     ),
     _unreached_saves,
-    _stores,
+    _local_folders,
 )
 
 

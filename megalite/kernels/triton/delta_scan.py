@@ -59,8 +59,8 @@ def _scan_kernel(
             down = start + offset[:, None]
             place, inside = down * dv + column, (down < dk) & (column < dv)
             # Read transposed: by tl.trans, each element would be copied to shared memory on its own.
-            turned = keys + (chunk * length + tokens) * keys_stride + down
-            factor = tl.load(turned, mask=(tokens < length) & (down < dk), other=0.0)
+            transposed = keys + (chunk * length + tokens) * keys_stride + down
+            factor = tl.load(transposed, mask=(tokens < length) & (down < dk), other=0.0)
             gained = tl.dot(factor, value, input_precision=PRECISION)
             state = tl.load(states + chunk * dk * dv + place, mask=inside, other=0.0) * decay
             if BACKWARD:

@@ -15,6 +15,7 @@ from megalite.conversion.huggingface.families import FAMILIES, choose_family, di
 from megalite.conversion.weights import ConversionError
 from megalite.models.shapes import parameter_count
 from tests.models.stages import LLAMA, varied
+from tests.support.tiny import words
 
 NEEDED: dict[str, Any] = {"num_hidden_layers": 30, "hidden_size": 128, "num_attention_heads": 64}
 NEEDED |= {"intermediate_size": 20, "vocab_size": 37}
@@ -48,31 +49,13 @@ def test_missing_keys_have_transformers_defaults(name: str) -> None:
     assert read(name, needed(name)) == read(name, saved)
 
 
-PRESETS = {
-    "gpt2-124m": "gpt2",
-    "gpt3-1.3b": "gpt2",
-    "llama2-7b": "llama",
-    "llama3-70b": "llama",
-    "llama3.2-1b": "llama",
-    "llama3.3-70b": "llama",
-    "llama3-405b": "llama",
-    "phi-3-mini": "mistral",
-    "llama3.1-8b": "llama",
-    "mistral-7b": "mistral",
-    "qwen2-7b": "qwen2",
-    "qwen3-8b": "qwen3",
-    "mixtral-8x7b": "mixtral",
-    "qwen3-30b-a3b": "qwen3_moe",
-    "qwen3-235b-a22b": "qwen3_moe",
-    "qwen3-next-80b-a3b": "qwen3_next",
-    "gemma2-9b": "gemma2",
-    "gemma3-27b": "gemma3_text",
-    "olmo2-7b": "olmo2",
-    "olmo3-7b": "olmo3",
-    "smollm3-3b": "smollm3",
-    "gpt-oss-20b": "gpt_oss",
-    "gpt-oss-120b": "gpt_oss",
-}
+PRESETS = words(
+    "gpt2-124m=gpt2 gpt3-1.3b=gpt2 llama2-7b=llama llama3-70b=llama llama3.2-1b=llama llama3.3-70b=llama "
+    "llama3-405b=llama phi-3-mini=mistral llama3.1-8b=llama mistral-7b=mistral qwen2-7b=qwen2 qwen3-8b=qwen3 "
+    "mixtral-8x7b=mixtral qwen3-30b-a3b=qwen3_moe qwen3-235b-a22b=qwen3_moe qwen3-next-80b-a3b=qwen3_next "
+    "gemma2-9b=gemma2 gemma3-27b=gemma3_text olmo2-7b=olmo2 olmo3-7b=olmo3 smollm3-3b=smollm3 gpt-oss-20b=gpt_oss "
+    "gpt-oss-120b=gpt_oss"
+)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -98,7 +98,7 @@ def test_means_equal_the_simulation(ranks: int, scale: str) -> None:
 @pytest.mark.parametrize("tails", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_means_and_errors_sum_to_the_true_means(tails: bool, dtype: torch.dtype) -> None:
-    """With constant values, the mean over time converges to theirs as 1/t."""
+    """With constant values: means plus errors sum to the true ones, and the mean over time converges as 1/t."""
     calls = 40
     rows = values_of_call(3, 1, tails=tails) * calls
     runs = run_ranks(3, means, 3, "tensor", [[row.to(dtype) for row in call] for call in rows], dtype)
