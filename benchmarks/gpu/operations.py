@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.clock import Work
 from megalite.config.model import LINEAR_CHUNK
-from megalite.kernels.delta_rule import Scan, delta_scan
 from megalite.kernels.layer_ops import add_norm, apply_rope, bias_gelu, dropout_mask, geglu, layer_norm, rms_norm, swiglu
+from megalite.kernels.linear_attention import Scan, delta_scan
 from megalite.kernels.quantization import E4M3, Rounded, cast, cast_rows, largest
 from megalite.models.compute import FORMULAS
 

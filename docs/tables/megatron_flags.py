@@ -88,6 +88,11 @@ DERIVED_MEANING = {
     "--num-layers-per-virtual-pipeline-stage": "`vpp` = `num_layers` / `pp` / N, exactly",
     "--decoder-first-pipeline-num-layers": "`pipeline_layers` with N layers on the first pipeline rank",
     "--decoder-last-pipeline-num-layers": "`pipeline_layers` with N layers on the last pipeline rank",
+    **dict.fromkeys(
+        ("--hybrid-layer-pattern", "--hybrid-override-pattern"),
+        "`num_layers` with a mixer and its MLP as one layer, `experimental_attention_variant`, `linear_attention_freq`, `no_mlp_freq`; "
+        "by `|` `pipeline_layers` and `vpp`; Megatron-LM's sizes of Mamba-2",
+    ),
     "--group-query-attention": "needs `num_query_groups`, which alone is enough",
     "--use-distributed-optimizer": "`dp_strategy: distributed-optimizer`, unless another flag shards parameters too",
     "--account-for-embedding-in-pipeline-split": "`pipeline_layers` with one layer less on the first stage",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config.data import DATA_FILES, PATH_SETTINGS
-from megalite.config.errors import ConfigError, nearest
+from megalite.config.errors import ConfigError, nearest, shortened
 from megalite.config.megatron_flags import FP8
 from megalite.config.numbers import as_number, whole_number
 from megalite.config.strategies import ALIASES
@@ -94,10 +94,19 @@ SINKHORN_SCORES = ("moe_router_score_function", "moe_router_pre_softmax", "moe_r
 """Settings that Megatron-LM does not read with Sinkhorn routing: the number of experts per token decides."""
 
 _SCALING = ("rope_scaling", "rope_scaling_factor")
+_HYBRID = (
+    "num_layers",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "no_mlp_freq",
+    "pipeline_layers",
+    "vpp",
+)
 DERIVED: Mapping[str, tuple[type | None, tuple[str, ...]]] = {
     "--num-layers-per-virtual-pipeline-stage": (int, ("vpp",)),
     "--decoder-first-pipeline-num-layers": (int, ("pipeline_layers",)),
     "--decoder-last-pipeline-num-layers": (int, ("pipeline_layers",)),
+    **dict.fromkeys(("--hybrid-layer-pattern", "--hybrid-override-pattern"), (str, _HYBRID)),
     "--group-query-attention": (None, ()),
     "--no-position-embedding": (None, ()),
     "--use-distributed-optimizer": (None, ("dp_strategy",)),
@@ -181,6 +190,30 @@ def layer_list(text: str, where: str) -> list[int]:
             f"{where} takes a number, or 0 or 1 for each layer such as 1,1,0 or ([1]*2+[0])*4, got {text[:60]}"
         )
     return layers
+
+
+def hybrid_layers(pattern: str, where: str) -> dict[str, Any]:
+    """Return the settings of a layer pattern such as `M-M*-`, which names mixers (M: Mamba-2, G: Gated DeltaNet, *: attention)
+    and MLPs (-: dense, E: experts) as separate layers. A mixer and the MLP that may follow it are one layer here."""
+    layers = re.findall(r"([MG*])([-E]?)", pattern)
+    if "".join(map("".join, layers)) != pattern or not layers:
+        raise ConfigError(
+            f"{where} {shortened(pattern)} must consist of M, G and *, each followed by at most one of - and E, such as M-M*-"
+        )
+    mixers, mlps = ("".join(kinds) for kinds in zip(*layers, strict=True))
+    if {"M", "G"} <= set(mixers) or "-" in mlps[mlps.find("E") :] * ("E" in mlps):
+        raise ConfigError(
+            f"{where} {shortened(pattern)} has M and G, or - after E; use one kind of linear attention, and dense MLPs before experts"
+        )
+    linear = [int(kind != "*") for kind in mixers]
+    without = [int(not mlp) for _, mlp in layers]
+    found: dict[str, Any] = {"num_layers": len(layers)}
+    if any(linear):
+        found["experimental_attention_variant"] = "mamba2" if "M" in mixers else "gated_delta_net"
+        found["linear_attention_freq"] = linear
+    if any(without):
+        found["no_mlp_freq"] = without
+    return found | ({"moe_first_dense_layers": [mlp for _, mlp in layers].index("E")} if "E" in mlps else {})
 
 
 def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:

@@ -38,6 +38,11 @@ with --optimizer-cpu-offload, copies overlap with the update in both directions 
 --data-parallel-sharding-strategy or --dp-strategy decides what is sharded | --use-megatron-fsdp --use-custom-fsdp
 the loss is the mean over the unmasked tokens of the global batch, and gradients are summed |
     --calculate-per-token-loss --ddp-average-in-collective
+--hybrid-layer-pattern chooses the layers |
+    --is-hybrid-model --spec=*\[?\S*(mamba|hybrid)_layer_specs,?\s\S*(mamba|hybrid)_stack_spec\]?
+states of Mamba-2 are fp32; what is between its projections is recomputed |
+    --mamba-training-ssm-states-dtype=fp32 --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype=
+    --disable-mamba-mem-eff-path
 each stage reduces and gathers separately, when its layers are ready |
     --no-align-grad-reduce --disable-align-grad-reduce --align-param-gather --no-align-param-gather
     --overlap-param-gather-with-optimizer-step
@@ -243,7 +248,7 @@ inference and reinforcement learning, which pretraining does not read |
     --rl-offload-inference-model-weights-when-idle --no-rl-offload-inference-model-weights-when-idle --refit-method=
     --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap --rl-skip-bos-token --no-rl-skip-bos-token
     --rl-profile --rl-profile-dir= --rl-inference-parsers=*
-settings of BERT, T5, retrieval, vision and Mamba models |
+settings of BERT, T5, retrieval and vision models |
     --decoder-seq-length= --sample-rate= --mask-prob= --short-seq-prob= --bert-no-binary-head --output-bert-embeddings
     --bert-embedder-type= --ict-head-size= --biencoder-projection-dim= --biencoder-shared-query-context-model
     --ict-load= --bert-load= --titles-data-path= --query-in-block-prob= --use-one-sent-docs --evidence-data-path=
@@ -253,15 +258,13 @@ settings of BERT, T5, retrieval, vision and Mamba models |
     --vision-backbone-type= --swin-backbone-type= --mask-type= --mask-factor= --iter-per-epoch= --dino-local-img-size=
     --dino-local-crops-number= --dino-head-hidden-size= --dino-bottleneck-size= --dino-freeze-last-layer=
     --dino-norm-last-layer --dino-warmup-teacher-temp= --dino-teacher-temp= --dino-warmup-teacher-temp-epochs=
-    --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype= --mamba-training-ssm-states-dtype=
-    --mamba-state-dim= --mamba-head-dim= --mamba-num-groups= --mamba-num-heads= --disable-mamba-mem-eff-path
     --gdp-num-householder= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute=
 """
 _REFUSED = r"""
 this kind of attention is not supported; use attention with --num-query-groups |
     --use-kitchen-attention --qk-l2-norm --export-qk-l2-norm
-layers of other kinds are not supported; all layers are attention and an MLP |
-    --spec=* --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
+layers of other kinds are not supported; see --hybrid-layer-pattern |
+    --heterogeneous-layers-config-path=
     --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=
     --embed-layernorm
 it scales RoPE of ModelOpt's models alone; leave it out, or use --preset gpt-oss-20b | --enable-gpt-oss
@@ -339,19 +342,19 @@ class Known:
     """Class of the flag."""
     why: str
     values: str | None
-    """Values: None: none; `*`: any number; else one, which must match this regular expression unless it is empty."""
+    """Values: None: none; `*`: any number; else one. They must match this regular expression, or that after `*`."""
 
     def judge(self, words: Sequence[str], where: str) -> "Note":
         """Return the note for the flag with these words. Raises ConfigError: it is refused, or takes another number of
         words; the message starts with `where`."""
         if self.values is None and words:
             raise ConfigError(f"{where} takes no value, got {' '.join(words)}; remove it")
-        if self.values not in (None, "*") and len(words) != 1:
+        if self.values and not self.values.startswith("*") and len(words) != 1:
             raise ConfigError(f"{where} takes one value, got {' '.join(words) or 'none'}")
         given = " ".join((where, *words))
         if self.kind == REFUSED:
             raise ConfigError(f"{given} is refused: {self.why}")
-        if self.values and self.values != "*" and not re.fullmatch(self.values, words[0]):
+        if self.values and not re.fullmatch(self.values.removeprefix("*") or ".*", " ".join(words)):
             raise ConfigError(f"{given} is refused: {self.why}; leave it out")
         return Note(given if self.kind == DIFFERS else self.flag, self.kind, self.why)
 

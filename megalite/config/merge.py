@@ -14,11 +14,13 @@ from megalite.config.megatron import (
     SHORTHANDS,
     SINKHORN_SCORES,
     expert_layers,
+    hybrid_layers,
     layer_list,
     settings_of_word,
     stretched,
 )
 from megalite.config.megatron_flags import ALREADY_SO, DIFFERS, NO_EFFECT_HERE, Note
+from megalite.config.model import LINEAR_SIZES
 from megalite.config.parallel import PIPELINE_SCHEDULES, parse_pipeline_layout
 from megalite.config.run import RunConfig, save_folder
 from megalite.config.strategies import ALIASES, STRATEGIES
@@ -149,6 +151,11 @@ def _drop_derived_folder(levels: Sequence[Level], top: dict[str, Given]) -> None
 def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
     """Add to each level the settings of its derived flags, which depend on all other settings."""
     for level in levels:
+        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+            if flag in level.derived:
+                with problems.collecting({"num_layers"}):
+                    _hybrid_layers(level, level.derived[flag], levels)
+    for level in levels:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
             with problems.collecting({"vpp"}):
@@ -172,6 +179,40 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
             if flag in level.derived:
                 with problems.collecting():
                     resolve(level, level.derived[flag], levels)
+
+
+_MAMBA = {"linear_key_head_dim": 128, "linear_value_head_dim": 64, "linear_num_key_heads": 8}
+"""Megatron-LM's defaults of Mamba-2; the default of its heads is twice the hidden size / linear_value_head_dim."""
+
+
+def _hybrid_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
+    """Megatron-LM counts mixers and MLPs as layers, and separates pipeline stages by |."""
+    pattern, parts = str(given.value), str(given.value).split("|")
+    if "/" in pattern:
+        raise ConfigError(
+            f"{given.source} {shortened(pattern)} has MTP layers after /; use --mtp-num-layers, for copies of the last layer"
+        )
+    found, theirs = hybrid_layers("".join(parts), given.source), level.given.get("num_layers")
+    if theirs is not None and theirs.value == len("".join(parts)):
+        del level.given["num_layers"]
+    if len(parts) > 1:
+        found["pipeline_layers"] = [hybrid_layers(part, given.source)["num_layers"] for part in parts]
+        chunks, rest = divmod(len(parts), _value(levels, "pp"))
+        if rest:
+            raise ConfigError(
+                f"{given.source} has {len(parts)} stages, not a multiple of pp {_value(levels, 'pp')}; use --pp {len(parts)}"
+            )
+        found["vpp"] = chunks
+    if found.get("experimental_attention_variant") == "mamba2":
+        size = _topmost(levels).get("linear_value_head_dim", Given(_MAMBA["linear_value_head_dim"], "")).value
+        found |= _MAMBA | {"linear_num_value_heads": max(1, 2 * _value(levels, "hidden_size") // size)}
+        found = {
+            name: value for name, value in found.items() if not (name in LINEAR_SIZES and name in _topmost(levels))
+        }
+    for name, value in found.items():
+        level.add(name, value, given.source)
+    note = f"a mixer and the MLP after it are one layer: num_layers {found['num_layers']}"
+    level.notes.append(Note(given.source.removeprefix("flag "), ALREADY_SO, note))
 
 
 def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) -> None:

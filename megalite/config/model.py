@@ -20,7 +20,7 @@ TRAINING_FIELDS = frozenset(
 differ in them, and other checkpoint formats need not store them."""
 
 
-LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
+LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", "no_mlp_freq")
 """Settings that take one number n (every n-th layer) or a 0 or 1 for each layer."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -160,20 +160,23 @@ class ModelConfig:
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
     attention_output_gate: bool = option(False)
     """Multiply attention by a sigmoid gate of each channel, which is projected with the queries."""
-    experimental_attention_variant: str | None = option(None, choices=("gated_delta_net",))
-    """Linear attention in the layers of linear_attention_freq: gated_delta_net (arXiv 2412.06464)."""
+    experimental_attention_variant: str | None = option(None, choices=("gated_delta_net", "mamba2"))
+    """Linear attention in the layers of linear_attention_freq: gated_delta_net (arXiv 2412.06464) or the state space mamba2
+    (arXiv 2405.21060)."""
     linear_attention_freq: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers with softmax attention: every n-th, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = option(4, at_least=1, below=1024)
     """Tokens that the causal convolution of linear attention reads, including the token itself."""
-    linear_key_head_dim: int = option(128, at_least=1, below=2**24)
+    linear_key_head_dim: int = option(128, flags=("--mamba-state-dim",), at_least=1, below=2**24)
     """Size of a query and key head of linear attention."""
-    linear_value_head_dim: int = option(128, at_least=1, below=2**24)
+    linear_value_head_dim: int = option(128, flags=("--mamba-head-dim",), at_least=1, below=2**24)
     """Size of a value head of linear attention."""
-    linear_num_key_heads: int = option(16, at_least=1, below=2**24)
+    linear_num_key_heads: int = option(16, flags=("--mamba-num-groups",), at_least=1, below=2**24)
     """Query and key heads of linear attention."""
-    linear_num_value_heads: int = option(32, at_least=1, below=2**24)
+    linear_num_value_heads: int = option(32, flags=("--mamba-num-heads",), at_least=1, below=2**24)
     """Value heads of linear attention; a multiple of linear_num_key_heads."""
+    no_mlp_freq: list[int] | None = option(None, at_least=0, below=10_000)
+    """Layers of attention alone: every n-th, or a list with 1 (no MLP) or 0 (MLP) per layer."""
     pre_norms: bool = option(True)
     """Normalize the input of attention and of the MLP."""
     post_norms: bool = option(False)
@@ -215,7 +218,8 @@ class ModelConfig:
     mup_base_head_dim: int | None = option(None, at_least=1, below=2**20)
     """use_mup: head size at which attention scores are unchanged; default: 1."""
     init_method_std: float = option(0.02, above=0, below=100)
-    """Standard deviation of initial weights; residual output projections divide it by sqrt(2·num_layers)."""
+    """Standard deviation of initial weights; residual output projections divide it by sqrt(number of branches), which is
+    2·num_layers with an MLP in each layer."""
     num_experts: int | None = option(None, at_least=2, below=2**20)
     """Experts of each MoE layer; default: a dense MLP."""
     moe_router_topk: int = option(2, at_least=1, below=2**24)
@@ -309,20 +313,29 @@ class ModelConfig:
         if self.linear_attention_freq is not None:
             key, each = self.linear_key_head_dim, self.linear_num_value_heads // self.linear_num_key_heads
             values = each * self.linear_value_head_dim
-            found[".attention.in_proj.weight"] = (key, key, values, values, each, each)
+            found[".attention.in_proj.weight"] = (key, key, values, values, *[each] * self.linear_scalars)
         return found
+
+    @property
+    def linear_scalars(self) -> int:
+        """Numbers per value head and token that linear attention projects."""
+        return 1 if self.experimental_attention_variant == "mamba2" else 2
 
     @property
     def linear_channels(self) -> tuple[int, int]:
         """Channels of a layer with linear attention: those with a convolution, and all that are projected."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
-        return 2 * keys + values, 2 * keys + 2 * values + 2 * self.linear_num_value_heads
+        return 2 * keys + values, 2 * keys + 2 * values + self.linear_scalars * self.linear_num_value_heads
 
     def is_linear_layer(self, index: int) -> bool:
         """Return whether layer `index` of the whole model has linear attention; MTP layers equal the last layer."""
         frequency = self.linear_attention_freq
         return frequency is not None and not _every(frequency, min(index, self.num_layers - 1), listed=0)
+
+    def has_mlp(self, index: int) -> bool:
+        """Return whether layer `index` of the whole model has an MLP or experts; MTP layers equal the last layer."""
+        return self.no_mlp_freq is None or not _every(self.no_mlp_freq, min(index, self.num_layers - 1), listed=1)
 
     def has_window(self, index: int) -> bool:
         """Return whether layer `index` of the whole model uses the sliding window; MTP layers equal the last layer."""
@@ -358,6 +371,11 @@ class ModelConfig:
         return self.init_method_std / math.sqrt(self.width_multiplier)
 
     @property
+    def residual_std(self) -> float:
+        """Standard deviation of initial projections into the residual stream, divided for the number of branches."""
+        return self.hidden_std / math.sqrt(self.num_layers + sum(map(self.has_mlp, range(self.num_layers))))
+
+    @property
     def score_scale(self) -> float | None:
         """Factor on the query-key products; None: 1 / sqrt(head size)."""
         if self.use_mup:
@@ -386,10 +404,14 @@ class ModelConfig:
         """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
+    def has_dense_mlp(self, index: int) -> bool:
+        """Return whether layer `index` of the whole model has an MLP without experts."""
+        return self.has_mlp(index) and not self.is_moe_layer(index)
+
     def is_moe_layer(self, index: int) -> bool:
         """Return whether layer `index` of the whole model has experts; MTP layers equal the last layer."""
         index = min(index, self.num_layers - 1)
-        if self.num_experts is None or index < self.moe_first_dense_layers:
+        if self.num_experts is None or index < self.moe_first_dense_layers or not self.has_mlp(index):
             return False
         return (index - self.moe_first_dense_layers) % self.moe_layer_freq == 0
 

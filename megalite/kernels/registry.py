@@ -118,7 +118,7 @@ _ROWS = (
     Implementation("cross_entropy", "apex", f"apex:{_CROSS_ENTROPY}", _LOWER, "xentropy_cuda"),
     Implementation("softmax", "torch", f"attention:{_SOFTMAX}"),
     Implementation("softmax", "apex", f"apex:{_SOFTMAX}", HALF_TYPES, _CAUSAL, softmax_limit),
-    Implementation("delta_scan", "torch", "delta_rule:delta_scan"),
+    Implementation("delta_scan", "torch", "linear_attention:delta_scan"),
     Implementation("delta_scan", "triton", "triton.delta_scan:delta_scan", _FP32),
     Implementation("dropout_mask", "torch", "layer_ops:dropout_mask"),
     Implementation("dropout_mask", "triton", "triton.elementwise:dropout_mask", FLOATS),

@@ -200,7 +200,7 @@ class Attention(AttentionCore):
         self.out = RowParallelLinear(
             f"{name}.out",
             (config.hidden_size, config.num_attention_heads * self.head_size),
-            std=config.hidden_std / math.sqrt(2 * config.num_layers),
+            std=config.residual_std,
             bias=config.add_bias_linear,
             factory=factory,
         )

@@ -1,7 +1,6 @@
 """Transformer block, with norms before its branches, on their outputs, or both; the MLP, its feed-forward half; and multi-token
 prediction (MTP), blocks after the last that predict later tokens."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -77,11 +76,7 @@ class MLP(Module):
             factory=factory,
         )
         self.down = RowParallelLinear(
-            f"{name}.down",
-            (h, f),
-            std=config.hidden_std / math.sqrt(2 * config.num_layers),
-            bias=config.add_bias_linear,
-            factory=factory,
+            f"{name}.down", (h, f), std=config.residual_std, bias=config.add_bias_linear, factory=factory
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +100,8 @@ class MLP(Module):
 
 
 class Block(Module):
-    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))); feed_forward is an MLP or a MoE layer.
+    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))); feed_forward is an MLP or a MoE layer, which
+    layers of `no_mlp_freq` lack.
 
     With `post_norms` dropout is applied to norm(branch); without `pre_norms` a branch reads x itself.
 
@@ -137,17 +133,21 @@ class Block(Module):
         attention: Any = Attention
         settings: dict[str, Any] = {"cp_comm_type": cp_comm_type, "index": index}
         if config.is_linear_layer(index):
-            attention, settings = imported("megalite.models.gated_delta:GatedDeltaNet"), {}
+            kinds = imported("megalite.models.linear_attention:KINDS")
+            attention, settings = kinds[config.experimental_attention_variant], {}
         elif config.multi_latent_attention:
             attention = imported("megalite.models.latent_attention:LatentAttention")
         self.attention = attention(f"{name}.attention", config, factory=factory, recompute=recompute, **settings)
         if config.post_norms:
             self.attention_post_norm = Norm(f"{name}.attention_post_norm", config, factory=factory)
+        self.mlp: MLP | None = None
+        self.moe: torch.nn.Module | None = None
+        self.has_mlp = config.has_mlp(index)
+        if not self.has_mlp:
+            return
         if config.pre_norms:
             # A recomputed norm must have the same bits, so both passes use the same, unfused kernel.
             self.mlp_norm = ResidualNorm(f"{name}.mlp_norm", config, factory=factory, fused=not self.recompute_norms)
-        self.mlp: MLP | None = None
-        self.moe: torch.nn.Module | None = None
         if config.is_moe_layer(index):
             experts = imported("megalite.models.moe_layer:MoELayer")
             self.moe = experts(f"{name}.moe", config, factory=factory, recompute=recompute)
@@ -171,6 +171,8 @@ class Block(Module):
             normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
         else:
             normed, x = self._in_mlp_norm(mlp_norm, x, branch, bias=bias, keep=keep, p=self.dropout)
+        if not self.has_mlp:
+            return x
         branch = self._branch(mlp_norm, "mlp_norm", x, self.feed_forward, normed, context)
         if self.mlp_post_norm is not None:
             branch = self._in_mlp_norm(self.mlp_post_norm, branch)

@@ -62,7 +62,7 @@ class LatentAttention(AttentionCore):
         self.out = RowParallelLinear(
             f"{name}.out",
             (h, heads * self.values),
-            std=std / math.sqrt(2 * config.num_layers),
+            std=config.residual_std,
             bias=config.add_bias_linear,
             factory=factory,
         )

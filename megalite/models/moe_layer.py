@@ -1,6 +1,5 @@
 """Mixture-of-experts layer: the feed-forward half of a block."""
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,7 +48,7 @@ class Experts(Module):
         self._in_fc1, self._in_act = self.saves.runner("expert_fc1"), self.saves.runner("mlp_act")
         std, split = config.hidden_std, len(stacked) - 1
         self.up = factory.parameter(f"{name}.up.weight", (*stacked, h), shard_dim=split, std=std, expert=True)
-        std /= math.sqrt(2 * config.num_layers)
+        std = config.residual_std
         self.down = factory.parameter(f"{name}.down.weight", (count, h, f), shard_dim=2, std=std, expert=True)
         self.up_bias: ShardedParameter | None = None
         self.down_bias: ShardedParameter | None = None

@@ -31,7 +31,9 @@ class ParameterShape:
     shape: tuple[int, ...]
     shard_dim: int | None  # dimension split by tensor parallelism; None: replicated
     decay: bool  # weight decay applies: to matrices, not to biases and most norms
-    init: Init  # normal: N(0, std²); residual: N(0, std²/(2L)), for projections that write into the residual stream;
+    init: (
+        Init  # normal: N(0, std²); residual: N(0, std²/branches), for projections that write into the residual stream;
+    )
     # other: the layer has its own distribution
     expert: bool = False
     """Dimension 0 is the experts, split over ep; `shard_dim`, if any, is split over expert-tp ranks."""
@@ -205,17 +207,17 @@ def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
 
 def _linear_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, values, (convolved, projected) = model.hidden_size, model.linear_num_value_heads, model.linear_channels
+    width = values * model.linear_value_head_dim
     conv = _matrix(f"{prefix}.conv.weight", (convolved, model.linear_conv_kernel_dim), 0, "other")
     one = replace(_bias(f"{prefix}.dt_bias", (values,), 0), init="ones")
-    norm = ParameterShape(
-        name=f"{prefix}.norm.weight", shape=(model.linear_value_head_dim,), shard_dim=None, decay=False, init="ones"
-    )
-    return [
-        *(conv, replace(one, name=f"{prefix}.a_log", init="other"), one),
-        _matrix(f"{prefix}.in_proj.weight", (projected, h), 0),
-        norm,
-        _matrix(f"{prefix}.out.weight", (h, values * model.linear_value_head_dim), 1, "residual"),
-    ]
+    norm = replace(one, name=f"{prefix}.norm.weight", shape=(model.linear_value_head_dim,), shard_dim=None)
+    own = [replace(one, name=f"{prefix}.a_log", init="other"), one]
+    last = [_matrix(f"{prefix}.in_proj.weight", (projected, h), 0), norm]
+    if model.experimental_attention_variant == "mamba2":
+        own = [_bias(f"{prefix}.conv.bias", (convolved,), 0), own[0], replace(one, init="other")]
+        own += [replace(one, name=f"{prefix}.skip"), replace(norm, shape=(width,), shard_dim=0)]
+        last = last[:1]
+    return [conv, *own, *last, _matrix(f"{prefix}.out.weight", (h, width), 1, "residual")]
 
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
@@ -262,11 +264,13 @@ def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None)
     if facts.shapes is not None:
         return facts.shapes(model, layer_index)
     name, experts = f"layers.{layer_index}", model.is_moe_layer(layer_index)
-    feed_forward = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
     shapes_of_layer: list[ParameterShape] = []
     kind = _latent_attention if model.multi_latent_attention else _attention
     attention = (_linear_attention if model.is_linear_layer(layer_index) else kind)(model, f"{name}.attention")
-    for branch, shapes in (("attention", attention), ("mlp", feed_forward)):
+    branches = {"attention": attention}
+    if model.has_mlp(layer_index):
+        branches["mlp"] = _moe(model, f"{name}.moe") if experts else _mlp(model, f"{name}.mlp", model.ffn_size)
+    for branch, shapes in branches.items():
         shapes_of_layer += _norm(model, f"{name}.{branch}_norm") if model.pre_norms else []
         shapes_of_layer += shapes + (_norm(model, f"{name}.{branch}_post_norm") if model.post_norms else [])
     return shapes_of_layer
@@ -341,9 +345,14 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
     palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one); a sliding window w < s
     makes that 4·w·(heads·d). megatron counts only the keys under the causal mask: s/2 on average, so half of that, or
     w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
-    Linear attention has, as in Megatron-LM, four products of each value head's state (dk·dv) with a token, in both."""
+    Linear attention has, as in Megatron-LM, 8 FLOPs per number of each value head's state (dk·dv), Mamba-2 7, in both."""
     if model.is_linear_layer(layer_index):
-        return 8 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
+        return (
+            (7 if model.experimental_attention_variant == "mamba2" else 8)
+            * model.linear_num_value_heads
+            * model.linear_key_head_dim
+            * model.linear_value_head_dim
+        )
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)
     flops = 2 * keys * model.num_attention_heads * (model.head_size + model.value_size)
@@ -376,7 +385,7 @@ def layer_kinds(model: ModelConfig) -> tuple[Hashable, ...]:
     indices = range(model.mtp_layers.stop)
     if BLOCKS.facts(model.block).shapes is not None:
         return tuple(indices)
-    facts = (model.is_moe_layer, model.has_window, model.has_rope, model.is_linear_layer)
+    facts = (model.is_moe_layer, model.has_mlp, model.has_window, model.has_rope, model.is_linear_layer)
     return tuple([tuple([fact(index) for fact in facts]) for index in indices])
 
 

@@ -189,7 +189,7 @@ def _shape(generator: random.Random, drawn: Drawn) -> Drawn:
         found |= _linear_attention(generator, tp * cp)
     elif "multi_latent_attention" not in found:
         found["attention_output_gate"] = generator.random() < 0.2
-    return found
+    return found | ({"no_mlp_freq": [generator.randint(2, 3)]} if generator.random() < 0.1 else {})
 
 
 def _exchanging(drawn: Drawn) -> int:
@@ -207,7 +207,8 @@ def _latents(generator: random.Random) -> Drawn:
 
 def _linear_attention(generator: random.Random, ranks: int) -> Drawn:
     keys = ranks * generator.randint(1, 2)
-    found: Drawn = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": keys}
+    variant = generator.choice(("gated_delta_net", "mamba2"))
+    found: Drawn = {"experimental_attention_variant": variant, "linear_num_key_heads": keys}
     found |= {"linear_attention_freq": [generator.randint(2, 3)], "linear_conv_kernel_dim": generator.randint(1, 4)}
     found |= {"linear_num_value_heads": keys * generator.randint(1, 2), "linear_key_head_dim": generator.randint(2, 6)}
     return found | {"linear_value_head_dim": generator.randint(2, 6)}

@@ -153,10 +153,14 @@ def _linear_core(config: RunConfig) -> float:
     chunk = min(LINEAR_CHUNK, config.training.seq_length)
     keys, dk = model.linear_num_key_heads, model.linear_key_head_dim
     values, dv = model.linear_num_value_heads, model.linear_value_head_dim
-    # Tables of decays and products in a chunk; convolved channels; parts of the corrections; the state of each chunk.
-    elements: float = (5 * values + 2 * keys) * chunk + 3 * model.linear_channels[0] + 2 * keys * dk
-    elements += values * (6 * dk + 4 * dv + 7) + 4 * keys + values * dk * dv / chunk
-    return (exact * elements + 2 * e * values * dv) / p.tp
+    # Tables of decays and products in a chunk; queries, keys and values in several forms, or the corrections; the norm.
+    if model.experimental_attention_variant == "mamba2":
+        elements: float = (2 * values + keys) * chunk + 4 * keys * dk + values * (2 * dk + 7 * dv + 4) + keys
+    else:
+        elements = (5 * values + 2 * keys) * chunk + 2 * keys * dk + values * (6 * dk + 4 * dv + 7) + 4 * keys
+        elements += 2 * e / exact * values * dv
+    # Convolved channels; the state of each chunk.
+    return exact * (elements + 3 * model.linear_channels[0] + values * dk * dv / chunk) / p.tp
 
 
 def _latents(model: ModelConfig) -> int:
@@ -183,6 +187,8 @@ def _repeats_keys(config: RunConfig, layer_index: int) -> bool:
 def _feed_forward(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
     model, p = config.model, config.parallel
     e, _, whole = _sizes(config)
+    if not model.has_mlp(layer_index):
+        return
     yield _Kept(e * model.hidden_size / whole, saved_by="mlp_norm" if model.pre_norms else "")
     if model.pre_norms:
         yield _Kept(e * model.hidden_size / whole, frozenset({"layernorm"}))
@@ -440,6 +446,8 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
     else:
         yield h / whole + model.query_groups * model.group_heads * model.head_size / p.tp
     yield values / p.tp + h
+    if not model.has_mlp(index):
+        return
     if not model.is_moe_layer(index):
         yield from _deferred_of_mlp(config, model.ffn_size / p.tp)
         return

@@ -385,6 +385,8 @@ class _Microbatch:
     def _feed_forward(self, layer: int, *, again: bool = False) -> list[Volume]:
         """Return the forward's collectives in order; `again`: a recomputed forward, which reuses the row counts."""
         model, dense = self._config.model, [*self._enter, *self._leave]
+        if not model.has_mlp(layer):
+            return []
         if not model.is_moe_layer(layer):
             return dense
         shared = dense if model.moe_shared_expert_intermediate_size else []
@@ -393,7 +395,7 @@ class _Microbatch:
     def _feed_forward_backward(self, layer: int) -> Iterator[Volume]:
         model = self._config.model
         moe = model.is_moe_layer(layer)
-        if not moe or model.moe_shared_expert_intermediate_size:
+        if model.has_dense_mlp(layer) or (moe and model.moe_shared_expert_intermediate_size):
             yield from (*self._enter, *self._enter, *self._leave)
         if moe:
             yield from (*self._expert_rows(), *self._exchange)

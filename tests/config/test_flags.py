@@ -71,7 +71,8 @@ def test_known_foreign_flags_are_accepted_or_refused() -> None:
     refused: list[str] = []
     for flag, known in known_flags().items():
         example = "" if known.values is None else "7" if known.values in ("*", ".*") else known.values.split("|")[0]
-        words = [flag, *([example.replace("0?\\.0*", "0.0").replace("0?\\.0050*", "0.005")] if example else [])]
+        example = "hybrid_layer_specs hybrid_stack_spec" if flag == "--spec" else example
+        words = [flag, *example.replace("0?\\.0*", "0.0").replace("0?\\.0050*", "0.005").split()]
         (refused if known.kind == REFUSED else accepted).extend(words)
     found = parse_arguments(accepted)
     assert found.config == RunConfig()

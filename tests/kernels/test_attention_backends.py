@@ -21,7 +21,7 @@ from megalite.kernels.attention_backends import (
     why_not_blocked,
     why_not_varlen,
 )
-from megalite.models.gated_delta import _places_in_documents
+from megalite.models.linear_attention import _places_in_documents
 from megalite.topology.group import Group
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from megalite.config.compute import KERNELS, OPERATIONS, kernel_requests, unknown_kernels
 from megalite.config.errors import ConfigError
 from megalite.kernels import layer_ops, registry
-from megalite.kernels.delta_rule import delta_scan
+from megalite.kernels.linear_attention import delta_scan
 from megalite.kernels.registry import (
     FLOATS,
     IMPLEMENTATIONS,

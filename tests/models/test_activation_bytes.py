@@ -55,6 +55,10 @@ NEXT: dict[str, Any] = LLAMA | words(
     "linear_attention_freq=[2] linear_num_key_heads=4 linear_num_value_heads=8 linear_key_head_dim=32 "
     "linear_value_head_dim=48"
 )
+MAMBA: dict[str, Any] = NEXT | words(
+    "num_layers=3 attention_output_gate=false experimental_attention_variant=mamba2 linear_attention_freq=[1,0,1] "
+    "no_mlp_freq=[1,0,0]"
+)
 TP2, SP = {"tp": 2}, {"sequence_parallel": True}
 
 
@@ -174,6 +178,7 @@ def test_bytes_of_a_layer_equal_the_formula(settings: dict[str, Any], formula: C
         {**NEXT, "qk_norm": True},
         {**NEXT, **TP2, **SP, "post_norms": True, "hidden_dropout": 0.1},
         {**NEXT, "cp": 2, "cp_comm_type": "a2a", **selective("core_attn", "layernorm")},
+        {**MAMBA, **TP2, **SP, **selective("mlp", "layernorm")},
         {**MOE, "activation": "swiglu", "moe_router_topk": 1, "moe_router_pre_softmax": True},
         {**MOE, **selective("moe")},
         {**MOE, **selective("mlp_act", "layernorm"), "moe_shared_expert_intermediate_size": 512},
@@ -201,9 +206,11 @@ def test_bytes_of_experts_on_several_ranks_equal_the_plan(settings: dict[str, An
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bytes_that_linear_attention_recomputes_equal_the_plan(precision: str) -> None:
+@pytest.mark.parametrize("variant", ["gated_delta_net", "mamba2"])
+def test_bytes_that_linear_attention_recomputes_equal_the_plan(variant: str, precision: str) -> None:
     changes = {"linear_attention_freq": [1, 1], "attention_output_gate": False, "seq_length": 4 * LINEAR_CHUNK}
-    config = tiny_config(1, **{**GPT, **NEXT, **changes, "precision": precision})
+    changes |= {"experimental_attention_variant": variant, "precision": precision}
+    config = tiny_config(1, **{**GPT, **NEXT, **changes})
     stage, plan = layers_alone(RankContext(0, {}), config)
     layer: Any = cast(Any, stage.layers["0"]).attention
     packed = torch.ones(4 * LINEAR_CHUNK, B, 4, sum(layer.channels), dtype=stage.factory.dtype).requires_grad_()

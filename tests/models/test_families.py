@@ -183,7 +183,9 @@ def their_model(family: Family) -> Any:
     """Build the transformers model with random weights."""
     # From where it lives: an import from the top of the package reads every model that there is.
     small = re.sub(
-        "(?<=[a-z0-9])(moe|lite|oss|m2|v[23]|next)$", r"_\1", family.kind.lower().replace("moelite", "_moelite")
+        "(?<=[a-z0-9])(moe|lite|oss|m2|v[23]|next)$",
+        r"_\1",
+        family.kind.lower().replace("moelite", "_moelite").replace("nh", "n_h"),
     )
     folder = f"transformers.models.{small}"
     config_class = getattr(

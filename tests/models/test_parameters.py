@@ -76,7 +76,8 @@ def check_initial(row: ParameterShape, values: torch.Tensor, model: ModelConfig)
         return
     if row.init == "other":  # tested with its layer
         return
-    std = model.init_method_std / (math.sqrt(6) if row.init == "residual" else 1.0)
+    branches = model.num_layers + sum(map(model.has_mlp, range(model.num_layers)))
+    std = model.init_method_std / (math.sqrt(branches) if row.init == "residual" else 1.0)
     assert values.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * values.numel())), row.name
     assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), row.name
 

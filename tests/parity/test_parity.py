@@ -12,7 +12,7 @@ from tests.parity.factors import FAMILIES, Z1, Settings, refusal, settings_of, w
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.same import require_same
-from tests.support.tiny import LATENT, NEXT, rows_of, tiny_config, whole, words
+from tests.support.tiny import BIASED, LATENT, MAMBA, NEXT, rows_of, tiny_config, whole, words
 
 TWO: Settings = {"num_layers": 2}
 
@@ -25,11 +25,20 @@ QWEN: Settings = (
 )
 """Qwen3-Next."""
 
+HYBRID: Settings = (
+    MAMBA
+    | BIASED
+    | words("num_experts=4 moe_ffn_hidden_size=16 moe_shared_expert_intermediate_size=16 tie_embeddings=false")
+)
+"""Nemotron 3: Mamba-2, attention and experts."""
+
 GROUPS: dict[str, Settings] = {
     **FAMILIES,
     "LATENT": LATENT,
     "Z1": Z1,
     "QWEN": QWEN,
+    "HYBRID": HYBRID,
+    "MAMBA": MAMBA,
     "TWO": TWO,
     "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # for collectives over eight ranks
     "SIX": {"global_batch_size": 6},
@@ -87,6 +96,15 @@ next-pp2-vpp2-host: QWEN linear_attention_freq=[1,0,1,1] pp=2 vpp=2 cpu_offloadi
 next-cp4-documents-zero3: QWEN cp=4 dp=2 reset_attention_mask reset_position_ids dp_strategy=fully-sharded FEW
 next-tp2-cp2-a2a-full: QWEN tp=2 cp=2 dp=2 cp_comm_type=a2a reset_attention_mask eod_mask_loss
   context_parallel_load_balancer=headtail recompute_granularity=full sequence_parallel FEW
+mamba-tp2-sp-ep2: HYBRID tp=2 dp=2 ep=2 sequence_parallel recompute_granularity=selective recompute_modules=["moe"]
+  micro_batch_size=2 global_batch_size=4
+mamba-tp4-zb: MAMBA tp=4 pp=2 pipeline_schedule=zb-h1 micro_batch_size=2 global_batch_size=4
+mamba-pp2-vpp2-host: HYBRID pp=2 vpp=2 cpu_offloading_num_layers=1 micro_batch_size=2
+mamba-cp2-tp2-documents-zero3: MAMBA tp=2 cp=2 dp=2 reset_attention_mask dp_strategy=fully-sharded
+  recompute_granularity=full micro_batch_size=2 global_batch_size=4
+mamba-cp2-balanced-zero1-muon: HYBRID Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area optimizer=muon
+mamba-alone: MAMBA no_mlp_freq=[1] linear_attention_freq=[5] tp=2 pp=2 dp=2 Z1 sequence_parallel
+mamba-mtp-ahead: MAMBA no_mlp_freq=[0,1,0,0] mtp_num_layers=1 pp=2 recompute_granularity=full recompute_ahead dp=2
 next-cp2-balanced-zero1: QWEN Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area linear_conv_kernel_dim=1
   qk_norm=false qk_clip qk_clip_threshold=0.05 FEW
 decayed-norms: qwen apply_wd_to_qk_layernorm tp=2 pp=2 dp=2 Z1 weight_decay=0.5 FEW

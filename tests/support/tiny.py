@@ -20,6 +20,7 @@ __all__ = [
     "BIASED",
     "LATENT",
     "LLAMA",
+    "MAMBA",
     "MOE",
     "NEXT",
     "TINY",
@@ -73,6 +74,12 @@ NEXT: dict[str, Any] = LLAMA | words(
     "linear_num_key_heads=4 linear_num_value_heads=8 linear_key_head_dim=4 linear_value_head_dim=6"
 )
 """Attention of Qwen3-Next."""
+
+MAMBA: dict[str, Any] = NEXT | words(
+    "attention_output_gate=false experimental_attention_variant=mamba2 num_layers=4 linear_attention_freq=[1,0,1,1] "
+    "no_mlp_freq=[0,0,1,0] activation=squared_relu position_embedding_type=none"
+)
+"""Layers of Nemotron-H: some have no MLP."""
 
 BIASED: dict[str, Any] = words(
     "moe_router_score_function=sigmoid moe_router_enable_expert_bias moe_router_bias_update_rate=0.02"

@@ -43,8 +43,7 @@ def _layer_lists(c: Settings) -> Findings:
 
 
 def _has_no_mlp(c: Settings) -> bool:
-    dense = not all(map(c.is_moe_layer, range(c.num_layers)))
-    return (dense or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
+    return (any(map(c.has_dense_mlp, range(c.num_layers))) or c.moe_ffn_hidden_size is None) and c.ffn_size < 1
 
 
 NETWORK: tuple[Check, ...] = (
@@ -250,7 +249,7 @@ def _covered_modules(c: Settings) -> Findings:
     if c.recompute_granularity != "selective":
         return
     modules = c.recompute_modules
-    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
+    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers) if c.has_mlp(index)}
     if "moe" in modules and c.num_experts is None:
         yield "recompute_modules moe has no effect without experts; add --num-experts 8 or remove it"
     if "mla_up_proj" in modules and not c.multi_latent_attention:
@@ -271,7 +270,7 @@ def _saving_modules(c: Settings) -> Findings:
         return
     modules = c.offload_modules
     again = set(c.recompute_modules) if c.recompute_granularity == "selective" else set()
-    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers)}
+    around = {"moe" if c.is_moe_layer(index) else "mlp" for index in range(c.num_layers) if c.has_mlp(index)}
     whole_units = c.recompute_granularity == "full" and c.recompute_method == "uniform" and not c.recompute_ahead
     if whole_units and set(modules) - {"attn_norm"}:
         yield (

@@ -272,7 +272,7 @@ EXPERTS: tuple[Check, ...] = (
 def _widths(c: Settings) -> Findings:
     """Check heads, groups and the dense MLP over tp."""
     widths = {"num_attention_heads": c.num_attention_heads}
-    if not all(map(c.is_moe_layer, range(c.num_layers))):
+    if any(map(c.has_dense_mlp, range(c.num_layers))):
         widths["ffn_hidden_size"] = c.ffn_size
     works = shares_of_heads(c.query_groups, *widths.values())
     for name, size in widths.items():

@@ -8,6 +8,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved
 from megalite.conversion.huggingface.experts import ExpertKeys
+from megalite.conversion.huggingface.hybrid import NEMOTRON_ONLY, Bamba, NemotronExperts, NemotronH
 from megalite.conversion.huggingface.llama import Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import (
@@ -311,6 +312,40 @@ _ALL = (
         **_QWEN_NEXT,
         experts=ExpertKeys(count=("num_experts", 256), topk=8, **_QWEN_EXPERTS),
     ),
+    Bamba(
+        *("bamba", "BambaForCausalLM"),
+        max_positions=262144,
+        norm_epsilon=1e-5,
+        key_value_heads=8,
+        linear_biases=True,
+        partial_rotary=0.5,
+        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
+        names={
+            ".post_attention_layernorm.": ".pre_ff_layernorm.",
+            ".mlp.": ".feed_forward.",
+            "l.norm.": "l.final_layernorm.",
+        },
+        whole_heads=True,
+    ),
+    NemotronH(
+        *("nemotron_h", "NemotronHForCausalLM"),
+        max_positions=4096,
+        norm_epsilon=1e-5,
+        key_value_heads=8,
+        head_size=128,
+        activation=("mlp_hidden_act", "relu2"),
+        activations={"relu2": "squared_relu"},
+        fixed={"position_embedding_type": "none"},
+        only=NEMOTRON_ONLY,
+        experts=NemotronExperts(
+            count=("n_routed_experts", 8),
+            width=7688,
+            normalises=True,
+            shared=("moe_shared_expert_intermediate_size", 7688),
+            scaling=1.0,
+            sigmoid=True,
+        ),
+    ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen
 SAME = {
@@ -354,7 +389,7 @@ def read_config(folder: Path) -> FolderConfig:
         values, where = _text_config(values, MULTIMODAL[name], where), f"{where}: text_config"
         name = values["model_type"]
     # Published folders of these families name code from before transformers supported them; it is not needed.
-    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "minimax_m2") else ()
+    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "minimax_m2", "nemotron_h") else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
     quantized_kinds(ModelFile(values, where))  # raises for unsupported quantization
     family = (FAMILIES | SAME).get(name) if isinstance(name, str) else None
@@ -403,6 +438,8 @@ def _normal_form(values: dict[str, Any]) -> dict[str, Any]:
     found["no_rope_freq"] = None if all(ropes) else [1 - one for one in ropes]
     linear = [int(model.is_linear_layer(index)) for index in range(model.num_layers)]
     found["linear_attention_freq"] = linear if any(linear) else None
+    without = [int(not model.has_mlp(index)) for index in range(model.num_layers)]
+    found["no_mlp_freq"] = without if any(without) else None
     if not any(windows):
         found |= {"sliding_window": None, "rotary_base_local": None}
     if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:

@@ -231,7 +231,7 @@ class LlamaLike(Family):
             if model.is_moe_layer(i):
                 yield from (self.experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
             else:
-                yield from _mlp(model, f"{there}.mlp", f"{here}.mlp", self.fused_mlp)
+                yield from mlp_pieces(model, f"{there}.mlp", f"{here}.mlp", fused=self.fused_mlp)
             if model.post_norms:
                 yield WeightPiece(f"{there}.{self.sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
         yield WeightPiece("model.norm.weight", "final_norm.weight", (h,))
@@ -310,8 +310,11 @@ def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> It
             yield WeightPiece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
 
 
-def _mlp(model: ModelConfig, there: str, here: str, fused: bool) -> Iterator[WeightPiece]:
-    h, f = model.hidden_size, model.ffn_size
+def mlp_pieces(
+    model: ModelConfig, there: str, here: str, *, width: int | None = None, fused: bool = False
+) -> Iterator[WeightPiece]:
+    """Yield the tensors of an MLP; `width`: by default the dense MLP's."""
+    h, f = model.hidden_size, width or model.ffn_size
     if fused:
         yield WeightPiece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
         yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))

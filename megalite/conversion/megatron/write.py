@@ -78,6 +78,7 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         "use_mup",
         "attention_output_gate",
         "linear_attention_freq",
+        "no_mlp_freq",
     ):
         if getattr(model, name):
             yield name

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.kernels.linear_attention import Factor
 from megalite.kernels.triton.launch import next_power_of_2, rows_of
 
 KEYS, COLUMNS = 32, 32
@@ -44,13 +45,14 @@ def _scan_kernel(
         chunk = head * chunks + (chunks - 1 - done if BACKWARD else done)
         row = chunk * length + token
         value = tl.load(written + row * written_stride + column, mask=values, other=0.0)
-        for start in tl.range(0, dk, KEYS):
-            across, down = start + offset[None, :], start + offset[:, None]
-            factor = tl.load(read + row * read_stride + across, mask=(token < length) & (across < dk), other=0.0)
-            state = tl.load(states + (chunk * dk + down) * dv + column, mask=(down < dk) & (column < dv), other=0.0)
-            product = tl.dot(factor, state, input_precision=PRECISION)
-            value = value + product if BACKWARD else value - product
-        tl.store(corrections + row * dv + column, value, mask=values)
+        if read is not None:
+            for start in tl.range(0, dk, KEYS):
+                across, down = start + offset[None, :], start + offset[:, None]
+                factor = tl.load(read + row * read_stride + across, mask=(token < length) & (across < dk), other=0.0)
+                state = tl.load(states + (chunk * dk + down) * dv + column, mask=(down < dk) & (column < dv), other=0.0)
+                product = tl.dot(factor, state, input_precision=PRECISION)
+                value = value + product if BACKWARD else value - product
+            tl.store(corrections + row * dv + column, value, mask=values)
         decay = tl.load(decays + chunk)
         done += 1
         following = states + (chunk - 1 if BACKWARD else chunk + 1) * dk * dv
@@ -58,32 +60,35 @@ def _scan_kernel(
         for start in tl.range(0, dk, KEYS):
             down = start + offset[:, None]
             place, inside = down * dv + column, (down < dk) & (column < dv)
-            # Read transposed: by tl.trans, each element would be copied to shared memory on its own.
-            transposed = keys + (chunk * length + tokens) * keys_stride + down
-            factor = tl.load(transposed, mask=(tokens < length) & (down < dk), other=0.0)
-            gained = tl.dot(factor, value, input_precision=PRECISION)
             state = tl.load(states + chunk * dk * dv + place, mask=inside, other=0.0) * decay
             if BACKWARD:
-                state += tl.load(added + chunk * dk * dv + place, mask=inside, other=0.0) - gained
-            else:
-                state += gained
+                state += tl.load(added + chunk * dk * dv + place, mask=inside, other=0.0)
+            if keys is not None:
+                # Read transposed: by tl.trans, each element would be copied to shared memory on its own.
+                transposed = keys + (chunk * length + tokens) * keys_stride + down
+                factor = tl.load(transposed, mask=(tokens < length) & (down < dk), other=0.0)
+                gained = tl.dot(factor, value, input_precision=PRECISION)
+                state = state - gained if BACKWARD else state + gained
             tl.store(following + place, state, mask=inside)
         tl.debug_barrier()  # other threads of this program read what was stored
 
 
 def delta_scan(
-    written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+    written: Tensor, read: Factor, keys: Factor, decays: Tensor, state: Tensor, added: Factor = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `megalite.kernels.delta_rule.DeltaScan`. Factors are rounded to TF32 if torch's products are (`--tf32`), else split
-    into three, which is as exact as fp32."""
-    (chunks, length, dv), dk = written.shape[-3:], read.shape[-1]
-    corrections, last = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (written, state))
-    states = written.new_empty(*written.shape[:-2], dk, dv)
+    """See `megalite.kernels.linear_attention.DeltaScan`. Factors are rounded to TF32 if torch's products are (`--tf32`), else
+    split into three, which is as exact as fp32."""
+    (chunks, length, dv), dk = written.shape[-3:], state.shape[-2]
+    corrections = written if read is None else torch.empty_like(written, memory_format=torch.contiguous_format)
+    states, last = (
+        written.new_empty(*written.shape[:-2], dk, dv),
+        torch.empty_like(state, memory_format=torch.contiguous_format),
+    )
     states.select(-3, 0 if added is None else -1).copy_(state)
-    written, read, keys = rows_of(written), rows_of(read), rows_of(keys)
+    rows = [None if factor is None else rows_of(factor) for factor in (written, read, keys)]
     _scan_kernel[state.shape[:-2].numel(), triton.cdiv(dv, COLUMNS)](
-        *(written, read, keys, decays.contiguous(), None if added is None else added.contiguous()),
-        *(corrections, states, last, chunks, length, dk, dv, written.stride(0), read.stride(0), keys.stride(0)),
+        *(*rows, decays.contiguous(), None if added is None else added.contiguous()),
+        *(corrections, states, last, chunks, length, dk, dv, *(0 if row is None else row.stride(0) for row in rows)),
         TOKENS=max(next_power_of_2(length), 16),  # the least dimension of tl.dot
         KEYS=KEYS,
         COLUMNS=COLUMNS,

@@ -281,9 +281,11 @@ def linear_attention(price: Pricing) -> PassCosts:
     batch = work.tokens * heads / chunk
     core = price.passes(20.0 * work.exact, 30.0 * work.exact, work.tokens * width, 30.0)
     core = core + price.passes(8.0 * work.exact, 10.0 * work.exact, work.tokens * heads * chunk, 6.0)
-    products = price.gemm(chunk, dk + dv, chunk, batch, times=0.5) * 2.0  # in chunks; then from and to the state
-    products = products + price.gemm(chunk, chunk, dk, batch, times=0.5) * 2.0
-    products = products + price.gemm(chunk, dv, dk, batch, times=0.5) * 3.0
+    corrects = work.linear_corrects
+    products = price.gemm(chunk, dk + dv, chunk, batch, times=0.5) * (2.0 * corrects)  # in chunks
+    products = products + price.gemm(chunk, dv, chunk, batch, times=0.5) * (1.0 - corrects)
+    products = products + price.gemm(chunk, chunk, dk, batch, times=0.5) * (1.0 + corrects)
+    products = products + price.gemm(chunk, dv, dk, batch, times=0.5) * (2.0 + corrects)  # from and to the state
     core = core + PassCosts(products, products * 2.0, Parts())
     there, back = (
         collective_seconds("all-to-all", work.tokens * each * work.element, work.cp, work.tp, price.cluster)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megalite.config.batch import microbatch_counts
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig, cache_by_object
@@ -56,6 +57,7 @@ class Workload:
     kv_rank: Number = _of(lambda c: c.model.kv_lora_rank)
     shared_key: Number = _of(lambda c: c.model.qk_pos_emb_head_dim)  # width of the key part that all heads share
     ffn: Number = _of(lambda c: c.model.ffn_size)
+    has_mlp: Number = _of(lambda c: _share_with_mlp(c.model))  # share of the layers without experts
     gates: Number = _of(lambda c: 1 + c.model.is_gated)  # matrices before the MLP's nonlinearity
     vocabulary: Number = _of(lambda c: c.model.padded_vocab_size)
     gathers_logits: Number = _of(lambda c: c.training.loss not in LOSSES.builtin)
@@ -78,6 +80,8 @@ class Workload:
     linear_values: Number = _of(lambda c: c.model.linear_num_value_heads)  # its value heads
     linear_value_size: Number = _of(lambda c: c.model.linear_value_head_dim)
     linear_key_size: Number = _of(lambda c: c.model.linear_key_head_dim)
+    # It corrects what its state has (the delta rule).
+    linear_corrects: Number = _of(lambda c: c.model.experimental_attention_variant == "gated_delta_net")
     output_gate: Number = _of(lambda c: c.model.attention_output_gate)
     # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)
@@ -143,6 +147,12 @@ def _message_share(config: RunConfig) -> float:
     elements = config.training.micro_batch_size * config.training.seq_length * config.model.hidden_size
     width = ELEMENT_BYTES[config.training.precision]
     return message_bytes(config.parallel.pipeline_compression, elements, width) / (elements * width)
+
+
+def _share_with_mlp(model: ModelConfig) -> float:
+    layers = range(model.num_layers)
+    dense, experts = (sum(map(has, layers)) for has in (model.has_dense_mlp, model.is_moe_layer))
+    return dense / (model.num_layers - experts) if experts < model.num_layers else 1.0
 
 
 def _keys(config: RunConfig) -> float:

@@ -77,14 +77,15 @@ class StageCost:
 def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operations.PassCosts, Parts]:
     """Price a block (`moe`: with experts) for a microbatch, and its recomputed part (selective or full)."""
     work = price.work
-    norms = operations.norm(price, work.hidden / work.split) * work.norms
+    branches = 2.0 if moe else 1.0 + work.has_mlp  # by their mean
+    norms = operations.norm(price, work.hidden / work.split) * (work.norms * (branches / 2.0))
     core, projections = operations.attention_core(price), operations.attention_projections(price)
     if np.any(np.asarray(work.linear) > 0):  # layers are priced by their mean
         core, softmax = core * (1.0 - work.linear), projections * (1.0 - work.linear)
         projections = softmax + operations.linear_attention(price) * work.linear
     entering = operations.latent_width(work) if np.any(np.asarray(work.latent) > 0) else None
     communication = price.block_communication(projections.weight_gradient, entering)
-    total = norms + core + projections + communication + operations.residual(price) * 2.0
+    total = norms + core + projections + communication + operations.residual(price) * branches
     if moe:
         products, nonlinearity, exchange = operations.experts(price)
         total = total + products + nonlinearity + exchange
@@ -100,13 +101,14 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
         whole = total.forward
     else:
         products, nonlinearity = operations.dense_mlp(price, work.ffn)
-        total = total + products + nonlinearity + price.block_communication(products.weight_gradient)
+        mlp = products + nonlinearity + price.block_communication(products.weight_gradient)
+        total = total + mlp * work.has_mlp
         # No backward reads the last product's output, unless a dropout mask follows it.
         early = float(price.stack.recompute_stops_early)
         last = price.gemm(work.tokens, work.hidden, work.ffn / work.tp, times=price.stack.float8_rate or 1.0)
         again = (products.forward + nonlinearity.forward + price.enter() + last * -early) * work.recompute_mlp
         again = again + nonlinearity.forward * (work.recompute_activation * (1.0 - work.recompute_mlp))
-        last = last + operations.residual(price).forward + price.leave()
+        again, last = again * work.has_mlp, last + operations.residual(price).forward + price.leave()
         whole = total.forward + last * (-early * (1.0 - work.hidden_dropout))
     if np.any(np.asarray(work.recompute_up) > 0):
         up = operations.latent_up(price).forward + price.enter(operations.latent_width(work))

@@ -238,14 +238,13 @@ class Sizer:
         return shares.tp * shares.cp * shares.dp // (over * shares.ep * shares.dp_instances)
 
     def _examples(self) -> list[list[tuple[int, float]]]:
-        """Return the layers that stand for those with a dense MLP and for those with experts: one with softmax and one with
-        linear attention, with their shares, as far as there are such layers."""
+        """Return the layers that stand for those without and for those with experts: one of each kind (with softmax or linear
+        attention, with or without an MLP) and the kind's share."""
         model, found = self.config.model, []
         for moe in (False, True):
             layers = [index for index in range(model.num_layers) if model.is_moe_layer(index) == moe]
-            linear = list(map(model.is_linear_layer, layers))
-            kinds = [kind for kind in (False, True) if kind in linear]
-            found.append([(layers[linear.index(kind)], linear.count(kind) / len(layers)) for kind in kinds])
+            kinds = [(model.is_linear_layer(index), not model.has_mlp(index)) for index in layers]
+            found.append([(layers[kinds.index(kind)], kinds.count(kind) / len(layers)) for kind in sorted(set(kinds))])
         return found
 
     def of_share(self, shares: Shares, place: int, **changed: int) -> RunConfig:

@@ -440,7 +440,7 @@ def _in_node(request: Request, pp: int, tp: Integers, cp: Integers, dp: Integers
 def _tensor_sizes(config: RunConfig, ranks: int) -> list[int]:
     model = config.model
     common = math.gcd(model.num_attention_heads, model.padded_vocab_size, ranks)
-    if not all(model.is_moe_layer(index) for index in range(model.num_layers)):
+    if any(map(model.has_dense_mlp, range(model.num_layers))):
         common = math.gcd(common, model.ffn_size)
     if model.num_experts and model.moe_shared_expert_intermediate_size is not None:
         common = math.gcd(common, model.moe_shared_expert_intermediate_size)

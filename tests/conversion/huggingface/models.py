@@ -33,6 +33,9 @@ _NEXT = """num_key_value_heads=2 head_dim=8 layer_types=["linear_attention","ful
     linear_conv_kernel_dim=3"""
 _EXPERTS = """num_key_value_heads=2 num_experts=6 num_experts_per_tok=3 moe_intermediate_size=12
     experts_implementation=eager rms_norm_eps=1e-6"""
+# Its least step, by which only transformers raises smaller ones, is out of reach.
+_HYBRID = """mamba_num_heads=4 mamba_head_dim=6 n_groups=2 ssm_state_size=5 conv_kernel=3 chunk_size=4 time_step_min=1e-30
+    num_key_value_heads=2 head_dim=6"""
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 3.0}
 _HALF = rope(50.0, partial_rotary_factor=0.5)
 _GROUPS: dict[str, dict[str, Any]] = {
@@ -43,6 +46,8 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "GLM_MOE": words(_GLM_MOE) | _HALF,
     "DEEPSEEK": words(_DEEPSEEK),
     "DOTS": words(_DOTS) | rope(50.0),
+    "BAMBA": words("mamba_n_heads=4 mamba_n_groups=1 mamba_d_state=5 mamba_d_conv=3 mamba_chunk_size=4 mamba_expand=2"),
+    "HYBRID": words(_HYBRID),
     "NEXT": words(_NEXT) | _HALF,
     "NEXT_EXPERTS": words(_NEXT) | words(_EXPERTS) | _HALF | {"shared_expert_intermediate_size": 20},
     "WINDOW": words("use_sliding_window sliding_window=4 max_window_layers=0"),
@@ -106,6 +111,13 @@ qwen3-next-parts: kind=Qwen3Next NEXT_EXPERTS num_hidden_layers=4 layer_types=nu
   norm_topk_prob=false num_key_value_heads=4 linear_num_value_heads=2 tie_word_embeddings
 qwen3.5: kind=Qwen3_5 NEXT
 qwen3.5-moe: kind=Qwen3_5Moe NEXT_EXPERTS
+bamba: kind=Bamba num_key_value_heads=2 attn_layer_indices=[1] BAMBA HALF
+bamba-biases: kind=Bamba num_key_value_heads=4 attn_layer_indices=[0,2] BIASES BAMBA mamba_n_groups=2 HALF
+nemotron-h: kind=NemotronH HYBRID
+  layers_block_type=["linear_attention","mlp","linear_attention","full_attention","mlp","linear_attention"]
+nemotron-3: kind=NemotronH HYBRID layers_block_type=["linear_attention","moe","linear_attention","full_attention","moe"]
+  n_routed_experts=6 num_experts_per_tok=3 moe_intermediate_size=12 moe_shared_expert_intermediate_size=20
+  routed_scaling_factor=1.5 experts_implementation=eager
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,

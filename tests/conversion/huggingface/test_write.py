@@ -194,6 +194,7 @@ def significant_config(folder: Path) -> dict[str, Any]:
         "transformers_version",
         "use_cache",
         "no_rope_layer_interval",  # has no effect next to no_rope_layers
+        *("chunk_size", "mamba_chunk_size", "time_step_min"),  # of an algorithm and of initial values
     ):
         config.pop(free, None)
     if not config.get("use_sliding_window", True):

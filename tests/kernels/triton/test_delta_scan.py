@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import LINEAR_CHUNK as CHUNK
-from megalite.kernels.delta_rule import DeltaScan, delta_rule, delta_scan
+from megalite.kernels.linear_attention import DeltaScan, delta_scan, linear_attention
 from megalite.kernels.triton.delta_scan import COLUMNS
 from megalite.kernels.triton.delta_scan import delta_scan as by_triton
 from tests.kernels.triton.exact import compare, draw
@@ -19,7 +19,7 @@ def rule(
     scan: DeltaScan, q: Tensor, k: Tensor, v: Tensor, strengths: Tensor, decays: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     k = k / k.norm(dim=-1, keepdim=True)
-    return delta_rule(q, k, v, strengths.sigmoid(), -decays.exp(), scan=scan, state=state)
+    return linear_attention(q, k, v, -decays.exp(), strengths=strengths.sigmoid(), scan=scan, state=state)
 
 
 @pytest.mark.parametrize(

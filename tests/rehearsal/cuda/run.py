@@ -42,6 +42,10 @@ CASES: dict[str, tuple[int, str]] = {
         4,
         f"{LINEAR} --tp 2 --cp 2 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",
     ),
+    "Mamba-2": (
+        2,
+        f"{LINEAR.replace('gated_delta_net', 'mamba2')} --no-mlp-freq 2 --kernels delta_scan=triton --tp 2 --sequence-parallel",
+    ),
     "documents, window": (
         1,
         f"{LLAMA} --sliding-window 64 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",

@@ -1,4 +1,5 @@
-"""The gated delta rule of linear attention, by chunks (arXiv 2412.06464): a state that decays and that each token corrects."""
+"""Recurrences of linear attention, by chunks: the gated delta rule (arXiv 2412.06464) and Mamba-2's state space
+(arXiv 2405.21060). Each head has a state that decays, and to which each token adds."""
 
 from typing import Any, Protocol
 
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from megalite.config.model import LINEAR_CHUNK
 from megalite.kernels.bases import Function
+
+Factor = Tensor | None
+"""A factor of a scan's products; None: zero."""
 
 
 class DeltaScan(Protocol):
@@ -22,22 +26,26 @@ class DeltaScan(Protocol):
     Returns U, the state that each chunk started from [..., chunks, dk, dv], and the last state."""
 
     def __call__(
-        self, written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+        self, written: Tensor, read: Factor, keys: Factor, decays: Tensor, state: Tensor, added: Factor = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def delta_scan(
-    written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor, added: Tensor | None = None
+    written: Tensor, read: Factor, keys: Factor, decays: Tensor, state: Tensor, added: Factor = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `DeltaScan`; two products per chunk."""
     chunks, sign = range(decays.shape[-1]), -1 if added is None else 1
-    corrections = torch.empty_like(written)
+    corrections = written if read is None else torch.empty_like(written)
     states = written.new_empty(*written.shape[:-2], *state.shape[-2:])
     for c in chunks if added is None else reversed(chunks):
         states[..., c, :, :] = state
-        value = torch.add(written[..., c, :, :], read[..., c, :, :] @ state, alpha=sign)
-        corrections[..., c, :, :] = value
-        state = torch.add(decays[..., c, None, None] * state, keys[..., c, :, :].mT @ value, alpha=-sign)
+        value = written[..., c, :, :]
+        if read is not None:
+            value = torch.add(value, read[..., c, :, :] @ state, alpha=sign)
+            corrections[..., c, :, :] = value
+        state = decays[..., c, None, None] * state
+        if keys is not None:
+            state = torch.add(state, keys[..., c, :, :].mT @ value, alpha=-sign)
         if added is not None:
             state += added[..., c, :, :]
     return corrections, states, state
@@ -48,7 +56,7 @@ class Scan(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scan: DeltaScan, written: Tensor, read: Tensor, keys: Tensor, decays: Tensor, state: Tensor
+        ctx: Any, scan: DeltaScan, written: Tensor, read: Factor, keys: Tensor, decays: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         corrections, states, last = scan(written, read, keys, decays, state)
         ctx.scan = scan
@@ -60,7 +68,8 @@ class Scan(Function):
         read, keys, decays, corrections, states = ctx.saved_tensors
         grad, after, grad_state = ctx.scan(grad, keys, read, decays, grad_last, grad_states)
         grad_decays = (states * after).sum(dim=(-2, -1))  # more exact than a product of long rows
-        return None, grad, -(grad @ states.mT), corrections @ after.mT, grad_decays, grad_state
+        grad_read = None if read is None else -(grad @ states.mT)
+        return None, grad, grad_read, corrections @ after.mT, grad_decays, grad_state
 
 
 class _Inverse(Function):
@@ -80,25 +89,26 @@ class _Inverse(Function):
         return (inverse.mT @ grad @ inverse.mT).tril(-1).neg_()
 
 
-def delta_rule(
+def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    strengths: Tensor,
     decays: Tensor,
     *,
+    strengths: Tensor | None = None,
     scan: DeltaScan = delta_scan,
     state: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute o_t = S_tᵀ·q_t with S_t = exp(g_t)·S_{t-1} + β_t·k_t·(v_t - exp(g_t)·S_{t-1}ᵀ·k_t)ᵀ, by chunks.
+    """Compute o_t = S_tᵀ·q_t with S_t = exp(g_t)·S_{t-1} + k_t·u_tᵀ, by chunks. In a state space u_t = v_t. By the delta rule
+    u_t = β_t·(v_t - exp(g_t)·S_{t-1}ᵀ·k_t), a correction.
 
-    The corrections u_t = β_t·(v_t - ...) of a chunk solve a triangular system, because each depends on the earlier ones
-    only by k_t·k_j and the decay between them.
+    The corrections of a chunk solve a triangular system, because each depends on the earlier ones only by k_t·k_j and the
+    decay between them.
 
     Args:
         q, k: [b, key heads, s, dk].
-        v: [b, key heads, r, s, dv], and β (`strengths`) and g (`decays`, at most 0) [b, key heads, r, s].
+        v: [b, key heads, r, s, dv], and g (`decays`, at most 0) and β (`strengths`; None: a state space) [b, key heads, r, s].
         scan: the kernel that passes the state from chunk to chunk.
         state: S before the first token, [b, key heads, r, dk, dv]; None: zero.
         offsets: places of the tokens in their documents, [s, b], if each document starts from a zero state.
@@ -106,26 +116,30 @@ def delta_rule(
     Returns the outputs [b, key heads, r, s, dv] and, without offsets, S after the last token."""
     length, size = q.shape[2], min(LINEAR_CHUNK, q.shape[2])
     padding = -length % size
-    if padding:
-        q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
-        strengths, decays = (F.pad(each, (0, padding)) for each in (strengths, decays))
-    q, k = (each.unflatten(2, (-1, size)).unsqueeze(2) for each in (q, k))
-    v, strengths, decays = (each.unflatten(3, (-1, size)) for each in (v, strengths, decays))
+
+    def chunked(x: Tensor, dim: int) -> Tensor:
+        return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, padding)).unflatten(dim, (-1, size))
+
+    q, k = (chunked(each, 2).unsqueeze(2) for each in (q, k))
+    v, decays = chunked(v, 3), chunked(decays, 3)
     since = decays.cumsum(dim=-1)  # logarithm of the decay from the chunk's start
     places = torch.arange(size, device=q.device)
     distances = places.unsqueeze(1) - places
     visible = distances >= 0
     entered, left = since.exp(), (since[..., -1:] - since).exp()  # decay of the old state, and until the chunk's end
     if offsets is not None:
-        offsets = F.pad(offsets.t(), (0, padding)).unflatten(1, (-1, size))[:, None, None]
+        offsets = chunked(offsets.t(), 1)[:, None, None]
         visible = visible & (distances <= offsets.unsqueeze(-1))
         entered = entered * (offsets > places)
         left = left * (size - 1 - places <= offsets[..., -1:])
     between = (since.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
-    system = (k @ k.mT) * between * strengths.unsqueeze(-1)
-    inverse = _Inverse.apply(system) * strengths.unsqueeze(-2)
-    written, read = inverse @ v, inverse @ (k * entered.unsqueeze(-1))
+    written, read = v, None
+    if strengths is not None:
+        strengths = chunked(strengths, 3)
+        system = (k @ k.mT) * between * strengths.unsqueeze(-1)
+        inverse = _Inverse.apply(system) * strengths.unsqueeze(-2)
+        written, read = inverse @ v, inverse @ (k * entered.unsqueeze(-1))
     state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state
-    corrections, states, state = Scan.apply(scan, written, read, k * left.unsqueeze(-1), entered[..., -1], state)
-    outputs = (q * entered.unsqueeze(-1)) @ states + ((q @ k.mT) * between) @ corrections
+    added, states, state = Scan.apply(scan, written, read, k * left.unsqueeze(-1), entered[..., -1], state)
+    outputs = (q * entered.unsqueeze(-1)) @ states + ((q @ k.mT) * between) @ added
     return outputs.flatten(3, 4)[..., :length, :], state
