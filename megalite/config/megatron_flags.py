@@ -46,7 +46,7 @@ states of Mamba-2 are fp32; what is between its projections is recomputed |
 each stage reduces and gathers separately, when its layers are ready |
     --no-align-grad-reduce --disable-align-grad-reduce --align-param-gather --no-align-param-gather
     --overlap-param-gather-with-optimizer-step
-muP multiplies embeddings by 1, logits by its own factor, and divides scores by the head size |
+muP multiplies embeddings by --embedding-multiplier, logits by its own factor, and divides scores by the head size |
     --mup-embedding-mult=1|1\.0* --mup-output-mult=1|1\.0* --mup-attn-scale-power=1|1\.0*
 sends and receives are asynchronous | --overlap-p2p-communication --overlap-p2p-communication-warmup-flush
 shared experts compute during the all-to-all | --moe-shared-expert-overlap

@@ -20,6 +20,9 @@ TRAINING_FIELDS = frozenset(
 differ in them, and other checkpoint formats need not store them."""
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Settings of constant factors, with default 1."""
+
 LAYER_LISTS = ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", "no_mlp_freq")
 """Settings that take one number n (every n-th layer) or a 0 or 1 for each layer."""
 
@@ -205,6 +208,12 @@ class ModelConfig:
     """Bias of queries, keys and values without add_bias_linear."""
     scale_embeddings: bool = option(False)
     """Multiply word embeddings by sqrt(hidden_size)."""
+    embedding_multiplier: float = option(1.0, above=0)
+    """Factor on word embeddings, without scale_embeddings."""
+    residual_multiplier: float = option(1.0, above=0)
+    """Factor on the outputs of attention and of the MLP before the residual sums."""
+    logits_scaling: float = option(1.0, above=0)
+    """Divisor of logits, before final_logit_softcapping."""
     tie_embeddings: bool = option(True)
     """The output head shares the word embedding's weight."""
     hidden_dropout: float = option(0.0, at_least=0, below=1)
@@ -358,7 +367,12 @@ class ModelConfig:
     @property
     def embedding_scale(self) -> float:
         """Factor on the word embeddings."""
-        return math.sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+        return math.sqrt(self.hidden_size) if self.scale_embeddings else self.embedding_multiplier
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits."""
+        return 1 / (self.width_multiplier * self.logits_scaling)
 
     @property
     def width_multiplier(self) -> float:

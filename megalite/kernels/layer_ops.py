@@ -18,12 +18,12 @@ from megalite.kernels.bases import Function
 
 
 class _MaskedDropout(Function):
-    """x·keep / (1-p) for a boolean mask of x's shape; plain autograd would save the mask in x's type."""
+    """x·keep·scale for a boolean mask of x's shape; plain autograd would save the mask in x's type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
-        ctx.scale = 1.0 / (1.0 - p)
+        ctx.scale = scale
         return (x * keep).mul_(ctx.scale)
 
     @staticmethod
@@ -34,13 +34,17 @@ class _MaskedDropout(Function):
 
 def masked_dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     """Zero the dropped elements and scale the others by 1/(1-p); saves one byte per element. `keep` None: return x."""
-    return x if keep is None else _MaskedDropout.apply(x, keep, p)
+    return x if keep is None else _MaskedDropout.apply(x, keep, 1.0 / (1.0 - p))
 
 
-def add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
-    """Return residual + dropout(branch + bias), all [..., n]; None: no bias, no dropout."""
+def add_dropped(
+    residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float, factor: float = 1.0
+) -> Tensor:
+    """Return residual + factor·dropout(branch + bias), all [..., n]; None: no bias, no dropout."""
     branch = branch if bias is None else branch + bias
-    return residual + (branch if keep is None else masked_dropout(branch, keep, p))
+    if keep is not None:
+        return residual + _MaskedDropout.apply(branch, keep, factor / (1.0 - p))
+    return torch.add(residual, branch, alpha=factor)
 
 
 class _RMSNorm(Function):
@@ -110,15 +114,16 @@ def add_norm(
     eps: float,
     *,
     zero_centered: bool = False,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(x), x) for x = residual + dropout(branch + bias).
+    """Return (norm(x), x) for x = residual + factor·dropout(branch + bias).
 
     Args:
         branch, residual: [..., n].
         bias: [n], the bias of the linear layer that computed `branch`, if that layer did not add it.
         keep: boolean [..., n], the elements of the branch that dropout keeps and scales by 1/(1-p); None: no dropout.
         weight, norm_bias: [n], parameters of LayerNorm, or of RMSNorm if `norm_bias` is None."""
-    x = add_dropped(residual, branch, bias, keep, p)
+    x = add_dropped(residual, branch, bias, keep, p, factor)
     if norm_bias is None:
         return rms_norm(x, weight, eps, zero_centered=zero_centered), x
     return layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x

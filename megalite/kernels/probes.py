@@ -197,7 +197,8 @@ def _add_norm(kernel: Any, draw: Inputs, size: int) -> Results:
     keep = draw.normal(ROWS, size) > 0.0
 
     def both(branch: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
-        return torch.cat(kernel(branch, bias, keep, 0.5, residual, weight, norm_bias, 1e-5, zero_centered=False))
+        first = branch, bias, keep, 0.5, residual
+        return torch.cat(kernel(*first, weight, norm_bias, 1e-5, zero_centered=False, factor=0.75))
 
     shapes = ((ROWS, size), (size,), (ROWS, size), (size,), (size,))
     return through(both, [draw.normal(*shape) for shape in shapes])

@@ -100,8 +100,8 @@ class MLP(Module):
 
 
 class Block(Module):
-    """x + dropout(attention(norm(x))), then x + dropout(feed_forward(norm(x))); feed_forward is an MLP or a MoE layer, which
-    layers of `no_mlp_freq` lack.
+    """x + r·dropout(attention(norm(x))), then x + r·dropout(feed_forward(norm(x))) for r = `residual_multiplier`;
+    feed_forward is an MLP or a MoE layer, which layers of `no_mlp_freq` lack.
 
     With `post_norms` dropout is applied to norm(branch); without `pre_norms` a branch reads x itself.
 
@@ -122,7 +122,7 @@ class Block(Module):
         self._in_attn_norm, self._in_mlp_norm = self.saves.runner("attn_norm"), self.saves.runner("mlp_norm")
         name = self.name
         self.dropout, self.region = config.hidden_dropout, factory.sequence_region
-        self._add_dropped = add_dropped
+        self._add_dropped, self.factor = add_dropped, config.residual_multiplier
         self.recompute_norms, self.recompute_mlp = recompute.selects("layernorm"), recompute.selects("mlp")
         self.attention_norm: Norm | None = None
         self.mlp_norm: ResidualNorm | None = None
@@ -168,7 +168,7 @@ class Block(Module):
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.attention", region=self.region)
         bias = attention.out.late_bias if late else None
         if mlp_norm is None:
-            normed = x = self._add_dropped(x, branch, bias, keep, self.dropout)
+            normed = x = self._add_dropped(x, branch, bias, keep, self.dropout, self.factor)
         else:
             normed, x = self._in_mlp_norm(mlp_norm, x, branch, bias=bias, keep=keep, p=self.dropout)
         if not self.has_mlp:
@@ -177,7 +177,7 @@ class Block(Module):
         if self.mlp_post_norm is not None:
             branch = self._in_mlp_norm(self.mlp_post_norm, branch)
         keep = context.keep_mask(branch, self.dropout, site=f"{self.name}.mlp", region=self.region)
-        return self._add_dropped(x, branch, None, keep, self.dropout)
+        return self._add_dropped(x, branch, None, keep, self.dropout, self.factor)
 
     def _branch(
         self,

@@ -188,10 +188,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fa
     return (exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps) * factor).to(x.dtype)
 
 
-def _add_dropped(residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float) -> Tensor:
+def _add_dropped(
+    residual: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, p: float, factor: float = 1.0
+) -> Tensor:
     if bias is not None:
         branch = branch + bias
-    return residual + (branch if keep is None else branch * keep * (1.0 / (1.0 - p)))
+    if keep is not None:
+        branch, factor = branch * keep, factor / (1.0 - p)
+    return torch.add(residual, branch, alpha=factor)
 
 
 def _add_norm(
@@ -205,8 +209,9 @@ def _add_norm(
     eps: float,
     *,
     zero_centered: bool = False,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    x = _add_dropped(residual, branch, bias, keep, p)
+    x = _add_dropped(residual, branch, bias, keep, p, factor)
     if norm_bias is None:
         return _rms_norm(x, weight, eps, zero_centered=zero_centered), x
     return layer_ops.layer_norm(x, weight, norm_bias, eps, zero_centered=zero_centered), x

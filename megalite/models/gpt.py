@@ -121,7 +121,7 @@ class Head(Module):
         assert config.vocab_size is not None
         self.tp, self.sequence_parallel = factory.tp, factory.sequence_parallel
         self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
-        self.logit_scale = 1 / config.width_multiplier
+        self.logit_scale = config.logit_scale
         self.weight = weight
         self.mtp = mtp
         self.norm = Norm("final_norm", config, factory=factory)

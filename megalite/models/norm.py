@@ -57,17 +57,18 @@ class ResidualNorm(Norm):
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, fused: bool) -> None:
         super().__init__(name, config, factory=factory)
         self._sum_kernel = factory.kernel("add_norm", config.hidden_size) if fused else None
+        self.factor = config.residual_multiplier
 
     def forward(  # type: ignore[override]
         self, residual: Tensor, branch: Tensor, *, bias: Tensor | None, keep: Tensor | None, p: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (norm(x), x) for x = residual + dropout(branch + bias), all [..., size]; `keep`: the dropout mask."""
+        """Return (norm(x), x) for x = residual + factor·dropout(branch + bias), all [..., size]; `keep`: the dropout
+        mask."""
         if self._sum_kernel is None:
-            x = add_dropped(residual, branch, bias, keep, p)
+            x = add_dropped(residual, branch, bias, keep, p, self.factor)
             return self.normalize(x), x
-        return self._sum_kernel(
-            *(branch, bias, keep, p, residual, self.weight, self.bias, self.eps), zero_centered=self.zero_centered
-        )
+        tensors = branch, bias, keep, p, residual, self.weight, self.bias
+        return self._sum_kernel(*tensors, self.eps, zero_centered=self.zero_centered, factor=self.factor)
 
 
 class AllHeadsNorm(Module):

@@ -214,11 +214,14 @@ def _linear_attention(generator: random.Random, ranks: int) -> Drawn:
     return found | {"linear_value_head_dim": generator.randint(2, 6)}
 
 
-_SCORES: dict[str, tuple[Any, ...]] = {
+_FACTORS: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (0.2, 0.7),
     "attn_logit_softcapping": (1.0, 5.0),
     "final_logit_softcapping": (2.0, 9.0),
     "softmax_type": ("off-by-one", "learnable"),
+    "embedding_multiplier": (0.5, 6.0),
+    "residual_multiplier": (0.2, 0.7),
+    "logits_scaling": (0.5, 4.0),
 }
 
 
@@ -234,7 +237,6 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         "tie_embeddings": chance(0.5),
         "norm_zero_centered": chance(0.3),
         "qk_norm": chance(0.3),
-        "scale_embeddings": chance(0.3),
         "clip_grad": generator.choice((0.0, 0.3, 1.0)),
         "seed": generator.randint(0, 9999),
     }
@@ -257,9 +259,10 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
     if found["position_embedding_type"] != "learned_absolute" and chance(0.2):
         found |= {"mtp_num_layers": generator.randint(1, 2), "mtp_loss_scaling_factor": 0.4}
-    for name, values in _SCORES.items():
+    for name, values in _FACTORS.items():
         if chance(0.15):
             found[name] = generator.choice(values)
+    found["scale_embeddings"] = "embedding_multiplier" not in found and chance(0.3)
     if drawn["optimizer"] in ("adam", "schedule-free-adamw") and "softmax_scale" not in found and chance(0.15):
         found |= {"use_mup": True, "mup_base_hidden_size": 8}
     if not found["add_bias_linear"] and not latent:

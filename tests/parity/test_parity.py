@@ -40,6 +40,7 @@ GROUPS: dict[str, Settings] = {
     "HYBRID": HYBRID,
     "MAMBA": MAMBA,
     "TWO": TWO,
+    "GRANITE": words("embedding_multiplier=3.0 residual_multiplier=0.4 logits_scaling=2.5"),
     "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # for collectives over eight ranks
     "SIX": {"global_batch_size": 6},
     "RAMP": {"rampup_batch_size": [4, 4, 8], "global_batch_size": 12},
@@ -83,6 +84,10 @@ balanced-gathered-latent-qk-clip: deepseek-v3 cp=2 dp=2 ep=2 cp_comm_type=allgat
   reset_attention_mask optimizer=muon qk_clip qk_clip_threshold=0.05 FEW
 mup-zero3-ep2: deepseek-v3 use_mup mup_base_hidden_size=8 tp=2 dp=2 ep=2 dp_strategy=fully-sharded FEW
 mup-tied-pp2: gpt use_mup mup_base_hidden_size=16 tp=2 pp=2 TWO
+granite-tp2-sp-pp2: llama GRANITE tp=2 sequence_parallel pp=2 hidden_dropout=0.1 FEW
+granite-moe-cp2-ep2-mtp-zb: mixtral GRANITE cp=2 dp=2 ep=2 pp=2 mtp_num_layers=1 pipeline_schedule=zb-h1 TWO
+granite-zero3-recomputed-norms: gpt GRANITE tp=2 dp=2 dp_strategy=fully-sharded recompute_granularity=selective
+  recompute_modules=["layernorm"] FEW
 server-pp2: pp=2 dp=3 SERVER SIX TWO
 server-zb-tied: gpt pp=2 dp=2 pipeline_schedule=zb-h1 SERVER TWO
 server-ep2: mixtral ep=2 dp=4 SERVER TWO

@@ -23,6 +23,7 @@ LAYOUTS = [
 KEPT = [
     *("normalization", "activation", "position_embedding_type", "tie_embeddings", "add_bias_linear"),
     *("add_qkv_bias", "qk_norm", "scale_embeddings", "norm_zero_centered", "rope_scaling", "rotary_base"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("moe_router_pre_softmax", "moe_aux_loss_coeff", "hidden_dropout", "tp", "pp", "vpp", "cp", "ep"),
     *("sequence_parallel", "cp_comm_type", "dp_strategy", "recompute_granularity", "weight_decay"),
 ]

@@ -57,7 +57,7 @@ def trajectory(context: RankContext, config: RunConfig) -> RankTrajectory:
 LAYOUTS = rows_of(
     """
 tp2-sp: tp=2 sequence_parallel loss=smooth-z
-tp2-capped-dp2: tp=2 dp=2 final_logit_softcapping=2.0 loss=focal Z1
+tp2-capped-dp2: tp=2 dp=2 final_logit_softcapping=2.0 logits_scaling=0.5 loss=focal Z1
 tp4-ranks-of-padding: LLAMA tp=4 make_vocab_size_divisible_by=64 loss=focal
 cp2-mtp: LLAMA cp=2 mtp_num_layers=2 loss=smooth-z
 tp2-pp2-dp2-zb: tp=2 pp=2 dp=2 pipeline_schedule=zb-h1 loss=focal

@@ -99,6 +99,8 @@ NETWORK: tuple[Check, ...] = (
             "{?use_mup} does not go with {softmax_scale}, which it sets; remove one of them": lambda c: (
                 c.softmax_scale is not None
             ),
+            "{?scale_embeddings} does not go with {embedding_multiplier}: each is the factor on word embeddings; remove one of "
+            "them": lambda c: c.embedding_multiplier != 1.0,
             "{v_head_dim} is more than {qk_head_dim} and {qk_pos_emb_head_dim} together; use at most {=head_size}": lambda c: (
                 c.multi_latent_attention and c.v_head_dim > c.head_size
             ),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.folders import TRACKER_NAME
-from megalite.config.model import LATENT_SIZES, LAYER_LISTS, ModelConfig
+from megalite.config.model import LATENT_SIZES, LAYER_LISTS, MULTIPLIERS, ModelConfig
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, rank_folder
 from megalite.conversion.megatron.torch_file import Reserve, TorchFileWriter
@@ -86,8 +86,8 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         yield "pre_norms false"
     if model.activation != "quick_geglu" and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
         yield f"activation_func_clamp_value or glu_linear_offset with activation {model.activation} (only with quick_geglu)"
-    for name in ("softmax_scale", "rotary_base_local"):
-        if getattr(model, name) is not None:
+    for name, default in {"softmax_scale": None, "rotary_base_local": None, **dict.fromkeys(MULTIPLIERS, 1.0)}.items():
+        if getattr(model, name) != default:
             yield f"{name} {getattr(model, name):g}"
     if model.num_experts is not None and model.add_bias_linear != model.moe_add_bias_linear:
         yield "add_bias_linear without moe_add_bias_linear, or vice versa (its experts have biases if all layers have)"

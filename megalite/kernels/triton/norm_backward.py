@@ -163,6 +163,8 @@ def backward_kernel(
         tl.store(dz + dense, out.to(dz.dtype.element_ty), mask=here)
         if keep is not None:
             out = tl.where(tl.load(keep + dense, mask=here, other=0) != 0, out * SCALE, 0.0)
+        elif SCALE != 1.0:
+            out *= SCALE
         if dbranch is not None:
             tl.store(dbranch + dense, out.to(dbranch.dtype.element_ty), mask=here)
         if BIAS:

@@ -38,6 +38,8 @@ def _summed(
         if keep is not None:
             kept = tl.load(keep + place * N + column, mask=here, other=0)
             part = tl.where(kept != 0, part * SCALE, 0.0)
+        elif SCALE != 1.0:
+            part *= SCALE
         z += part
     return z
 
@@ -233,11 +235,11 @@ class _AddNorm(Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
         total, weight, keep, statistics = ctx.saved_tensors
         dy = torch.zeros_like(total) if dy is None else dy
-        branch_dtype = None if keep is None and ctx.branch == total.dtype else ctx.branch
+        same = keep is None and ctx.scale == 1.0 and ctx.branch == total.dtype
         dz, dbranch, sums = gradients(
             *(rows_of(dy), None if dtotal is None else rows_of(dtotal), rows_of(total), weight, keep),
             *(ctx.scale, statistics, ctx.offset),
-            branch=branch_dtype,
+            branch=None if same else ctx.branch,
             bias=ctx.bias,
         )
         dresidual = dz.view(total.shape)
@@ -258,10 +260,11 @@ def add_norm(
     eps: float,
     *,
     zero_centered: bool = False,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """See `layer_ops.add_norm`: x is rounded to the residual's type before it is normalised.
 
     The backward needs x, `keep` and one or two numbers per row, and processes the gradients of both outputs in one
     pass. The gradients have the same bits in every run on a device."""
-    scale = 1.0 if keep is None else 1.0 / (1.0 - p)
+    scale = factor if keep is None else factor / (1.0 - p)
     return _AddNorm.apply(branch, bias, keep, scale, residual, weight, norm_bias, eps, float(zero_centered))

@@ -137,6 +137,8 @@ def test_padding_rows_round_trip(tmp_path: Path) -> None:
         ({"activation": "gelu_tanh", "add_bias_linear": False}, {}, "gelu_tanh without add_bias_linear"),
         ({"scale_embeddings": True}, {}, "scale_embeddings"),
         ({"post_norms": True, "softmax_scale": 0.5}, {}, "post_norms; softmax_scale 0.5"),
+        ({"embedding_multiplier": 12.0, "logits_scaling": 8.0}, {}, "embedding_multiplier 12; logits_scaling 8"),
+        ({"residual_multiplier": 0.22}, {}, "residual_multiplier 0.22"),
         ({"post_norms": True, "pre_norms": False}, {}, "post_norms; pre_norms false"),
         ({"attn_logit_softcapping": 5.0}, {}, "attn_logit_softcapping"),
         ({"activation": "swiglu", "glu_linear_offset": 1.0}, {}, "glu_linear_offset with activation swiglu"),

@@ -38,8 +38,9 @@ def exact_sum(branch: Tensor, bias: Tensor | None, keep: Tensor | None, residual
     part = branch if bias is None else branch + bias
     if keep is not None:
         part = torch.where(keep, part / (1 - P), 0.0)
-    weight, norm_bias, offset = rest
-    return norm(residual + part, weight, norm_bias, EPS, offset), residual + part
+    weight, norm_bias, offset, factor = rest
+    total = residual + factor * part
+    return norm(total, weight, norm_bias, EPS, offset), total
 
 
 def exact_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -70,12 +71,16 @@ def norm_case(kernel: Any, *, bias: bool, zero_centered: bool = False) -> Case:
     return Case(ours, exact, lambda full, vector: [full(1), vector(2)], saved=1)
 
 
-def sum_case(kernel: Any, *, bias: bool, keep: bool, norm_bias: bool, zero_centered: bool = False) -> Case:
+def sum_case(
+    kernel: Any, *, bias: bool, keep: bool, norm_bias: bool, zero_centered: bool = False, scaled: bool = False
+) -> Case:
+    factor = 0.22 if scaled else 1.0
+
     def ours(branch: Tensor, bias: Tensor | None, keep: Tensor | None, *rest: Any) -> Any:
-        return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered)
+        return kernel(branch, bias, keep, P, *rest, EPS, zero_centered=zero_centered, factor=factor)
 
     def exact(*given: Any) -> Any:
-        return exact_sum(*given, float(zero_centered))
+        return exact_sum(*given, float(zero_centered), factor)
 
     def inputs(full: Draw, vector: Draw) -> list[Tensor | None]:
         mask = full(3).double() > -0.67 if keep else None
@@ -199,8 +204,8 @@ def test_sizes_of_real_models_equal_the_definition(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("kernel", [norms.add_norm, layer_ops.add_norm], ids=["triton", "torch"])
 def test_every_form_of_add_norm_equals_the_definition(kernel: Any, device: torch.device) -> None:
-    for form in itertools.product((True, False), repeat=4):
-        parts = dict(zip(("bias", "keep", "norm_bias", "zero_centered"), form, strict=True))
+    for form in itertools.product((True, False), repeat=5):
+        parts = dict(zip(("bias", "keep", "norm_bias", "zero_centered", "scaled"), form, strict=True))
         case = sum_case(kernel, **parts)
         compare(case.ours, case.exact, draw_inputs(case, (3, 2, 7), device))
 
