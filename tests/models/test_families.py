@@ -123,6 +123,9 @@ qwen2-mixed: preset=qwen2-7b GROUPED sliding_window=4 window_attn_skip_freq=[0,1
 qwen2-mixed there: kind=Qwen2 PAIRS rms_norm_eps=1e-6 ROPE_1E6 use_sliding_window sliding_window=4 max_window_layers=1
 smollm3: preset=llama3-8b GROUPED no_rope_freq=[2] tie_embeddings
 smollm3 there: kind=SmolLM3 PAIRS rms_norm_eps=1e-5 no_rope_layer_interval=2 ROPE_5E5
+granite: preset=granite-3.1-8b GROUPED rotary_base=1e4 softmax_scale=0.3 logits_scaling=3.0
+granite there: kind=Granite PAIRS rms_norm_eps=1e-5 attention_multiplier=0.3 embedding_multiplier=12.0
+  residual_multiplier=0.22 logits_scaling=3.0 tie_word_embeddings ROPE_1E4
 """,
     {
         "GPT2": GPT2,
@@ -183,7 +186,7 @@ def their_model(family: Family) -> Any:
     """Build the transformers model with random weights."""
     # From where it lives: an import from the top of the package reads every model that there is.
     small = re.sub(
-        "(?<=[a-z0-9])(moe|lite|oss|m2|v[23]|next)$",
+        "(?<=[a-z0-9])(?<!granite)(moe|lite|oss|m2|v[23]|next)$",
         r"_\1",
         family.kind.lower().replace("moelite", "_moelite").replace("nh", "n_h"),
     )
@@ -303,6 +306,10 @@ def test_float64_check_detects_float32() -> None:
         ("qwen2-mixed", {"window_attn_skip_freq": [2]}),
         ("smollm3", {"no_rope_freq": None}),
         ("smollm3", {"no_rope_freq": [1, 0, 1]}),
+        ("granite", {"embedding_multiplier": 11.0}),
+        ("granite", {"residual_multiplier": 0.25}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("granite", {"softmax_scale": None}),
     ],
 )
 def test_each_setting_affects_the_logits(name: str, changes: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved
 from megalite.conversion.huggingface.experts import ExpertKeys
+from megalite.conversion.huggingface.granite import SHARED_MLP, Granite, GraniteExperts, GraniteHybrid
 from megalite.conversion.huggingface.hybrid import NEMOTRON_ONLY, Bamba, NemotronExperts, NemotronH
-from megalite.conversion.huggingface.llama import Family, LlamaLike
+from megalite.conversion.huggingface.llama import FUSED_MLP, Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import (
     GEMMA,
@@ -73,7 +74,7 @@ _GLM: dict[str, Any] = {
     "interleaved": True,
     "qkv_bias": ("attention_bias", True),
     "partial_rotary": 0.5,
-    "fused_mlp": True,
+    "fused_mlp": FUSED_MLP,
 }
 
 
@@ -138,7 +139,7 @@ _ALL = (
         window=None,
         whole_heads=True,
         fused_qkv=True,
-        fused_mlp=True,
+        fused_mlp=FUSED_MLP,
     ),
     LlamaLike("glm", "GlmForCausalLM", **_GLM),
     LlamaLike(
@@ -345,6 +346,23 @@ _ALL = (
             scaling=1.0,
             sigmoid=True,
         ),
+    ),
+    Granite("granite", "GraniteForCausalLM", max_positions=2048, linear_biases=True),
+    Granite(
+        *("granitemoe", "GraniteMoeForCausalLM"), max_positions=2048, attention_bias=True, experts=GraniteExperts()
+    ),
+    Granite(
+        *("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+        max_positions=2048,
+        attention_bias=True,
+        experts=GraniteExperts(shared=("shared_intermediate_size", None)),
+    ),
+    GraniteHybrid(
+        *("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        max_positions=2048,
+        attention_bias=True,
+        fused_mlp=SHARED_MLP,
+        only={"num_local_experts": 0, "position_embedding_type": "rope"},
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen

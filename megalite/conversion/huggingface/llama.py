@@ -87,7 +87,8 @@ class LlamaLike(Family):
     only: Mapping[str, Any] = field(default_factory=dict)  # keys with one supported value
     experts: ExpertKeys | None = None
     fused_qkv: bool = False  # query, key and value are one tensor
-    fused_mlp: bool = False  # gate and up projection are one tensor
+    # Names of two tensors if gate and up projection are one, and the other is the down projection.
+    fused_mlp: tuple[str, str] | None = None
     # Names of the norms after attention, before the MLP and after it, if the branches have norms after them.
     sandwich: tuple[str, str, str] = ("post_attention", "pre_feedforward", "post_feedforward")
 
@@ -230,8 +231,10 @@ class LlamaLike(Family):
                 yield WeightPiece(f"{there}.{name}_layernorm.weight", f"{here}.mlp_norm.weight", (h,))
             if model.is_moe_layer(i):
                 yield from (self.experts or ExpertKeys()).pieces(model, there, f"{here}.moe", present)
+            elif self.fused_mlp is not None:
+                yield from _fused_mlp(model, there, f"{here}.mlp", self.fused_mlp)
             else:
-                yield from mlp_pieces(model, f"{there}.mlp", f"{here}.mlp", fused=self.fused_mlp)
+                yield from mlp_pieces(model, f"{there}.mlp", f"{here}.mlp")
             if model.post_norms:
                 yield WeightPiece(f"{there}.{self.sandwich[2]}_layernorm.weight", f"{here}.mlp_post_norm.weight", (h,))
         yield WeightPiece("model.norm.weight", "final_norm.weight", (h,))
@@ -310,15 +313,18 @@ def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> It
             yield WeightPiece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))
 
 
-def mlp_pieces(
-    model: ModelConfig, there: str, here: str, *, width: int | None = None, fused: bool = False
-) -> Iterator[WeightPiece]:
+FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
+
+
+def _fused_mlp(model: ModelConfig, layer: str, here: str, names: tuple[str, str]) -> Iterator[WeightPiece]:
+    h, f = model.hidden_size, model.ffn_size
+    yield WeightPiece(f"{layer}.{names[0]}.weight", f"{here}.up.weight", (2 * f, h))
+    yield WeightPiece(f"{layer}.{names[1]}.weight", f"{here}.down.weight", (h, f))
+
+
+def mlp_pieces(model: ModelConfig, there: str, here: str, *, width: int | None = None) -> Iterator[WeightPiece]:
     """Yield the tensors of an MLP; `width`: by default the dense MLP's."""
     h, f = model.hidden_size, width or model.ffn_size
-    if fused:
-        yield WeightPiece(f"{there}.gate_up_proj.weight", f"{here}.up.weight", (2 * f, h))
-        yield WeightPiece(f"{there}.down_proj.weight", f"{here}.down.weight", (h, f))
-        return
     parts = {"gate": part_at(0), "up": part_at(1)} if model.is_gated else {"up": whole}
     for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
         for name, part in parts.items():

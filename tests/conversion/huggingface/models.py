@@ -36,6 +36,8 @@ _EXPERTS = """num_key_value_heads=2 num_experts=6 num_experts_per_tok=3 moe_inte
 # Its least step, by which only transformers raises smaller ones, is out of reach.
 _HYBRID = """mamba_num_heads=4 mamba_head_dim=6 n_groups=2 ssm_state_size=5 conv_kernel=3 chunk_size=4 time_step_min=1e-30
     num_key_value_heads=2 head_dim=6"""
+_GRANITE = """num_key_value_heads=2 attention_multiplier=0.3 embedding_multiplier=7.0 residual_multiplier=0.6
+    logits_scaling=3.0"""
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 3.0}
 _HALF = rope(50.0, partial_rotary_factor=0.5)
 _GROUPS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "DOTS": words(_DOTS) | rope(50.0),
     "BAMBA": words("mamba_n_heads=4 mamba_n_groups=1 mamba_d_state=5 mamba_d_conv=3 mamba_chunk_size=4 mamba_expand=2"),
     "HYBRID": words(_HYBRID),
+    "GRANITE": words(_GRANITE) | rope(50.0),
     "NEXT": words(_NEXT) | _HALF,
     "NEXT_EXPERTS": words(_NEXT) | words(_EXPERTS) | _HALF | {"shared_expert_intermediate_size": 20},
     "WINDOW": words("use_sliding_window sliding_window=4 max_window_layers=0"),
@@ -118,6 +121,12 @@ nemotron-h: kind=NemotronH HYBRID
 nemotron-3: kind=NemotronH HYBRID layers_block_type=["linear_attention","moe","linear_attention","full_attention","moe"]
   n_routed_experts=6 num_experts_per_tok=3 moe_intermediate_size=12 moe_shared_expert_intermediate_size=20
   routed_scaling_factor=1.5 experts_implementation=eager
+granite-biases: kind=Granite GRANITE BIASES head_dim=6
+granite-moe: kind=GraniteMoe GRANITE num_local_experts=6 num_experts_per_tok=3 experts_implementation=eager
+granite-moe-shared: kind=GraniteMoeShared GRANITE num_local_experts=6 shared_intermediate_size=12 tie_word_embeddings
+  experts_implementation=eager
+granite-hybrid: kind=GraniteMoeHybrid GRANITE num_local_experts=0 shared_intermediate_size=20 mamba_n_heads=1
+  position_embedding_type=rope layer_types=["attention","attention","attention"]
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,

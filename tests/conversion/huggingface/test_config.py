@@ -33,6 +33,11 @@ def needed(name: str) -> dict[str, Any]:
     if name == "dots1":
         experts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True}
         return NEEDED | experts | {"num_attention_heads": 32}
+    if name == "granitemoeshared":
+        return NEEDED | {"shared_intermediate_size": 24}
+    if name == "granitemoehybrid":
+        attention = {"layer_types": ["full_attention"] * 30, "position_embedding_type": "rope", "mamba_n_heads": 1}
+        return NEEDED | attention | {"num_local_experts": 0}
     if name == "exaone4":
         return NEEDED | {"num_attention_heads": 32}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
@@ -54,7 +59,7 @@ PRESETS = words(
     "llama3-405b=llama phi-3-mini=mistral llama3.1-8b=llama mistral-7b=mistral qwen2-7b=qwen2 qwen3-8b=qwen3 "
     "mixtral-8x7b=mixtral qwen3-30b-a3b=qwen3_moe qwen3-235b-a22b=qwen3_moe qwen3-next-80b-a3b=qwen3_next "
     "gemma2-9b=gemma2 gemma3-27b=gemma3_text olmo2-7b=olmo2 olmo3-7b=olmo3 smollm3-3b=smollm3 gpt-oss-20b=gpt_oss "
-    "gpt-oss-120b=gpt_oss"
+    "gpt-oss-120b=gpt_oss granite-3.1-8b=granite"
 )
 
 
@@ -98,6 +103,7 @@ def test_every_changed_setting_changes_or_prevents_the_family() -> None:
     for field, other in {
         "normalization": "LayerNorm", "norm_zero_centered": True, "qk_norm": True, "add_qkv_bias": True,
         "add_bias_linear": True, "scale_embeddings": True, "position_embedding_type": "none",
+        "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 8.0, "softmax_scale": 0.3,
         "activation": "gelu", "moe_shared_expert_intermediate_size": 8, "moe_layer_freq": 2,
         "moe_first_dense_layers": 1, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0,
     }.items():  # fmt: skip
@@ -167,6 +173,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dots1", {"num_experts_per_tok": 1}, "norm_topk_prob is true; .* num_experts_per_tok 1 only false is supported"),
     ("dots1", {"n_routed_experts": None}, "n_routed_experts is null; it must be a number"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 15}, "it must be dense layers and then sparse ones"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
+    ("granite", {"logits_scaling": None}, "logits_scaling is 'None'; it must be a number"),
+    ("granitemoeshared", {"shared_intermediate_size": 0}, "shared_intermediate_size is '0'; it must be a whole number"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 29 + ["attention"]}, "Mamba layers are not supported"),
+    ("granitemoehybrid", {"layer_types": None}, "layer_types is None; it must be attention for each of 30 layers"),
+    ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts is 4; only 0 is supported"),
+    ("granitemoehybrid", {"position_embedding_type": "nope"}, 'is "nope"; only "rope" is supported'),
     (
         "gemma3_text",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -241,6 +254,13 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         }
         | {"first_k_dense_replace": 1, "rope_theta": 1000000, "num_nextn_predict_layers": 1},
     ),
+    "granitemoe": (
+        3.3e9,
+        {"vocab_size": 49152, "hidden_size": 1536, "intermediate_size": 512, "num_hidden_layers": 32}
+        | {"num_attention_heads": 24, "num_key_value_heads": 8, "num_local_experts": 40, "num_experts_per_tok": 8}
+        | {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+        | {"logits_scaling": 6.0, "tie_word_embeddings": True, "rope_theta": 10000, "rope_scaling": None},
+    ),
 }
 
 
@@ -278,6 +298,11 @@ def test_minimax_m2_of_both_transformers_versions() -> None:
     old, _ = read("minimax_m2", needed("minimax_m2") | {"rotary_dim": 64})
     new, _ = read("minimax_m2", needed("minimax_m2") | {"rope_parameters": {"partial_rotary_factor": 0.5}})
     assert old == new and old.rotary_size == 64
+
+
+def test_mlp_of_granite_4_is_its_shared_expert() -> None:
+    model, _ = read("granitemoehybrid", needed("granitemoehybrid") | {"shared_intermediate_size": 24})
+    assert (model.ffn_hidden_size, model.num_experts) == (24, None)
 
 
 def test_layers_of_exaone_4_have_a_window_or_no_rope() -> None:

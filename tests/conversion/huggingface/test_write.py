@@ -70,6 +70,9 @@ minimax_m2: MINIMAX rotary_percent=0.5 kv_channels=8
 dots1: EXPERTS qk_norm moe_shared_expert_intermediate_size=24 moe_router_topk_scaling_factor=1.5
   moe_first_dense_layers=1 sliding_window=4 window_attn_skip_freq=[1,0,1]
 mixtral: num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12 sliding_window=4
+granite: GRANITE kv_channels=6
+granitemoe: GRANITE num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12
+granitemoeshared: GRANITE num_experts=5 moe_router_topk=3 moe_shared_expert_intermediate_size=8
 """,
     {
         "LLAMA": {},
@@ -77,6 +80,7 @@ mixtral: num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12 sliding_window=4
         "EXAONE": EXAONE,
         "EXPERTS": EXPERTS,
         "MINIMAX": MINIMAX,
+        "GRANITE": words("embedding_multiplier=7.0 residual_multiplier=0.6 logits_scaling=3.0"),
         "SCALE": {"softmax_scale": 10**-0.5},
     }
     | {"YARN": words("rope_scaling=yarn rope_scaling_factor=3.0 rope_original_max_positions=10")},
@@ -106,7 +110,7 @@ def stock(folder: Path, **how: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     has_experts = json.loads((folder / "config.json").read_text())["model_type"] in (
-        *("mixtral", "gpt_oss", "minimax_m2", "dots1"),
+        *("mixtral", "gpt_oss", "minimax_m2", "dots1", "granitemoe", "granitemoeshared"),
     )
     kernels = {"experts_implementation": "eager"} if has_experts else {}
     with all_float64():
