@@ -338,10 +338,10 @@ def _head(config: RunConfig) -> float:
 
 def _mtp_bytes(config: RunConfig, index: int) -> int:
     """Return the bytes of an MTP layer: the layer, its part of the head, and without recompute the embedding and both
-    norms' outputs concatenated. Its hidden state is counted as the head's input."""
+    norms' outputs concatenated. Its hidden state is counted as the head's input, unless that is scaled."""
     e, _, whole = _sizes(config)
     full = config.training.recompute_granularity == "full"
-    own = e * config.model.hidden_size / whole * (1 if full else 3)
+    own = e * config.model.hidden_size / whole * ((1 if full else 3) + (config.model.logit_scale != 1.0))
     layer = 0 if full else layer_activation_bytes(config, index)
     return layer + round(_tokens(config) * (own + _head(config)))
 

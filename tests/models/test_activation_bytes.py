@@ -266,6 +266,10 @@ PIPELINE: dict[str, Any] = DROPOUT | words(
         (selective("core_attn", "layernorm"), [2, 1]),
         (full("block", 1), [2, 1]),
         ({**LLAMA, "mtp_num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}, [2, 1]),
+        (
+            {**LLAMA, "mtp_num_layers": 2, "logits_scaling": 4.0, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+            [2, 1],
+        ),
         ({**LLAMA, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 4.0}, [2, 1]),
     ],
     ids=str,
