@@ -116,9 +116,9 @@ class Router(Module):
     1701.06538, 2401.04088).
 
     With sigmoid scores (arXiv 2412.19437) the weights are the chosen scores divided by their sum. An optional bias per
-    expert affects only the choice; `balance` updates it after a step. With groups a token chooses among the experts of
-    its best groups. In training Sinkhorn's algorithm may balance the choice (`sinkhorn_offsets`). Of equal scores the
-    expert with the lower index is chosen.
+    expert is added to its score (of a softmax over all experts, or a sigmoid) and affects only the choice; `balance`
+    updates it after a step. With groups a token chooses among the experts of its best groups. In training Sinkhorn's
+    algorithm may balance the choice (`sinkhorn_offsets`). Of equal scores the expert with the lower index is chosen.
 
     The load-balancing loss (arXiv 2101.03961) is computed per sequence, or per n consecutive sequences of the batch, so
     it does not depend on microbatch size or layout. f_e is the share of the sequence's k·s choices that fell on expert
@@ -167,6 +167,8 @@ class Router(Module):
         if self.score_table:
             probabilities = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
         ranking = logits.detach() if probabilities is None else probabilities.detach()
+        if probabilities is None and self.bias is not None:  # a bias is added to scores from 0 to 1
+            ranking = ranking.softmax(dim=-1)
         if self.sinkhorn and self.training:
             ranking = logits.detach() + sinkhorn_offsets(logits.detach(), sequence=self.sequence)
         chosen = self._choose(ranking)

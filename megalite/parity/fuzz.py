@@ -138,7 +138,7 @@ def _experts(generator: random.Random, drawn: Drawn) -> Drawn:
         found["moe_shared_expert_gate"] = generator.random() < 0.5
     if generator.random() < 0.4:
         found |= {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False}
-        found["moe_router_enable_expert_bias"] = generator.random() < 0.5
+    found["moe_router_enable_expert_bias"] = generator.random() < 0.3
     if generator.random() < 0.3 and experts % 2 == 0 and topk <= experts // 2:
         found |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
     if generator.random() < 0.3:
@@ -214,7 +214,7 @@ def _linear_attention(generator: random.Random, ranks: int) -> Drawn:
     return found | {"linear_value_head_dim": generator.randint(2, 6)}
 
 
-_FACTORS: dict[str, tuple[Any, ...]] = {
+_SOMETIMES: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (0.2, 0.7),
     "attn_logit_softcapping": (1.0, 5.0),
     "final_logit_softcapping": (2.0, 9.0),
@@ -259,7 +259,7 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         found["qk_norm_all_heads"] = drawn["num_query_groups"] % drawn["tp"] == 0
     if found["position_embedding_type"] != "learned_absolute" and chance(0.2):
         found |= {"mtp_num_layers": generator.randint(1, 2), "mtp_loss_scaling_factor": 0.4}
-    for name, values in _FACTORS.items():
+    for name, values in _SOMETIMES.items():
         if chance(0.15):
             found[name] = generator.choice(values)
     found["scale_embeddings"] = "embedding_multiplier" not in found and chance(0.3)

@@ -85,6 +85,7 @@ balanced-gathered-latent-qk-clip: deepseek-v3 cp=2 dp=2 ep=2 cp_comm_type=allgat
 mup-zero3-ep2: deepseek-v3 use_mup mup_base_hidden_size=8 tp=2 dp=2 ep=2 dp_strategy=fully-sharded FEW
 mup-tied-pp2: gpt use_mup mup_base_hidden_size=16 tp=2 pp=2 TWO
 granite-tp2-sp-pp2: llama GRANITE tp=2 sequence_parallel pp=2 hidden_dropout=0.1 FEW
+biased-softmax-tp2-ep2: mixtral moe_router_enable_expert_bias tp=2 dp=2 ep=2 sequence_parallel dp_strategy=fully-sharded FEW
 granite-moe-cp2-ep2-mtp-zb: mixtral GRANITE cp=2 dp=2 ep=2 pp=2 mtp_num_layers=1 pipeline_schedule=zb-h1 TWO
 granite-zero3-recomputed-norms: gpt GRANITE tp=2 dp=2 dp_strategy=fully-sharded recompute_granularity=selective
   recompute_modules=["layernorm"] FEW

@@ -232,14 +232,6 @@ EXPERTS: tuple[Check, ...] = (
             "learn; add --moe-router-pre-softmax, or use --moe-router-topk 2": (
                 lambda c: c.num_experts is not None and c.moe_router_topk == 1 and not c.score_table
             ),
-            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid: a bias near 0.001 only suits "
-            "scores from 0 to 1; add --moe-router-score-function sigmoid": (
-                lambda c: (
-                    c.num_experts is not None
-                    and c.moe_router_enable_expert_bias
-                    and c.moe_router_score_function != "sigmoid"
-                )
-            ),
             "{moe_aux_loss_coeff} and moe_router_sinkhorn do not go together: both balance the experts; remove one": (
                 lambda c: c.moe_router_sinkhorn and c.moe_aux_loss_coeff > 0
             ),

@@ -8,7 +8,7 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile
 from megalite.conversion.weights import WeightPiece, part_at
 
-_FIRST = ("first_k_dense_replace", "mlp_layer_types")
+_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "mlp_layer_types")
 """Keys of the dense layers if they are the first ones."""
 
 
@@ -24,7 +24,8 @@ class ExpertKeys:
 
     # Key of the number of experts in published files, and its default; None: the key is required.
     count: tuple[str, int | None] = ("num_local_experts", 8)
-    topk: int | None = 2  # default of num_experts_per_tok; None: the key is required
+    topk: int | None = 2  # default of `topk_key`; None: the key is required
+    topk_key: str = "num_experts_per_tok"
     width: int | None = None  # default of moe_intermediate_size; None: the width is intermediate_size
     normalises: bool | None = None  # default of norm_topk_prob (the weights sum to 1); None: always true
     # Key and default of the shared expert: its width (Qwen2) or its width in experts (DeepSeek).
@@ -32,10 +33,11 @@ class ExpertKeys:
     shared_gate: bool = False
     scaling: float | None = None  # default of routed_scaling_factor on the weights; None: the family has no such key
     sigmoid: bool = False  # sigmoid scores, with a bias per expert and groups
+    biased: bool = False  # softmax scores, with a bias per expert
     groups: tuple[int, int] | None = (1, 1)  # defaults of n_group and topk_group; None: the family has no groups
     first_dense: int = 1  # default of first_k_dense_replace
-    # Key of the dense layers: decoder_sparse_step (with mlp_only_layers), first_k_dense_replace, or mlp_layer_types, which
-    # may be missing if first_k_dense_replace is there; None: there are none.
+    # Key of the dense layers: decoder_sparse_step (with mlp_only_layers), or one of `_FIRST`, of which mlp_layer_types may
+    # be missing if first_k_dense_replace is there; None: there are none.
     dense: str | None = None
     layer: str = "mlp"  # name of the experts' module in a layer
     bias: str = "gate.e_score_correction_bias"  # name of the experts' bias in that module
@@ -46,10 +48,15 @@ class ExpertKeys:
         """Whether the shared expert's width is given as a number of experts."""
         return self.shared is not None and self.shared[0].endswith("_shared_experts")
 
+    @property
+    def _first_key(self) -> str:
+        """Key of the number of leading dense layers."""
+        return _FIRST[self.dense == _FIRST[1]]
+
     def read(self, file: ModelFile) -> dict[str, Any]:
         # transformers 5 saves the number under this key for all families.
         key = "num_local_experts" if "num_local_experts" in file.values else self.count[0]
-        experts, topk = file.integer(key, self.count[1]), file.integer("num_experts_per_tok", self.topk)
+        experts, topk = file.integer(key, self.count[1]), file.integer(self.topk_key, self.topk)
         found: dict[str, Any] = {"num_experts": experts, "moe_router_topk": topk, **self._read_dense(file)}
         if self.width is not None:
             found["moe_ffn_hidden_size"] = file.integer("moe_intermediate_size", self.width)
@@ -64,7 +71,7 @@ class ExpertKeys:
         if not self.sigmoid:
             if whole and self.scaling is not None:
                 raise file.fault("norm_topk_prob is true; with a routed_scaling_factor only false is supported")
-            return found | {"moe_router_pre_softmax": not whole}
+            return found | {"moe_router_pre_softmax": not whole, "moe_router_enable_expert_bias": self.biased}
         if whole != (topk > 1):
             raise file.fault(
                 f"norm_topk_prob is {str(whole).lower()}; with sigmoid scores and num_experts_per_tok {topk} only "
@@ -84,14 +91,18 @@ class ExpertKeys:
     def _read_dense(self, file: ModelFile) -> dict[str, Any]:
         layers = file.layers("num_hidden_layers")
         if self.dense in _FIRST:
-            first = file.values.get(_FIRST[0], self.first_dense)
-            kinds = file.values.get(self.dense) if self.dense == _FIRST[1] else None
+            key = self._first_key
+            first = file.values.get(key, self.first_dense)
+            last = file.values.get("moe_layer_end_index", -1)
+            if key == _FIRST[1] and last not in (None, -1, layers - 1):
+                raise file.fault(f"moe_layer_end_index is {str(last)[:60]!r}; it must be the last of {layers} layers")
+            kinds = file.values.get(self.dense) if self.dense == _FIRST[2] else None
             if kinds is not None:
                 first = kinds.count("dense") if isinstance(kinds, list) else None
                 if kinds != mlp_kinds(first or 0, layers):
                     raise file.fault(f"{self.dense} is {str(kinds)[:60]}; it must be dense layers and then sparse ones")
             if type(first) is not int or not 0 <= first < layers:
-                raise file.fault(f"{_FIRST[0]} is {str(first)[:60]!r}; it must be a whole number below {layers} layers")
+                raise file.fault(f"{key} is {str(first)[:60]!r}; it must be a whole number below {layers} layers")
             return {"moe_first_dense_layers": first}
         if self.dense is None:
             return {}
@@ -107,7 +118,7 @@ class ExpertKeys:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         topk = model.moe_router_topk if model.num_experts else 1
-        values: dict[str, Any] = {self.count[0]: model.num_experts or 1, "num_experts_per_tok": topk}
+        values: dict[str, Any] = {self.count[0]: model.num_experts or 1, self.topk_key: topk}
         values["output_router_logits"] = False
         if self.width is not None:
             values["moe_intermediate_size"] = model.expert_ffn_size
@@ -123,8 +134,8 @@ class ExpertKeys:
             values["routed_scaling_factor"] = model.moe_router_topk_scaling_factor
         first, every = model.moe_first_dense_layers, model.moe_layer_freq
         if self.dense in _FIRST:
-            values[_FIRST[0]] = first
-            if self.dense == _FIRST[1]:
+            values[self._first_key] = first
+            if self.dense == _FIRST[2]:
                 values[self.dense] = mlp_kinds(first, model.num_layers)
         elif self.dense is not None:
             values |= {self.dense: every, "mlp_only_layers": list(range(first)) if every == 1 else []}
@@ -141,7 +152,8 @@ class ExpertKeys:
             there = f"{layer}.mlp"
         yield WeightPiece(f"{there}.gate.weight", f"{here}.router.weight", (experts, h))
         if model.moe_router_enable_expert_bias:
-            yield WeightPiece(f"{there}.{self.bias}", f"{here}.router.bias", (experts,))
+            shape = (1, experts) if self.biased else (experts,)
+            yield WeightPiece(f"{there}.{self.bias}", f"{here}.router.bias", shape)
         up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
         if present is not None and f"{there}.experts.gate_up_proj" in present:
             yield WeightPiece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))

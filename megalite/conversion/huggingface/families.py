@@ -237,6 +237,26 @@ _ALL = (
         only={"use_bias": False},
     ),
     LlamaLike(
+        *("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        rotary_base=5e5,
+        key_value_heads=4,
+        interleaved=True,
+        tied=True,
+        only={"use_bias": False, "moe_layer_interval": 1},
+        experts=ExpertKeys(
+            count=("moe_num_experts", 64),
+            topk=6,
+            topk_key="moe_k",
+            width=1536,
+            shared=("moe_num_shared_experts", 2),
+            biased=True,
+            bias="moe_statics.e_score_correction_bias",
+            dense="moe_layer_start_index",
+        ),
+    ),
+    LlamaLike(
         *("arcee", "ArceeForCausalLM"),
         max_positions=4096,
         norm_epsilon=1e-5,
@@ -407,7 +427,8 @@ def read_config(folder: Path) -> FolderConfig:
         values, where = _text_config(values, MULTIMODAL[name], where), f"{where}: text_config"
         name = values["model_type"]
     # Published folders of these families name code from before transformers supported them; it is not needed.
-    outdated = ("auto_map",) if name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "minimax_m2", "nemotron_h") else ()
+    with_code = ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "kimi_k2", "minimax_m2", "nemotron_h")
+    outdated = ("auto_map",) if name in with_code else ()
     refuse_code({key: value for key, value in values.items() if key not in outdated}, where)
     quantized_kinds(ModelFile(values, where))  # raises for unsupported quantization
     family = (FAMILIES | SAME).get(name) if isinstance(name, str) else None

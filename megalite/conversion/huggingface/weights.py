@@ -126,8 +126,8 @@ def _no_weights(folder: Path) -> ConversionError:
 HEAD = "lm_head.weight"
 _COPIES = ("embed_tokens", "shared_head.head")
 """Names of an MTP layer's copies of the word embedding and the head."""
-_LEFT_OUT = re.compile(r"(mtp|(?:model\.)?(?:visual|vision_tower|multi_modal_projector))\..+")
-"""Tensors that are no part of the text model: vision, and multi-token prediction of Qwen and EXAONE."""
+_LEFT_OUT = re.compile(r"(mtp|model\.mtp_\w+|(?:model\.)?(?:visual|vision_tower|multi_modal_projector))\..+")
+"""Tensors that are no part of the text model: vision, and multi-token prediction of Qwen, EXAONE and Ernie."""
 
 
 def _text_name(name: str) -> str:

@@ -91,6 +91,8 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
             yield f"{name} {getattr(model, name):g}"
     if model.num_experts is not None and model.add_bias_linear != model.moe_add_bias_linear:
         yield "add_bias_linear without moe_add_bias_linear, or vice versa (its experts have biases if all layers have)"
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax":
+        yield "moe_router_enable_expert_bias with moe_router_score_function softmax (supported: sigmoid)"
     if model.moe_add_bias_linear and model.moe_shared_expert_intermediate_size:
         yield "moe_shared_expert_intermediate_size with moe_add_bias_linear"
     if model.position_embedding_type == "rope":

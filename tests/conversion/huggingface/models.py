@@ -28,6 +28,7 @@ _DEEPSEEK = """num_key_value_heads=4 kv_lora_rank=10 qk_nope_head_dim=6 qk_rope_
     routed_scaling_factor=1.5 q_lora_rank=9"""
 _DOTS = """num_key_value_heads=2 n_routed_experts=8 moe_intermediate_size=12 norm_topk_prob n_shared_experts=1
     routed_scaling_factor=1.5 sliding_window=4 experts_implementation=eager"""
+_ERNIE = """num_key_value_heads=2 moe_num_experts=6 moe_k=3 moe_intermediate_size=12 experts_implementation=eager"""
 _NEXT = """num_key_value_heads=2 head_dim=8 layer_types=["linear_attention","full_attention","linear_attention"]
     linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=6 linear_value_head_dim=8
     linear_conv_kernel_dim=3"""
@@ -50,6 +51,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "DOTS": words(_DOTS) | rope(50.0),
     "BAMBA": words("mamba_n_heads=4 mamba_n_groups=1 mamba_d_state=5 mamba_d_conv=3 mamba_chunk_size=4 mamba_expand=2"),
     "HYBRID": words(_HYBRID),
+    "ERNIE": words(_ERNIE) | rope(50.0),
     "GRANITE": words(_GRANITE) | rope(50.0),
     "NEXT": words(_NEXT) | _HALF,
     "NEXT_EXPERTS": words(_NEXT) | words(_EXPERTS) | _HALF | {"shared_expert_intermediate_size": 20},
@@ -97,6 +99,9 @@ smollm3-biases: kind=SmolLM3 PAIRS BIASES tie_word_embeddings=false no_rope_laye
 seed-oss: kind=SeedOss PAIRS head_dim=6 ROPE
 seed-oss-plain: kind=SeedOss num_key_value_heads=4 head_dim=6 attention_bias=false ROPE
 ernie4.5: kind=Ernie4_5 PAIRS head_dim=6 ROPE
+ernie4.5-moe: kind=Ernie4_5_Moe ERNIE
+ernie4.5-moe-no-dense: kind=Ernie4_5_Moe ERNIE moe_layer_start_index=0 moe_num_shared_experts=1
+  tie_word_embeddings=false
 arcee: kind=Arcee PAIRS ROPE
 arcee-biases: kind=Arcee BIASES head_dim=6 ROPE
 ministral: kind=Ministral PAIRS head_dim=6 sliding_window=4 MIXED ROPE

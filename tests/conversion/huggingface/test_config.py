@@ -165,6 +165,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is true; only false is supported"),
     ("seed_oss", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
     ("ernie4_5", {"use_bias": True}, "use_bias is true; only false is supported"),
+    ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2; only 1 is supported"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 20}, "moe_layer_end_index is '20'; it must be the last of 30 layers"),
+    (
+        "ernie4_5_moe",
+        {"moe_layer_start_index": 30},
+        "moe_layer_start_index is '30'; it must be a whole number below 30",
+    ),
     ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'; supported: relu2"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'; it must be a whole number"),
     ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func is "softmax"; only "sigmoid" is supported'),
@@ -253,6 +260,12 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "topk_method": "noaux_tc",
         }
         | {"first_k_dense_replace": 1, "rope_theta": 1000000, "num_nextn_predict_layers": 1},
+    ),
+    "ernie4_5_moe": (
+        21.83e9,
+        {"vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28}
+        | {"num_attention_heads": 20, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_num_shared_experts": 2}
+        | {"moe_layer_start_index": 1, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": None},
     ),
     "granitemoe": (
         3.3e9,

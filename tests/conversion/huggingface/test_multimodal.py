@@ -139,13 +139,19 @@ def test_prefixes_of_all_versions_are_read(kind: str, tied: bool, tmp_path: Path
         HuggingFaceWeights(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
-def test_mtp_tensors_of_qwen_are_left_out_with_a_line(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "published"),
+    [("qwen3-next", "mtp", {}), ("qwen3.5", "mtp", {})]
+    + [("ernie4.5-moe", "model.mtp_block", {"auto_map": {"AutoModelForCausalLM": "code.Model"}})],
+)
+def test_mtp_tensors_are_left_out_with_a_line(name: str, part: str, published: dict[str, Any], tmp_path: Path) -> None:
     model = saved(name, tmp_path)
+    edit_config(tmp_path, **published)
     assert HuggingFaceWeights(tmp_path).remarks == ""
-    rename(tmp_path, lambda tensors: tensors | {"mtp.norm.weight": torch.ones(5), "mtp.fc.weight": torch.ones(2, 3)})
+    more = {f"{part}.0.norm.weight": torch.ones(5), f"{part}.0.fc.weight": torch.ones(2, 3)}
+    rename(tmp_path, lambda tensors: tensors | more)
     weights = HuggingFaceWeights(tmp_path)
-    assert weights.remarks == "; left out: 2 tensors of mtp (44 bytes)"
+    assert weights.remarks == f"; left out: 2 tensors of {part} (44 bytes)"
     assert error(our_logits(our_stage(weights)), their_logits(model)) < 1e-9
 
 

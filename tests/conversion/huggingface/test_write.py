@@ -70,6 +70,8 @@ minimax_m2: MINIMAX rotary_percent=0.5 kv_channels=8
 dots1: EXPERTS qk_norm moe_shared_expert_intermediate_size=24 moe_router_topk_scaling_factor=1.5
   moe_first_dense_layers=1 sliding_window=4 window_attn_skip_freq=[1,0,1]
 mixtral: num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12 sliding_window=4
+ernie4_5_moe: EXPERTS moe_router_score_function=softmax moe_shared_expert_intermediate_size=24 moe_first_dense_layers=1
+  rotary_interleaved
 granite: GRANITE kv_channels=6
 granitemoe: GRANITE num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12
 granitemoeshared: GRANITE num_experts=5 moe_router_topk=3 moe_shared_expert_intermediate_size=8
@@ -110,7 +112,7 @@ def stock(folder: Path, **how: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     has_experts = json.loads((folder / "config.json").read_text())["model_type"] in (
-        *("mixtral", "gpt_oss", "minimax_m2", "dots1", "granitemoe", "granitemoeshared"),
+        *("mixtral", "gpt_oss", "minimax_m2", "dots1", "granitemoe", "granitemoeshared", "ernie4_5_moe"),
     )
     kernels = {"experts_implementation": "eager"} if has_experts else {}
     with all_float64():

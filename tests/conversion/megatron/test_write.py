@@ -139,6 +139,11 @@ def test_padding_rows_round_trip(tmp_path: Path) -> None:
         ({"post_norms": True, "softmax_scale": 0.5}, {}, "post_norms; softmax_scale 0.5"),
         ({"embedding_multiplier": 12.0, "logits_scaling": 8.0}, {}, "embedding_multiplier 12; logits_scaling 8"),
         ({"residual_multiplier": 0.22}, {}, "residual_multiplier 0.22"),
+        (
+            {"num_experts": 4, "add_bias_linear": False, "moe_router_enable_expert_bias": True},
+            {},
+            "moe_router_enable_expert_bias with moe_router_score_function softmax",
+        ),
         ({"post_norms": True, "pre_norms": False}, {}, "post_norms; pre_norms false"),
         ({"attn_logit_softcapping": 5.0}, {}, "attn_logit_softcapping"),
         ({"activation": "swiglu", "glu_linear_offset": 1.0}, {}, "glu_linear_offset with activation swiglu"),
