@@ -382,7 +382,8 @@ _ALL = (
         max_positions=2048,
         attention_bias=True,
         fused_mlp=SHARED_MLP,
-        only={"num_local_experts": 0, "position_embedding_type": "rope"},
+        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
+        experts=GraniteExperts(shared=("shared_intermediate_size", 1024)),
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen

@@ -1,16 +1,18 @@
-"""Map Granite 3 and 4: Llama and Mixtral with constant factors on embeddings, scores, branches and logits."""
+"""Map Granite 3 and 4: Llama and Mixtral, some with Mamba-2, with factors on embeddings, scores, branches and logits."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.model import MULTIPLIERS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, written
 from megalite.conversion.huggingface.experts import ExpertKeys
+from megalite.conversion.huggingface.hybrid import mamba_pieces, mamba_settings, mamba_values, refuse_limit
 from megalite.conversion.huggingface.llama import LlamaLike
 from megalite.conversion.weights import WeightPiece
 
 _FACTORS = tuple((name, name, "number", 1.0) for name in MULTIPLIERS)
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 SHARED_MLP = ("shared_mlp.input_linear", "shared_mlp.output_linear")
 """Names of a shared expert's two tensors in a layer; the first has gate and up projection."""
 
@@ -30,23 +32,49 @@ class Granite(LlamaLike):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteHybrid(Granite):
-    """Granite 4 without Mamba layers and experts: its MLP is stored as the shared expert."""
+    """Granite 4: some or all layers have Mamba-2. Without experts the MLP is stored as the shared expert."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
-        values = {"num_local_experts": 8, "position_embedding_type": None, **file.values}  # their defaults
-        kinds, layers = values.pop("layer_types", None), file.layers("num_hidden_layers")
-        if kinds not in (["attention"] * layers, ["full_attention"] * layers):
+        refuse_limit(file)
+        values = {"num_local_experts": 8, "shared_intermediate_size": 1024, **file.values}  # their defaults
+        layers = file.layers("num_hidden_layers")
+        kinds, place = (
+            values.pop("layer_types", None) or ["mamba"] * layers,
+            values.pop("position_embedding_type", None),
+        )
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
             raise file.fault(
-                f"layer_types is {str(kinds)[:60]}; it must be attention for each of {layers} layers: Mamba layers are "
-                "not supported"
+                f"layer_types is {str(kinds)[:60]}; it must be mamba or attention for each of {layers} layers"
             )
-        values["intermediate_size"] = file.integer("shared_intermediate_size", 1024)
-        return super()._settings(ModelFile(values, file.where), positions)
+        if place not in (None, "nope", "rope"):
+            raise file.fault(f"position_embedding_type is {str(place)[:60]!r}; it must be nope or rope")
+        family = self
+        if not values["num_local_experts"]:
+            family, values["intermediate_size"] = replace(self, experts=None), values["shared_intermediate_size"]
+        settings = super(GraniteHybrid, family)._settings(ModelFile(values, file.where), positions)
+        if place != "rope":
+            rotary = [name for name in settings if name.startswith(("rope_", "rotary_"))]
+            settings = {name: value for name, value in settings.items() if name not in rotary}
+            settings["position_embedding_type"] = "none"
+        linear = [_KINDS[kind] for kind in kinds]
+        return settings | (mamba_settings(file, linear, settings["hidden_size"]) if any(linear) else {})
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
-        values = super().write(model, seq_length) | {"shared_intermediate_size": model.ffn_size, **self.only}
+        family = self if model.num_experts else replace(self, experts=None)
+        values = super(GraniteHybrid, family).write(model, seq_length)
+        if not model.num_experts:
+            values |= {"num_local_experts": 0, "shared_intermediate_size": model.ffn_size}
+        linear = list(map(model.is_linear_layer, range(model.num_layers)))
         # transformers checks the sizes of Mamba layers also if there are none.
-        return values | {"layer_types": ["attention"] * model.num_layers, "mamba_n_heads": 1}
+        values |= mamba_values(model) if any(linear) else {"mamba_n_heads": 1}
+        values["position_embedding_type"] = "rope" if model.position_embedding_type == "rope" else "nope"
+        return values | {"layer_types": ["mamba" if one else "attention" for one in linear]}
+
+    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
+        if model.is_linear_layer(index):
+            yield from mamba_pieces(model, f"{layer}.mamba", here)
+        else:
+            yield from super().mixer_pieces(model, index, layer, here)
 
 
 @dataclass(frozen=True, kw_only=True)

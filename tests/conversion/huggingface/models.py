@@ -132,6 +132,11 @@ granite-moe-shared: kind=GraniteMoeShared GRANITE num_local_experts=6 shared_int
   experts_implementation=eager
 granite-hybrid: kind=GraniteMoeHybrid GRANITE num_local_experts=0 shared_intermediate_size=20 mamba_n_heads=1
   position_embedding_type=rope layer_types=["attention","attention","attention"]
+granite-hybrid-mamba: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_type=nope rope_parameters=null
+  num_local_experts=0 shared_intermediate_size=20
+  layer_types=["linear_attention","full_attention","linear_attention"]
+granite-hybrid-experts: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_type=rope
+  num_local_experts=6 shared_intermediate_size=12 num_experts_per_tok=3 experts_implementation=eager layer_types=["linear_attention","linear_attention","full_attention"]
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,
