@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -169,6 +169,7 @@ class Reporter:
         meter: SpeedMeter,
         log_interval: int,
         total_steps: int,
+        skips: Sequence[int] = (),
         device: torch.device,
         is_cross_entropy: bool = True,
         spikes: LossSpikes | None = None,
@@ -176,7 +177,9 @@ class Reporter:
     ) -> None:
         self._log, self._sinks, self._meter, self._device = log, sinks, meter, device
         self._spikes, self._instruments, self._is_cross_entropy = spikes, instruments, is_cross_entropy
-        self._interval, self._total = log_interval, total_steps
+        self._interval, self._total, self._end = log_interval, total_steps, total_steps
+        while self._end in skips:  # the last step that is reported
+            self._end -= 1
         self._step: int | None = None  # of the last report; iterations_to_skip leaves out some
         self._known: dict[str, float] = {}
         self._begin_interval()
@@ -244,7 +247,7 @@ class Reporter:
                 if alarm:
                     self._log(f"warning: step {after.step}: {self._spikes.words(result.loss, score)}")
         before, self._step = after.step - 1 if self._step is None else self._step, after.step
-        due = after.step // self._interval > before // self._interval or after.step == self._total
+        due = after.step // self._interval > before // self._interval or after.step == self._end
         lines: list[str] = []
         if self._instruments is not None:
             self._instruments.count_step(after.step, seconds=seconds, waited=data_wait_seconds)

@@ -265,6 +265,7 @@ class Trainer:
             meter=SpeedMeter(config, world_size=topology.world.size, device=topology.device),
             log_interval=config.logging.log_interval,
             total_steps=self.total,
+            skips=config.training.iterations_to_skip,
             device=topology.device,
             is_cross_entropy=config.training.loss in LOSSES.builtin,
             instruments=self.instruments,
@@ -363,8 +364,7 @@ class Trainer:
             result = self.stepper.step(microbatches, before=before, batch_size=size, meanwhile=read_next)
             traces = self.instruments.traces
             bubble = None if traces is None else traces.finish(after.step, self.replica.schedule_of(size))
-            self.progress = after
-            self._step_reached, self._stepped = after.step, True
+            self.progress, self._step_reached, self._stepped = after, after.step, True
             self.reporter.step(
                 result,
                 after=after,

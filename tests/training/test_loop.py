@@ -1,7 +1,9 @@
 """The training loop: when it evaluates, and that it reads batches ahead."""
 
 import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.data.loader import BatchLoader, Microbatch
-from megalite.optimizers.schedules import Progress
+from megalite.optimizers.schedules import LossScaler, Progress
 from megalite.training.evaluation import ReadAhead, read_batches
 from megalite.training.records import read_sessions
 from megalite.training.step import Stepper, StepResult
@@ -99,33 +101,42 @@ def test_full_validation_does_not_depend_on_the_layout(layout: dict[str, int], p
 def test_skipped_steps_read_their_data_and_do_nothing_else(
     layout: dict[str, Any], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Learning rates lag and samples do not, as in Megatron-LM, in one run or two and on any layout."""
+    """Learning rates lag and samples do not, as in Megatron-LM, in one run or two and on any layout. Times exclude them."""
     trained: list[tuple[float, Progress]] = []
-    step = Stepper.step
+    step, skip, skipped_seconds = Stepper.step, LossScaler.skip, 0.0
 
     def noted(self: Stepper, *microbatches: Any, before: Progress, **more: Any) -> StepResult:
         found = step(self, *microbatches, before=before, **more)
         trained.append((found.lr, before))
         return found
 
+    def slow(self: LossScaler, samples: int) -> None:
+        nonlocal skipped_seconds
+        skipped_seconds += 1e6
+        skip(self, samples)
+
     changes: dict[str, Any] = {"train_iters": 6, "lr_warmup_iters": 4, "global_batch_size": 4, "eval_interval": 6}
     with monkeypatch.context() as patch:
         patch.setattr(Stepper, "step", noted)
+        patch.setattr(LossScaler, "skip", slow)
+        clock = SimpleNamespace(perf_counter=lambda: skipped_seconds + time.perf_counter())
+        patch.setattr("megalite.training.reporter.time", clock)
         run(prefix, tmp_path / "all", **changes)
-        lines = run(prefix, tmp_path / "one", **changes, iterations_to_skip=[2, 3], log_interval=3)
+        lines = run(prefix, tmp_path / "one", **changes, iterations_to_skip=[2, 3, 6], log_interval=3)
     whole, some = trained[:6], trained[6:]
-    assert [before for _, before in some] == [Progress(n, 4 * n) for n in (0, 3, 4, 5)]
-    assert [lr for lr, _ in some] == [lr for lr, _ in whole[:4]] and len({lr for lr, _ in some}) == 4
+    assert [before for _, before in some] == [Progress(n, 4 * n) for n in (0, 3, 4)]
+    assert [lr for lr, _ in some] == [lr for lr, _ in whole[:3]] and len({lr for lr, _ in some}) == 3
     assert "step 3: skipped with its 4 samples, as iterations_to_skip says" in lines
-    assert [line.split()[1] for line in lines if " lr " in line] == ["4/6", "6/6"]  # 3 has none
+    assert [line.split()[1] for line in lines if " lr " in line] == ["4/6", "5/6"]  # 3 and 6 have none
+    assert skipped_seconds == 3e6 and max(row["ms_per_step"] for row in records(tmp_path / "one", "train")) < 1e9
     ranks = math.prod(size for size in layout.values() if isinstance(size, int))
-    changes |= {"iterations_to_skip": [2, 3], "data_path": [prefix], "run_dir": str(tmp_path / "more")}
+    changes |= {"iterations_to_skip": [2, 3, 6], "data_path": [prefix], "run_dir": str(tmp_path / "more")}
     changes["save"] = str(tmp_path / "saved")
     run_ranks(ranks, trains, ranks, {**changes, **layout, "save_interval": 2, "exit_interval": 2})
     run_ranks(ranks, trains, ranks, {**changes, **layout, "load": changes["save"]})
     one, more = ([each["loss"] for each in records(tmp_path / name, "train")] for name in ("one", "more"))
     assert [each.last_step for each in read_sessions(tmp_path / "more")] == [2, 6]
-    assert len(one) == 4 and more == pytest.approx(one, rel=1e-9)
+    assert len(one) == 3 and more == pytest.approx(one, rel=1e-9)
     assert one[1] != pytest.approx(records(tmp_path / "all", "train")[3]["loss"], rel=1e-9)
 
 

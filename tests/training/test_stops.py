@@ -306,8 +306,10 @@ def test_stop_at_every_check_is_exact(name: str, tmp_path: Path) -> None:
     assert not (folder / "checkpoints" / "attempts.json").exists()
 
 
-def test_stop_without_save_folder_is_reported(tmp_path: Path) -> None:
-    settings = {"dp": 2, "save_interval": None, "async_save": False}
+@pytest.mark.parametrize("skipped", [[], [1]])
+def test_stop_without_save_folder_is_reported(skipped: list[int]) -> None:
+    """Also after a step that iterations_to_skip leaves out."""
+    settings = {"dp": 2, "save_interval": None, "async_save": False, "iterations_to_skip": skipped}
     found = run_ranks(2, without_folder, settings)
     ending, lines = found[0]
     assert ending.exit_code == 75 and ending.step == 1
