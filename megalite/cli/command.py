@@ -16,7 +16,7 @@ from typing import Any
 
 import megalite
 from megalite.cli.output import DEBUG_FLAG, guarded, notify, show
-from megalite.config.data import is_address
+from megalite.config.data import LOCAL, is_address, is_remote
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.numbers import parse_byte_size, parse_number
 from megalite.config.registry import import_modules, imported
@@ -358,10 +358,17 @@ def _values(word: str, rest: deque[str], most: float) -> list[str]:
     return values
 
 
-def _path(word: str) -> Path:
+def local_path(word: str) -> str:
+    """Convert a path on this machine."""
     if not word.strip():
         raise ConfigError("is empty; give a path")
-    return Path(word)
+    if is_remote(word):
+        raise ConfigError(f"{word} {LOCAL}")
+    return word
+
+
+def _path(word: str) -> Path:
+    return Path(local_path(word))
 
 
 def path_or_address(word: str) -> Path | str:

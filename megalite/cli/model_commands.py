@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_address
+from megalite.cli.command import IMPORT, Command, Flag, byte_size, local_path, path_or_address
 from megalite.config.describe import settings
 from megalite.config.numbers import whole_number
 from megalite.config.reading import PRECISIONS
@@ -67,7 +67,7 @@ def _tokenizer(vocab_size: str) -> list[Flag]:
 
 
 def _output(text: str) -> Flag:
-    return Flag("--output-prefix PREFIX", text, required=True)
+    return Flag("--output-prefix PREFIX", text, local_path, required=True)
 
 
 PREPROCESS = Command(

@@ -40,6 +40,10 @@ UNSAVED = ("http://", "https://", HUB, "memory://")
 """Prefixes of addresses that cannot be saved to: they are read-only, or are lost with the process."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
+_STORE = re.compile(r"(s3|gs|gcs|az|abfs):/")  # `Path` drops the second slash
+
+LOCAL = "must be a path on this machine, such as runs/1"
+"""What to answer where `is_remote`: otherwise a folder `s3:` would be written."""
 
 TEXT_SUFFIXES = (
     *(f"{plain}{packed}" for plain in (".jsonl", ".ndjson", ".json", ".txt") for packed in ("", ".gz", ".zst")),
@@ -51,6 +55,11 @@ TEXT_SUFFIXES = (
 def is_address(text: str) -> bool:
     """Return whether the text is an address such as `s3://bucket/name`, not a path on this machine."""
     return _ADDRESS.match(text) is not None
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is an address, or has been one."""
+    return is_address(path) or _STORE.match(path) is not None
 
 
 def names_text(entry: str) -> bool:

@@ -58,7 +58,7 @@ class StrategyFacts:
     states: Callable[[Config], tuple[str, ...]] = lambda config: ()
     """Per-element states of the strategy, by names of `data_parallel.facts.STATES`."""
     searched: bool = False
-    """Whether the planner and elastic runs may choose it: its numbers do not depend on the layout."""
+    """Whether the planner and elastic runs may choose it; never one with other weights than equal."""
 
     def has(self, setting: str) -> bool:
         """Return whether the strategy uses the setting."""

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import PurePath
 
-from megalite.config.data import PATH_SETTINGS, UNSAVED, is_address, parse_data_path, parse_split
+from megalite.config.data import LOCAL, PATH_SETTINGS, UNSAVED, is_address, is_remote, parse_data_path, parse_split
 from megalite.config.errors import Findings, Idle, nearest
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, owned, parsed, rules, without
@@ -141,13 +141,12 @@ def _unreached_saves(c: Settings) -> Findings:
 
 
 def _local_folders(c: Settings) -> Findings:
-    for name in ("save", "run_dir", "tensorboard_dir", "export_hf"):
-        scheme, found, path = (getattr(c, name) or "").partition(":/")
-        if found and scheme in ("s3", "gs", "gcs", "az", "abfs"):
-            if name != "save":
-                yield f"{{{name}}} must be a folder on this machine, such as runs/1; checkpoints go to --save {scheme}://..."
-            elif not path.startswith("/"):
-                yield f"{{save}} is a folder on this machine; give an address as --save {scheme}://{path}"
+    for name in ("run_dir", "tensorboard_dir", "export_hf", "data_cache_path", "exit_file"):
+        if is_remote(getattr(c, name) or ""):
+            yield f"{{{name}}} {LOCAL}; an address works as --save"
+    save = c.save or ""
+    if is_remote(save) and not is_address(save):
+        yield f"{{save}} is a folder on this machine; give an address as --save {save.replace(':/', '://', 1)}"
 
 
 CHECKPOINT: tuple[Check, ...] = (
@@ -313,7 +312,10 @@ def _elastic(c: Settings) -> Findings:
         ("optimizer", tuple(name for name in OPTIMIZERS if name not in ONEBIT_OPTIMIZERS)),
     ):
         if getattr(c, name) not in works:
-            yield f"elastic and {{{name}}} contradict: its numbers depend on the ranks; use {' or '.join(works)}"
+            why = "its numbers depend on the ranks"
+            if name == "dp_strategy" and c.strategy.weights == "equal":
+                why = "the planner, which chooses the layout, does not search it"
+            yield f"elastic and {{{name}}} contradict: {why}; use {' or '.join(works)}"
 
 
 _OF_ONE_LAYOUT = (
