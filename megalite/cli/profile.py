@@ -14,7 +14,7 @@ from megalite.cli.display import table
 from megalite.cli.output import show
 from megalite.config.errors import ConfigError, nearest
 from megalite.config.numbers import duration, format_bytes, rate
-from megalite.planner.hardware import Cluster, SoftwareStack, load_stack, save_cluster, save_stack
+from megalite.planner.hardware import Cluster, SoftwareStack, assumed_figures, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import Machine, describe_machine
 from megalite.profiling.passes import with_passes
 from megalite.profiling.run import (
@@ -237,7 +237,6 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
             f"  {measured.machine.ranks_per_core:g} ranks per core: if every second one waits, the others are "
             f"{measured.turns.speedup:.2f} times as fast; effectively {node.ranks_per_core:.2f} ranks per core"
         )
-    assumed = ", ".join(key for key, text in cluster.provenance.items() if text.startswith("assumed")) or "nothing"
     errors = ", ".join(f"{name} {error:.0%}" for name, error in mean_errors.items())
     peaks = ", ".join(f"{name} {rate(peak, 'F')}" for name, peak in accelerator.peak_flops.items())
     lines = [
@@ -254,7 +253,7 @@ def _constants(measured: Measurements, fitted: Fitted, stack: SoftwareStack) -> 
         f"  host: {duration(stack.operation_seconds)} per operation, {duration(stack.microbatch_seconds)} per pass of a "
         f"stage, {duration(stack.step_seconds)} per step; fused attention at {stack.attention_efficiency:.0%} of products",
         f"  operations between products take {stack.elementwise_slowdown:.1f} times as long as their memory traffic",
-        f"  not measured: {assumed}",
+        f"  not measured: {', '.join(assumed_figures(cluster.provenance))}",
         f"  mean error of the planner's formulas: {errors}",
     ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 Bandwidths are bytes per second in one direction, latencies seconds, peaks FLOP/s of dense products."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -208,6 +209,15 @@ def _check_provenance(where: str, found: Mapping[str, str], needed: Mapping[str,
         raise ConfigError(f"{where}: provenance: {name} is missing; set it to vendor, measured, fitted or assumed")
     for name in found.keys() - needed.keys():
         raise ConfigError(f"{where}: provenance: unknown name {name} (known: {', '.join(needed)})")
+
+
+def assumed_figures(provenance: Mapping[str, str]) -> list[str]:
+    """List assumed figures, whole or in part: `accelerator.host_bandwidth` of `vendor (...); host_bandwidth assumed`."""
+    found = []
+    for name, source in provenance.items():
+        parts = (re.match(r"(\w+ )?assumed\b", part) for part in source.split("; "))
+        found += [f"{name}.{part[1].strip()}" if part[1] else name for part in parts if part]
+    return found
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:

@@ -19,7 +19,7 @@ from megalite.pipeline.ir.draw import Panel, draw_svg
 from megalite.pipeline.ir.simulate import Timeline
 from megalite.planner.cost.rates import links_of
 from megalite.planner.cost.stage import simulator_costs
-from megalite.planner.hardware import Cluster
+from megalite.planner.hardware import Cluster, assumed_figures
 from megalite.planner.page import Dot, Row, Section, Table, page, scatter
 from megalite.planner.search.search import Candidate, Plan, describe
 from megalite.planner.whole_run import WholeRun
@@ -205,22 +205,9 @@ def _question(data: dict[str, Any]) -> list[str]:
     if data["constraints"]:
         words = (f"{name} {' or '.join(map(str, values))}" for name, values in data["constraints"].items())
         lines.append(f"constraints: {', '.join(words)}")
-    assumed = _assumed(cluster["provenance"])
-    if assumed:
+    if assumed := assumed_figures(cluster["provenance"]):
         lines.append(f"assumed, not measured or fitted: {', '.join(assumed)}")
     return lines
-
-
-def _assumed(provenance: Mapping[str, str]) -> list[str]:
-    """List assumed figures, whole or in part: `accelerator.host_bandwidth` of `vendor (...); host_bandwidth assumed`."""
-    found = []
-    for name, source in provenance.items():
-        for part in source.split("; "):
-            if part.startswith("assumed"):
-                found.append(name)
-            elif part.endswith(" assumed"):
-                found.append(f"{name}.{part.removesuffix(' assumed')}")
-    return found
 
 
 def cells(layout: dict[str, Any]) -> Sequence[str]:

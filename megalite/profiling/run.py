@@ -173,7 +173,8 @@ def fit_cluster(measured: Measurements, base: Cluster, *, nominal: bool, name: s
     provenance = {key: f"assumed, from cluster {base.name}" for key in base.provenance}
     accelerator, gemm, memory, errors = _fit_accelerator(measured, base, nominal=nominal)
     vendor = f"vendor, from cluster {base.name}"
-    provenance["accelerator"] = f"{vendor}; kernel_seconds {source}" if nominal else f"highest rates {source}"
+    rates = f"{vendor}; kernel_seconds {source}" if nominal else f"highest rates {source}"
+    provenance["accelerator"] = f"{rates}; host_bandwidth assumed"
     provenance["efficiency.gemm"] = f"fitted on {measured.dtypes[0]} products {source}"
     provenance["efficiency.memory"] = source
     crowd = machine.ranks_per_core

@@ -7,7 +7,7 @@ import pytest
 
 from megalite.config.errors import ConfigError
 from megalite.planner.cost.rates import collective_seconds, gemm_seconds, message_seconds, tensor_seconds, workload_of
-from megalite.planner.hardware import Cluster, load_cluster, load_stack, save_cluster, save_stack
+from megalite.planner.hardware import Cluster, assumed_figures, load_cluster, load_stack, save_cluster, save_stack
 from megalite.profiling.collectives import OPERATIONS
 from megalite.profiling.run import describe, fit_cluster, fit_gemm, fit_stack, operation_seconds, stand_in
 from tests.planner.cost.machines import config_of
@@ -95,7 +95,7 @@ def test_second_dtype_has_a_separate_rate() -> None:
 def test_file_describes_the_measurement(fitted: Cluster, tmp_path: Path) -> None:
     save_cluster(fitted, tmp_path / "mine.yaml")
     assert load_cluster(str(tmp_path / "mine.yaml")) == fitted
-    assert not any(text.startswith("assumed") for text in fitted.provenance.values())
+    assert assumed_figures(fitted.provenance) == ["accelerator.host_bandwidth"]
     assert "4 ranks" not in fitted.description
     assert (
         "8 ranks on 2 nodes, 1 thread per rank; all ranks of a node measured at once on 4 shared cores"
@@ -129,7 +129,10 @@ def test_known_accelerator_keeps_the_vendor_peaks() -> None:
     assert cluster.efficiency.memory == pytest.approx(0.82, rel=0.01)
     assert cluster.efficiency.link == pytest.approx(0.55, rel=0.01)
     assert cluster.efficiency.small_groups == 1.0
-    assert cluster.provenance["accelerator"] == "vendor, from cluster dgx-a100; kernel_seconds measured"
+    assert (
+        cluster.provenance["accelerator"]
+        == "vendor, from cluster dgx-a100; kernel_seconds measured; host_bandwidth assumed"
+    )
 
 
 def test_outlier_product_does_not_change_the_fit() -> None:

@@ -59,7 +59,7 @@ def test_two_ranks_write_a_cluster_file(tmp_path: Path) -> None:
         assert f"{operation} inside" in said
     assert ("all-reduce memory" in said) == (cluster.node.shared_memory_bandwidth is not None)
     assert shared_memory._system() is None or cluster.node.shared_memory_bandwidth > 1e8
-    assert "not measured: network, efficiency.network" in said
+    assert "not measured: accelerator.host_bandwidth, network, efficiency.network" in said
 
 
 def _channels(context: RankContext, hosts: list[str]) -> tuple[list[tuple[Any, ...]], list[tuple[bool, int]]]:

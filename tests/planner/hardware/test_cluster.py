@@ -37,6 +37,7 @@ def test_included_files_round_trip(tmp_path: Path) -> None:
         assert load_cluster(str(tmp_path / f"{name}.yaml")) == cluster
         sources = (cluster.provenance.get(f"efficiency.{each}", "assumed") for each in Efficiency.__dataclass_fields__)
         assert all(text.startswith(("vendor", "measured", "fitted", "assumed")) for text in sources)
+        assert {"accelerator", "accelerator.host_bandwidth"} & {*hardware.assumed_figures(cluster.provenance)}
     for name in (path.stem for path in (Path(hardware.__file__).parent / "stacks").glob("*.yaml")):
         stack = load_stack(name)
         save_stack(stack, tmp_path / f"stack-{name}.yaml")
