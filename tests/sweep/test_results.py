@@ -175,6 +175,10 @@ def test_median_after_the_warm_up(run: Run, tmp_path: Path) -> None:
     assert result.tokens_per_second == pytest.approx(128 / 0.02)
     assert (result.memory_bytes, result.loss, result.seconds) == (4000, 1.0, 12.346)
     assert steps_made(tmp_path) == 4
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(f'{{"kind": "train", "step": 9{" " * 20000}}}\n{metrics.read_text()}')
+    assert steps_made(tmp_path) == 4  # only the end is read
+    assert steps_made(tmp_path / "absent") == 0
 
 
 def test_damaged_or_missing_metrics(run: Run, tmp_path: Path) -> None:
