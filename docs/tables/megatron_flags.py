@@ -52,6 +52,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "eval_iters": "theirs is 100",
         "full_validation": "the mean over all tokens; theirs over microbatches of one sample, some repeated",
         "exit_duration_in_mins": "status 75; theirs is 0",
+        "iterations_to_skip": "counted from 1; theirs from 0 before megatron-core 0.17",
         "exit_signals": "always active; theirs takes one, and only if given",
         # compute
         "fp8_recipe": "without mxfp8; `blockwise` is e4m3 throughout",

@@ -136,7 +136,8 @@ granite-hybrid-mamba: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_typ
   num_local_experts=0 shared_intermediate_size=20
   layer_types=["linear_attention","full_attention","linear_attention"]
 granite-hybrid-experts: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_type=rope
-  num_local_experts=6 shared_intermediate_size=12 num_experts_per_tok=3 experts_implementation=eager layer_types=["linear_attention","linear_attention","full_attention"]
+  num_local_experts=6 shared_intermediate_size=12 num_experts_per_tok=3 experts_implementation=eager
+  layer_types=["linear_attention","linear_attention","full_attention"]
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,
