@@ -32,7 +32,7 @@ from megalite.conversion.weights import (
     innermost,
     parameter_shapes,
 )
-from megalite.models.shapes import parameter_count
+from megalite.models.shapes import VOCABULARY, parameter_count
 
 _ONLY_FOR = {
     "tp": ("megatron",),
@@ -137,7 +137,7 @@ def _bytes(weights: Weights, flags: Namespace, dtype: torch.dtype | None) -> int
     model, total = weights.model, 0
     for name, shape in parameter_shapes(model).items():
         size = shape.size
-        if flags.to == "huggingface" and name in ("embedding.word.weight", "head.weight"):
+        if flags.to == "huggingface" and name in VOCABULARY:
             size = size // model.padded_vocab_size * (model.vocab_size or 0)  # without the padding
         total += size * (dtype or weights.dtype(name)).itemsize
         if flags.with_optimizer:

@@ -23,14 +23,13 @@ from megalite.config.run import HUGGING_FACE, RunConfig, hugging_face_folder
 from megalite.conversion.huggingface.config_json import find_file, parse_json
 from megalite.conversion.huggingface.families import read_config
 from megalite.conversion.weights import ConversionError, Weights
-from megalite.tokenizers.base import Tokenizer, read_tokenizer_file
+from megalite.tokenizers.base import SETTINGS_NAME, TEMPLATE_NAME, TOKENIZER_NAME, Tokenizer, read_tokenizer_file
 from megalite.tokenizers.build import TIKTOKEN, WITHOUT_FILES, build_tokenizer, find_tokenizer_files, is_tiktoken
 
-MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_KNOWN = (MODEL_JSON, MODEL_SENTENCEPIECE, VOCAB, MERGES)
-SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+MODEL_SENTENCEPIECE, VOCAB, MERGES = "tokenizer.model", "vocab.json", "merges.txt"
+_KNOWN = (TOKENIZER_NAME, MODEL_SENTENCEPIECE, VOCAB, MERGES)
 GENERATION = "generation_config.json"
-_COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
+_COMPANIONS = (SETTINGS_NAME, "special_tokens_map.json", "added_tokens.json", TEMPLATE_NAME, GENERATION)
 """Files that describe a tokenizer, but are none by themselves."""
 TOKENIZER_FILES = (*_KNOWN, *_COMPANIONS)
 """Files beside the weights that a conversion copies."""
@@ -43,7 +42,9 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
     """Return the tokenizer's files at `path`, a file or a folder in the layout of Hugging Face, Meta or OpenAI."""
     if path.is_file():
         # They define the end of document and the chat template.
-        beside = [path.with_name(name) for name in (SETTINGS, TEMPLATE)] if path.name == MODEL_JSON else []
+        beside = (
+            [path.with_name(name) for name in (SETTINGS_NAME, TEMPLATE_NAME)] if path.name == TOKENIZER_NAME else []
+        )
         return [path, *(file for file in beside if file.is_file())]
     if path.is_dir():
         found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
@@ -55,7 +56,7 @@ def tokenizer_folder_files(path: Path, kind: str | None = None) -> list[Path]:
         except ConfigError as error:
             raise ConversionError(str(error)) from None
         chosen = [Path(file) for file in (model, vocab_file, merge_file) if file is not None]
-        return found if chosen[0].name == MODEL_JSON else chosen
+        return found if chosen[0].name == TOKENIZER_NAME else chosen
     raise ConversionError(f"there is no tokenizer {path}; give its file or its folder")
 
 
@@ -128,7 +129,7 @@ def _canonical_name(path: Path, content: bytes) -> str:
     if content.lstrip()[:1] == b"{":
         # A vocab.json may contain the word "model".
         is_whole = isinstance(parse_json(content, path).get("model"), dict)
-        return MODEL_JSON if is_whole else VOCAB
+        return TOKENIZER_NAME if is_whole else VOCAB
     return MERGES if path.suffix == ".txt" or content.startswith(b"#version") else MODEL_SENTENCEPIECE
 
 
@@ -142,8 +143,8 @@ def tokenizer_settings(named: dict[str, Path], hints: DataConfig = _NO_HINTS, fo
     if not named and hints.tokenizer_type in WITHOUT_FILES:
         return DataConfig(tokenizer_type=hints.tokenizer_type)
     place = {name: str(path if folder is None else folder / name) for name, path in named.items()}
-    if MODEL_JSON in place:
-        return DataConfig(tokenizer_model=place[MODEL_JSON])
+    if TOKENIZER_NAME in place:
+        return DataConfig(tokenizer_model=place[TOKENIZER_NAME])
     if MODEL_SENTENCEPIECE in place:
         takes_pattern = hints.tokenizer_type == TIKTOKEN or (
             hints.tiktoken_pattern is not None and is_tiktoken(read_tokenizer_file(named[MODEL_SENTENCEPIECE]))

@@ -70,7 +70,7 @@ from megalite.conversion.weights import (
     innermost,
     parameter_shapes,
 )
-from megalite.models.shapes import buffer_shapes
+from megalite.models.shapes import WORD, buffer_shapes
 from megalite.tokenizers.build import TIKTOKEN
 from megalite.topology.group import Group
 from megalite.topology.layout import ParallelLayout
@@ -166,7 +166,7 @@ def key_of(checkpoint: Checkpoint, name: str, *, ema: bool) -> str:
 
     Raises:
         ConversionError: the run kept no average."""
-    if ema and not checkpoint.has(optimizer_key(EMA, "embedding.word.weight")):
+    if ema and not checkpoint.has(optimizer_key(EMA, WORD)):
         raise ConversionError(
             f"{checkpoint.path} has no moving average of the weights: its run had no --ema-decay; use --weights trained"
         )

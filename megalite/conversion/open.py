@@ -26,6 +26,7 @@ from megalite.conversion.model_folder import GENERATION, tokenizer_of
 from megalite.conversion.native import NativeWeights, chosen_step
 from megalite.conversion.weights import ConversionError, Format, Weights
 from megalite.models.gpt import GPTStage
+from megalite.models.shapes import WORD
 from megalite.partition.stages import cut_stages
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter
 from megalite.tokenizers.base import Tokenizer
@@ -34,7 +35,6 @@ from megalite.topology.topology import Topology
 
 T = TypeVar("T")
 Source = NativeWeights | HuggingFaceWeights  # formats that can be read slice by slice, per rank
-_WORD = "embedding.word.weight"
 
 
 def open_weights(
@@ -196,7 +196,7 @@ def open_model(
     folder, step = chosen_step(folder, step, "--ckpt-step")
     found = find_checkpoint(folder, step=step, world=topology.world, log=log)
     native = NativeWeights(found, main=False, ema=ema)
-    return native if dtype in (None, native.dtype(_WORD)) else NativeWeights(found, ema=ema)
+    return native if dtype in (None, native.dtype(WORD)) else NativeWeights(found, ema=ema)
 
 
 def _agreed(work: Callable[[], T], folder: Path, topology: Topology) -> T:
@@ -261,7 +261,7 @@ def load_model(
 
     def read() -> tuple[GPTStage, Tokenizer | None]:
         found = tokenizer_for(weights, choice) if needs_tokenizer else None
-        stage = build_stage(weights.model, weights.seq_length, topology, dtype or weights.dtype(_WORD))
+        stage = build_stage(weights.model, weights.seq_length, topology, dtype or weights.dtype(WORD))
         for parameter in stage.requires_grad_(False).parameters():
             assert isinstance(parameter, ShardedParameter)
             parameter.data.copy_(weights.read(parameter.info.spec.name, parameter.info.spec.slice))

@@ -9,7 +9,7 @@ import torch
 
 from megalite.conversion.open import build_stage
 from megalite.conversion.weights import ConversionError, Weights, Wrapped, parameter_shapes
-from megalite.models.shapes import parameter_count
+from megalite.models.shapes import VOCABULARY, parameter_count
 from megalite.tensor_parallel.parameter import ShardedParameter
 from megalite.topology.topology import Topology
 
@@ -159,7 +159,7 @@ def _compare_weights(source: Weights, target: Weights) -> tuple[dict[str, float]
     rounded: dict[str, float] = {}
     for name in parameter_shapes(source.model):
         ours, theirs = source.read(name), target.read(name)
-        if name in ("embedding.word.weight", "head.weight"):
+        if name in VOCABULARY:
             ours, theirs = ours[:vocab], theirs[:vocab]
         if ours.shape != theirs.shape:
             raise ConversionError(f"{name}: {list(ours.shape)} in {source.path}, {list(theirs.shape)} in {target.path}")

@@ -23,8 +23,8 @@ from megalite.config.registry import optional
 from megalite.config.run import RunConfig
 from megalite.data.stores import Broken, Missing, State, StoreObject, open_store, redacted, with_suffix
 from megalite.data.token_files import mask_prefix, read_side_file, side_digests
+from megalite.tokenizers.base import SETTINGS_NAME, TEMPLATE_NAME, TOKENIZER_NAME
 
-BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
 _SETTINGS = ("tokenizer_model", "vocab_file", "merge_file", "load", *PATH_SETTINGS)
 """Settings with addresses, in fetch order: `Accept` needs the tokenizer, and data comes last because it is large."""
 _ATTEMPTS = 4
@@ -67,7 +67,7 @@ def fetch_all(
                 found[word] = cache.token_files(word, sft=config.data.sft)
             else:
                 found[word] = str(cache.file(word))
-                for other in BESIDE_TOKENIZER if found[word].endswith("tokenizer.json") else ():
+                for other in (SETTINGS_NAME, TEMPLATE_NAME) if found[word].endswith(TOKENIZER_NAME) else ():
                     parts = urlsplit(word)
                     beside = urlunsplit(parts._replace(path=str(PurePosixPath(parts.path).with_name(other))))
                     cache.file(beside, optional=True, place=Path(found[word]).with_name(other))

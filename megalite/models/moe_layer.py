@@ -19,7 +19,7 @@ from megalite.tensor_parallel.mappings import (
     replicate_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient, as_sharded
 from megalite.topology.group import Group
 
 
@@ -84,9 +84,7 @@ def grouped_linear(
     without rows; otherwise it returns the gradient to autograd. It may be deferred.
 
     Collectives: none."""
-    if type(weight) is not ShardedParameter:
-        weight = weight.as_subclass(ShardedParameter)
-    return _GroupedLinear.apply(x, weight, bias, sizes, multiply, adds_bias)
+    return _GroupedLinear.apply(x, as_sharded(weight), bias, sizes, multiply, adds_bias)
 
 
 class _GroupedLinear(Function):

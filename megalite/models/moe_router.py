@@ -11,7 +11,7 @@ from megalite.config.model import ModelConfig
 from megalite.kernels.bases import Function, Module
 from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
-from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient
+from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient, as_sharded
 from megalite.topology.group import Group
 
 WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared as multiples of 1/steps
@@ -157,10 +157,7 @@ class Router(Module):
 
         Collectives: with a load-balancing loss an all-reduce of b·E/n counts over tp·cp; with a capacity an all-gather
         of s_local·(2·b·k + 1) numbers over it, and with Sinkhorn's algorithm of s_local·b·E / none."""
-        weight = self.weight
-        if type(weight) is not ShardedParameter:
-            weight = weight.as_subclass(ShardedParameter)
-        logits = _RouterLinear.apply(x, weight)
+        logits = _RouterLinear.apply(x, as_sharded(self.weight))
         if self.linear_bias is not None:
             logits = logits + self.linear_bias.to(logits.dtype)
         probabilities = None

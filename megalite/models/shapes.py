@@ -70,8 +70,9 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...], *, decay: bool) -> bool:
     )
 
 
-DECOUPLED = frozenset({"embedding.word.weight", "head.weight"})
-"""Parameters with `decoupled_lr`: the word embedding and the output head, as in Megatron-LM."""
+WORD = "embedding.word.weight"
+VOCABULARY = frozenset({WORD, "head.weight"})
+"""Parameters with a row per token: the word embedding and the output head. They have `decoupled_lr`, as in Megatron-LM."""
 
 
 class LearningRate(NamedTuple):
@@ -92,7 +93,7 @@ def learning_rate(
     ]
     if is_hidden_matrix(name, shape, decay=decay):
         factors.append(1 / model.width_multiplier)
-    return LearningRate(config.decoupled_lr is not None and name in DECOUPLED, math.prod(factors))
+    return LearningRate(config.decoupled_lr is not None and name in VOCABULARY, math.prod(factors))
 
 
 class BucketTraits(NamedTuple):
@@ -277,7 +278,7 @@ def layer_shapes(model: ModelConfig, layer_index: int, block: str | None = None)
 
 
 def _word_embedding(model: ModelConfig) -> ParameterShape:
-    return _matrix("embedding.word.weight", (model.padded_vocab_size, model.hidden_size), 0)
+    return _matrix(WORD, (model.padded_vocab_size, model.hidden_size), 0)
 
 
 def embedding_shapes(model: ModelConfig) -> list[ParameterShape]:

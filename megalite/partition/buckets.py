@@ -19,7 +19,14 @@ from megalite.data_parallel.facts import (
     strategy_states,
     wire_width,
 )
-from megalite.models.shapes import ParameterShape, bucket_traits, check_lr_multipliers, is_hidden_matrix, needs_copy
+from megalite.models.shapes import (
+    WORD,
+    ParameterShape,
+    bucket_traits,
+    check_lr_multipliers,
+    is_hidden_matrix,
+    needs_copy,
+)
 from megalite.partition.activations import ELEMENT_BYTES
 from megalite.partition.stages import StagePlan, shapes_of, shapes_of_rank, shares_embedding
 
@@ -130,7 +137,7 @@ def planned_buckets(config: RunConfig, plan: StagePlan, stages: tuple[StagePlan,
     has_copy = needs_copy(config.model) and len(stages) > 1
     if has_copy and plan.has_head and shares_embedding(stages):
         # The first stage owns it.
-        shapes = [shape for shape in shapes if shape.name != "embedding.word.weight"]
+        shapes = [shape for shape in shapes if shape.name != WORD]
     # A module lists its own parameters first: in the head the output matrix comes before norms and layers.
     first = next((at for at, shape in enumerate(shapes) if _unit(config, plan, shape.name) == "head"), len(shapes))
     shapes[first:] = sorted(shapes[first:], key=lambda shape: shape.name != "head.weight")
@@ -197,7 +204,7 @@ def _bucket_kind(config: RunConfig, shape: ParameterShape, has_copy: bool) -> Bu
         decay=shape.decay,
         split_over_tp=split is not None,
         partial_over_tp=is_partial(shape, config),
-        tied=has_copy and name == "embedding.word.weight",
+        tied=has_copy and name == WORD,
         expert=shape.expert,
         **bucket_traits(
             *(name, shape.shape), decay=shape.decay, shard_dim=split, expert=shape.expert, config=config

@@ -15,7 +15,7 @@ from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.numbers import format_bytes
 from megalite.config.run import RunConfig, cache_by_object, cache_by_reading
-from megalite.models.shapes import ParameterShape, layer_shapes, map_by_kind, needs_copy
+from megalite.models.shapes import WORD, ParameterShape, layer_shapes, map_by_kind, needs_copy
 from megalite.partition.activations import (
     ELEMENT_BYTES,
     offloaded_activation_bytes,
@@ -262,8 +262,6 @@ def _place(layout: ParallelLayout, kind: str, rank: int) -> tuple[int, int]:
     assert ranks is not None, kind
     return ranks.index(rank), len(ranks)
 
-
-WORD = "embedding.word.weight"
 
 Unit = tuple[PlannedBucket, ...]  # the buckets that one module needs
 

@@ -1,5 +1,6 @@
 """Parse the documents of a piece, report the bad ones, and tokenize the others."""
 
+import codecs
 import difflib
 import functools
 import json
@@ -19,7 +20,6 @@ from megalite.preprocess.job import MAX_FAULTS, PreprocessJob, require_tokenizer
 from megalite.preprocess.pieces import PARAGRAPH_END, Limits, Piece, Place, cut
 from megalite.tokenizers.base import Tokenizer
 
-_UTF8_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 5, 40
 _JSON_BLANKS = " \t\r\n"
 _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
@@ -72,7 +72,7 @@ def read_piece(
         return _read_rows(piece, keys, limits)
     content, is_whole = piece.content, len(piece.content) == piece.stop - piece.start
     if piece.start == 0:
-        content = content.removeprefix(_UTF8_MARK)
+        content = content.removeprefix(codecs.BOM_UTF8)
     if piece.form == "file":
         return _read_file(content, is_whole, limits)
     if piece.form == "paragraph":

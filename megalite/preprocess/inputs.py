@@ -2,6 +2,7 @@
 
 zstandard's stream reader does not detect a truncated file, so frames are decoded one by one here."""
 
+import codecs
 import errno
 import glob
 import gzip
@@ -184,7 +185,7 @@ def _why_not_lines(path: str, compression: Compression | None) -> str | None:
             head += block
             if len(head) >= _SNIFFED_BYTES:
                 break
-    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
     line, newline, _ = head.partition(b"\n")
     if not line.startswith(b"{"):
         return f"it starts with {line[:10].decode('utf-8', 'replace')!r}"

@@ -16,8 +16,7 @@ from megalite.preprocess.documents import PieceTexts, read_piece
 from megalite.preprocess.inputs import Input
 from megalite.preprocess.output import check_output_prefix, make_folder
 from megalite.preprocess.pieces import Limits, Place, cut
-from megalite.tokenizers.base import as_config_error, require_package
-from megalite.tokenizers.subword import GPT2_END
+from megalite.tokenizers.base import GPT2_END, as_config_error, require_package
 from megalite.tokenizers.tiktoken_tokenizer import LLAMA3_PATTERN
 
 WORD_PATTERNS: dict[str, str | None] = {"gpt2": None, "gpt4": LLAMA3_PATTERN}

@@ -15,6 +15,7 @@ from megalite.tensor_parallel.parameter import (
     ParameterFactory,
     ShardedParameter,
     WeightGradient,
+    as_sharded,
     linear_product,
     linear_weight_gradient,
 )
@@ -118,9 +119,7 @@ def linear(
     tp = None if tp is None or tp.size == 1 else tp
     if (tp is None or not sequence_parallel) and not torch.is_grad_enabled():
         return products.output_alone(x, weight, bias)  # skip the overhead of autograd
-    if type(weight) is not ShardedParameter:  # a parametrized or masked weight
-        weight = weight.as_subclass(ShardedParameter)
-    return _Linear.apply(x, weight, bias, tp, sequence_parallel, products, pieces)
+    return _Linear.apply(x, as_sharded(weight), bias, tp, sequence_parallel, products, pieces)
 
 
 class ColumnParallelLinear(Module):
@@ -253,9 +252,7 @@ class _VocabularyLookup(Function):
 
 def vocab_parallel_lookup(tokens: Tensor, weight: Tensor, *, tp: Group, sequence_parallel: bool) -> Tensor:
     """Look up tokens as `VocabParallelEmbedding` does; `weight` is this rank's shard."""
-    if type(weight) is not ShardedParameter:
-        weight = weight.as_subclass(ShardedParameter)
-    rows = _VocabularyLookup.apply(tokens.t().contiguous(), weight, tp)
+    rows = _VocabularyLookup.apply(tokens.t().contiguous(), as_sharded(weight), tp)
     return reduce_partial_sums(rows, tp=tp, sequence_parallel=sequence_parallel)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.config.registry import imported
 from megalite.kernels.bases import Function
 from megalite.kernels.matmul import Matmul, matmul
-from megalite.tensor_parallel.parameter import ShardedParameter, linear_weight_gradient
+from megalite.tensor_parallel.parameter import ShardedParameter, as_sharded, linear_weight_gradient
 from megalite.topology.group import DONE, Group, Work
 
 
@@ -121,9 +121,7 @@ def scattered_linear(x: Tensor, weight: Tensor, pieces: OverlappedProducts) -> T
     """Compute x [s, b, i/tp] · weight [o, i/tp]ᵀ, summed over tp and split over the sequence -> [s/tp, b, o].
 
     Collectives: those of `pieces`, forward and backward."""
-    if type(weight) is not ShardedParameter:
-        weight = weight.as_subclass(ShardedParameter)
-    return _Scattered.apply(x, weight, pieces)
+    return _Scattered.apply(x, as_sharded(weight), pieces)
 
 
 _ROWS, _WIDTH, _LIMIT = 64, 128, 2e-2

@@ -120,6 +120,11 @@ class ShardedParameter(torch.nn.Parameter):
         self.contribute(lambda _: main_grad.add_(grad.view(main_grad.shape)))
 
 
+def as_sharded(weight: Tensor) -> ShardedParameter:
+    """Return a weight itself, or a computed one (parametrized, masked) as its subclass."""
+    return weight if type(weight) is ShardedParameter else weight.as_subclass(ShardedParameter)
+
+
 def _restored(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardedParameter:
     parameter = ShardedParameter(data, requires_grad)
     vars(parameter).update(attributes)

@@ -16,6 +16,10 @@ from megalite.config.errors import ConfigError
 from megalite.config.reading import open_regular
 from megalite.config.registry import optional
 
+TOKENIZER_NAME, SETTINGS_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+"""Default names of the end of document in a tokenizer.json; the first is GPT-2's."""
+GPT2_END = END_OF_DOCUMENT[0]
 MAX_TOKENIZER_BYTES = 1 << 30  # so that a corpus passed by mistake is not read into memory
 
 

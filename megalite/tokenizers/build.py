@@ -1,5 +1,6 @@
 """Build a tokenizer from its settings; the kind of a file is detected from its content."""
 
+import codecs
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,6 @@ GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # Hu
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer")  # kinds that need no file
 _DESCRIPTIONS = {HUGGING_FACE: "a Hugging Face tokenizer.json", TIKTOKEN: "a tiktoken file"}
 _EXAMPLES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json", TIKTOKEN: "cl100k_base.tiktoken"}
-_MARK = b"\xef\xbb\xbf"
 _OBJECT = re.compile(rb'\s*\{\s*["}]')
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
 _LIST = re.compile(rb"\s*\[\s*[{\]]")
@@ -95,7 +95,7 @@ def detect_kind(content: bytes, path: str | Path) -> str:
     """Detect the kind of a tokenizer: a JSON object is Hugging Face's, a JSON list or lines of base64 and a number are
     tiktoken's, and everything else may be SentencePiece's protocol buffer, which has no magic number. Raises
     ConfigError for one file of a GPT-2 BPE, which needs --vocab-file and --merge-file."""
-    plain = content.removeprefix(_MARK)
+    plain = content.removeprefix(codecs.BOM_UTF8)
     half = "merge" if plain.startswith(b"#version") else None
     if _OBJECT.match(plain):
         # A vocabulary may contain the word "model", but only a tokenizer.json has an object under that key.
@@ -110,7 +110,7 @@ def detect_kind(content: bytes, path: str | Path) -> str:
 
 def is_tiktoken(content: bytes) -> bool:
     """Return whether `detect_kind` would classify the content as tiktoken's; never raises."""
-    plain = content.removeprefix(_MARK)
+    plain = content.removeprefix(codecs.BOM_UTF8)
     return bool(_LIST.match(plain) or _RANKED.match(plain))
 
 

@@ -11,10 +11,9 @@ import jinja2.parser
 import jinja2.sandbox
 
 from megalite.config.errors import ConfigError
-from megalite.tokenizers.base import Tokenizer, digest, read_tokenizer_file
-from megalite.tokenizers.subword import SETTINGS_NAME, HuggingFaceTokenizer
+from megalite.tokenizers.base import SETTINGS_NAME, TEMPLATE_NAME, Tokenizer, digest, read_tokenizer_file
+from megalite.tokenizers.subword import HuggingFaceTokenizer
 
-TEMPLATE_NAME = "chat_template.jinja"
 _START, _END = "\ufdd0", "\ufdd1"  # around the marked parts; Unicode noncharacters, which no text contains
 
 Span = tuple[int, int]  # [start, stop) of characters

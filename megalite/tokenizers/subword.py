@@ -8,6 +8,10 @@ import sentencepiece
 
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
+    END_OF_DOCUMENT,
+    GPT2_END,
+    SETTINGS_NAME,
+    TOKENIZER_NAME,
     Tokenizer,
     as_config_error,
     digest,
@@ -19,11 +23,6 @@ from megalite.tokenizers.base import (
 
 if TYPE_CHECKING:
     import tokenizers
-
-END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Default names of the end of document in a tokenizer.json; the first is GPT-2's."""
-GPT2_END = END_OF_DOCUMENT[0]
-TOKENIZER_NAME, SETTINGS_NAME = "tokenizer.json", "tokenizer_config.json"
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -16,6 +16,7 @@ import regex
 
 from megalite.config.errors import ConfigError
 from megalite.tokenizers.base import (
+    GPT2_END,
     Tokenizer,
     as_config_error,
     digest,
@@ -66,20 +67,19 @@ def _llama3_special() -> tuple[tuple[str, int], ...]:
     return (("<|end_of_text|>", 128001), *rest)
 
 
-_END = "<|endoftext|>"
 ENCODINGS = {
     "r50k_base": Encoding(
-        GPT2_PATTERN, 50256, ((_END, 50256),), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+        GPT2_PATTERN, 50256, ((GPT2_END, 50256),), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     ),
     # Its ranks skip 50256, the id of <|endoftext|>.
     "p50k_base": Encoding(
-        GPT2_PATTERN, 50280, ((_END, 50256),), "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
+        GPT2_PATTERN, 50280, ((GPT2_END, 50256),), "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
     ),
     "cl100k_base": Encoding(
         CL100K_PATTERN,
         100256,
         (
-            *((_END, 100257), ("<|fim_prefix|>", 100258), ("<|fim_middle|>", 100259)),
+            *((GPT2_END, 100257), ("<|fim_prefix|>", 100258), ("<|fim_middle|>", 100259)),
             *(("<|fim_suffix|>", 100260), ("<|endofprompt|>", 100276)),
         ),
         "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
@@ -87,7 +87,7 @@ ENCODINGS = {
     "o200k_base": Encoding(
         O200K_PATTERN,
         199998,
-        ((_END, 199999), ("<|endofprompt|>", 200018)),
+        ((GPT2_END, 199999), ("<|endofprompt|>", 200018)),
         "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
     ),
     "llama3": Encoding(
@@ -238,7 +238,7 @@ def _plan_lines(content: bytes, path: str | Path, pattern: str | None) -> _Plan:
             f"--tiktoken-pattern NAME ({', '.join(PATTERNS)}) or the regular expression itself"
             + (f"; it has as many ranks as {similar[0]}" if similar else "")
         )
-    special = ENCODINGS[known].special if known is not None else (("<|endoftext|>", last + 1),)
+    special = ENCODINGS[known].special if known is not None else ((GPT2_END, last + 1),)
     used, special_ids = set(ranks.values()), [i for _, i in special]
     holes = set(range(last)) - used - set(special_ids)
     if holes:

@@ -9,6 +9,7 @@ from megalite.config.model import ModelConfig
 from megalite.conversion.huggingface.config_json import LAYER_KINDS, SCALINGS, ModelFile, read_rope, write_rope, written
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.weights import View, WeightPiece, first_rows, part_at, whole
+from megalite.models.shapes import WORD
 
 _ACTIVATIONS = {
     "silu": "swiglu",
@@ -214,7 +215,7 @@ class LlamaLike(Family):
         word, head = "model.embed_tokens.weight", "lm_head.weight"
         if model.tie_embeddings and present is not None and word not in present and head in present:
             word = head  # the writer stored the tied tensor under this name
-        yield WeightPiece(word, "embedding.word.weight", rows, vocabulary)
+        yield WeightPiece(word, WORD, rows, vocabulary)
         for i in range(model.mtp_layers.stop if self.mtp else model.num_layers):
             there, here = f"model.layers.{i}", f"layers.{i}"
             if i in model.mtp_layers:
@@ -307,7 +308,7 @@ def _mtp_pieces(model: ModelConfig, there: str, here: str, *, write: bool) -> It
     yield WeightPiece(f"{there}.eh_proj.weight", f"{here}.projection.weight", (h, 2 * h))
     yield WeightPiece(f"{there}.shared_head.norm.weight", f"{here}.final_norm.weight", (h,))
     if write:
-        rows, word = (model.vocab_size, h), "embedding.word.weight"
+        rows, word = (model.vocab_size, h), WORD
         head = word if model.tie_embeddings else "head.weight"
         for name, ours in (("embed_tokens", word), ("shared_head.head", head)):
             yield WeightPiece(f"{there}.{name}.weight", ours, rows, first_rows(model.vocab_size))

@@ -17,11 +17,10 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.conversion.huggingface.config_json import parse_json, refuse_code
-from megalite.conversion.model_folder import GENERATION, SETTINGS, named_tokenizer_files
+from megalite.conversion.model_folder import GENERATION, named_tokenizer_files
 from megalite.conversion.weights import ConversionError
-from megalite.tokenizers.base import read_tokenizer_file
+from megalite.tokenizers.base import END_OF_DOCUMENT, GPT2_END, SETTINGS_NAME, read_tokenizer_file
 from megalite.tokenizers.build import is_tiktoken
-from megalite.tokenizers.subword import END_OF_DOCUMENT, GPT2_END
 
 # Protobuf field numbers and enum values of sentencepiece_model.proto.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
@@ -237,7 +236,7 @@ _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Regular expression with which Qwen2's tokenizer splits text into words."""
-_PARSED = (SETTINGS, "special_tokens_map.json", "added_tokens.json", GENERATION)
+_PARSED = (SETTINGS_NAME, "special_tokens_map.json", "added_tokens.json", GENERATION)
 _NAMED_TOKENS = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 
 
@@ -259,12 +258,12 @@ def export_tokenizer(paths: Sequence[Path], seq_length: int, family: str) -> Exp
         refuse_code(values, where[name])
     files.pop(GENERATION, None)
     generation = parsed.get(GENERATION, {})
-    settings = parsed.get(SETTINGS)
+    settings = parsed.get(SETTINGS_NAME)
     if settings is None and files:
         settings = _make_settings(files, where, seq_length)
         if family == "qwen2":
             _require_qwen2(files["tokenizer.json"])
-        files[SETTINGS] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+        files[SETTINGS_NAME] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     token_ids = _token_ids(files, settings or {})
     token_ids |= {name: generation[name] for name in _NAMED_TOKENS if generation.get(name) is not None}
     return Exported(files, token_ids, generation)

@@ -14,6 +14,7 @@ from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import Family, LlamaLike, layer_kinds, layers_without
 from megalite.conversion.huggingface.quantized import PACKED, packed_shape
 from megalite.conversion.weights import View, WeightPiece, first_rows, whole
+from megalite.models.shapes import WORD
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _WRITTEN = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
@@ -68,7 +69,7 @@ class GPT2(Family):
         prefix = _PREFIX if present is None or f"{_PREFIX}wte.weight" in present else ""
         assert model.vocab_size is not None and model.max_position_embeddings is not None
         h, f, v, positions = model.hidden_size, model.ffn_size, model.vocab_size, model.max_position_embeddings
-        yield WeightPiece(f"{prefix}wte.weight", "embedding.word.weight", (v, h), first_rows(v))
+        yield WeightPiece(f"{prefix}wte.weight", WORD, (v, h), first_rows(v))
         yield WeightPiece(f"{prefix}wpe.weight", "embedding.position.weight", (positions, h))
         for i in range(model.num_layers):
             there, here = f"{prefix}h.{i}", f"layers.{i}"

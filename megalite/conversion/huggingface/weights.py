@@ -50,6 +50,7 @@ from megalite.conversion.weights import (
     innermost,
     parameter_shapes,
 )
+from megalite.models.shapes import VOCABULARY, WORD
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -202,7 +203,7 @@ class HuggingFaceWeights(Weights):
             read = self._elements(piece.name)
             for offset, place in piece.places(ours):
                 fill(place, read, range(first, last + 1), offset)
-        if name in ("embedding.word.weight", "head.weight"):
+        if name in VOCABULARY:
             ours[self.model.vocab_size :] = 0.0  # padding rows, which the files do not contain
         return ours[tuple(slice(*bound) for bound in bounds)]
 
@@ -241,7 +242,7 @@ class HuggingFaceWeights(Weights):
         parts = {name: part.group(1) for name in others if (part := _LEFT_OUT.fullmatch(name))}
         unknown = [name for name in others if name not in parts]
         if (head := stored.get(HEAD, HEAD)) in unknown and self.model.tie_embeddings:
-            self._check_tied(head, found["embedding.word.weight"][0].name)
+            self._check_tied(head, found[WORD][0].name)
             unknown.remove(head)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

@@ -35,6 +35,7 @@ from megalite.conversion.weights import (
     parameter_shapes,
     parts_within,
 )
+from megalite.models.shapes import WORD as WORD_OURS
 from megalite.models.shapes import ParameterShape
 
 RELEASE = "release"
@@ -176,9 +177,6 @@ def _chunks(path: Path, content: Mapping[Any, Any]) -> Iterator[Named]:
             yield tensors_of(chunk)
         except ConversionError as error:
             raise ConversionError(f"{path}: {error}") from None
-
-
-WORD_OURS = "embedding.word.weight"
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,10 @@ from megalite.config.model import LATENT_SIZES, LAYER_LISTS, MULTIPLIERS, ModelC
 from megalite.conversion.megatron.layout import Shard, Stage, fused_name, stage_pieces
 from megalite.conversion.megatron.read import MODEL_FILES, RELEASE, rank_folder
 from megalite.conversion.megatron.torch_file import Reserve, TorchFileWriter
-from megalite.conversion.model_folder import (
-    MERGES,
-    MODEL_JSON,
-    MODEL_SENTENCEPIECE,
-    VOCAB,
-    has_tokenizer,
-    named_tokenizer_files,
-)
+from megalite.conversion.model_folder import MERGES, MODEL_SENTENCEPIECE, VOCAB, has_tokenizer, named_tokenizer_files
 from megalite.conversion.output import Advance, Log, Output, identity_of, silent
 from megalite.conversion.weights import TRANSFORMER_IMPLEMENTATIONS, ConversionError, LastRead, WeightPiece, Weights
-from megalite.tokenizers.base import read_tokenizer_file
+from megalite.tokenizers.base import TOKENIZER_NAME, read_tokenizer_file
 from megalite.tokenizers.build import detect_kind
 
 _LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
@@ -243,7 +236,7 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
 def _tokenizer_type(files: Sequence[Path]) -> str | None:
     """Return Megatron-LM's name of the source's kind of tokenizer, or None. The tokenizer's files are not written."""
     named = named_tokenizer_files(files) if has_tokenizer(files) else {}
-    if MODEL_JSON in named:
+    if TOKENIZER_NAME in named:
         return "HuggingFaceTokenizer"
     if MODEL_SENTENCEPIECE in named:  # also the standard name of tiktoken files
         path = named[MODEL_SENTENCEPIECE]
