@@ -18,7 +18,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """Parse `split` into the shares of train, valid and test, which sum to 1; missing ones are 0. Raises ConfigError:
     not one to three numbers, each at least 0 and not all 0."""
     example = f"give up to three numbers for train, valid and test, as in {DEFAULT_SPLIT}"
-    numbers = [_number(part) for part in split.replace("/", ",").split(",")]
+    # Megatron-LM's scripts pass '99,1,0' with its quotes.
+    numbers = [_number(part) for part in split.strip("'").replace("/", ",").split(",")]
     shares = [number for number in numbers if number is not None]
     if len(shares) < len(numbers):
         raise ConfigError(f"split {split!r} is not a list of numbers; {example}")

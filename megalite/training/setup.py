@@ -130,8 +130,7 @@ def _named_dataset(given: Any) -> str:
 
 def resolve(config: RunConfig, *, world_size: int, explicit: frozenset[str]) -> tuple[RunConfig, Tokenizer | None]:
     """Return the complete, valid config of a run on `world_size` ranks, and its tokenizer."""
-    validate(config, world_size, explicit, startable=True)
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(validate(config, world_size, explicit, startable=True))
     if config.model.vocab_size is None:
         assert tokenizer is not None
         config = replace(config, vocab_size=tokenizer.vocab_size)

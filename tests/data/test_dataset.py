@@ -37,7 +37,7 @@ def test_splits_cover_all_documents(split: str) -> None:
 
 
 def test_shares_of_a_split() -> None:
-    assert parse_split("98,2") == (0.98, 0.02, 0.0)
+    assert parse_split("98,2") == parse_split("'98,2'") == (0.98, 0.02, 0.0)
     assert parse_split(" 3, 1 ,0") == (0.75, 0.25, 0.0)
 
 

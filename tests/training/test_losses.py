@@ -196,7 +196,7 @@ def test_loss_that_fails_in_a_step_is_the_error_of_its_rank() -> None:
         stage, tokens = build(varied(STAGE), loss="failing"), torch.zeros(B, S, dtype=torch.long)
         with pytest.raises(RankError, match=r"loss failing fails \(failing, .*test_losses.py:\d+\): IndexError"):
             stage(tokens, stage.context(), labels=tokens)
-    with registered(LOSSES, "failing", Mock(side_effect=ConfigError("no"))), pytest.raises(RankError, match="^no$"):
+    with registered(LOSSES, "failing", Mock(side_effect=ConfigError("no"))), pytest.raises(RankError, match=r"^no$"):
         stage(tokens, stage.context(), labels=tokens)
     with registered(LOSSES, "failing", Mock(side_effect=MemoryError)), pytest.raises(MemoryError):
         stage(tokens, stage.context(), labels=tokens)

@@ -9,8 +9,10 @@ import torch
 
 import megalite.training.setup as setup
 from megalite.config.data import DataConfig
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
 from megalite.config.numbers import parse_byte_size
+from megalite.config.run import RunConfig
 from megalite.config.validate import validate
 from megalite.data.dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
@@ -19,10 +21,10 @@ from megalite.data.sources import build_datasets
 from megalite.data.token_files import encode_side_file
 from megalite.tokenizers.build import build_tokenizer
 from megalite.topology.group import Group
-from megalite.training.setup import Loaders, is_first_on_node, open_data, prepare_indices, within_device
+from megalite.training.setup import Loaders, is_first_on_node, open_data, prepare_indices, resolve, within_device
 from tests.data.token_files import write_by_layout
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import build, tiny_config
+from tests.support.tiny import TINY, build, tiny_config
 
 
 @pytest.fixture
@@ -62,6 +64,14 @@ def test_test_split_is_opened_if_there_is_one(prefix: str) -> None:
         assert [loaders.valid is not None, loaders.test is not None] == read
     assert alone(data_path=[prefix], split="9,1,0", eval_interval=5).test is None
     assert alone(mock_data=True, eval_interval=5).test is None
+
+
+def test_ignored_setting_does_not_reach_the_tokenizer() -> None:
+    """Megatron-LM's script of Llama 3 has --tiktoken-pattern with a NullTokenizer."""
+    ignored = {"tokenizer_type": "NullTokenizer", "tiktoken_pattern": "v2"}
+    config = replace(RunConfig(), **TINY, mock_data=True, **ignored)
+    _, tokenizer = resolve(config, world_size=1, explicit=frozenset(ignored))
+    assert tokenizer is not None and tokenizer.name == "NullTokenizer"
 
 
 def test_short_default_test_split_is_reported_and_skipped(prefix: str) -> None:
