@@ -37,7 +37,7 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
 _MOST = 30  # problems that are shown
 _OTHER_NAMES = {
-    "clip_grad": "max_grad_norm gradient_clipping grad_clip",
+    "clip_grad": "max_grad_norm max_norm gradient_clipping grad_clip",
     "cp": "context_parallel_degree cp_size",
     "data_path": "dataset dataset_name dataset_path train_file",
     "distributed_optimizer": "zero_1 zero_2 1 2",
@@ -66,7 +66,7 @@ _OTHER_NAMES = {
     "save_interval": "save_steps checkpoint_interval",
     "seq_length": "seq_len block_size max_seq_len max_seq_length context_length",
     "tp": "tensor_parallel_degree tp_size",
-    "train_iters": "max_steps training_steps num_train_steps max_iters",
+    "train_iters": "max_steps steps training_steps num_train_steps max_iters",
 }
 """Names here -> names in Hugging Face, DeepSpeed, nanoGPT and torchtitan."""
 
@@ -79,8 +79,8 @@ def shortened(value: object) -> str:
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known words that `word` may mean: names that other frameworks use, else the most similar words."""
-    known = list(known)
-    if same := [ours for ours in known if key_of(word) in _OTHER_NAMES.get(key_of(ours), "").split()]:
+    known, theirs = list(known), key_of(word).rpartition(".")[2]  # torchtitan: training.steps
+    if same := [ours for ours in known if theirs in _OTHER_NAMES.get(key_of(ours), "").split()]:
         return same
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     likeness = [difflib.SequenceMatcher(None, word, candidate).ratio() for candidate in close]

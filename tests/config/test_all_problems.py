@@ -108,6 +108,7 @@ def test_one_problem_is_one_line_and_many_are_truncated() -> None:
     ("flag", "meant"),
     [
         ("--learning-rate", "--lr"),
+        ("--training.steps", "--train-iters"),
         ("--gradient_accumulation_steps", "--global-batch-size"),
         ("--activation-checkpointing", "--recompute-granularity"),
         ("--model-name-or-path", "--load or --preset"),
