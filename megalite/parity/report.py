@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Line:
     layout: float
     difference: float  # relative
     tensor: str | None = None  # name of the worst tensor
+    rounding: float = 0.0  # difference of one rank from itself if the weights' last bits change; measured if needed
 
     def __str__(self) -> str:
         tensor = f" of {self.tensor}" if self.tensor else ""
@@ -107,7 +108,7 @@ class Tolerance:
     tensor: float
 
     def allows(self, line: Line) -> bool:
-        return line.difference <= (self.number if line.tensor is None else self.tensor)
+        return line.difference <= max(line.rounding, self.number if line.tensor is None else self.tensor)
 
     def __str__(self) -> str:
         one = f"{self.number:g}"
@@ -144,14 +145,17 @@ class Report:
         worst = max(self.lines, key=lambda line: line.difference)
         found = f"worst difference {worst.difference:.1e} ({worst}), tolerance {self.tolerance}"
         if self.same:
-            return f"SAME: {found}"
+            rounds = f"; rounding alone changes one rank by {worst.rounding:.1e}" if worst.rounding else ""
+            return f"SAME: {found}{rounds}"
         first = next(line for line in self.lines if not self.tolerance.allows(line))
         return f"DIFFERENT: first the {first}, by {first.difference:.1e}; {found}"
 
 
 def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:
     """Run one rank in this process and the layout on the pool, and compare. `tolerance`: largest relative difference;
-    default: by precision. Raises ConfigError if one rank has no step with a finite gradient, which would prove nothing."""
+    default: by precision, or what rounding alone changes in fp64 on one rank, if that is more: some deep models multiply
+    a difference by 1e5 per step. Raises ConfigError if one rank has no step with a finite gradient, which would prove
+    nothing."""
     config = shrunk.config
     precision = config.training.precision
     allowed = TOLERANCES[precision] if tolerance is None else Tolerance(number=tolerance, tensor=tolerance)
@@ -161,6 +165,9 @@ def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: Ran
     try:
         ranks = pool.run(shrunk.world_size, rank_trajectory, config, steps)
         lines = compare(whole(ranks), reference, by_elements=precision == "fp64")
+        if tolerance is None and precision == "fp64" and not all(map(allowed.allows, lines)):
+            nudged = compare(one_rank_trajectory(config, steps, nudged=True), reference)
+            lines = [replace(line, rounding=own.difference) for line, own in zip(lines, nudged, strict=True)]
     except (RankFailure, CopiesDifferError) as error:
         failure = str(error)
     return Report(shrunk=shrunk, steps=steps, tolerance=allowed, lines=lines, failure=failure)

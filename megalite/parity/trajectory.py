@@ -171,9 +171,14 @@ class Runner:
         return self.stepper.evaluate(batch, first_sample=first, batch_size=size)[0]
 
 
-def rank_trajectory(context: RankContext, config: RunConfig, steps: int) -> RankTrajectory:
-    """Train a validated config on this rank of a pool and record its numbers."""
+def rank_trajectory(context: RankContext, config: RunConfig, steps: int, *, nudged: bool = False) -> RankTrajectory:
+    """Train a validated config on this rank of a pool and record its numbers. `nudged`: from weights whose last bits
+    differ, in fp64."""
     runner = Runner(build_replica(config, context.topology_of(config)))
+    for module in runner.replica.stages.values() if nudged else ():
+        for parameter in module.parameters():
+            waves = torch.arange(parameter.numel(), dtype=torch.float64).cos().view_as(parameter)
+            parameter.data.mul_(1.0 + 2.0**-48 * waves)
     scalars, gradients = [], []
     for _ in range(steps):
         result = runner.step()
@@ -209,6 +214,6 @@ def plain(config: RunConfig) -> RunConfig:
     return validate(replace(config, **one_rank, dp=1, micro_batch_size=size), 1)
 
 
-def one_rank_trajectory(config: RunConfig, steps: int) -> Trajectory:
+def one_rank_trajectory(config: RunConfig, steps: int, *, nudged: bool = False) -> Trajectory:
     """Run the reference of `config` in this process, without any process group."""
-    return whole([rank_trajectory(RankContext(0), plain(config), steps)])
+    return whole([rank_trajectory(RankContext(0), plain(config), steps, nudged=nudged)])

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import pickle
-from typing import cast
+import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from megalite.config.describe import replace
 from megalite.config.errors import ConfigError
-from megalite.parity.pool import RankPool
+from megalite.parity.pool import RankContext, RankPool
 from megalite.parity.report import (
     TOLERANCES,
     Report,
@@ -92,6 +95,22 @@ def test_comparison_fails_if_no_step_was_made() -> None:
     config = tiny_config(1, **settings, loss_scale=2.0**39)
     with pytest.raises(ConfigError, match="does not train on one rank, so no layout can be compared: step 1"):
         run_parity(Shrunk(config=config, world_size=1, changes={}), steps=2, tolerance=None, pool=POOL)
+
+
+def test_differences_up_to_those_of_rounding_are_the_same() -> None:
+    config = tiny_config(1, num_layers=2, global_batch_size=4, lr=10.0)  # a rate that multiplies rounding
+
+    def report(tolerance: float | None = None, **fault: Any) -> Report:
+        """The report on four microbatches in this process against one, with other settings as a fault."""
+        run = lambda _, train, own, steps: [train(RankContext(0), replace(own, **fault), steps)]  # noqa: E731
+        pool = cast(RankPool, SimpleNamespace(run=run))
+        return run_parity(Shrunk(config=config, world_size=1, changes={}), steps=3, tolerance=tolerance, pool=pool)
+
+    found = report()
+    assert found.same and re.search(r"\(weight of .*; rounding alone changes one rank by \d", found.verdict)
+    assert "SAME" in found.verdict and max(line.difference for line in found.lines) > 1e-9
+    assert report(1e-9).verdict.startswith("DIFFERENT: first the weight"), "a given tolerance is the tolerance"
+    assert report(weight_decay=0.1001).verdict.startswith("DIFFERENT: first the loss, step 2")
 
 
 def test_differences_are_relative() -> None:
