@@ -21,6 +21,8 @@ LONGEST = 120.0
 """Seconds after which a life that was not ended counts as a hang."""
 LONGEST_AFTER_DEATH = 40.0
 """Seconds after which a rank that outlives a peer counts as a hang."""
+FIRST_STACKS = 3.0
+"""Seconds after the first rank's end at which those that are left print their stacks; then again after as long."""
 STACKS = signal.SIGUSR2
 """The signal that makes ranks print their stacks."""
 CONNECTS = ("in fresh_prefix_store", "in _new_process_group_helper")
@@ -154,11 +156,14 @@ class _Following:
                 struck = True
             struck = struck or first_end is not None
             alone = time.monotonic() - first_end if first_end else 0.0
-            if running and alone > 3.0 * (asked + 1):
+            if running and alone > FIRST_STACKS * (asked + 1):
                 asked += 1
                 stacks = self._ask_where_they_are(list(running.values()))
-                # All of them wait for a peer that died before it joined: only a launcher can detect that.
-                life.launcher_ended = all(any(place in each for place in CONNECTS) for each in stacks)
+                # All of them wait for a peer that died before it joined: only a launcher can detect that. Those that were asked
+                # to stop end by themselves.
+                life.launcher_ended = (self.kill is None or self.kill.number == signal.SIGKILL) and all(
+                    any(place in each for place in CONNECTS) for each in stacks
+                )
                 if life.launcher_ended:
                     break
             if running and max(time.monotonic() - self.started - LONGEST, alone - LONGEST_AFTER_DEATH) > 0:
