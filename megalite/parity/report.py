@@ -100,6 +100,10 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
     return lines
 
 
+MOST_ROUNDING = 1e-6
+"""Largest difference that can count as rounding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
     """Largest allowed relative difference of a loss or norm, and of a tensor."""
@@ -108,7 +112,8 @@ class Tolerance:
     tensor: float
 
     def allows(self, line: Line) -> bool:
-        return line.difference <= max(line.rounding, self.number if line.tensor is None else self.tensor)
+        rounding = min(line.rounding, MOST_ROUNDING)
+        return line.difference <= max(rounding, self.number if line.tensor is None else self.tensor)
 
     def __str__(self) -> str:
         one = f"{self.number:g}"
@@ -153,8 +158,8 @@ class Report:
 
 def run_parity(shrunk: Shrunk, *, steps: int, tolerance: float | None, pool: RankPool) -> Report:
     """Run one rank in this process and the layout on the pool, and compare. `tolerance`: largest relative difference;
-    default: by precision, or what rounding alone changes in fp64 on one rank, if that is more: some deep models multiply
-    a difference by 1e5 per step. Raises ConfigError if one rank has no step with a finite gradient, which would prove
+    default: by precision, or what rounding alone changes in fp64 on one rank, if that is more, up to `MOST_ROUNDING`: some
+    models multiply a difference by 1e5 per step. Raises ConfigError if one rank has no step with a finite gradient, which would prove
     nothing."""
     config = shrunk.config
     precision = config.training.precision

@@ -172,8 +172,8 @@ class Runner:
 
 
 def rank_trajectory(context: RankContext, config: RunConfig, steps: int, *, nudged: bool = False) -> RankTrajectory:
-    """Train a validated config on this rank of a pool and record its numbers. `nudged`: from weights whose last bits
-    differ, in fp64."""
+    """Train a validated config on this rank of a pool and record its numbers. `nudged`: from weights that differ in
+    their last bits, in fp64."""
     runner = Runner(build_replica(config, context.topology_of(config)))
     for module in runner.replica.stages.values() if nudged else ():
         for parameter in module.parameters():

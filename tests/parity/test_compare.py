@@ -15,6 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.parity.pool import RankContext, RankPool
 from megalite.parity.report import (
     TOLERANCES,
+    Line,
     Report,
     as_data,
     compare,
@@ -110,6 +111,8 @@ def test_differences_up_to_those_of_rounding_are_the_same() -> None:
     assert found.same and re.search(r"\(weight of .*; rounding alone changes one rank by \d", found.verdict)
     assert "SAME" in found.verdict and max(line.difference for line in found.lines) > 1e-9
     assert report(1e-9).verdict.startswith("DIFFERENT: first the weight"), "a given tolerance is the tolerance"
+    line = Line(what="loss", step=3, one_rank=1.0, layout=1.0, difference=2e-6, rounding=1e-3)
+    assert not TOLERANCES["fp64"].allows(line), "no rounding"
     assert report(weight_decay=0.1001).verdict.startswith("DIFFERENT: first the loss, step 2")
 
 

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 76_443,
-    "megalite: files": 302,
+    "megalite: lines": 77_182,
+    "megalite: files": 304,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,
-    "tests: lines": 69_896,
+    "tests: lines": 70_208,
     "benchmarks: lines": 7_970,
-    "docs: words": 34_972,
+    "docs: words": 35_186,
 }
 
 

@@ -8,8 +8,8 @@ from megalite.config.errors import ConfigError
 from megalite.config.model import TRAINING_FIELDS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.granite import SHARED_MLP, Granite, GraniteExperts, GraniteHybrid
-from megalite.conversion.huggingface.hybrid import NEMOTRON_ONLY, Bamba, NemotronExperts, NemotronH
+from megalite.conversion.huggingface.granite import GRANITE
+from megalite.conversion.huggingface.hybrid import HYBRID
 from megalite.conversion.huggingface.llama import FUSED_MLP, Family, LlamaLike
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import (
@@ -333,58 +333,8 @@ _ALL = (
         **_QWEN_NEXT,
         experts=ExpertKeys(count=("num_experts", 256), topk=8, **_QWEN_EXPERTS),
     ),
-    Bamba(
-        *("bamba", "BambaForCausalLM"),
-        max_positions=262144,
-        norm_epsilon=1e-5,
-        key_value_heads=8,
-        linear_biases=True,
-        partial_rotary=0.5,
-        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
-        names={
-            ".post_attention_layernorm.": ".pre_ff_layernorm.",
-            ".mlp.": ".feed_forward.",
-            "l.norm.": "l.final_layernorm.",
-        },
-        whole_heads=True,
-    ),
-    NemotronH(
-        *("nemotron_h", "NemotronHForCausalLM"),
-        max_positions=4096,
-        norm_epsilon=1e-5,
-        key_value_heads=8,
-        head_size=128,
-        activation=("mlp_hidden_act", "relu2"),
-        activations={"relu2": "squared_relu"},
-        fixed={"position_embedding_type": "none"},
-        only=NEMOTRON_ONLY,
-        experts=NemotronExperts(
-            count=("n_routed_experts", 8),
-            width=7688,
-            normalises=True,
-            shared=("moe_shared_expert_intermediate_size", 7688),
-            scaling=1.0,
-            sigmoid=True,
-        ),
-    ),
-    Granite("granite", "GraniteForCausalLM", max_positions=2048, linear_biases=True),
-    Granite(
-        *("granitemoe", "GraniteMoeForCausalLM"), max_positions=2048, attention_bias=True, experts=GraniteExperts()
-    ),
-    Granite(
-        *("granitemoeshared", "GraniteMoeSharedForCausalLM"),
-        max_positions=2048,
-        attention_bias=True,
-        experts=GraniteExperts(shared=("shared_intermediate_size", None)),
-    ),
-    GraniteHybrid(
-        *("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-        max_positions=2048,
-        attention_bias=True,
-        fused_mlp=SHARED_MLP,
-        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
-        experts=GraniteExperts(shared=("shared_intermediate_size", 1024)),
-    ),
+    *HYBRID,
+    *GRANITE,
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen
 SAME = {

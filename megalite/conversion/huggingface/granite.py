@@ -13,7 +13,7 @@ from megalite.conversion.weights import WeightPiece
 
 _FACTORS = tuple((name, name, "number", 1.0) for name in MULTIPLIERS)
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
-SHARED_MLP = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+_SHARED_MLP = ("shared_mlp.input_linear", "shared_mlp.output_linear")
 """Names of a shared expert's two tensors in a layer; the first has gate and up projection."""
 
 
@@ -94,6 +94,28 @@ class GraniteExperts(ExpertKeys):
         yield WeightPiece(f"{there}.output_linear.weight", f"{here}.experts.down.weight", (experts, h, f))
         width = model.moe_shared_expert_intermediate_size
         if width is not None:
-            up, down = SHARED_MLP
+            up, down = _SHARED_MLP
             yield WeightPiece(f"{layer}.{up}.weight", f"{here}.shared.up.weight", (2 * width, h))
             yield WeightPiece(f"{layer}.{down}.weight", f"{here}.shared.down.weight", (h, width))
+
+
+GRANITE = (
+    Granite("granite", "GraniteForCausalLM", max_positions=2048, linear_biases=True),
+    Granite(
+        *("granitemoe", "GraniteMoeForCausalLM"), max_positions=2048, attention_bias=True, experts=GraniteExperts()
+    ),
+    Granite(
+        *("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+        max_positions=2048,
+        attention_bias=True,
+        experts=GraniteExperts(shared=("shared_intermediate_size", None)),
+    ),
+    GraniteHybrid(
+        *("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        max_positions=2048,
+        attention_bias=True,
+        fused_mlp=_SHARED_MLP,
+        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
+        experts=GraniteExperts(shared=("shared_intermediate_size", 1024)),
+    ),
+)

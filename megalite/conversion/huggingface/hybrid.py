@@ -27,7 +27,7 @@ _SIZES = (
     ("linear_conv_kernel_dim", "conv_kernel", "integer", 4),
 )
 
-NEMOTRON_ONLY: Mapping[str, Any] = MappingProxyType(
+_NEMOTRON_ONLY: Mapping[str, Any] = MappingProxyType(
     {
         **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"), False),
         "use_conv_bias": True,
@@ -38,6 +38,12 @@ NEMOTRON_ONLY: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Keys of Nemotron-H with one supported value."""
+_BAMBA_NAMES = {
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+    ".mlp.": ".feed_forward.",
+    "model.norm.": "model.final_layernorm.",
+}
+"""Llama's name of a tensor -> Bamba's."""
 _UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # the last as transformers saves it
 
 
@@ -151,8 +157,6 @@ class NemotronH(LlamaLike):
 class Bamba(LlamaLike):
     """Bamba: Llama with Mamba-2 in most layers."""
 
-    names: Mapping[str, str]  # Llama's name -> theirs
-
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         refuse_limit(file)
         settings = super()._settings(file, positions)
@@ -174,7 +178,7 @@ class Bamba(LlamaLike):
     def pieces(self, model: ModelConfig, present: Collection[str] | None) -> Iterator[WeightPiece]:
         for piece in super().pieces(model, present):
             name = piece.name
-            for llama, theirs in self.names.items():
+            for llama, theirs in _BAMBA_NAMES.items():
                 name = name.replace(llama, theirs)
             yield replace(piece, name=name)
 
@@ -227,3 +231,36 @@ def _pattern(file: ModelFile) -> str:
         if isinstance(names := file.values.get(name), list):
             return "".join(_SYMBOLS.get(str(each), "?") for each in names)
     return pattern
+
+
+HYBRID = (
+    Bamba(
+        *("bamba", "BambaForCausalLM"),
+        max_positions=262144,
+        norm_epsilon=1e-5,
+        key_value_heads=8,
+        linear_biases=True,
+        partial_rotary=0.5,
+        activations={"silu": "swiglu"},  # of Mamba-2 too, where megalite has no other
+        whole_heads=True,
+    ),
+    NemotronH(
+        *("nemotron_h", "NemotronHForCausalLM"),
+        max_positions=4096,
+        norm_epsilon=1e-5,
+        key_value_heads=8,
+        head_size=128,
+        activation=("mlp_hidden_act", "relu2"),
+        activations={"relu2": "squared_relu"},
+        fixed={"position_embedding_type": "none"},
+        only=_NEMOTRON_ONLY,
+        experts=NemotronExperts(
+            count=("n_routed_experts", 8),
+            width=7688,
+            normalises=True,
+            shared=("moe_shared_expert_intermediate_size", 7688),
+            scaling=1.0,
+            sigmoid=True,
+        ),
+    ),
+)

@@ -33,6 +33,10 @@ def needed(name: str) -> dict[str, Any]:
     if name == "dots1":
         experts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True}
         return NEEDED | experts | {"num_attention_heads": 32}
+    if name == "bamba":
+        return NEEDED | {"hidden_size": 512, "num_attention_heads": 8}
+    if name == "nemotron_h":
+        return NEEDED | {"hybrid_override_pattern": "ME*EM"}
     if name == "granitemoeshared":
         return NEEDED | {"shared_intermediate_size": 24}
     if name == "granitemoehybrid":
@@ -59,7 +63,7 @@ PRESETS = words(
     "llama3-405b=llama phi-3-mini=mistral llama3.1-8b=llama mistral-7b=mistral qwen2-7b=qwen2 qwen3-8b=qwen3 "
     "mixtral-8x7b=mixtral qwen3-30b-a3b=qwen3_moe qwen3-235b-a22b=qwen3_moe qwen3-next-80b-a3b=qwen3_next "
     "gemma2-9b=gemma2 gemma3-27b=gemma3_text olmo2-7b=olmo2 olmo3-7b=olmo3 smollm3-3b=smollm3 gpt-oss-20b=gpt_oss "
-    "gpt-oss-120b=gpt_oss granite-3.1-8b=granite"
+    "gpt-oss-120b=gpt_oss granite-3.1-8b=granite nemotron-3-nano-30b-a3b=nemotron_h"
 )
 
 
@@ -183,10 +187,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
     ("granite", {"logits_scaling": None}, "logits_scaling is 'None'; it must be a number"),
     ("granitemoeshared", {"shared_intermediate_size": 0}, "shared_intermediate_size is '0'; it must be a whole number"),
-    ("granitemoehybrid", {"layer_types": ["mamba"] * 29 + ["attention"]}, "Mamba layers are not supported"),
-    ("granitemoehybrid", {"layer_types": None}, "layer_types is None; it must be attention for each of 30 layers"),
-    ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts is 4; only 0 is supported"),
-    ("granitemoehybrid", {"position_embedding_type": "nope"}, 'is "nope"; only "rope" is supported'),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 29}, "it must be mamba or attention for each of 30 layers"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "is 'alibi'; it must be nope or rope"),
+    (
+        "granitemoehybrid",
+        {"layer_types": None, "mamba_n_heads": 7},
+        "it must be mamba_n_heads 7 times mamba_d_head auto",
+    ),
+    ("bamba", {"attn_layer_indices": [2, 30]}, "it must be a list of numbers below 30"),
+    ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias is false; only true is supported"),
+    ("bamba", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]; only \[0, Infinity\], no limit"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-E"}, "hybrid_override_pattern 'M-E' must consist of"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "has M and G, or - after E"),
+    ("nemotron_h", {"hybrid_override_pattern": "G-"}, r"hybrid_override_pattern '\?-' must consist of"),
+    ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size is 1024; only null is supported"),
     (
         "gemma3_text",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -266,6 +280,22 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         {"vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28}
         | {"num_attention_heads": 20, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_num_shared_experts": 2}
         | {"moe_layer_start_index": 1, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": None},
+    ),
+    "bamba": (
+        9.78e9,
+        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "attn_layer_indices": [9, 18, 27],
+            "mamba_d_state": 128,
+        },
+    ),
+    "nemotron_h": (
+        8.1e9,
+        {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8}
+        | {"ssm_state_size": 128, "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"},
     ),
     "granitemoe": (
         3.3e9,
