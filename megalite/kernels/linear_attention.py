@@ -118,7 +118,9 @@ def linear_attention(
     padding = -length % size
 
     def chunked(x: Tensor, dim: int) -> Tensor:
-        return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, padding)).unflatten(dim, (-1, size))
+        if padding:  # by nothing it would copy
+            x = F.pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, padding))
+        return x.unflatten(dim, (-1, size))
 
     q, k = (chunked(each, 2).unsqueeze(2) for each in (q, k))
     v, decays = chunked(v, 3), chunked(decays, 3)
