@@ -200,20 +200,19 @@ def hybrid_layers(pattern: str, where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where} {shortened(pattern)} must consist of M, G and *, each followed by at most one of - and E, such as M-M*-"
         )
-    mixers, mlps = ("".join(kinds) for kinds in zip(*layers, strict=True))
-    if {"M", "G"} <= set(mixers) or "-" in mlps[mlps.find("E") :] * ("E" in mlps):
-        raise ConfigError(
-            f"{where} {shortened(pattern)} has M and G, or - after E; use one kind of linear attention, and dense MLPs before experts"
-        )
-    linear = [int(kind != "*") for kind in mixers]
-    without = [int(not mlp) for _, mlp in layers]
+    if {"M", "G"} <= set(pattern):
+        raise ConfigError(f"{where} {shortened(pattern)} has M and G; use one kind of linear attention")
+    if re.search("E.*-", pattern):
+        raise ConfigError(f"{where} {shortened(pattern)} has - after E; use dense MLPs only before experts")
+    mixers, mlps = zip(*layers, strict=True)
+    linear, without = [int(mixer != "*") for mixer in mixers], [int(not mlp) for mlp in mlps]
     found: dict[str, Any] = {"num_layers": len(layers)}
     if any(linear):
-        found["experimental_attention_variant"] = "mamba2" if "M" in mixers else "gated_delta_net"
+        found["experimental_attention_variant"] = "mamba2" if "M" in pattern else "gated_delta_net"
         found["linear_attention_freq"] = linear
     if any(without):
         found["no_mlp_freq"] = without
-    return found | ({"moe_first_dense_layers": [mlp for _, mlp in layers].index("E")} if "E" in mlps else {})
+    return found | ({"moe_first_dense_layers": mlps.index("E")} if "E" in mlps else {})
 
 
 def expert_layers(pattern: Sequence[Any]) -> tuple[int, int] | None:

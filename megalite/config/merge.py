@@ -154,7 +154,7 @@ def _resolve_derived(levels: Sequence[Level], problems: Problems) -> None:
         for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
             if flag in level.derived:
                 with problems.collecting({"num_layers"}):
-                    _hybrid_layers(level, level.derived[flag], levels)
+                    _hybrid_layers(level, flag, levels)
     for level in levels:
         per_chunk = level.derived.get("--num-layers-per-virtual-pipeline-stage")
         if per_chunk:
@@ -185,8 +185,9 @@ _MAMBA = {"linear_key_head_dim": 128, "linear_value_head_dim": 64, "linear_num_k
 """Megatron-LM's defaults of Mamba-2; the default of its heads is twice the hidden size / linear_value_head_dim."""
 
 
-def _hybrid_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
+def _hybrid_layers(level: Level, flag: str, levels: Sequence[Level]) -> None:
     """Megatron-LM counts mixers and MLPs as layers, and separates pipeline stages by |."""
+    given = level.derived[flag]
     pattern, parts = str(given.value), str(given.value).split("|")
     if "/" in pattern:
         raise ConfigError(
@@ -211,8 +212,8 @@ def _hybrid_layers(level: Level, given: Given, levels: Sequence[Level]) -> None:
         }
     for name, value in found.items():
         level.add(name, value, given.source)
-    note = f"a mixer and the MLP after it are one layer: num_layers {found['num_layers']}"
-    level.notes.append(Note(given.source.removeprefix("flag "), ALREADY_SO, note))
+    why = f"a mixer and the MLP after it are one layer: num_layers {found['num_layers']}"
+    level.notes.append(Note(flag, ALREADY_SO, why))
 
 
 def _no_position_embedding(level: Level, given: Given, levels: Sequence[Level]) -> None:

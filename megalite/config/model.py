@@ -322,20 +322,20 @@ class ModelConfig:
         if self.linear_attention_freq is not None:
             key, each = self.linear_key_head_dim, self.linear_num_value_heads // self.linear_num_key_heads
             values = each * self.linear_value_head_dim
-            found[".attention.in_proj.weight"] = (key, key, values, values, *[each] * self.linear_scalars)
+            found[".attention.in_proj.weight"] = (key, key, values, values, *[each] * (1 + self.linear_corrects))
         return found
 
     @property
-    def linear_scalars(self) -> int:
-        """Numbers per value head and token that linear attention projects."""
-        return 1 if self.experimental_attention_variant == "mamba2" else 2
+    def linear_corrects(self) -> bool:
+        """Whether tokens of linear attention correct its state, by a write strength (the delta rule), or only add to it."""
+        return self.experimental_attention_variant == "gated_delta_net"
 
     @property
     def linear_channels(self) -> tuple[int, int]:
         """Channels of a layer with linear attention: those with a convolution, and all that are projected."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
-        return 2 * keys + values, 2 * keys + 2 * values + self.linear_scalars * self.linear_num_value_heads
+        return 2 * keys + values, 2 * keys + 2 * values + (1 + self.linear_corrects) * self.linear_num_value_heads
 
     def is_linear_layer(self, index: int) -> bool:
         """Return whether layer `index` of the whole model has linear attention; MTP layers equal the last layer."""

@@ -26,13 +26,12 @@ class LinearAttention(Module):
     """Linear attention of one layer, split over tp by key head.
 
     A key head has a query and a key of dk channels. It serves r value heads of dv channels, which have an output gate of
-    dv channels and `scalars` of their kind. Rows of `in_proj` are ordered by key head: query, key, values, output gates,
-    scalars. Queries, keys and values pass a causal depthwise convolution and SiLU before `_mix`.
+    dv channels, a decay and, for the delta rule, a write strength. Rows of `in_proj` are ordered by key head: query, key,
+    values, output gates, strengths, decays. Queries, keys and values pass a causal depthwise convolution and SiLU before `_mix`.
 
     With context parallelism an all-to-all splits the key heads over cp instead of the sequence, whatever `cp_comm_type`.
     The backward recomputes everything between the two projections."""
 
-    scalars: ClassVar[int]  # per value head
     conv_has_bias: ClassVar[bool] = False
 
     def __init__(self, name: str, config: ModelConfig, *, factory: ParameterFactory, recompute: Recompute) -> None:
@@ -46,7 +45,7 @@ class LinearAttention(Module):
         scan = factory.kernels.get("delta_scan", device=factory.device, dtype=exact, size=self.key_size)
         self._attend = partial(linear_attention, scan=scan)
         self.convolved = 2 * self.key_size + self.values * self.value_size
-        self.channels = self.convolved, self.values * self.value_size, *[self.values] * self.scalars
+        self.channels = self.convolved, self.values * self.value_size, *[self.values] * (1 + config.linear_corrects)
         h, std = config.hidden_size, config.hidden_std
         rows = keys * sum(self.channels)
         self.in_proj = ColumnParallelLinear(f"{name}.in_proj", (rows, h), std=std, bias=False, factory=factory)
@@ -57,11 +56,11 @@ class LinearAttention(Module):
             factory.parameter(f"{name}.conv.bias", shape[:1], **self._split) if self.conv_has_bias else None
         )
         self.a_log = factory.parameter(f"{name}.a_log", (values,), std=1.0, transform=_log_uniform, **self._split)
-        self._own_parameters(config, factory)
+        self._add_parameters(config, factory)
         shape, std = (h, values * self.value_size), config.residual_std
         self.out = RowParallelLinear(f"{name}.out", shape, std=std, bias=False, factory=factory)
 
-    def _own_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
+    def _add_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
         """Make the parameters that only this kind has."""
         raise NotImplementedError
 
@@ -147,9 +146,7 @@ class GatedDeltaNet(LinearAttention):
     """The gated delta rule. A value head has a write strength and a decay; queries and keys are normalized. The result is
     normalized per head and multiplied by SiLU of the output gates."""
 
-    scalars = 2
-
-    def _own_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
+    def _add_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
         values = config.linear_num_value_heads
         self.dt_bias = factory.parameter(f"{self.name}.dt_bias", (values,), value=1.0, **self._split)
         plain = replace(config, normalization="RMSNorm", norm_zero_centered=False, apply_wd_to_qk_layernorm=False)
@@ -175,9 +172,9 @@ class Mamba2(LinearAttention):
     its values and the decay's rate are multiplied, and adds a multiple of its values to the result. That is multiplied
     by SiLU of the output gates and normalized over the value heads of a key head together."""
 
-    scalars, conv_has_bias = 1, True
+    conv_has_bias = True
 
-    def _own_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
+    def _add_parameters(self, config: ModelConfig, factory: ParameterFactory) -> None:
         values, name = config.linear_num_value_heads, self.name
         self.dt_bias = factory.parameter(f"{name}.dt_bias", (values,), std=1.0, transform=_step_bias, **self._split)
         self.skip = factory.parameter(f"{name}.skip", (values,), value=1.0, **self._split)

@@ -31,10 +31,9 @@ class ParameterShape:
     shape: tuple[int, ...]
     shard_dim: int | None  # dimension split by tensor parallelism; None: replicated
     decay: bool  # weight decay applies: to matrices, not to biases and most norms
-    init: (
-        Init  # normal: N(0, std²); residual: N(0, std²/branches), for projections that write into the residual stream;
-    )
-    # other: the layer has its own distribution
+    # normal: N(0, std²); residual: N(0, std²/branches), for projections into the residual stream; other: the layer has its
+    # own distribution
+    init: Init
     expert: bool = False
     """Dimension 0 is the experts, split over ep; `shard_dim`, if any, is split over expert-tp ranks."""
 
@@ -210,15 +209,15 @@ def _linear_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     h, values, (convolved, projected) = model.hidden_size, model.linear_num_value_heads, model.linear_channels
     width = values * model.linear_value_head_dim
     conv = _matrix(f"{prefix}.conv.weight", (convolved, model.linear_conv_kernel_dim), 0, "other")
-    one = replace(_bias(f"{prefix}.dt_bias", (values,), 0), init="ones")
-    norm = replace(one, name=f"{prefix}.norm.weight", shape=(model.linear_value_head_dim,), shard_dim=None)
-    own = [replace(one, name=f"{prefix}.a_log", init="other"), one]
-    last = [_matrix(f"{prefix}.in_proj.weight", (projected, h), 0), norm]
-    if model.experimental_attention_variant == "mamba2":
-        own = [_bias(f"{prefix}.conv.bias", (convolved,), 0), own[0], replace(one, init="other")]
-        own += [replace(one, name=f"{prefix}.skip"), replace(norm, shape=(width,), shard_dim=0)]
-        last = last[:1]
-    return [conv, *own, *last, _matrix(f"{prefix}.out.weight", (h, width), 1, "residual")]
+    step = replace(_bias(f"{prefix}.dt_bias", (values,), 0), init="ones")
+    rate = replace(step, name=f"{prefix}.a_log", init="other")
+    norm = replace(step, name=f"{prefix}.norm.weight", shape=(model.linear_value_head_dim,), shard_dim=None)
+    into = _matrix(f"{prefix}.in_proj.weight", (projected, h), 0)
+    out = _matrix(f"{prefix}.out.weight", (h, width), 1, "residual")
+    if model.linear_corrects:
+        return [conv, rate, step, into, norm, out]
+    bias, skip = _bias(f"{prefix}.conv.bias", (convolved,), 0), replace(step, name=f"{prefix}.skip")
+    return [conv, bias, rate, replace(step, init="other"), skip, replace(norm, shape=(width,), shard_dim=0), into, out]
 
 
 def _mlp(model: ModelConfig, prefix: str, f: int) -> list[ParameterShape]:
@@ -348,12 +347,8 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
     w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
     Linear attention has, as in Megatron-LM, 8 FLOPs per number of each value head's state (dk·dv), Mamba-2 7, in both."""
     if model.is_linear_layer(layer_index):
-        return (
-            (7 if model.experimental_attention_variant == "mamba2" else 8)
-            * model.linear_num_value_heads
-            * model.linear_key_head_dim
-            * model.linear_value_head_dim
-        )
+        state = model.linear_key_head_dim * model.linear_value_head_dim
+        return (7 + model.linear_corrects) * model.linear_num_value_heads * state
     window = model.sliding_window if model.has_window(layer_index) else None
     keys = min(seq_length, window or seq_length)
     flops = 2 * keys * model.num_attention_heads * (model.head_size + model.value_size)

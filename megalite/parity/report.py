@@ -100,7 +100,7 @@ def compare(ours: Trajectory, reference: Trajectory, *, by_elements: bool = True
     return lines
 
 
-MOST_ROUNDING = 1e-6
+MOST_ROUNDING = 1e-7
 """Largest difference that can count as rounding."""
 
 

@@ -178,7 +178,7 @@ def rank_trajectory(context: RankContext, config: RunConfig, steps: int, *, nudg
     for module in runner.replica.stages.values() if nudged else ():
         for parameter in module.parameters():
             waves = torch.arange(parameter.numel(), dtype=torch.float64).cos().view_as(parameter)
-            parameter.data.mul_(1.0 + 2.0**-48 * waves)
+            parameter.data.mul_(1.0 + 2.0**-50 * waves)
     scalars, gradients = [], []
     for _ in range(steps):
         result = runner.step()

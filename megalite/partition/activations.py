@@ -154,11 +154,10 @@ def _linear_core(config: RunConfig) -> float:
     keys, dk = model.linear_num_key_heads, model.linear_key_head_dim
     values, dv = model.linear_num_value_heads, model.linear_value_head_dim
     # Tables of decays and products in a chunk; queries, keys and values in several forms, or the corrections; the norm.
-    if model.experimental_attention_variant == "mamba2":
-        elements: float = (2 * values + keys) * chunk + values * (2 * dk + 7 * dv + 4) + keys
+    if model.linear_corrects:
+        elements = (5 * values + 2 * keys) * chunk + values * (6 * dk + (4 + 2 * e / exact) * dv + 7) + 4 * keys
     else:
-        elements = (5 * values + 2 * keys) * chunk + values * (6 * dk + 4 * dv + 7) + 4 * keys
-        elements += 2 * e / exact * values * dv
+        elements = (2 * values + keys) * chunk + values * (2 * dk + 7 * dv + 4) + keys
     # Convolved channels, queries and keys; the state of each chunk.
     elements += 3 * model.linear_channels[0] + 2 * keys * dk + values * dk * dv / chunk
     return exact * elements / p.tp

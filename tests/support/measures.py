@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = 60
 """Lines; a shorter file with one importer belongs to its importer."""
 CEILINGS = {
-    "megalite: lines": 77_185,
+    "megalite: lines": 77_168,
     "megalite: files": 304,
     "megalite: longest file": 500,
     "megalite: small files with one importer": 0,

@@ -7,7 +7,7 @@ from typing import Any
 from megalite.config.model import MULTIPLIERS, ModelConfig
 from megalite.conversion.huggingface.config_json import ModelFile, written
 from megalite.conversion.huggingface.experts import ExpertKeys
-from megalite.conversion.huggingface.hybrid import mamba_pieces, mamba_settings, mamba_values, refuse_limit
+from megalite.conversion.huggingface.hybrid import WithMamba, mamba_settings, mamba_values, refuse_limit
 from megalite.conversion.huggingface.llama import LlamaLike
 from megalite.conversion.weights import WeightPiece
 
@@ -31,17 +31,15 @@ class Granite(LlamaLike):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteHybrid(Granite):
+class GraniteHybrid(WithMamba, Granite):
     """Granite 4: some or all layers have Mamba-2. Without experts the MLP is stored as the shared expert."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
         refuse_limit(file)
         values = {"num_local_experts": 8, "shared_intermediate_size": 1024, **file.values}  # their defaults
         layers = file.layers("num_hidden_layers")
-        kinds, place = (
-            values.pop("layer_types", None) or ["mamba"] * layers,
-            values.pop("position_embedding_type", None),
-        )
+        kinds = values.pop("layer_types", None) or ["mamba"] * layers
+        place = values.pop("position_embedding_type", None)
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
             raise file.fault(
                 f"layer_types is {str(kinds)[:60]}; it must be mamba or attention for each of {layers} layers"
@@ -53,8 +51,6 @@ class GraniteHybrid(Granite):
             family, values["intermediate_size"] = replace(self, experts=None), values["shared_intermediate_size"]
         settings = super(GraniteHybrid, family)._settings(ModelFile(values, file.where), positions)
         if place != "rope":
-            rotary = [name for name in settings if name.startswith(("rope_", "rotary_"))]
-            settings = {name: value for name, value in settings.items() if name not in rotary}
             settings["position_embedding_type"] = "none"
         linear = [_KINDS[kind] for kind in kinds]
         return settings | (mamba_settings(file, linear, settings["hidden_size"]) if any(linear) else {})
@@ -69,12 +65,6 @@ class GraniteHybrid(Granite):
         values |= mamba_values(model) if any(linear) else {"mamba_n_heads": 1}
         values["position_embedding_type"] = "rope" if model.position_embedding_type == "rope" else "nope"
         return values | {"layer_types": ["mamba" if one else "attention" for one in linear]}
-
-    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
-        if model.is_linear_layer(index):
-            yield from mamba_pieces(model, f"{layer}.mamba", here)
-        else:
-            yield from super().mixer_pieces(model, index, layer, here)
 
 
 @dataclass(frozen=True, kw_only=True)

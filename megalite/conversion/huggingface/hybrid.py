@@ -14,6 +14,7 @@ from megalite.conversion.huggingface.config_json import ModelFile, written
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.llama import LlamaLike, layers_without, mlp_pieces
 from megalite.conversion.weights import View, WeightPiece, first_rows, part_at
+from megalite.models.shapes import WORD
 
 _SYMBOLS: Mapping[str, str] = MappingProxyType(
     {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
@@ -113,17 +114,16 @@ class NemotronH(LlamaLike):
         values = {name: value for name, value in file.values.items() if name not in ("layer_types", "sliding_window")}
         values |= {"num_hidden_layers": layers["num_layers"], "rms_norm_eps": values.get("layer_norm_epsilon", 1e-5)}
         values.setdefault("intermediate_size", 21504)
-        settings = super()._settings(ModelFile(values, file.where), positions) | {"position_embedding_type": "none"}
-        if "E" not in pattern:
-            settings = {name: value for name, value in settings.items() if not name.startswith(("moe_", "num_experts"))}
-        return settings | layers | (file.settings(_SIZES) if "M" in pattern else {})
+        family = self if "E" in pattern else replace(self, experts=None)
+        settings = super(NemotronH, family)._settings(ModelFile(values, file.where), positions)
+        sizes = file.settings(_SIZES) if "M" in pattern else {}
+        return settings | layers | sizes | {"position_embedding_type": "none"}
 
     def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
-        values = super().write(model, seq_length) | written(model, _SIZES)
-        assert self.experts is not None
-        absent = () if model.num_experts else self.experts.write(model)
-        for name in ("rms_norm_eps", "rope_theta", "rope_scaling", *absent):
-            values.pop(name, None)
+        family = self if model.num_experts else replace(self, experts=None)
+        values = super(NemotronH, family).write(model, seq_length) | written(model, _SIZES)
+        for name in ("rms_norm_eps", "rope_theta", "rope_scaling"):
+            del values[name]
         pattern = "".join(map(_symbols, itertools.repeat(model), range(model.num_layers)))
         own = {"num_hidden_layers": len(pattern), "layer_norm_epsilon": model.norm_epsilon}
         return values | own | {"hybrid_override_pattern": pattern}
@@ -132,7 +132,7 @@ class NemotronH(LlamaLike):
         assert model.vocab_size is not None
         h, rows, vocabulary = model.hidden_size, (model.vocab_size, model.hidden_size), first_rows(model.vocab_size)
         prefix = "model" if present is not None and "model.embeddings.weight" in present else "backbone"
-        yield WeightPiece(f"{prefix}.embeddings.weight", "embedding.word.weight", rows, vocabulary)
+        yield WeightPiece(f"{prefix}.embeddings.weight", WORD, rows, vocabulary)
         number = itertools.count()
         for i in range(model.num_layers):
             for symbol in _symbols(model, i):
@@ -154,7 +154,17 @@ class NemotronH(LlamaLike):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bamba(LlamaLike):
+class WithMamba(LlamaLike):
+    """A Llama-like architecture in which some or all layers have Mamba-2 instead of attention."""
+
+    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
+        if model.is_linear_layer(index):
+            yield from mamba_pieces(model, f"{layer}.mamba", here)
+        else:
+            yield from super().mixer_pieces(model, index, layer, here)
+
+
+class Bamba(WithMamba):
     """Bamba: Llama with Mamba-2 in most layers."""
 
     def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
@@ -181,12 +191,6 @@ class Bamba(LlamaLike):
             for llama, theirs in _BAMBA_NAMES.items():
                 name = name.replace(llama, theirs)
             yield replace(piece, name=name)
-
-    def mixer_pieces(self, model: ModelConfig, index: int, layer: str, here: str) -> Iterator[WeightPiece]:
-        if model.is_linear_layer(index):
-            yield from mamba_pieces(model, f"{layer}.mamba", here)
-        else:
-            yield from super().mixer_pieces(model, index, layer, here)
 
 
 _MAMBA = (
@@ -252,7 +256,6 @@ HYBRID = (
         head_size=128,
         activation=("mlp_hidden_act", "relu2"),
         activations={"relu2": "squared_relu"},
-        fixed={"position_embedding_type": "none"},
         only=_NEMOTRON_ONLY,
         experts=NemotronExperts(
             count=("n_routed_experts", 8),

@@ -80,8 +80,7 @@ class Workload:
     linear_values: Number = _of(lambda c: c.model.linear_num_value_heads)  # its value heads
     linear_value_size: Number = _of(lambda c: c.model.linear_value_head_dim)
     linear_key_size: Number = _of(lambda c: c.model.linear_key_head_dim)
-    # It corrects what its state has (the delta rule).
-    linear_corrects: Number = _of(lambda c: c.model.experimental_attention_variant == "gated_delta_net")
+    linear_corrects: Number = _of(lambda c: c.model.linear_corrects)
     output_gate: Number = _of(lambda c: c.model.attention_output_gate)
     # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)

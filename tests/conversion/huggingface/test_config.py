@@ -198,7 +198,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias is false; only true is supported"),
     ("bamba", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]; only \[0, Infinity\], no limit"),
     ("nemotron_h", {"hybrid_override_pattern": "M-E"}, "hybrid_override_pattern 'M-E' must consist of"),
-    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "has M and G, or - after E"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "'ME\\*-' has - after E"),
     ("nemotron_h", {"hybrid_override_pattern": "G-"}, r"hybrid_override_pattern '\?-' must consist of"),
     ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size is 1024; only null is supported"),
     (
