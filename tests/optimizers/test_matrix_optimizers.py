@@ -119,10 +119,11 @@ def test_zero_gradient_gives_no_update() -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("mode", ["spectral", "shape_scaling", "unit_rms_norm"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["qkv", "in_proj"])
+@pytest.mark.parametrize("kind", ["qkv", "gated_delta_net", "mamba2"])
 def test_matrices_in_one_tensor_are_stepped_apart(kind: str, gated: bool, mode: str, nesterov: bool) -> None:
     """There are two groups with two queries each and heads of three channels; each mode has a different scale."""
     model = ModelConfig(
+        experimental_attention_variant="mamba2" if kind == "mamba2" else "gated_delta_net",
         num_attention_heads=4,
         num_query_groups=2,
         kv_channels=3,
@@ -133,21 +134,20 @@ def test_matrices_in_one_tensor_are_stepped_apart(kind: str, gated: bool, mode: 
         linear_key_head_dim=3,
         linear_value_head_dim=5,
     )
-    wanted_rows = (3, 3, 10, 10, 2, 2) if kind == "in_proj" else (6, 6, 3, 3) if gated else (6, 3, 3)
-    size = sum(wanted_rows)
-    name, first, others = f"layers.0.attention.{kind}.weight", drawn(0, 2 * size, 8), {"norm": drawn(1, 5)}
+    linear = (3, 3, 10, 10, 2, 2)[: 5 if kind == "mamba2" else 6]
+    wanted_rows = linear if kind != "qkv" else (6, 6, 3, 3) if gated else (6, 3, 3)
+    size, name = sum(wanted_rows), f"layers.0.attention.{'qkv' if kind == 'qkv' else 'in_proj'}.weight"
+    first, others = drawn(0, 2 * size, 8), {"norm": drawn(1, 5)}
     settings: dict[str, Any] = {"muon_scale_mode": mode, "muon_nesterov": nesterov, "muon_momentum": 0.9}
     config = OptimizerConfig(optimizer="muon", muon_scale=0.5, **settings)
-    matrices = flat_of({name: first}, decay=True, orthogonal=True)
-    muon = Muon([matrices, flat_of(others, decay=False)], config, group=Group.solo("all"), fused=model.fused_rows)
+    flat = [flat_of({name: first}, decay=True, orthogonal=True), flat_of(others, decay=False)]
+    muon = Muon(flat, config, group=Group.solo("all"), fused=model.fused_rows)
     grad = drawn(2, 2 * size, 8)
     set_gradients(muon.parameters, {name: grad, "norm": others["norm"]})
     muon.step(update(1))
-    place, ends = torch.arange(2 * size) % size, list(accumulate(wanted_rows, initial=0))
-    wanted = first * (1 - update(1).lr * update(1).weight_decay)
-    for start, stop in pairwise(ends):
-        chosen = (place >= start) & (place < stop)
-        r = int(chosen.sum())
+    place, wanted = torch.arange(2 * size) % size, first * (1 - update(1).lr * update(1).weight_decay)
+    for start, stop in pairwise(accumulate(wanted_rows, initial=0)):
+        chosen, r = (place >= start) & (place < stop), 2 * (stop - start)
         factor = {"spectral": max(r, 8) ** 0.5, "shape_scaling": max(1, r / 8) ** 0.5, "unit_rms_norm": (r / 8) ** 0.5}
         made = newton_schulz(grad[chosen] * (0.1 + 0.9 * 0.1 if nesterov else 0.1))
         wanted[chosen] -= update(1).lr * 0.5 * factor[mode] * made
