@@ -131,6 +131,9 @@ class ModelConfig:
     multiplies scores by the square of 0.1·this·ln(factor) + 1, if set."""
     rope_attention_factor: float | None = option(None, above=0)
     """yarn: explicit factor on queries and keys, instead of rope_mscale."""
+    attn_temperature_beta: float = option(0.0, at_least=0)
+    """llama3, yarn, dynamic: multiply queries by 1 + this·ln(1 + floor(position / rope_original_max_positions)), as
+    Ministral 3 does."""
     sliding_window: int | None = option(None, at_least=2)
     """Number of keys that a query attends to, including its own; default: all previous ones."""
     window_attn_skip_freq: list[int] | None = option(None, at_least=0, below=10_000)

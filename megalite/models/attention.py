@@ -258,6 +258,8 @@ class Attention(AttentionCore):
                     v = v.contiguous()
         if self.query_scale != 1.0:
             q = q * self.query_scale
+        if context.query_factors is not None:
+            q = q * context.query_factors
         if self.exchange_heads:
             if self.repeats > 1:
                 k, v = (tensor.repeat_interleave(self.repeats, dim=2) for tensor in (k, v))

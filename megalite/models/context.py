@@ -205,6 +205,7 @@ class ForwardContext:
     position_ids: Tensor  # positions for position embeddings: `positions`, or [s/cp, b] that restart at each document
     stream: DropoutStream | None = None  # source of the dropout masks; None in evaluation, without dropout
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the position ids, [s/cp, b or 1, 1, d/2]
+    query_factors: Tensor | None = None  # factors on queries by their position ids, [s/cp, b or 1, 1, 1]; None: 1
     visibility: Visibility = CAUSAL
     mtp: MTPInputs | None = None  # inputs of the MTP layers, on the last stage
     auxiliary: AuxiliaryLosses | None = None  # collects auxiliary losses; None in evaluation
@@ -218,7 +219,8 @@ class ForwardContext:
     def tables(self) -> list[Tensor]:
         """Tensors that all layers read."""
         others = [] if self.full is None else self.full.tables
-        return [self.positions, self.position_ids, *(self.rope or ()), *others]
+        factors = [] if self.query_factors is None else [self.query_factors]
+        return [self.positions, self.position_ids, *(self.rope or ()), *factors, *others]
 
     def keep_mask(self, x: Tensor, p: float, *, site: str, region: Group) -> Tensor | None:
         """Return the dropout mask of x [s/cp, b, h], split over the ranks of `region` as well; None: no dropout.

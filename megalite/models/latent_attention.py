@@ -131,7 +131,8 @@ class LatentAttention(AttentionCore):
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Return queries [s, b, heads, d + e], scaled so that the core's 1 / sqrt(d + e) gives `self.scale`."""
         plain, rotary = self.q_up(q).unflatten(2, (-1, self.head_size)).split((self.plain, self.rotary), dim=3)
-        return torch.cat((plain, self._rotate(rotary, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+        q = torch.cat((plain, self._rotate(rotary, context)), dim=3) * (self.scale * math.sqrt(self.head_size))
+        return q if context.query_factors is None else q * context.query_factors
 
     def _shared_key(self, shared: Tensor, context: ForwardContext) -> Tensor:
         """Return the RoPE key that all heads share, [s, b, 1, e]; every tp rank uses it for its own heads."""

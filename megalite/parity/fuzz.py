@@ -246,6 +246,7 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
         found |= {
             "rope_scaling": generator.choice(("llama3", "yarn", "dynamic")),
             "rope_original_max_positions": max(2, drawn["seq_length"] // 2),
+            "attn_temperature_beta": generator.choice((0.0, 0.3)),
         }
     if found["position_embedding_type"] == "rope":
         if chance(0.2):

@@ -97,8 +97,7 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> dic
     losses = AuxiliaryLosses(1.0 / samples, 1.0 / (samples * S), 1.0, torch.device("cpu"))
     forward_context = stage.context(tuple(range(samples)), auxiliary=losses)
     shape = stage.activation_shape(samples)
-    tables = [forward_context.positions, *(forward_context.rope or ())]
-    with SavedBytes([*stage.parameters(), *tables]) as saved:
+    with SavedBytes([*stage.parameters(), *forward_context.tables]) as saved:
         x = torch.ones(shape, dtype=torch.bfloat16).requires_grad_()
         y = stage(x, forward_context)
     held = saved.now

@@ -23,7 +23,7 @@ FAMILIES = rows_of(
 gpt: GPT
 llama: LLAMA rope_scaling=llama3 rope_scaling_factor=4.0 rope_original_max_positions=8
 mistral: LLAMA num_query_groups=2 sliding_window=5 rope_scaling=dynamic rope_scaling_factor=4.0
-  rope_original_max_positions=8
+  rope_original_max_positions=8 attn_temperature_beta=0.3
 qwen: LLAMA num_query_groups=1 qk_norm add_qkv_bias kv_channels=6 tie_embeddings
 gemma: LLAMA rope_scaling=yarn rope_scaling_factor=4.0 rope_original_max_positions=8 rope_beta_fast=1.5
   rope_beta_slow=0.3 rope_mscale=2.0 rope_mscale_all_dim=0.5 num_query_groups=8 activation=geglu_tanh
@@ -39,7 +39,7 @@ deepseek: EXPERTS num_experts=8 moe_router_topk=3 moe_router_pre_softmax moe_ffn
   moe_shared_expert_intermediate_size=16 moe_first_dense_layers=1 moe_router_topk_scaling_factor=2.0 num_query_groups=8
   rotary_percent=0.5 rotary_interleaved
 deepseek-v3: EXPERTS LATENT num_query_groups=8 rope_scaling=yarn rope_scaling_factor=4.0 rope_original_max_positions=8
-  rope_mscale=1.0 rope_mscale_all_dim=1.0 mtp_num_layers=1 num_experts=8 moe_router_topk=4
+  attn_temperature_beta=0.3 rope_mscale=1.0 rope_mscale_all_dim=1.0 mtp_num_layers=1 num_experts=8 moe_router_topk=4
   moe_router_score_function=sigmoid moe_router_enable_expert_bias moe_router_bias_update_rate=0.02
   moe_router_num_groups=4 moe_router_group_topk=2 moe_router_topk_scaling_factor=1.5 moe_ffn_hidden_size=24
   moe_shared_expert_intermediate_size=16 moe_first_dense_layers=1

@@ -69,7 +69,7 @@ NETWORK: tuple[Check, ...] = (
         {
             "rope_scaling_factor": ("linear", "llama3", "yarn", "dynamic"),
             "rope_low_freq_factor|rope_high_freq_factor": ("llama3",),
-            "rope_original_max_positions": ("llama3", "yarn", "dynamic"),
+            "rope_original_max_positions|attn_temperature_beta": ("llama3", "yarn", "dynamic"),
             "rope_beta_fast|rope_beta_slow|rope_truncate|rope_mscale|rope_mscale_all_dim|rope_attention_factor": (
                 "yarn",
             ),

@@ -39,6 +39,7 @@ class ExpertKeys:
     # Key of the dense layers: decoder_sparse_step (with mlp_only_layers), or one of `_FIRST`, of which mlp_layer_types may
     # be missing if first_k_dense_replace is there; None: there are none.
     dense: str | None = None
+    merged: bool = False  # written with one tensor for the same matrix of all experts
     layer: str = "mlp"  # name of the experts' module in a layer
     bias: str = "gate.e_score_correction_bias"  # name of the experts' bias in that module
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -155,7 +156,7 @@ class ExpertKeys:
             shape = (1, experts) if self.biased else (experts,)
             yield WeightPiece(f"{there}.{self.bias}", f"{here}.router.bias", shape)
         up, down = f"{here}.experts.up.weight", f"{here}.experts.down.weight"
-        if present is not None and f"{there}.experts.gate_up_proj" in present:
+        if self.merged if present is None else f"{there}.experts.gate_up_proj" in present:
             yield WeightPiece(f"{there}.experts.gate_up_proj", up, (experts, 2 * f, h))
             yield WeightPiece(f"{there}.experts.down_proj", down, (experts, h, f))
         else:

@@ -11,6 +11,7 @@ from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.granite import GRANITE
 from megalite.conversion.huggingface.hybrid import HYBRID
 from megalite.conversion.huggingface.llama import FUSED_MLP, Family, LlamaLike
+from megalite.conversion.huggingface.mistral import MISTRAL
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.variants import (
     GEMMA,
@@ -335,6 +336,7 @@ _ALL = (
     ),
     *HYBRID,
     *GRANITE,
+    *MISTRAL,
 )
 FAMILIES = {family.name: family for family in _ALL}  # by model_type; the first that expresses a model is chosen
 SAME = {

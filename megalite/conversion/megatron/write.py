@@ -72,6 +72,7 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
         "attention_output_gate",
         "linear_attention_freq",
         "no_mlp_freq",
+        "attn_temperature_beta",
     ):
         if getattr(model, name):
             yield name

@@ -63,6 +63,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "WHOLE": rope(50.0, partial_rotary_factor=1.0),
     "LINEAR": rope(50.0, "linear", factor=3.0),
     "YARN": rope(50.0, "yarn", mscale=0.7, mscale_all_dim=0.9, **_YARN),
+    "TEMPERATURE": rope(50.0, "yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3, **_YARN),
     "LLAMA31": rope(50.0, "llama3", original_max_position_embeddings=6, **LLAMA31),
     "OLMO3": by_kind(rope(50.0, "yarn", **_YARN), rope(20.0)),
     "ALIKE": by_kind(rope(50.0), rope(50.0)),
@@ -138,6 +139,9 @@ granite-hybrid-mamba: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_typ
 granite-hybrid-experts: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_type=rope
   num_local_experts=6 shared_intermediate_size=12 num_experts_per_tok=3 experts_implementation=eager
   layer_types=["linear_attention","linear_attention","full_attention"]
+ministral3: kind=Ministral3 PAIRS head_dim=6 TEMPERATURE
+ministral3-window: kind=Ministral3 PAIRS head_dim=6 sliding_window=4 tie_word_embeddings TEMPERATURE
+mistral4: kind=Mistral4 DEEPSEEK TEMPERATURE num_experts_per_tok=3 routed_scaling_factor=1.0 first_k_dense_replace=1
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,

@@ -42,7 +42,7 @@ def needed(name: str) -> dict[str, Any]:
     if name == "granitemoehybrid":
         attention = {"layer_types": ["full_attention"] * 30, "position_embedding_type": "rope", "mamba_n_heads": 1}
         return NEEDED | attention | {"num_local_experts": 0}
-    if name == "exaone4":
+    if name in ("exaone4", "mistral4"):
         return NEEDED | {"num_attention_heads": 32}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
@@ -63,7 +63,8 @@ PRESETS = words(
     "llama3-405b=llama phi-3-mini=mistral llama3.1-8b=llama mistral-7b=mistral qwen2-7b=qwen2 qwen3-8b=qwen3 "
     "mixtral-8x7b=mixtral qwen3-30b-a3b=qwen3_moe qwen3-235b-a22b=qwen3_moe qwen3-next-80b-a3b=qwen3_next "
     "gemma2-9b=gemma2 gemma3-27b=gemma3_text olmo2-7b=olmo2 olmo3-7b=olmo3 smollm3-3b=smollm3 gpt-oss-20b=gpt_oss "
-    "gpt-oss-120b=gpt_oss granite-3.1-8b=granite nemotron-3-nano-30b-a3b=nemotron_h"
+    "gpt-oss-120b=gpt_oss granite-3.1-8b=granite ministral-3-8b=ministral3 mistral-small-4-119b=mistral4 "
+    "nemotron-3-nano-30b-a3b=nemotron_h"
 )
 
 

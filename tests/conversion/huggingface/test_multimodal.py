@@ -38,12 +38,18 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", "gemma3", _VISION),
     "internvl": ("InternVL", "qwen2", _VISION),
     "mistral3": ("Mistral3", "mistral", _VISION),
+    "mistral3-ministral3": ("Mistral3", "ministral3", _VISION),
+    "mistral3-mistral4": ("Mistral3", "mistral4", _VISION),
     "qwen3_5": ("Qwen3_5", "qwen3.5", _QWEN | {"num_position_embeddings": 4}),
     "qwen3_5_moe": ("Qwen3_5Moe", "qwen3.5-moe", _QWEN | {"num_position_embeddings": 4}),
     "qwen3_vl": ("Qwen3VL", "qwen3", _QWEN | {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}),
 }
 """model_type -> transformers' classes, the case of the text model, and a small vision model."""
-KEYS = {"exaone4_5": {"model_type": "exaone4_5_text"}}  # which it needs in text_config
+KEYS = {  # which it needs in text_config
+    "exaone4_5": {"model_type": "exaone4_5_text"},
+    "mistral3-ministral3": {"model_type": "ministral3"},
+    "mistral3-mistral4": {"model_type": "mistral4"},
+}
 
 
 def config_of(kind: str, **settings: Any) -> Any:
@@ -51,6 +57,7 @@ def config_of(kind: str, **settings: Any) -> Any:
 
 
 def module_of(kind: str, part: str) -> Any:
+    kind = kind.split("-")[0]
     return importlib.import_module(f"transformers.models.{kind}.{part}_{kind}")
 
 
@@ -161,7 +168,7 @@ def test_missing_keys_have_the_defaults_of_the_whole_config(kind: str, tmp_path:
     if kind != "gemma3":  # published files of others have them
         sizes |= {"num_attention_heads": 32, "vocab_size": 40}
     theirs = json.loads(config_of(kind, text_config=sizes | KEYS.get(kind, {})).to_json_string(use_diff=False))
-    sparse = {"model_type": kind, "text_config": sizes | KEYS.get(kind, {})}
+    sparse = {"model_type": theirs["model_type"], "text_config": sizes | KEYS.get(kind, {})}
     found = []
     for values in (sparse, theirs | {"tie_word_embeddings": None}):
         (tmp_path / "config.json").write_text(json.dumps(values))
@@ -185,7 +192,7 @@ def test_keys_of_the_whole_apply_to_the_text(tmp_path: Path) -> None:
         ({"text_config": 3}, "text_config is '3'; it must be an object"),
         ({"model_type": "llama4"}, "model_type is 'llama4'; supported: .*, and the text of exaone4_5, gemma3"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map names code in the folder, which is never run"),
-        ({"text_config": {"model_type": "ministral3"}}, "text_config: model_type is 'ministral3'; supported: gpt2"),
+        ({"text_config": {"model_type": "llama4_text"}}, "text_config: model_type is 'llama4_text'; supported: gpt2"),
         ({"text_config": {"auto_map": {"AutoModel": "code.Model"}}}, "text_config: auto_map names code"),
         ({"text_config": {"use_bidirectional_attention": True}}, "text_config: use_bidirectional_attention is true"),
     ],

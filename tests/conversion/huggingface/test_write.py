@@ -74,6 +74,7 @@ ernie4_5_moe: EXPERTS moe_router_score_function=softmax moe_shared_expert_interm
   rotary_interleaved
 granite: GRANITE kv_channels=6
 granitemoe: GRANITE num_experts=5 moe_router_topk=3 moe_ffn_hidden_size=12
+ministral3: YARN attn_temperature_beta=0.4 rope_mscale=1.0 rope_mscale_all_dim=1.0 kv_channels=6
 granitemoeshared: GRANITE num_experts=5 moe_router_topk=3 moe_shared_expert_intermediate_size=8
 """,
     {
