@@ -14,7 +14,7 @@ from megalite.cli.model_commands import VERIFIED_BELOW
 from megalite.cli.output import notify, show
 from megalite.config.errors import INTERRUPTED, ConfigError
 from megalite.config.numbers import decimal_bytes
-from megalite.conversion.huggingface.families import family_named
+from megalite.conversion.huggingface.choose import family_named
 from megalite.conversion.huggingface.weights import HuggingFaceWeights, write_huggingface
 from megalite.conversion.megatron.write import write_megatron, written_bytes
 from megalite.conversion.model_folder import has_tokenizer, named_tokenizer_files, tokenizer_folder_files, tokenizer_of

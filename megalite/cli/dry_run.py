@@ -28,7 +28,7 @@ from megalite.config.flags import Invocation
 from megalite.config.registry import gc_paused
 from megalite.config.run import RunConfig, least_ranks
 from megalite.config.validate import validate
-from megalite.conversion.huggingface.families import choose_family
+from megalite.conversion.huggingface.choose import choose_family
 from megalite.models.shapes import flops_per_token, parameter_count
 from megalite.partition.buckets import local_size
 from megalite.partition.memory import (

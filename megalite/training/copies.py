@@ -192,7 +192,7 @@ _PATIENCE = 5.0  # seconds that a run which ends early waits for the thread
 
 def check_export(config: RunConfig) -> None:
     """Raise ConfigError if no Hugging Face family implements this model. `vocab_size` must be set."""
-    choose_family = imported("megalite.conversion.huggingface.families:choose_family")
+    choose_family = imported("megalite.conversion.huggingface.choose:choose_family")
     choose_family(config.model, config.training.seq_length, None)
 
 

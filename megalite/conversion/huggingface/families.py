@@ -1,12 +1,11 @@
-"""List the families that can be read and written, and choose the family that expresses a model."""
+"""List the families that can be read and written, and read the config.json of a folder."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.config.errors import ConfigError
-from megalite.config.model import TRAINING_FIELDS, ModelConfig
-from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code, resolved
+from megalite.config.model import ModelConfig
+from megalite.conversion.huggingface.config_json import ModelFile, read_json, refuse_code
 from megalite.conversion.huggingface.experts import ExpertKeys
 from megalite.conversion.huggingface.granite import GRANITE
 from megalite.conversion.huggingface.hybrid import HYBRID
@@ -29,8 +28,6 @@ from megalite.conversion.huggingface.variants import (
 )
 from megalite.conversion.weights import ConversionError
 
-_KINDS = {"", "num_experts", "position_embedding_type", "normalization"}
-
 _GEMMA: dict[str, Any] = {
     "key_value_heads": 4,
     "head_size": 256,
@@ -49,6 +46,16 @@ _OLMO: dict[str, Any] = {
     "attention_bias": True,
     "qk_norm": True,
     "fixed": {"qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+}
+_EXAONE: dict[str, Any] = {
+    "max_positions": 2048,
+    "norm_epsilon": 1e-5,
+    "key_value_heads": 32,
+    "qk_norm": True,
+    "window": 4096,
+    "mixed": True,
+    "full_every": 4,
+    "pattern_key": "sliding_window_pattern",
 }
 _QWEN: dict[str, Any] = {
     "max_positions": 32768,
@@ -160,6 +167,16 @@ _ALL = (
         experts=_routed(count=128, topk=8, width=1408, shared=1, scaling=1.0),
         mtp=True,
     ),
+    LlamaLike(
+        *("solar_open", "SolarOpenForCausalLM"),
+        max_positions=131072,
+        norm_epsilon=1e-5,
+        rotary_base=1e6,
+        key_value_heads=8,
+        head_size=128,
+        qkv_bias=("attention_bias", False),
+        experts=_routed(count=128, topk=8, width=1280, shared=1, scaling=1.0, dense=None),
+    ),
     DeepSeek(
         *("deepseek_v2", "DeepseekV2ForCausalLM"),
         max_positions=2048,
@@ -207,6 +224,13 @@ _ALL = (
         experts=GptOssExperts(count=("num_local_experts", 128), topk=4),
     ),
     LlamaLike("olmo2", "Olmo2ForCausalLM", **_OLMO),
+    LlamaLike(
+        *("olmoe", "OlmoeForCausalLM"),
+        **_OLMO | {"max_positions": 4096, "fixed": {"qk_norm_all_heads": True}},
+        only={"clip_qkv": None},
+        whole_heads=True,
+        experts=ExpertKeys(count=("num_experts", 64), topk=8, normalises=False),
+    ),
     Olmo3("olmo3", "Olmo3ForCausalLM", rotary_base=5e5, window=4096, mixed=True, full_every=4, **_OLMO),
     SmolLM3(
         *("smollm3", "SmolLM3ForCausalLM"),
@@ -267,17 +291,21 @@ _ALL = (
         whole_heads=True,
     ),
     LlamaLike(*("ministral", "MinistralForCausalLM"), max_positions=131072, key_value_heads=8, window=4096, mixed=True),
+    Exaone4("exaone4", "Exaone4ForCausalLM", fixed={"pre_norms": False, "post_norms": True}, **_EXAONE),
     Exaone4(
-        *("exaone4", "Exaone4ForCausalLM"),
-        max_positions=2048,
-        norm_epsilon=1e-5,
-        key_value_heads=32,
-        qk_norm=True,
-        window=4096,
-        mixed=True,
-        full_every=4,
-        pattern_key="sliding_window_pattern",
-        fixed={"pre_norms": False, "post_norms": True},
+        *("exaone_moe", "ExaoneMoeForCausalLM"),
+        **_EXAONE,
+        experts=ExpertKeys(
+            count=("num_experts", 64),
+            topk=8,
+            width=1024,
+            normalises=True,
+            sigmoid=True,
+            shared=("num_shared_experts", 1),
+            scaling=2.5,
+            dense="mlp_layer_types",
+            bias="e_score_correction_bias",
+        ),
     ),
     MiniMaxM2(
         *("minimax_m2", "MiniMaxM2ForCausalLM"),
@@ -398,81 +426,3 @@ def _text_config(values: dict[str, Any], defaults: dict[str, Any], where: str) -
         raise ConversionError(f"{where}: text_config is {str(text)[:60]!r}; it must be an object")
     shared = ("tie_word_embeddings", "quantization_config", *TOKEN_IDS)  # of the whole, which take precedence
     return {**defaults, **text, **{name: values[name] for name in shared if values.get(name) is not None}}
-
-
-def family_named(name: str) -> Family:
-    if name not in FAMILIES:
-        raise ConversionError(f"{name[:60] or repr(name)} is not a supported family; use {', '.join(FAMILIES)}")
-    return FAMILIES[name]
-
-
-def choose_family(model: ModelConfig, seq_length: int, name: str | None) -> Family:
-    """Return the family `name` or, without a name, the first that expresses the model."""
-    candidates = list(FAMILIES.values()) if name is None else [family_named(name)]
-    found = [(differences(family, model, seq_length), family) for family in candidates]
-    # A different kind of network is a larger difference than any number of settings.
-    differing, family = min(found, key=lambda item: (len(_KINDS & item[0].keys()), len(item[0])))
-    if not differing:
-        return family
-    others = FAMILIES.values() if name is not None else ()
-    fitting = [other.name for other in others if not differences(other, model, seq_length)]
-    who = f"no Hugging Face family is this model; the nearest, {family.name}," if name is None else family.name
-    remedy = f"--family {fitting[0]} is the same model" if fitting else "megalite's own format keeps it"
-    raise ConversionError(f"{who} differs: {'; '.join(differing.values())}; {remedy}")
-
-
-def _normal_form(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with several equivalent forms in a normal form."""
-    model = ModelConfig(**values)
-    windows, ropes = ([int(has(i)) for i in range(model.num_layers)] for has in (model.has_window, model.has_rope))
-    found: dict[str, Any] = {"softmax_scale": model.softmax_scale or model.head_size**-0.5}
-    found["window_attn_skip_freq"] = windows if len(set(windows)) > 1 else None
-    found["no_rope_freq"] = None if all(ropes) else [1 - one for one in ropes]
-    linear = [int(model.is_linear_layer(index)) for index in range(model.num_layers)]
-    found["linear_attention_freq"] = linear if any(linear) else None
-    without = [int(not model.has_mlp(index)) for index in range(model.num_layers)]
-    found["no_mlp_freq"] = without if any(without) else None
-    if not any(windows):
-        found |= {"sliding_window": None, "rotary_base_local": None}
-    if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:
-        found["rotary_base_local"] = None
-    return found
-
-
-def differences(family: Family, model: ModelConfig, seq_length: int) -> dict[str, str]:
-    """Return the settings that would change if the model were written as this family and read again. Maps each field to
-    a text with both values; empty if the family expresses the model."""
-    written = family.write(model, seq_length)
-    try:
-        theirs = asdict(family.read(ModelFile(written, f"a {family.name} config.json"))[0])
-        ours = asdict(resolved(model, seq_length))
-        for values in (theirs, ours):
-            values |= _normal_form(values)
-    except ConfigError as error:
-        return {"": str(error)}
-    # The padding of the vocabulary does not change the tokens' logits.
-    ignored = {*TRAINING_FIELDS, "make_vocab_size_divisible_by"}
-    # If one side lacks a component, its settings need not be compared.
-    if theirs["num_experts"] is None or ours["num_experts"] is None:
-        ignored |= {field for field in ours if field.startswith("moe_")}
-    if theirs["position_embedding_type"] != ours["position_embedding_type"]:
-        ignored |= {"max_position_embeddings"} | {name for name in ours if name.startswith(("rope_", "rotary_"))}
-    if ours["rope_scaling"] == "dynamic":
-        ignored.add("max_position_embeddings")
-    if theirs["num_experts"] is not None and ours["num_experts"] is not None:
-        # An unset expert width means the dense MLP's width, which has no other effect if no layer is dense.
-        theirs["moe_ffn_hidden_size"] = theirs["moe_ffn_hidden_size"] or theirs["ffn_hidden_size"]
-        ours["moe_ffn_hidden_size"] = model.expert_ffn_size
-        if all(model.is_moe_layer(index) for index in range(model.num_layers)):
-            ignored.add("ffn_hidden_size")
-    found = {
-        field: f"{field} is {ours[field]}, {family.name} has {theirs[field]}"
-        for field in ours
-        if field not in ignored and ours[field] != theirs[field]
-    }
-    if family.whole_heads and model.hidden_size % model.num_attention_heads:
-        found["hidden_size"] = (
-            f"hidden_size is {model.hidden_size}, {family.name} needs a multiple of num_attention_heads "
-            f"{model.num_attention_heads}"
-        )
-    return found

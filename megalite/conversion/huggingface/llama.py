@@ -101,10 +101,12 @@ class LlamaLike(Family):
         file.require(self.only)
         settings = file.settings(_SAME)
         heads = settings["num_attention_heads"]
+        # Files of models without a dense MLP may lack its width.
+        width = None if self.experts is None or self.experts.dense is not None else self.experts.width
         settings |= {
             "num_query_groups": file.optional_integer("num_key_value_heads", self.key_value_heads) or heads,
             "kv_channels": file.optional_integer("head_dim", self.head_size),
-            "ffn_hidden_size": file.integer("intermediate_size"),
+            "ffn_hidden_size": file.integer("intermediate_size", width),
             "max_position_embeddings": positions,
             "normalization": "RMSNorm",
             "norm_epsilon": file.epsilon("rms_norm_eps", self.norm_epsilon),

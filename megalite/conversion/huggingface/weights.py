@@ -22,8 +22,9 @@ from megalite.checkpoint.safetensors_header import Record
 from megalite.config.data import DataConfig
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.model import ModelConfig
+from megalite.conversion.huggingface.choose import choose_family
 from megalite.conversion.huggingface.config_json import ModelFile, find_file, read_json, refuse_code
-from megalite.conversion.huggingface.families import TOKEN_IDS, Family, choose_family, read_config
+from megalite.conversion.huggingface.families import TOKEN_IDS, Family, read_config
 from megalite.conversion.huggingface.quantized import quantized_kinds
 from megalite.conversion.huggingface.tokenizer import export_tokenizer
 from megalite.conversion.model_folder import GENERATION, TOKENIZER_FILES, has_tokenizer, tokenizer_of

@@ -142,6 +142,12 @@ granite-hybrid-experts: kind=GraniteMoeHybrid GRANITE BAMBA position_embedding_t
 ministral3: kind=Ministral3 PAIRS head_dim=6 TEMPERATURE
 ministral3-window: kind=Ministral3 PAIRS head_dim=6 sliding_window=4 tie_word_embeddings TEMPERATURE
 mistral4: kind=Mistral4 DEEPSEEK TEMPERATURE num_experts_per_tok=3 routed_scaling_factor=1.0 first_k_dense_replace=1
+olmoe: kind=Olmoe PAIRS num_experts=6 num_experts_per_tok=3 experts_implementation=eager ROPE
+olmoe-normalised: kind=Olmoe num_experts=6 num_experts_per_tok=3 norm_topk_prob experts_implementation=eager ROPE
+solar-open: kind=SolarOpen GLM_MOE attention_bias ROPE
+solar-open-groups: kind=SolarOpen GLM_MOE num_experts_per_tok=4 n_group=4 topk_group=2 tie_word_embeddings ROPE
+exaone-moe: kind=ExaoneMoe EXPERTS num_shared_experts=2 routed_scaling_factor=1.5 sliding_window=4 MIXED
+exaone-moe-dense: kind=ExaoneMoe EXPERTS head_dim=6 first_k_dense_replace=2 sliding_window=4
 mixtral-window: kind=Mixtral MIXTRAL sliding_window=4
 """,
     _GROUPS,

@@ -10,8 +10,9 @@ from megalite.config.describe import replace
 from megalite.config.flags import parse_arguments
 from megalite.config.model import TRAINING_FIELDS
 from megalite.config.validate import validate
+from megalite.conversion.huggingface.choose import choose_family, differences
 from megalite.conversion.huggingface.config_json import ModelFile, resolved
-from megalite.conversion.huggingface.families import FAMILIES, choose_family, differences
+from megalite.conversion.huggingface.families import FAMILIES
 from megalite.conversion.weights import ConversionError
 from megalite.models.shapes import parameter_count
 from tests.models.stages import LLAMA, varied
@@ -42,7 +43,9 @@ def needed(name: str) -> dict[str, Any]:
     if name == "granitemoehybrid":
         attention = {"layer_types": ["full_attention"] * 30, "position_embedding_type": "rope", "mamba_n_heads": 1}
         return NEEDED | attention | {"num_local_experts": 0}
-    if name in ("exaone4", "mistral4"):
+    if name == "solar_open":
+        return {key: value for key, value in NEEDED.items() if key != "intermediate_size"}
+    if name in ("exaone4", "exaone_moe", "mistral4"):
         return NEEDED | {"num_attention_heads": 32}
     return dict(NEEDED_BY_GPT2 if name == "gpt2" else NEEDED | {"head_dim": 8} if name == "glm4_moe" else NEEDED)
 
