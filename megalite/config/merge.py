@@ -79,6 +79,7 @@ class Level:
             given = FROM_VALUE[flag][0](str(value), where)
         else:
             given = settings_of_word(flag, value if isinstance(value, str) else shortened(value), where)
+            source = f"{where} {value}"
         if flag in DIFFERENCES:
             self.notes.append(Note(flag, DIFFERS, DIFFERENCES[flag]))
         for name, fixed in given.items():
@@ -95,7 +96,8 @@ def _add(table: dict[str, Given], name: str, new: Given) -> None:
     old = table.setdefault(name, new)
     if old.value != new.value:
         both = " and ".join(f"{shortened(given.value)} by {given.source}" for given in (old, new))
-        raise ConfigError(f"{name} is given twice: {both}; keep one of them")
+        works = "use --fp8-format hybrid: only blockwise has e4m3 gradients" if " e4m3" in both else "keep one of them"
+        raise ConfigError(f"{name} is given twice: {both}; {works}")
 
 
 @dataclasses.dataclass(frozen=True)
