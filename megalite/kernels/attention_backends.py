@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.errors import ConfigError
+from megalite.config.megatron import VALUES
 from megalite.config.registry import imported
 from megalite.kernels.attention import HALF_TYPES, causal_attention, readable, repeat_kv_heads
 from megalite.kernels.bases import Function
@@ -144,7 +145,8 @@ def choose_attention(backend: str, shape: AttentionShape, *, seq: int) -> Attent
             reason = str(error).partition("\n")[0]
         else:
             return AttentionChoice(kernel, backend, "requested")
-    raise ConfigError(f"attention_backend {backend} cannot be used: {reason}; use attention_backend auto")
+    spellings = " or ".join([backend, *(word for word, ours in VALUES["attention_backend"].items() if ours == backend)])
+    raise ConfigError(f"attention_backend {spellings} cannot be used: {reason}; use attention_backend auto")
 
 
 def _torchs_choice(shape: AttentionShape, seq: int) -> str:

@@ -94,12 +94,12 @@ def test_auto_reports_torchs_choice() -> None:
         torch.backends.cuda.enable_flash_sdp(flash)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
-def test_cuda_backends_are_errors_on_cpu(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "named"), [("cudnn", "cudnn or fused"), ("efficient", "efficient")])
+def test_cuda_backends_are_errors_on_cpu(backend: str, named: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose_attention(backend, make_shape(), seq=12)
     assert str(error.value) == (
-        f"attention_backend {backend} cannot be used: it does not exist on cpu, which has flash, blocked, math; "
+        f"attention_backend {named} cannot be used: it does not exist on cpu, which has flash, blocked, math; "
         "use attention_backend auto"
     )
 
@@ -110,7 +110,9 @@ def test_failing_kernel_is_an_error_before_training(monkeypatch: pytest.MonkeyPa
 
     kernels = {**attention_backends._KERNELS, ("math", "cpu"): fails}
     monkeypatch.setattr(attention_backends, "_KERNELS", kernels)
-    with pytest.raises(ConfigError, match=r"math cannot be used: no kernel image; use attention_backend auto"):
+    with pytest.raises(
+        ConfigError, match=r"math or unfused or local cannot be used: no kernel image; use attention_backend auto"
+    ):
         choose_attention("math", make_shape(), seq=12)
 
 

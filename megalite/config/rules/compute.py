@@ -205,7 +205,7 @@ COMPUTE: tuple[Check, ...] = (
             "remove it": lambda c: not _has_fp32_products(c),
             "{?deterministic} and compile do not go together: the compiler chooses the order of addition by timing; keep one of "
             "them": lambda c: c.compile,
-            "{?deterministic} and {attention_backend} do not go together: its backward adds in a varying order; use flash or "
+            "{?deterministic} and {attention_backend} (fused) do not go together: its backward adds in a varying order; use flash or "
             "auto": lambda c: c.attention_backend == "cudnn",
             "{?deterministic} and {dp_strategy} do not go together: a worker's weights depend on timing; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
