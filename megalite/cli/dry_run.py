@@ -231,7 +231,7 @@ def _batch_report(config: RunConfig) -> dict[str, Any]:
         "seq_length": t.seq_length,
         "tokens_per_step": sizes[-1] * t.seq_length,
         "batch_sizes": list(sizes),
-        "rampup_samples": t.rampup_batch_size[2] if t.rampup_batch_size else size_changes(config)[-1][0],
+        "rampup_samples": size_changes(config)[-1][0],
         "train_steps": total_steps(config) if length_known else None,
         "train_samples": samples,
         "train_tokens": None if samples is None else tokens_after(config, total_steps(config), samples),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.cli.display import NUMBER, folded, table
+from megalite.config.batch import ramp_in_words
 from megalite.config.numbers import format_bytes
 
 _SHOWN = 16
@@ -182,9 +183,7 @@ def _batch(batch: dict[str, Any]) -> list[str]:
     ]
     sizes = batch["batch_sizes"]
     if len(sizes) > 1:
-        lines.append(
-            f"  ramp-up: {sizes[0]}, {sizes[1]}, ... {sizes[-1]} sequences over {batch['rampup_samples']:,} samples"
-        )
+        lines.append(f"  {ramp_in_words(sizes, batch['rampup_samples'])}")
     if batch["seq_length_warmup"] is not None:
         start, steps = batch["seq_length_warmup"]
         lines.append(

@@ -4,7 +4,7 @@ Everything is a pure function of the resolved config and of the samples consumed
 and the learning-rate schedule agree."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 
@@ -71,6 +71,12 @@ def tokens_after(config: RunConfig, step: int, samples: int) -> int:
 def batch_sizes(config: RunConfig) -> tuple[int, ...]:
     """Return all batch sizes of the run, in order: one, or those of the ramp-up or the schedule."""
     return tuple(size for _, size in size_changes(config))
+
+
+def ramp_in_words(sizes: Sequence[int], samples: int) -> str:
+    """Return the text for batch sizes that change over the first `samples`, in the start line and the dry run."""
+    shown = map(str, sizes if len(sizes) < 4 else [sizes[0], f"{sizes[1]}, ... {sizes[-1]}"])
+    return f"ramp-up: {', '.join(shown)} sequences over {samples:,} samples"
 
 
 def microbatch_counts(config: RunConfig) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from megalite.checkpoint.files import replace_durably, run_in_daemon
 from megalite.config import files
+from megalite.config.batch import ramp_in_words, size_changes
 from megalite.config.compute import kernels_in_words
 from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
 from megalite.config.describe import replace
@@ -381,11 +382,13 @@ def describe(replica: Replica, log: Callable[[str], None]) -> None:
         f"{', sequence parallel' if p.sequence_parallel else ''}"
     )
     count = t.global_batch_size // (t.micro_batch_size * p.dp)
+    starts, sizes = zip(*size_changes(replica.config), strict=True)
+    ramp = f"; {ramp_in_words(sizes, starts[-1])}" if len(sizes) > 1 else ""
     log(
         f"schedule {replica.programs.program(count).schedule.name}, layers per stage "
         f"{' '.join(str(part.num_layers) for part in replica.programs.stages)}; global batch {t.global_batch_size} = "
         f"{t.micro_batch_size} per microbatch x {p.dp} dp x {count} microbatches; "
-        f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}"
+        f"{t.global_batch_size * t.seq_length} tokens per step{_warmup(t)}{ramp}"
     )
     if replica.config.model.moe_router_force_load_balancing:
         log(

@@ -151,6 +151,10 @@ def test_varying_communication_is_labelled(flags: str, basis: str) -> None:
 def test_ramp_up_checks_every_batch_size() -> None:
     text = format_report(report_of(f"{TINY} --rampup-batch-size 4 4 100"))
     assert "  ramp-up: 4, 8, ... 16 sequences over 100 samples\n" in text
+    text = format_report(
+        report_of("--dry-run --num-layers 8 --vocab-size 8 --seq-length 8 --step-batch-size-schedule 0:4 800:8")
+    )
+    assert "  ramp-up: 4, 8 sequences over 100 samples\n" in text
     # Groups of 4 take the 8 microbatches of the end, but not the 6 on the way.
     with pytest.raises(ConfigError, match="group 4 cannot take 6 microbatches"):
         report_of(

@@ -163,8 +163,9 @@ def test_next_batch_is_read_during_a_step(prefix: str, tmp_path: Path, monkeypat
         return load(self, first, size, length)
 
     monkeypatch.setattr(BatchLoader, "load", checked)
-    run(prefix, tmp_path / "run", save_interval=2, rampup_batch_size=[4, 4, 8], seq_length_warmup=[4, 3])
-    assert unprepared == []
+    ramps = {"rampup_batch_size": [4, 4, 8], "seq_length_warmup": [4, 3]}
+    lines = run(prefix, tmp_path / "run", save_interval=2, **ramps)
+    assert unprepared == [] and lines[1].endswith("; ramp-up: 4, 8 sequences over 8 samples")
     assert len(records(tmp_path / "run", "train")) == 4
 
 
