@@ -121,7 +121,7 @@ def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: 
 
     Collectives: a broadcast over `world`, and those of `verify_checkpoint` for each checkpoint examined."""
     folder, damaged = Path(folder), list[str]()
-    for candidate in _agreed_candidates(folder, step, world):
+    for candidate in agreed_candidates(folder, step, world):
         path = folder / candidate.name
         manifest, fault = verify_checkpoint(path, candidate.step, world=world)
         if manifest is not None:
@@ -133,7 +133,7 @@ def find_checkpoint(folder: Path | str, *, step: int | None, world: Group, log: 
     raise CheckpointError(f"{folder}: {which}: {'; '.join(damaged)}")
 
 
-def _agreed_candidates(folder: Path, step: int | None, world: Group) -> list[Candidate]:
+def agreed_candidates(folder: Path, step: int | None, world: Group) -> list[Candidate]:
     """Return rank 0's candidates on every rank: the folder may change while the ranks list it."""
     view: dict[str, object] = {}
     if world.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megalite.checkpoint.files import THREADS
-from megalite.checkpoint.load import Checkpoint, find_checkpoint
+from megalite.checkpoint.load import Checkpoint, agreed_candidates, find_checkpoint
 from megalite.checkpoint.manifest import CheckpointMissing, Manifest, Slice, TensorEntry, optimizer_key, weight_key
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.config.data import DEFAULT_SPLIT, PATH_SETTINGS, is_address, parse_data_path
@@ -116,37 +116,40 @@ def resume(replica: Replica, *, tokenizer: str | None, log: Callable[[str], None
     """Load from `load`; start from step 0 if it has no checkpoint and `fresh_if_missing` allows it."""
     checkpoint = replica.config.checkpoint
     assert checkpoint.load is not None
-    folder = hugging_face_folder(checkpoint.load)
-    if folder is not None:
+    if (folder := hugging_face_folder(checkpoint.load)) is not None:
         return _start_from(replica, folder, log)
     try:
         return load(replica, Path(checkpoint.load), tokenizer=tokenizer, log=log)
     except CheckpointMissing as error:
         if not checkpoint.fresh_if_missing:
-            raise CheckpointMissing(
-                f"{error}; give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from "
-                "step 0 if there are none"
-            ) from None
+            raise
         log(f"{error}: starting from step 0 because of fresh_if_missing")
         return Progress(0, 0)
 
 
-def prefer_own_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
-    """Replace `load` of another format by the run's own checkpoints if there are some.
+def choose_checkpoint(config: RunConfig, *, world: Group, log: Callable[[str], None]) -> RunConfig:
+    """Require that `load` exists or may be missing; if another format, prefer the run's own checkpoints.
 
     Collectives: a broadcast over the world."""
-    save = save_folder(config)
-    load = config.checkpoint.load
-    if save is None or hugging_face_folder(load) is None or is_address(str(load)):
+    save, load, checkpoint = save_folder(config), str(config.checkpoint.load), config.checkpoint
+    foreign = hugging_face_folder(load) is not None
+    if not foreign and not is_address(load):
+        try:
+            agreed_candidates(Path(load), checkpoint.ckpt_step, world)
+        except CheckpointMissing as error:
+            if not checkpoint.fresh_if_missing:
+                works = "give --load the folder of a run's checkpoints, or add --fresh-if-missing to start from step 0"
+                raise CheckpointMissing(f"{error}; {works}") from None
+    if save is None or not foreign:
         return config
     found = True
     if world.rank == 0:
         with contextlib.suppress(ConfigError):  # all ranks raise it later, when they look for the newest
-            found = newest_saved(replace(config, checkpoint=replace(config.checkpoint, save=save))) is not None
+            found = newest_saved(replace(config, checkpoint=replace(checkpoint, save=save))) is not None
     if not world.broadcast_json(found):
         return config
-    log(f"{save} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}")
-    return replace(config, checkpoint=replace(config.checkpoint, load=save, finetune=False))
+    log(f"{save} holds checkpoints: the run resumes from the newest of them, not from {load}")
+    return replace(config, checkpoint=replace(checkpoint, load=save, finetune=False))
 
 
 def _start_from(replica: Replica, folder: Path, log: Callable[[str], None]) -> Progress:

@@ -193,7 +193,7 @@ class Trainer:
         with world.errors_on_all_ranks():
             self._run_folder.take()
         if config.checkpoint.load is not None:
-            config = imported("megalite.training.resume:prefer_own_checkpoint")(config, world=world, log=self.log)
+            config = imported("megalite.training.resume:choose_checkpoint")(config, world=world, log=self.log)
         config = fetch_remote_files(config, world=world, log=self.log, explicit=explicit)
         with world.errors_on_all_ranks(Exception):
             if parallel.elastic:

@@ -16,7 +16,7 @@ from megalite.conversion import weights as blockwise
 from megalite.conversion.huggingface.weights import HuggingFaceSource, HuggingFaceWeights, Shards
 from megalite.conversion.native import write_native
 from megalite.conversion.weights import parameter_shapes
-from megalite.training.resume import prefer_own_checkpoint, resume
+from megalite.training.resume import choose_checkpoint, resume
 from megalite.training.saving import save
 from tests.conversion.huggingface.models import saved, saved_in_four_bits
 from tests.models.test_families import FAMILIES, Family, their_model
@@ -153,22 +153,22 @@ def test_own_checkpoints_take_precedence(tmp_path: Path) -> None:
     config = tiny_config(1, **settings, save=str(own), save_interval=2, finetune=True)
     topology = context.topology_of(config)
     how: dict[str, Any] = {"world": topology.world, "log": said.append}
-    assert prefer_own_checkpoint(config, **how) == config
+    assert choose_checkpoint(config, **how) == config
     own.mkdir()
     (own / ".tmp-step-2").mkdir()
-    assert prefer_own_checkpoint(config, **how) == config and said == []
+    assert choose_checkpoint(config, **how) == config and said == []
     replica = build(context, config)
     runner = Runner(replica, resume(replica, tokenizer=None, log=silent))
     runner.step()
     save(replica, own, runner.progress, tokenizer=None)
-    now = prefer_own_checkpoint(config, **how)
+    now = choose_checkpoint(config, **how)
     assert said == [
         f"{own} holds checkpoints: the run resumes from the newest of them, not from {config.checkpoint.load}"
     ]
     assert (now.checkpoint.load, now.checkpoint.finetune) == (str(own), False)
     assert resume(build(context, now), tokenizer=None, log=silent).step == 1
     without = tiny_config(1, **settings)
-    assert prefer_own_checkpoint(without, **how) == without
+    assert choose_checkpoint(without, **how) == without
 
 
 def said(context: RankContext, settings: dict[str, Any]) -> list[str]:

@@ -80,6 +80,9 @@ def test_callback_can_stop_the_run_and_it_resumes(tmp_path: Path) -> None:
     Trainer(mock(), callbacks=[whole], log=lambda line: None).fit()
     folder = {"save": str(tmp_path), "load": str(tmp_path), "fresh_if_missing": True}
     said: list[str] = []
+    with pytest.raises(ConfigError, match=r"does not exist.* or add --fresh-if-missing to start from step 0"):
+        Trainer(mock(**folder | {"load": "missing", "fresh_if_missing": False}), log=said.append).fit()
+    assert said == []  # before the model is built
     ending = Trainer(mock(**folder), callbacks=[first], log=said.append).fit()
     assert (ending.status, ending.exit_code, ending.step) == ("stopped", 0, 2)
     assert any("the test wants it" in line for line in said)
