@@ -16,7 +16,7 @@ from typing import Any
 
 import megalite
 from megalite.cli.output import DEBUG_FLAG, guarded, notify, show
-from megalite.config.data import LOCAL, is_address, is_remote
+from megalite.config.data import is_address, local_path
 from megalite.config.errors import ConfigError, Problems, closest, nearest
 from megalite.config.numbers import parse_byte_size, parse_number
 from megalite.config.registry import import_modules, imported
@@ -358,22 +358,9 @@ def _values(word: str, rest: deque[str], most: float) -> list[str]:
     return values
 
 
-def local_path(word: str) -> str:
-    """Convert a path on this machine."""
-    if not word.strip():
-        raise ConfigError("is empty; give a path")
-    if is_remote(word):
-        raise ConfigError(f"{word} {LOCAL}")
-    return word
-
-
-def _path(word: str) -> Path:
-    return Path(local_path(word))
-
-
 def path_or_address(word: str) -> Path | str:
     """Convert a path or `hf:FOLDER`; return an address unchanged."""
-    return word if is_address(word) else hugging_face_folder(word) or _path(word)
+    return word if is_address(word) else hugging_face_folder(word) or Path(local_path(word))
 
 
 def fetch(source: Path | str, step: int | None) -> Path:
@@ -385,7 +372,7 @@ def fetch(source: Path | str, step: int | None) -> Path:
 
 _CONVERTERS: Mapping[Any, Callable[[str], Any]] = {
     **{kind: partial(parse_number, kind=kind) for kind in (int, float)},
-    Path: _path,
+    Path: lambda word: Path(local_path(word)),
 }
 
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megalite.cli.command import IMPORT, Command, Flag, byte_size, local_path, path_or_address
+from megalite.cli.command import IMPORT, Command, Flag, byte_size, path_or_address
+from megalite.config.data import local_path
 from megalite.config.describe import settings
 from megalite.config.numbers import whole_number
 from megalite.config.reading import PRECISIONS

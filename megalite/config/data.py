@@ -63,6 +63,15 @@ def is_remote(path: str) -> bool:
     return is_address(path) or _STORE.match(path) is not None
 
 
+def local_path(path: str) -> str:
+    """Return a path on this machine. Raises ConfigError: it is empty or an address."""
+    if not path.strip():
+        raise ConfigError("is empty; give a path")
+    if is_remote(path):
+        raise ConfigError(f"{path} {LOCAL}")
+    return path
+
+
 def names_text(entry: str) -> bool:
     """Return whether a data path names text by its form: a text suffix, a glob, a folder with a trailing slash, or a
     Hugging Face dataset."""

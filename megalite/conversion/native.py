@@ -27,7 +27,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, TORCH_DTYPES
 from megalite.checkpoint.save import code_version
-from megalite.config.data import DataConfig
+from megalite.config.data import DataConfig, local_path
 from megalite.config.errors import CheckpointError, ConfigError
 from megalite.config.files import CONFIG_NAME, level_from_text
 from megalite.config.merge import merge
@@ -221,7 +221,7 @@ def write_native(
     """Write a folder of checkpoints that contains one, and return the folder. The checkpoint has step 0 and only
     weights, unless `weights` were opened with their `training`. Beside it are `config.yaml` (the model's settings, for
     `--config`) and `tokenizer/`."""
-    folder = folder.resolve()
+    folder = Path(local_path(str(folder))).resolve()
     training: Training | None = getattr(innermost(weights), "training", None)
     model, shapes = weights.model, parameter_shapes(weights.model)
     dtypes = {weight_key(name): dtype or weights.dtype(name) for name in shapes}

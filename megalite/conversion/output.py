@@ -32,6 +32,7 @@ from megalite.checkpoint.files import (
 )
 from megalite.checkpoint.safetensors_file import DTYPE_NAMES, SafetensorsWriter
 from megalite.checkpoint.safetensors_header import Record
+from megalite.config.data import local_path
 from megalite.config.errors import CheckpointError
 from megalite.conversion.weights import ConversionError, WeightPiece, Weights, blocks, innermost, parameter_shapes
 
@@ -156,7 +157,7 @@ def check_target(target: Path) -> None:
 
 def workplace_of(target: Path) -> Path:
     """Return the folder beside `target` that contains the files of an unfinished conversion."""
-    resolved = target.resolve()
+    resolved = Path(local_path(str(target))).resolve()
     if not resolved.name:
         raise ConversionError(f"the target {resolved} already exists; give a folder below it")
     return resolved.with_name(f"{STAGING_PREFIX}{resolved.name}")

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from megalite.checkpoint.files import not_writable
-from megalite.config.data import DataConfig
+from megalite.config.data import DataConfig, local_path
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import SUFFIXES
 from megalite.data.token_files import MASK_KEY
@@ -101,14 +101,20 @@ def check_settings(job: PreprocessJob) -> None:
             raise ConfigError(f"json_keys: {key!r} cannot be part of a file's name; rename the key in the input")
 
 
+def check_output_prefix(prefix: str | Path, *, example: str) -> None:
+    """Raise ConfigError if a prefix is an address, or has no name, such as `folder/`: its files would be hidden. The
+    message suggests a prefix that ends in `example`."""
+    if not Path(prefix).name or local_path(str(prefix)).endswith(("/", "/.", "/..")) or "\0" in str(prefix):
+        raise ConfigError(f"output_prefix {prefix} has no name; use one such as {Path(prefix) / example}")
+
+
 def check_target(job: PreprocessJob, inputs: Sequence[Input]) -> None:
     """Raise ConfigError if --output-prefix cannot work or would overwrite the input. Writes nothing."""
     prefix, unfinished = job.output_prefix, job.unfinished
     other = next((item for item in inputs if item.kind != "jsonl"), None) if job.sft else None
     if other is not None:
         raise ConfigError(f"input {other.path}: fine-tuning examples must be lines of JSON; use .jsonl files")
-    if not prefix or prefix.endswith("/") or "\0" in prefix:
-        raise ConfigError(f"--output-prefix {prefix!r} has no name; try {prefix.rstrip(chr(0)) or 'data/'}corpus")
+    check_output_prefix(prefix, example="corpus")
     targets = [Path(f"{name}{suffix}") for name in job.prefixes for suffix in SUFFIXES]
     if (fault := not_writable(unfinished.parent)) is not None:
         raise ConfigError(f"the output cannot be written at {fault[0]}: {fault[1]}; {_REMEDY}")

@@ -18,7 +18,7 @@ from megalite.checkpoint.manifest import seal
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import LENGTH, SUFFIXES, TokenCounts, TokenStream, token_dtype
 from megalite.preprocess.inputs import Input
-from megalite.preprocess.job import PreprocessJob, Progress, job_inputs
+from megalite.preprocess.job import PreprocessJob, Progress, check_output_prefix, job_inputs
 from megalite.preprocess.pieces import Place
 from megalite.tokenizers.base import Tokenizer
 
@@ -112,13 +112,6 @@ class Output(TokenStream):
             **({"shard": job_inputs(job)[1]} if job.shard else {}),
             "document_lengths": self.lengths.facts(),
         }
-
-
-def check_output_prefix(prefix: str | Path, *, example: str) -> None:
-    """Raise ConfigError if a prefix has no name, such as `folder/`: its files would be hidden. The message suggests a
-    prefix that ends in `example`."""
-    if not Path(prefix).name or str(prefix).endswith(("/", "/.", "/..")):
-        raise ConfigError(f"output_prefix {prefix} has no name; use one such as {Path(prefix) / example}")
 
 
 def refuse_existing(prefixes: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from megalite.checkpoint.load import Checkpoint
 from megalite.checkpoint.manifest import Slice
+from megalite.config.errors import ConfigError
 from megalite.conversion import weights as blockwise
 from megalite.conversion.native import write_native
 from megalite.conversion.open import open_weights
@@ -56,6 +57,10 @@ def test_only_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="is not a folder"):
         Output(file, identity=IDENTITY)
     assert file.read_text() == "text"
+    with pytest.raises(ConfigError, match="s3:/bucket must be a path on this machine"):
+        Output(Path("s3://bucket"), identity=IDENTITY)
+    with pytest.raises(ConfigError, match="s3:/bucket must be a path on this machine"):
+        write_native(MadeUp(tmp_path, GPT), Path("s3://bucket"))
 
 
 def test_target_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:

@@ -244,8 +244,11 @@ def test_existing_output_is_replaced_only_with_restart(tmp_path: Path, job: Prep
 
 
 def test_unwritable_outputs_are_errors(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    for prefix in ("", "data/"):
-        assert_refused(replace(job, output_prefix=prefix), f"--output-prefix '{prefix}' has no name; try data/corpus")
+    for prefix in ("", "data/", "data/\0"):
+        assert_refused(
+            replace(job, output_prefix=prefix), rf"output_prefix {prefix} has no name; use one such as .*corpus"
+        )
+    assert_refused(replace(job, output_prefix="s3://bucket/out"), "s3://bucket/out must be a path on this machine")
     under_file = replace(job, output_prefix=str(tmp_path / "a.jsonl" / "deep" / "out"))
     assert_refused(under_file, r"cannot be written at .*a\.jsonl: Not a directory; use another --output-prefix")
     (tmp_path / "out_text_document.idx").mkdir()

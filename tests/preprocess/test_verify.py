@@ -79,6 +79,8 @@ def test_existing_outputs_are_refused(folder: Path) -> None:
     for nameless in (f"{folder}/sub/", f"{folder}/..", ""):
         with pytest.raises(ConfigError, match=r"output_prefix .* has no name; use one such as .*whole"):
             refuse_existing([nameless])
+    with pytest.raises(ConfigError, match="must be a path on this machine"):
+        refuse_existing(["gs://bucket/whole"])
 
 
 LENGTHS = [3, 3, 0, 0, 3, 4]
