@@ -38,7 +38,9 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
     """Raise for a model that Megatron-LM does not support, or cannot split by tp and pp."""
     wrong = list(_inexpressible(model))
     if wrong:
-        raise ConversionError(f"Megatron-LM does not support this model: {'; '.join(wrong)}")
+        raise ConversionError(
+            f"cannot write this model for Megatron-LM: it has {'; '.join(wrong)}; use --to huggingface"
+        )
     for name, value, size in (
         ("num_attention_heads", model.num_attention_heads, tp),
         # Rows of qkv are split evenly, so ranks may share a key/value head.
@@ -305,6 +307,7 @@ def write_megatron(
 
 def written_bytes(weights: Weights, *, dtype: torch.dtype | None, tp: int, pp: int) -> int:
     """Return the bytes of tensors that `write_megatron` writes, the sum of its calls of `advance`."""
+    require_expressible(weights.model, tp=tp, pp=pp)
     export = _Export(weights, dtype, tp, pp, "local")
     return sum(export.bytes_of(stage, rank) for stage in range(pp) for rank in range(tp))
 

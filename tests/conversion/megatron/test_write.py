@@ -140,6 +140,11 @@ def test_padding_rows_round_trip(tmp_path: Path) -> None:
         ({"embedding_multiplier": 12.0, "logits_scaling": 8.0}, {}, "embedding_multiplier 12; logits_scaling 8"),
         ({"residual_multiplier": 0.22}, {}, "residual_multiplier 0.22"),
         (
+            {"experimental_attention_variant": "mamba2", "linear_attention_freq": [1, 0]},
+            {},
+            "it has linear_attention_freq",
+        ),
+        (
             {"num_experts": 4, "add_bias_linear": False, "moe_router_enable_expert_bias": True},
             {},
             "moe_router_enable_expert_bias with moe_router_score_function softmax",
@@ -165,6 +170,9 @@ def test_inexpressible_models_are_refused(
     weights = MadeUp(tmp_path, LLAMA | changes)
     with pytest.raises(ConversionError, match=message):
         write(weights, **sizes)
+    if "implementation" not in sizes:
+        with pytest.raises(ConversionError, match=message):
+            written_bytes(weights, dtype=None, **({"tp": 1, "pp": 1} | sizes))
     assert not weights.reads
     assert sorted(tmp_path.iterdir()) == []
 
