@@ -258,6 +258,8 @@ def _missing(key: str, present: tuple[str, ...]) -> str:
     shown = ", ".join(map(repr, names[:_SHOWN_KEYS])) or "none"
     more = ", ..." if len(present) > _SHOWN_KEYS else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if "messages" in names or "prompt" in names:
+        hint = "; examples to fine-tune on need --sft"
     return f"no key {key!r} (there are {shown}{more}){hint}"
 
 

@@ -30,6 +30,7 @@ BAD_LINES = {
     b"NaN": ("no object", "got a number"),
     b"true": ("no object", "got a boolean"),
     b"{}": ("missing key", "no key 'text' (there are none)"),
+    b'{"messages": []}': ("missing key", "no key 'text' (there are 'messages'); examples to fine-tune on need --sft"),
     b'{"Text": "1"}': ("missing key", "no key 'text' (there are 'Text'); did you mean 'Text'?"),
     b'{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1}': ("missing key", "(there are 'a', 'b', 'c', 'd', 'e', ...)"),
     json.dumps({"k" * 10_000: 1}).encode(): ("missing key", f"(there are '{'k' * 40}...')"),
