@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.data import TEXT_SUFFIXES
 from megalite.config.errors import ConfigError
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.tokenizers.base import Tokenizer
@@ -117,7 +118,7 @@ class TokenFiles:
         """Open `prefix`.bin with its .idx. Raises ConfigError if it is missing, damaged, or contains a token id outside
         the vocabulary."""
         if prefix not in self._open:
-            _check_exists(prefix)
+            check_exists(prefix)
             indexed = IndexedDataset(prefix)
             if not indexed.num_tokens:
                 raise ConfigError(
@@ -209,7 +210,7 @@ def _recorded_tokenizer(prefix: str) -> tuple[str, str] | None:
     return str(recorded.get("kind", "a tokenizer"))[:40], sha256
 
 
-def _check_exists(prefix: str) -> None:
+def check_exists(prefix: str) -> None:
     """Raise ConfigError for missing files, with existing names that are similar."""
     folder = Path(prefix).parent
     try:
@@ -227,6 +228,8 @@ def _check_exists(prefix: str) -> None:
     )
     if Path(prefix).is_dir():
         has += f"; the text files in a folder are {prefix}/"
+    elif Path(prefix).is_file() and not prefix.endswith((".bin", ".idx")):
+        has += f"; a text file is named {', '.join(TEXT_SUFFIXES[::3])}"
     verb = "do" if len(missing) == 2 else "does"
     raise ConfigError(
         f"data path {prefix}: {' and '.join(missing)} {verb} not exist; give a path without .bin: {folder} {has}"

@@ -18,7 +18,7 @@ from megalite.checkpoint.files import replace_durably, run_in_daemon
 from megalite.config import files
 from megalite.config.batch import ramp_in_words, size_changes
 from megalite.config.compute import kernels_in_words
-from megalite.config.data import DATASETS, PATH_SETTINGS, is_address
+from megalite.config.data import DATASETS, PATH_SETTINGS, is_address, parse_data_path
 from megalite.config.describe import replace
 from megalite.config.errors import ConfigError, plural
 from megalite.config.model import BLOCKS, ModelConfig
@@ -32,7 +32,7 @@ from megalite.config.validate import validate
 from megalite.data.dataset import SampleSource
 from megalite.data.loader import BatchLoader
 from megalite.data.sources import Datasets, WholeSplit, open_run_datasets, samples_to_read
-from megalite.data.token_files import read_side_file, side_digests
+from megalite.data.token_files import check_exists, read_side_file, side_digests
 from megalite.optimizers.schedules import Progress
 from megalite.partition.memory import USUAL_MEMORY, is_built_without_limit, within_memory
 from megalite.tokenizers.base import Tokenizer
@@ -201,7 +201,7 @@ def fetch_remote_files(
 def tokenize_texts(
     config: RunConfig, tokenize: Tokenize | None, *, world: Group, log: Callable[[str], None]
 ) -> RunConfig:
-    """Tokenize all texts in the data paths, and return the config with token files in their place.
+    """Require the token files in the data paths, tokenize all texts, and return the config with token files in their place.
 
     Rank 0 tokenizes, or finds the files of an earlier run; then the first rank of each other node does, if the files
     are missing there. All ranks gather every few seconds, so that no collective times out and the run can be stopped.
@@ -209,11 +209,17 @@ def tokenize_texts(
     Raises ConfigError: a text cannot be tokenized, or `tokenize` is None; the same on every rank.
 
     Collectives: gathers over the world while ranks tokenize, and a broadcast."""
-    if not config.data.texts:
+    data = config.data
+    with world.errors_on_all_ranks():
+        for name in PATH_SETTINGS if world.rank == 0 and data.dataset is None else ():
+            for _, path in parse_data_path(getattr(data, name), name):
+                if path not in data.texts:
+                    check_exists(path)
+    if not data.texts:
         return config
     if tokenize is None:
         raise ConfigError(
-            f"data path {config.data.texts[0]} is text, and this Trainer has no tokenize function; pass "
+            f"data path {data.texts[0]} is text, and this Trainer has no tokenize function; pass "
             "tokenize=megalite.preprocess.text_data.tokenize_text, or token files of megalite preprocess"
         )
     prefixes: dict[str, str] | None = None
@@ -233,7 +239,7 @@ def tokenize_texts(
                     f"{path} has other text on the node of rank {rank} than on that of rank 0; copy one to the other, or "
                     "use a shared file system"
                 )
-    return dataclasses.replace(config, data=config.data.with_paths(prefixes))
+    return dataclasses.replace(config, data=data.with_paths(prefixes))
 
 
 def _run_task(work: Callable[..., Any], world: Group) -> Any:

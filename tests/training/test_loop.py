@@ -1,6 +1,7 @@
 """The training loop: when it evaluates, and that it reads batches ahead."""
 
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,19 @@ def test_test_split_is_evaluated_once_at_the_end(prefix: str, tmp_path: Path) ->
     # An interrupted run has not ended.
     lines = run(prefix, tmp_path / "half", exit_interval=3)
     assert not records(tmp_path / "half", "test") and not any("test loss" in line for line in lines)
+
+
+def test_missing_token_files_are_refused_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.training.trainer.build_modules", None)
+    (tmp_path / "a.csv").write_text("text")
+    for name, said in (
+        ("none", "has no .idx file"),
+        ("a.csv", "a text file is named .jsonl, .ndjson, .json, .txt, .parquet"),
+    ):
+        with pytest.raises(ConfigError, match=f"do not exist; .*{re.escape(said)}"):
+            run(str(tmp_path / name), tmp_path / "run")
 
 
 WHOLE = {"full_validation": True, "packing": "best-fit", "split": "7,2,1"}
