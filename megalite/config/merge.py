@@ -196,6 +196,9 @@ def _hybrid_layers(level: Level, flag: str, levels: Sequence[Level]) -> None:
             f"{given.source} {shortened(pattern)} has MTP layers after /; use --mtp-num-layers, for copies of the last layer"
         )
     found, theirs = hybrid_layers("".join(parts), given.source), level.given.get("num_layers")
+    if ("E" in pattern) != (_value(levels, "num_experts") is not None):
+        works = "has E; add --num-experts 8" if "E" in pattern else "has no E; write E for -, or remove num_experts"
+        raise ConfigError(f"{given.source} {shortened(pattern)} {works}")
     if theirs is not None and theirs.value == len("".join(parts)):
         del level.given["num_layers"]
     if len(parts) > 1:
