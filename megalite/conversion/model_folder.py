@@ -14,7 +14,7 @@ from megalite.checkpoint.folders import candidates
 from megalite.checkpoint.manifest import MANIFEST_NAME, CheckpointMissing, Manifest
 from megalite.config.data import DataConfig, is_address
 from megalite.config.errors import CheckpointError, ConfigError, raise_at_end
-from megalite.config.files import level_of
+from megalite.config.files import level_of, read_preset
 from megalite.config.flags import loaded_model
 from megalite.config.merge import merge
 from megalite.config.model import TRAINING_FIELDS
@@ -194,14 +194,14 @@ def settings_on_all_ranks(load: str, step: int | None) -> Mapping[str, Any] | No
     return imported("megalite.topology.topology:run_on_rank_0")(read) if is_address(load) else read()
 
 
-def configure(**settings: Any) -> RunConfig:
-    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`. The model
-    is that in `load` without sizes, and of a Hugging Face folder always. Collectives: an address in `load` is read by
-    rank 0, and all ranks call it. Raises ConfigError: a key or value is not legal, or differs from that
-    model."""
-
+def configure(*, preset: str | None = None, **settings: Any) -> RunConfig:
+    """Build a config from the keys of a config file: `configure(num_layers=4, tp=2, imports=["my_module"])`, over those of
+    a preset. The model is that in `load` without sizes, and of a Hugging Face folder always. Collectives: an address in
+    `load` is read by rank 0, and all ranks call it. Raises ConfigError: a key or value is not legal, or differs from
+    that model."""
     with raise_at_end(None) as problems:
-        levels = [level_of({name: _text(value) for name, value in settings.items()}, "configure", problems)]
+        levels = [] if preset is None else [read_preset(preset, problems)]
+        levels += [level_of({name: _text(value) for name, value in settings.items()}, "configure", problems)]
         with problems.collecting():
             levels += loaded_model(levels, settings_on_all_ranks, overrides=False)
         return merge(levels, problems).config

@@ -44,6 +44,8 @@ class PreprocessJob:
     checkpoint_seconds: float = 5.0  # interval between saves of the work; 0: after every piece
 
     def __post_init__(self) -> None:
+        if isinstance(self.inputs, str):  # its characters would be searched, / among them
+            object.__setattr__(self, "inputs", (self.inputs,))
         if self.sft:
             object.__setattr__(self, "json_keys", SFT_KEYS)
 

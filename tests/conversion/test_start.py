@@ -100,6 +100,13 @@ def test_configure_takes_paths(tmp_path: Path) -> None:
     assert configure(data_path=tmp_path).data.data_path == [str(tmp_path)]
 
 
+def test_configure_starts_from_a_preset() -> None:
+    model = configure(preset="gpt2-124m", num_layers=3).model
+    assert (model.num_layers, model.hidden_size) == (3, 768)
+    with pytest.raises(ConfigError, match="unknown preset gpt2: did you mean"):
+        configure(preset="gpt2")
+
+
 def test_settings_from_a_converted_checkpoint(tmp_path: Path) -> None:
     """Model, sequence and tokenizer, also after the folder has moved; nothing if a size is given."""
     weights = MadeUp(tmp_path, GPT, tokenizer_files=byte_tokenizer(tmp_path / "tokenizer-there"))

@@ -243,6 +243,10 @@ def test_existing_output_is_replaced_only_with_restart(tmp_path: Path, job: Prep
     assert output_bytes(tmp_path) == expected
 
 
+def test_one_input_needs_no_tuple(job: PreprocessJob) -> None:
+    assert replace(job, inputs="a.jsonl").inputs == ("a.jsonl",)
+
+
 def test_unwritable_outputs_are_errors(tmp_path: Path, job: PreprocessJob, monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "data/", "data/\0"):
         assert_refused(
