@@ -299,6 +299,8 @@ class Reporter:
             parts.append(f"noise scale {short(result.gradient_noise_scale)}")
         if isinstance(params_norm, float):
             parts.append(f"params norm {params_norm:.3f}")
+        if self._is_cross_entropy and (empty := self._losses.count(0.0)):
+            parts.append(f"no token to learn in {empty} of {steps} steps")
         if self._skipped:
             parts.append(f"skipped {self._skipped} of {steps} steps")
         if self._waited >= _WAIT_SHARE * self._seconds:

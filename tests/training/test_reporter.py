@@ -115,6 +115,14 @@ def test_second_line_reports_unusual_values(monkeypatch: pytest.MonkeyPatch) -> 
     assert setup.lines[-1] == "  params norm 12.500  batch 8 -> 16"
 
 
+def test_steps_without_a_token_to_learn_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when all responses are longer than a sequence."""
+    setup = Setup(monkeypatch)
+    for number in range(1, 5):
+        setup.step(number, loss=float(number > 1))
+    assert [line for line in setup.lines if line.startswith("  ")] == ["  no token to learn in 1 of 2 steps"]
+
+
 def test_data_wait_is_recorded_and_logged_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(monkeypatch)
     for number, waited in enumerate((0.001, 0.008, 0.0, 0.049, 0.0, 0.05), start=1):

@@ -38,9 +38,7 @@ def require_expressible(model: ModelConfig, *, tp: int, pp: int) -> None:
     """Raise for a model that Megatron-LM does not support, or cannot split by tp and pp."""
     wrong = list(_inexpressible(model))
     if wrong:
-        raise ConversionError(
-            f"cannot write this model for Megatron-LM: it has {'; '.join(wrong)}; use --to huggingface"
-        )
+        raise ConversionError(f"cannot be written for Megatron-LM: it has {'; '.join(wrong)}; use --to huggingface")
     for name, value, size in (
         ("num_attention_heads", model.num_attention_heads, tp),
         # Rows of qkv are split evenly, so ranks may share a key/value head.
