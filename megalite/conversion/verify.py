@@ -33,6 +33,7 @@ def stock_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype, *, has_
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # such as its hints to install kernels
     # transformers' grouped matrix products do not support float64.
     plain = {"experts_implementation": "eager"} if has_experts else {}
     try:

@@ -1,6 +1,7 @@
 """The comparison after a conversion detects a flipped bit, a misplaced weight and a lost setting."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ class TestStock:
         found = compared(MadeUp(folders[name], STOCK[name]), target, use_stock=True)
         assert found.passed and 0.0 < found.logits < 1e-6, found.lines()
         assert "megalite and transformers 5" in found.computed
+        assert logging.getLogger("transformers").level == logging.ERROR  # no hints to install kernels
 
     def test_symmetric_read_and_write_fault_is_detected(self, folders: dict[str, Path]) -> None:
         source = HuggingFaceWeights(folders["llama"])
