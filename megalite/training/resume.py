@@ -266,17 +266,20 @@ def _equal_weights(strategy: object) -> bool:
     return strategy in STRATEGIES and STRATEGIES.facts(str(strategy)).weights == "equal"
 
 
+def _decay_length(optimizer: OptimizerConfig) -> tuple[str, ...]:
+    """Return the settings of the run's length if the learning rate decays until its end."""
+    until_end = optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None
+    return ("train_iters", "train_samples") if until_end and optimizer.lr_decay_style != "constant" else ()
+
+
 def changed_numbers(saved: Mapping[str, Any], written: RunConfig, *, dp: Any, here: int | None) -> list[str]:
-    """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The run's length
-    counts if the learning rate decays until its end. The global batch size may follow from dp: `dp` in the checkpoint's
-    run, `here` in this run."""
-    optimizer, differ = written.optimizer, list[str]()
+    """Return a line with the settings of `_NUMBERS` that differ from the checkpoint's run, if any. The global batch size
+    may follow from dp: `dp` in the checkpoint's run, `here` in this run."""
+    differ = list[str]()
     for section, names in _NUMBERS.items():
         before, now = _section(saved, section, dp), _section(asdict(written), section, here)
         if section == "training":
-            decays = optimizer.lr_decay_style != "constant"
-            if decays and optimizer.lr_decay_iters is None and optimizer.lr_decay_samples is None:
-                names = (*names, "train_iters", "train_samples")
+            names = (*names, *_decay_length(written.optimizer))
         if section == "parallel" and all(_equal_weights(values["dp_strategy"]) for values in (before, now)):
             names = ("pipeline_compression",)
         changed = (name for name in names if before[name] != now[name])
@@ -317,14 +320,12 @@ def require_tokenizer(name: str, manifest: Manifest, config: RunConfig, tokenize
 
 def check_fits(name: str, manifest: Manifest, config: RunConfig) -> None:
     """Raise CheckpointError if a checkpoint's manifest does not fit the config."""
-    finetune, optimizer = config.checkpoint.finetune, config.optimizer
+    finetune = config.checkpoint.finetune
     _refuse_other_model(name, _section(manifest.config, "model"), config.model, finetune=finetune)
-    saved = _section(manifest.config, "optimizer")
-    differ = [
-        f"{each} {saved[each]} there, {now} here"
-        for each in SCHEDULE
-        if saved[each] != (now := getattr(optimizer, each))
-    ]
+    saved = _section(manifest.config, "optimizer") | _section(manifest.config, "training")
+    now = asdict(config.optimizer) | asdict(config.training)
+    names = (*SCHEDULE, *_decay_length(config.optimizer))
+    differ = [f"{each} {saved[each]} there, {now[each]} here" for each in names if saved[each] != now[each]]
     if differ and config.checkpoint.require_same_schedule and not finetune:
         raise CheckpointError(
             f"{name} has other schedules: {'; '.join(differ)}. Give the checkpoint's settings, or leave out "

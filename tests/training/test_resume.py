@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,9 @@ def test_same_schedule_can_be_required(in_fp32: tuple[Path, list[dict[str, Any]]
     found = run_ranks(2, refused, str(in_fp32[0]), {**required, "lr": 0.5, "lr_warmup_iters": 3}, "a" * 64)
     assert found[0] == found[1]
     assert "has other schedules: lr 0.01 there, 0.5 here; lr_warmup_iters 2 there, 3 here. Give" in found[0]
+    # The learning rate decays until the end of the run.
+    found = run_ranks(2, refused, str(in_fp32[0]), {**required, "train_iters": 9}, "a" * 64)
+    assert re.search(r"has other schedules: train_iters \d+ there, 9 here\. Give", found[0])
 
 
 def saved(model: ModelConfig) -> Manifest:
