@@ -155,7 +155,7 @@ class Command:
             what = "flag" if words[0].startswith("-") else "command"
             known = ", ".join(self.commands)
             error = ConfigError(f"unknown {what} {words[0]}{nearest(words[0], self.commands)} (one of {known})")
-        error.add_note(f"{self.name} --help lists the flags")
+        error.add_note(f"{self.name} --help lists the commands")
         raise error
 
     def parse(self, words: Sequence[str]) -> Namespace:
