@@ -37,6 +37,11 @@ CASES: dict[str, tuple[int, str]] = {
     "evaluation": (1, "--eval-interval 2 --eval-iters 1"),
     "llama": (1, LLAMA),
     "window": (1, f"{LLAMA} --sliding-window 64"),
+    "MLA, MTP": (
+        2,
+        f"{LLAMA.replace('--num-query-groups 2', '--multi-latent-attention --qk-norm --q-lora-rank 64 --qk-head-dim 32')} "
+        "--qk-pos-emb-head-dim 16 --v-head-dim 32 --mtp-num-layers 1 --tp 2 --sequence-parallel",
+    ),
     "linear attention": (1, f"{LINEAR} --kernels delta_scan=triton"),
     "linear attention, documents": (
         4,
@@ -54,9 +59,11 @@ CASES: dict[str, tuple[int, str]] = {
     "fp16": (2, "--precision fp16 --tp 2"),
     "fp8": (2, "--fp8"),
     "fp8, rowwise": (2, "--fp8 --fp8-recipe rowwise --no-fp8-wgrad"),
+    "fp8 gathers": (2, "--fp8 --fp8-param-gather --dp-strategy fully-sharded"),
     "dropout": (2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
     "full recompute": (1, "--recompute-granularity full"),
     "selective recompute": (2, "--recompute-granularity selective --tp 2 --sequence-parallel --tp-comm-overlap"),
+    "offloaded activations": (1, "--fine-grained-activation-offloading --offload-modules core_attn mlp_act"),
     "asynchronous save": (2, "--async-save"),
     "tp2 pp2 ZeRO-1": (4, "--tp 2 --pp 2 --sequence-parallel --dp-strategy distributed-optimizer"),
     "few thread blocks": (4, "--tp 2 --pp 2 --sequence-parallel --nccl-max-ctas tp=8,pp=1,dp=4"),
@@ -86,6 +93,7 @@ CASES: dict[str, tuple[int, str]] = {
     "topk gradients": (2, "--grad-compression topk"),
     "LAMB": (2, "--optimizer lamb"),
     "Muon": (2, "--optimizer muon --dp-strategy distributed-optimizer"),
+    "SOAP": (2, "--optimizer soap --soap-frequency 2 --dp-strategy distributed-optimizer"),
     "SGD": (1, "--optimizer sgd"),
     "bf16 moments": (1, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
     "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),

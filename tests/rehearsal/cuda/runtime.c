@@ -1,4 +1,4 @@
-/* A CUDA runtime without a device: preloaded, it replaces libcudart and cuBLAS for a CUDA build of torch.
+/* A CUDA runtime without a device: preloaded, it replaces libcudart, cuBLAS and the QR of cuSOLVER for a CUDA build of torch.
 
    A kernel is counted instead of run, and memory is address space without storage. Data that the host copies there can be
    copied back or sent until the next kernel starts; all other reads return zeros. All code on the host is real: dispatch, the
@@ -332,6 +332,18 @@ API int cublasLtMatrixLayoutCreate(void **made_) { return made(made_); }
 API int cublasLtMatmulPreferenceCreate(void **made_) { return made(made_); }
 DONE(cublasLtMatmulDescDestroy) DONE(cublasLtMatmulDescSetAttribute) DONE(cublasLtMatrixLayoutDestroy)
 DONE(cublasLtMatrixLayoutSetAttribute) DONE(cublasLtMatmulPreferenceDestroy) DONE(cublasLtMatmulPreferenceSetAttribute)
+
+/* ---- cuSOLVER: the QR decomposition */
+
+API int cusolverDnCreate(void **handle) { return made(handle); }
+API int cusolverDnCreateParams(void **params) { return made(params); }
+API int cusolverDnXgeqrf_bufferSize(void *h, void *p, int64_t m, int64_t n, int t, void *a, int64_t l, int u, void *tau, int c, size_t *device, size_t *host) {
+  *device = *host = 0;
+  return 0;
+}
+API int cusolverDnSorgqr_bufferSize(void *h, int m, int n, int k, void *a, int l, void *tau, int *size) { *size = 0; return 0; }
+PRODUCT(cusolverDnXgeqrf) PRODUCT(cusolverDnSorgqr)
+DONE(cusolverDnDestroy) DONE(cusolverDnDestroyParams) DONE(cusolverDnSetStream)
 
 /* ---- the driver functions that torch looks up by name */
 
