@@ -13,6 +13,7 @@ from megalite.kernels.matmul import accumulate_weight_grad
 from megalite.models.context import LOAD_BALANCING_LOSS, Z_LOSS, ForwardContext
 from megalite.tensor_parallel.parameter import ParameterFactory, ShardedParameter, WeightGradient, as_sharded
 from megalite.topology.group import Group
+from megalite.topology.host_memory import pinned
 
 WEIGHT_STEPS = {torch.float32: 2.0**16, torch.float64: 2.0**30}  # weights are compared as multiples of 1/steps
 
@@ -202,7 +203,7 @@ class Router(Module):
     def balance(self, loads: Tensor) -> None:
         """Update the expert bias after a step: increase it for loads [E] below the mean, decrease it above."""
         assert self.bias is not None
-        step = (loads.mean() - loads).sign().to(self.bias.dtype)
+        step = pinned(loads.shape, self.bias.dtype, self.bias.device).copy_((loads.mean() - loads).sign())
         self.bias.data.add_(step.to(self.bias.device, non_blocking=True), alpha=self.bias_rate)
 
     def _attach_losses(

@@ -22,7 +22,7 @@ from megalite.optimizers.base import (
 )
 from megalite.optimizers.matrices import Box, Matrix, MatrixPart, Traffic, Wave, plan
 from megalite.topology.group import Group
-from megalite.topology.host_memory import pinned
+from megalite.topology.host_memory import Event, pinned, shared_stream
 from megalite.topology.layout import ShardSpec
 
 
@@ -279,6 +279,7 @@ class SOAP(MatrixOptimizer):
             }
             for matrix in self._owned
         }
+        self._copied: Event = None  # end of the last copy of them to host memory
 
     @classmethod
     def from_config(cls, parameters: Sequence[FlatParameter], config: RunConfig, context: Context) -> Optimizer:
@@ -290,6 +291,8 @@ class SOAP(MatrixOptimizer):
         return memory(torch.Size((size, size)), dtype=like.dtype, device=like.device)
 
     def matrix_states(self) -> list[MatrixState]:
+        if self._copied is not None:
+            self._copied.synchronize()
         found = []
         for matrix in self._owned:
             name, number = matrix.key
@@ -307,7 +310,7 @@ class SOAP(MatrixOptimizer):
     def _work(self, matrix: Matrix, wholes: Sequence[torch.Tensor]) -> None:
         grad, square, mean = wholes
         config, count, kept = self.config, self.updates + 1, self._sides[matrix.key]
-        sides = {side: [each.to(grad.device) for each in squares] for side, squares in kept.items()}
+        sides = {side: [each.to(grad.device, non_blocking=True) for each in squares] for side, squares in kept.items()}
         square.lerp_(_rotated(grad, sides).square_(), 1.0 - config.adam_beta2)
         scale = (square / (1.0 - config.adam_beta2**count)).sqrt_().add_(config.adam_eps)
         change = _rotated(mean, sides).div_(scale).div_(1.0 - config.adam_beta1**count)
@@ -321,7 +324,8 @@ class SOAP(MatrixOptimizer):
                 basis.copy_(torch.linalg.qr(torch.addmm(basis * shift, gram, basis)).Q)
             for own, new in zip(kept[side], (gram, basis), strict=True):
                 if own is not new:  # offloaded
-                    own.copy_(new)
+                    own.copy_(new, non_blocking=True)
+                    self._copied = shared_stream(grad.device).now()
         grad.copy_(change)  # the first result replaces the gradient
 
     def _after(self, piece: FlatPart, results: Sequence[torch.Tensor], update: Update) -> None:

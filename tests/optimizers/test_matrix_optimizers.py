@@ -200,9 +200,10 @@ def transcribed(weight: np.ndarray, gradients: list[np.ndarray], frequency: int,
 
 
 class HostMemory(torch.Tensor):
-    """A tensor with a `to` that copies, as from host memory to a GPU."""
+    """A tensor with a `to` that copies without a wait, as from host memory to a GPU."""
 
-    def to(self, *_: object) -> torch.Tensor:
+    def to(self, *_: object, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
         return self.as_subclass(torch.Tensor).clone()
 
 

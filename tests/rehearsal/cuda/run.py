@@ -37,10 +37,11 @@ CASES: dict[str, tuple[int, str]] = {
     "evaluation": (1, "--eval-interval 2 --eval-iters 1"),
     "llama": (1, LLAMA),
     "window": (1, f"{LLAMA} --sliding-window 64"),
-    "MLA, MTP": (
+    "MLA, MTP, expert bias": (
         2,
         f"{LLAMA.replace('--num-query-groups 2', '--multi-latent-attention --qk-norm --q-lora-rank 64 --qk-head-dim 32')} "
-        "--qk-pos-emb-head-dim 16 --v-head-dim 32 --mtp-num-layers 1 --tp 2 --sequence-parallel",
+        "--qk-pos-emb-head-dim 16 --v-head-dim 32 --mtp-num-layers 1 --tp 2 --sequence-parallel "
+        "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
     "linear attention": (1, f"{LINEAR} --kernels delta_scan=triton"),
     "linear attention, documents": (
@@ -93,7 +94,10 @@ CASES: dict[str, tuple[int, str]] = {
     "topk gradients": (2, "--grad-compression topk"),
     "LAMB": (2, "--optimizer lamb"),
     "Muon": (2, "--optimizer muon --dp-strategy distributed-optimizer"),
-    "SOAP": (2, "--optimizer soap --soap-frequency 2 --dp-strategy distributed-optimizer"),
+    "SOAP in host memory": (
+        2,
+        "--optimizer soap --soap-frequency 2 --optimizer-cpu-offload --dp-strategy distributed-optimizer",
+    ),
     "SGD": (1, "--optimizer sgd"),
     "bf16 moments": (1, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --stochastic-rounding"),
     "experts": (2, "--num-experts 4 --ep 2 --moe-aux-loss-coeff 0.01"),
