@@ -75,7 +75,8 @@ def _interleaved(p: int, v: int, m: int, group: int, ranks: Counts) -> Counts:
     moments = np.concatenate((turns[:, None] + 0 * ahead, (turns[:, None] - ahead - 1) % (v * group)))
     moments = np.minimum(moments, np.maximum(v * m - ahead - 1, 0))
     forwards = np.minimum(moments + ahead + 1, v * m)
-    return _visited(forwards, v, m, group) - _visited(moments, v, m, group)[:, :, ::-1]
+    started, ended = _visited(np.stack((forwards, moments)), v, m, group)
+    return np.asarray(started - ended[:, :, ::-1])
 
 
 def _visited(steps: Counts, v: int, m: int, group: int) -> Counts:
@@ -83,7 +84,7 @@ def _visited(steps: Counts, v: int, m: int, group: int) -> Counts:
     rounds = np.minimum(steps // (v * group), m // group)
     rest = steps - rounds * v * group
     size = np.where(rounds < m // group, group, m % group)[..., None]
-    return rounds[..., None] * group + np.clip(rest[..., None] - np.arange(v) * size, 0, size)
+    return rounds[..., None] * group + np.minimum(np.maximum(rest[..., None] - np.arange(v) * size, 0), size)
 
 
 def _zero_bubble(p: int, m: int, depth: int, ranks: Counts) -> InFlight:
@@ -144,12 +145,10 @@ class Cut:
         marks = np.zeros_like(self.dense)
         marks[self.first] += 1
         marks[self.last] += 2
-        rows = np.concatenate((self.dense, self.experts, marks), axis=1)
-        _, kind = np.unique(rows, axis=0, return_inverse=True)
-        kind = kind.reshape(-1)
-        firsts = {int(np.flatnonzero(kind == one)[0]) for one in np.unique(kind)}
-        lasts = {int(np.flatnonzero(kind == one)[-1]) for one in np.unique(kind)}
-        return np.array(sorted(firsts | lasts), dtype=np.int64)
+        rows = list(map(tuple, np.concatenate((self.dense, self.experts, marks), axis=1).tolist()))
+        lasts = {row: rank for rank, row in enumerate(rows)}
+        firsts = {row: rank for rank, row in reversed(list(enumerate(rows)))}
+        return np.array(sorted({*firsts.values(), *lasts.values()}), dtype=np.int64)
 
     @cached_property
     def contents(self) -> Floats:
@@ -215,7 +214,8 @@ class Feature(IntEnum):
 
 
 _ALIVE = np.array([Feature.DENSE_ACTIVE <= feature <= Feature.INPUT_ACTIVE for feature in Feature])
-_HEADS = (0, 1, 3, 10, 100)  # weights of the head's activations, in layers
+# Weights, in layers, of dense layers, expert layers, embedding, head and stage input, for several sizes of the head.
+_BY_HEAD = np.array([(1.0, 1.0, 0.0, head, 1e-3) for head in (0.0, 1.0, 3.0, 10.0, 100.0)]).T
 
 
 class Counter:
@@ -230,7 +230,8 @@ class Counter:
         self._is_moe = np.array([model.is_moe_layer(index) for index in range(model.num_layers)])
         self._cuts: dict[tuple[int, int, bool], Cut] = {}
         self._experts_before = np.concatenate(([0], np.cumsum(self._is_moe)))
-        self._flights: dict[tuple[Pipeline, int], InFlight] = {}
+        self._contents: dict[tuple[int, int, bool, int], tuple[Floats, Floats]] = {}
+        self._flights: dict[tuple[Pipeline, int], list[Floats]] = {}
         self._known: dict[tuple[Pipeline, int], Floats] = {}
 
     def cut(self, pipeline: Pipeline) -> Cut:
@@ -276,37 +277,42 @@ class Counter:
         return self._known[key]
 
     def _features(self, pipeline: Pipeline, group: int | None) -> Floats:
-        cut = self.cut(pipeline)
-        ranks = cut.ranks
-        warm_up = self._config.parallel.pipeline_warmup
-        key = (pipeline._replace(offloaded=0), group or 0)
+        cut, key = self.cut(pipeline), (pipeline._replace(offloaded=0), group or 0)
         if key not in self._flights:
-            self._flights[key] = in_flight(pipeline, ranks, warm_up=warm_up, group=group)
-        graphs, deferred = (counts.swapaxes(0, 1).astype(np.float64) for counts in self._flights[key])
-        dense, experts = cut.dense[ranks], cut.experts[ranks]
-        layers = dense + experts
-        gone = np.minimum(layers, pipeline.offloaded)
-        starts = cut.starts[ranks]
-        gone_experts = self._experts_before[starts + gone] - self._experts_before[starts]
-        kept, kept_experts = dense - (gone - gone_experts), experts - gone_experts
-        inputs = gone > 0
-        inputs[ranks == cut.first[0], cut.first[1]] = False
-        # By rank and moment: dense layers, expert layers and stage inputs, times microbatches.
-        active = graphs @ np.stack((kept, kept_experts, inputs), axis=2, dtype=np.float64)
-        waiting = deferred @ np.stack((dense, experts), axis=2, dtype=np.float64)
-        first, last = ((ranks == rank)[:, None] for rank, _ in (cut.first, cut.last))
-        heads, moments = graphs[:, :, cut.last[1]] * last, np.arange(graphs.shape[1])[:, None]
+            warm_up = self._config.parallel.pipeline_warmup
+            flights = in_flight(pipeline, cut.ranks, warm_up=warm_up, group=group)
+            self._flights[key] = [each.swapaxes(0, 1).astype(np.float64) for each in flights]
+        graphs, deferred = self._flights[key]
+        stored, restored = self._stored(pipeline)
+        active = graphs @ stored  # times microbatches: [ranks, moments, contents]
+        at = np.divmod(np.arange(active[..., 0].size), active.shape[1])
         if pipeline.schedule == "interleaved":
-            # No W is deferred: the moment with most graphs decides, for each weight of the head.
-            alive = active @ [1.0, 1.0, 1e-3]
-            moments = (alive + np.multiply.outer(_HEADS, heads)).argmax(2)
-        at = np.arange(len(ranks)), moments
-        rows = np.repeat(cut.contents[None], len(moments), axis=0)
-        rows[:, :, [Feature.DENSE_ACTIVE, Feature.EXPERTS_ACTIVE, Feature.INPUT_ACTIVE]] = active[at]
-        rows[:, :, [Feature.DENSE_DEFERRED, Feature.EXPERTS_DEFERRED]] = waiting[at]
-        rows[:, :, Feature.HEAD_ACTIVE] = heads[at]
-        rows[:, :, Feature.HEAD_DEFERRED] = (deferred[:, :, cut.last[1]] * last)[at]
-        rows[:, :, Feature.EMBEDDING_ACTIVE] = (graphs[:, :, cut.first[1]] * first)[at]
-        if pipeline.offloaded:
-            rows[:, :, Feature.RESTORED] = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
-        return rows.reshape(-1, len(Feature))
+            # No W is deferred: the moment with most graphs decides, on the last rank for each weight of the head.
+            number = np.arange(len(active) - 1 + _BY_HEAD.shape[1])
+            rank = np.minimum(number, len(active) - 1)
+            at = rank, (active @ _BY_HEAD).argmax(1)[rank, number - rank]
+        rows = cut.contents[at[0]]
+        rows[:, Feature.DENSE_ACTIVE : Feature.INPUT_ACTIVE + 1] = active[at]
+        if deferred.any():
+            stored, _ = self._stored(pipeline._replace(offloaded=0))
+            rows[:, Feature.DENSE_DEFERRED : Feature.HEAD_DEFERRED + 1] = (deferred @ stored[:, :, [0, 1, 3]])[at]
+        rows[:, Feature.RESTORED] = restored[at[0]]
+        return rows
+
+    def _stored(self, pipeline: Pipeline) -> tuple[Floats, Floats]:
+        """Return what each microbatch in flight stores on the device, [ranks, chunks, contents]: dense layers, expert
+        layers, embedding, head and stage input; and per rank the offloaded layers that are back at once."""
+        cut, key = self.cut(pipeline), (pipeline.pp, pipeline.vpp, pipeline.schedule in VEE, pipeline.offloaded)
+        if key not in self._contents:
+            ranks, starts = cut.ranks, cut.starts[cut.ranks]
+            dense, experts = cut.dense[ranks], cut.experts[ranks]
+            layers = dense + experts
+            gone = np.minimum(layers, pipeline.offloaded)
+            gone_experts = self._experts_before[starts + gone] - self._experts_before[starts]
+            inputs = gone > 0
+            inputs[ranks == cut.first[0], cut.first[1]] = False
+            ends = cut.stages[ranks][:, :, 2:]
+            kept = np.stack((dense - (gone - gone_experts), experts - gone_experts), axis=2)
+            restored = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
+            self._contents[key] = np.concatenate((kept, ends, inputs[:, :, None]), axis=2), restored
+        return self._contents[key]

@@ -123,14 +123,19 @@ def survey(request: Request, cluster: Cluster, stack: SoftwareStack) -> Survey:
     counter = Counter(request.config)
     clock = Clock(request.config, cluster, stack)
     sizer = clock.sizer
-    tables = []
+    if not space.blocks:
+        return Survey(request, space, (), (), ())
+    every = [block.shares for block in space.blocks]
+    stages = np.repeat([block.pipelines[0].pp for block in space.blocks], list(map(len, every)))
+    tables, layers, end = [], clock.layers(Shares.joined(every), stages), 0
     for pp, group in itertools.groupby(space.blocks, key=lambda block: block.pipelines[0].pp):
         blocks = list(group)
         shares = Shares.joined([block.shares for block in blocks])
+        start, end = end, end + len(shares)
         coefficients = sizer.coefficients(shares, pp)
         moved = sizer.states(shares, offloadable_bytes)
-        prices, relief = clock.prices(shares, pp, coefficients, moved), sizer.relief(moved, pp)
-        first = 0
+        prices = clock.prices(shares, pp, layers[..., start:end], coefficients, moved)
+        relief, first = sizer.relief(moved, pp), 0
         for block in blocks:
             part = slice(first, first + len(block.shares))
             first = part.stop
@@ -158,7 +163,8 @@ class _Table:
 
     def __post_init__(self) -> None:
         counter, block, shares = self.counter, self.block, self.block.shares
-        self.memory = of_largest_rank([counter(each) for each in block.pipelines], self.coefficients)
+        self.counts = list(map(counter, block.pipelines))
+        self.memory = of_largest_rank(self.counts, self.coefficients)
         self.seconds = np.full(self.memory.shape, np.inf)
         self.host = np.zeros(self.memory.shape, dtype=np.int64)
         fits = self.memory <= self.request.memory_limit
@@ -211,7 +217,7 @@ class _Table:
         limit, pipelines = self.request.memory_limit, [self.block.pipelines[row] for row in rows.tolist()]
         shares, prices = self.block.shares.take(columns), self.prices.take(columns)
         coefficients = self.coefficients[:, columns]
-        counts = [self.counter(each) for each in pipelines]
+        counts = [self.counts[row] for row in rows.tolist()]
         starts = [(coefficients, np.zeros(len(columns)), 0)]
         if HOST[0] in self.request.host:
             moved = coefficients - self.relief[:, columns]

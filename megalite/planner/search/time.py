@@ -24,7 +24,7 @@ from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature, Floats
 from megalite.planner.search.memory import Sizer, of_largest_rank
-from megalite.planner.search.space import RECOMPUTE, STRATEGIES, VEE, Pipeline, Shares, kinds
+from megalite.planner.search.space import RECOMPUTE, STRATEGIES, VEE, Integers, Pipeline, Shares, kinds
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ class Clock:
         """Fraction of layers with experts."""
         return self.sizer.layers[1] / self.config.model.num_layers
 
-    def prices(self, shares: Shares, pp: int, coefficients: Floats, moved: Floats) -> Prices:
-        """Price shares with pipelines of pp ranks; `moved`: bytes of the states that may move to host memory."""
+    def layers(self, shares: Shares, pp: Integers) -> Floats:
+        """Return `Prices.layers` of shares with pipelines of `pp` ranks each, which matter only to weights in 8 bits."""
         sizes = (shares.tp, shares.cp, shares.ep, shares.micro_batch_size)
-        some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel)
-        work, count = self._workload(shares.take(some), pp), len(some)
+        eight = (pp,) if self.stack.float8_rate else ()
+        some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel, *eight)
+        work, count = self._workload(shares.take(some), 1), len(some)
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         layers = np.zeros((4, 4, count))
         for row, number in enumerate(self.sizer.layers):
@@ -82,6 +83,12 @@ class Clock:
                 layers[:, row] = _parts(layer_seconds(work, self.cluster, self.stack, moe=row == 1), 0.0, count)
         for row, end in ((2, "has_embedding"), (3, "has_head")):
             layers[:, row] = _parts(stage_cost(price, **{end: 1.0}), constant, count)
+        return layers[..., of_kind]
+
+    def prices(self, shares: Shares, pp: int, layers: Floats, coefficients: Floats, moved: Floats) -> Prices:
+        """Price shares with pipelines of pp ranks; `moved`: bytes of the states that may move to host memory."""
+        some, of_kind = kinds(shares.tp, shares.cp, shares.ep, shares.micro_batch_size, shares.sequence_parallel)
+        work, count = self._workload(shares.take(some), pp), len(some)
         exchanges = self._exchanges(shares, pp)
         rate = self.cluster.accelerator.memory_bandwidth * self.cluster.efficiency.memory
         moved = self.sizer.on_rank(moved, pp)
@@ -92,7 +99,7 @@ class Clock:
         share = self._expert_share
         dense, experts = coefficients[Feature.DENSE_ACTIVE], coefficients[Feature.EXPERTS_ACTIVE]
         return Prices(
-            layers=layers[..., of_kind],
+            layers=layers,
             message=self._message(work, pp)[of_kind],
             **exchanges,
             optimizer=update + shares.offload * slower + self._matrices(shares, pp),
