@@ -189,10 +189,12 @@ def check_all(
     vocabularies: dict[str, int | ConfigError] = {}
     room = usable_bytes(memory_limit, machine)
     varying, changed = _names(expansion)
-    runs: dict[str, Run] = {}
+    runs: dict[int, Run] = {}
     names = sorted((*settings(), RANKS))
-    for done, candidate in enumerate(expansion.candidates):
+    order = sorted(range(len(expansion.candidates)), key=lambda index: _pipeline(expansion.candidates[index]))
+    for done, index in enumerate(order):
         observe(done)
+        candidate = expansion.candidates[index]
         config, refused, predicted = candidate.config, None, None
         try:
             config = validate(config, candidate.ranks, candidate.explicit, startable=True)
@@ -207,7 +209,7 @@ def check_all(
         values = {**values_of(config), RANKS: candidate.ranks}
         known = json.dumps({name: values[name] for name in names}, default=str)
         key = hashlib.sha256(known.encode()).hexdigest()[:_KEY_LENGTH]
-        run = Run(
+        runs[index] = Run(
             key=key,
             source=candidate.source,
             label=_label(candidate, varying),
@@ -217,8 +219,17 @@ def check_all(
             refused=refused,
             predicted=predicted,
         )
-        runs.setdefault(key, run)
-    return tuple(runs.values())
+    distinct: dict[str, Run] = {}
+    for _, run in sorted(runs.items()):
+        distinct.setdefault(run.key, run)
+    return tuple(distinct.values())
+
+
+def _pipeline(candidate: Candidate) -> tuple[Any, ...]:
+    """Return a key that sorts candidates by their schedules: equal ones are then computed once, by small caches."""
+    p, training = candidate.config.parallel, candidate.config.training
+    microbatch = training.micro_batch_size * (candidate.ranks // (p.tp * p.pp * p.cp))
+    return p.pp, p.vpp, str(p.schedule_name), training.seq_length, training.recompute_granularity, microbatch
 
 
 def _names(expansion: Expansion) -> tuple[list[str], list[str]]:

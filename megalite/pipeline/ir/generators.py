@@ -189,10 +189,10 @@ def smallest_group(num_ranks: int, num_microbatches: int) -> int:
 
 
 def _visits(kind: Kind, order: list[tuple[int, int]], rank: int, num_ranks: int, num_chunks: int) -> Iterator[Action]:
-    """Yield the rank's actions of one kind in the order of (chunk, microbatch); backwards visit the chunks mirrored."""
-    for chunk, microbatch in order:
-        visited = chunk if kind is Kind.F else num_chunks - 1 - chunk
-        yield Action(kind, visited * num_ranks + rank, microbatch)
+    """Return the rank's actions of one kind in the order of (chunk, microbatch); backwards visit the chunks mirrored."""
+    stages = range(rank, num_chunks * num_ranks, num_ranks)
+    of_chunk = stages if kind is Kind.F else stages[::-1]
+    return map(Action._make, [(kind, of_chunk[chunk], microbatch) for chunk, microbatch in order])
 
 
 def group_fits(num_ranks: int, num_microbatches: int, group: int) -> bool:

@@ -169,4 +169,4 @@ def _assembled(table: Table, messages: _Messages, before: IntArray) -> ActionLis
 
 def _actions(columns: IntArray) -> list[Action]:
     kinds, stages, microbatches = columns.tolist()
-    return list(map(Action, map(list(Kind).__getitem__, kinds), stages, microbatches))
+    return list(map(Action._make, zip(map(list(Kind).__getitem__, kinds), stages, microbatches)))

@@ -190,15 +190,16 @@ def stage_costs(
     config: RunConfig, stages: tuple[StagePlan, ...], cluster: Cluster, stack: SoftwareStack
 ) -> list[StageCost]:
     """Price each virtual stage of a validated config. Raises ConfigError if the accelerator lacks the precision."""
-    # Stages of one kind are priced once, also across configs of a sweep or plan. Fields that stage prices do not read
-    # are NaN, so that a price that did read one would be NaN too.
-    unread = (*_UNREAD, *(() if stack.float8_rate else ("weight_uses",)))
-    numbers = vars(workload_of(config)) | dict.fromkeys(unread, math.nan)
+    # Stages of one kind are priced once, also across configs of a sweep or plan.
+    numbers = vars(workload_of(config)) | unread(stack)
     price = _pricing(IdentityKey(cluster), IdentityKey(stack), tuple(numbers.items()))
     return [_priced(price, stage_kind(config, plan)) for plan in stages]
 
 
-_UNREAD = ("dp", "pp", "order_dp_first", "message_share", "scatters_messages")
+def unread(stack: SoftwareStack) -> dict[str, float]:
+    """Return the fields of a workload that stage prices do not read, as NaN: a price that did read one would be NaN too."""
+    names = ("dp", "pp", "order_dp_first", "message_share", "scatters_messages")
+    return dict.fromkeys((*names, *(() if stack.float8_rate else ("weight_uses",))), math.nan)
 
 
 @lru_cache(maxsize=64)

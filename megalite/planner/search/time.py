@@ -19,7 +19,7 @@ from megalite.partition.activations import ELEMENT_BYTES, rows_per_choice
 from megalite.partition.stages import StagePlan
 from megalite.planner.cost import rates
 from megalite.planner.cost.operations import Pricing
-from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost
+from megalite.planner.cost.stage import StageCost, layer_seconds, stage_cost, unread
 from megalite.planner.cost.step import matrix_seconds
 from megalite.planner.hardware import Cluster, SoftwareStack
 from megalite.planner.search.features import Cut, Feature, Floats
@@ -75,7 +75,7 @@ class Clock:
         sizes = (shares.tp, shares.cp, shares.ep, shares.micro_batch_size)
         eight = (pp,) if self.stack.float8_rate else ()
         some, of_kind = kinds(*sizes, shares.recompute, shares.sequence_parallel, *eight)
-        work, count = self._workload(shares.take(some), 1), len(some)
+        work, count = replace(self._workload(shares.take(some), 1), **unread(self.stack)), len(some)
         price, constant = Pricing.of(work, self.cluster, self.stack), self.stack.microbatch_seconds
         layers = np.zeros((4, 4, count))
         for row, number in enumerate(self.sizer.layers):
