@@ -191,10 +191,9 @@ def check_all(
     varying, changed = _names(expansion)
     runs: dict[int, Run] = {}
     names = sorted((*settings(), RANKS))
-    order = sorted(range(len(expansion.candidates)), key=lambda index: _pipeline(expansion.candidates[index]))
-    for done, index in enumerate(order):
+    order = sorted(enumerate(expansion.candidates), key=lambda pair: _pipeline(pair[1]))
+    for done, (index, candidate) in enumerate(order):
         observe(done)
-        candidate = expansion.candidates[index]
         config, refused, predicted = candidate.config, None, None
         try:
             config = validate(config, candidate.ranks, candidate.explicit, startable=True)
@@ -219,10 +218,8 @@ def check_all(
             refused=refused,
             predicted=predicted,
         )
-    distinct: dict[str, Run] = {}
-    for _, run in sorted(runs.items()):
-        distinct.setdefault(run.key, run)
-    return tuple(distinct.values())
+    distinct = {runs[index].key: index for index in sorted(runs, reverse=True)}
+    return tuple(runs[index] for index in sorted(distinct.values()))
 
 
 def _pipeline(candidate: Candidate) -> tuple[Any, ...]:

@@ -196,7 +196,7 @@ def stage_costs(
     return [_priced(price, stage_kind(config, plan)) for plan in stages]
 
 
-def unread(stack: SoftwareStack) -> dict[str, float]:
+def unread(stack: SoftwareStack) -> dict[str, Any]:
     """Return the fields of a workload that stage prices do not read, as NaN: a price that did read one would be NaN too."""
     names = ("dp", "pp", "order_dp_first", "message_share", "scatters_messages")
     return dict.fromkeys((*names, *(() if stack.float8_rate else ("weight_uses",))), math.nan)

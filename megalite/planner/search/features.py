@@ -311,8 +311,7 @@ class Counter:
             gone_experts = self._experts_before[starts + gone] - self._experts_before[starts]
             inputs = gone > 0
             inputs[ranks == cut.first[0], cut.first[1]] = False
-            ends = cut.stages[ranks][:, :, 2:]
-            kept = np.stack((dense - (gone - gone_experts), experts - gone_experts), axis=2)
+            kept = dense - (gone - gone_experts), experts - gone_experts, *cut.stages[ranks, :, 2:].transpose(2, 0, 1)
             restored = np.where(gone > 0, np.minimum(layers, 2) - (layers - gone), 0).max(1).clip(0)
-            self._contents[key] = np.concatenate((kept, ends, inputs[:, :, None]), axis=2), restored
+            self._contents[key] = np.stack((*kept, inputs), axis=2, dtype=np.float64), restored
         return self._contents[key]
