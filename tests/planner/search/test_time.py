@@ -116,6 +116,13 @@ def test_times_with_fp8_products() -> None:
     assert_near(flags.replace("mbs=1,2", "mbs=1"), 0.02)
 
 
+def test_times_with_fp8_products_do_not_depend_on_other_pipelines() -> None:
+    """Weights are cast once per step, so more microbatches make each cheaper."""
+    flags = "--preset llama3-8b --cluster dgx-h100 --stack float8-2025 --gpus 16 --global-batch-size 64 --fix cp=1"
+    both, *each = (surveyed(f"{flags} --fix pp={pp}")[1].all_seconds for pp in ("1,4", "1", "4"))
+    np.testing.assert_array_equal(both, np.concatenate(each))
+
+
 def test_times_with_weights_gathered_in_fp8() -> None:
     """Nothing overlaps the gathers: in 16 bits they would take 7 % more of a step."""
     assert_near(f"{GPT} {PLAIN} --fp8 --fp8-param-gather --no-overlap-param-gather --fix pp=1", 0.02)
