@@ -289,6 +289,8 @@ def _has_effect(name: str, config: RunConfig, named: set[str]) -> bool:
             return config.training.eval_interval is not None or bool(
                 config.data.valid_data_path or config.data.test_data_path
             )
+        case "attention_dropout":
+            return not config.model.is_sparse
         case "fresh_if_missing":
             return config.checkpoint.load is not None
         case "initial_loss_scale":

@@ -40,6 +40,9 @@ the loss is the mean over the unmasked tokens of the global batch, and gradients
     --calculate-per-token-loss --ddp-average-in-collective
 --hybrid-layer-pattern chooses the layers |
     --is-hybrid-model --spec=*\[?\S*(mamba|hybrid)_layer_specs,?\s\S*(mamba|hybrid)_stack_spec\]?
+the indexer's queries and keys are not rotated, which would change no score; its norm and scores are fp32 |
+    --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --dsa-indexer-k-norm-fp32
+every layer chooses its own keys | --dsa-indexer-topk-freq=1
 states of Mamba-2 are fp32; what is between its projections is recomputed |
     --mamba-training-ssm-states-dtype=fp32 --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype=
     --disable-mamba-mem-eff-path
@@ -106,7 +109,7 @@ kernels and fusions: the fastest kernel for the device is picked |
     --mlp-chunks-for-training= --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
     --moe-shared-expert-glu-interleave-size= --moe-mlp-glu-interleave-size= --muon-use-syrk
     --no-gradient-reduce-div-fusion --onnx-safe= --no-scaled-masked-softmax-fusion --no-torch-compile
-    --abort-on-unmet-fused-kernel-constraints
+    --abort-on-unmet-fused-kernel-constraints --dsa-kernel-backend=
 CUDA graphs |
     --cuda-graph-impl= --enable-cuda-graph --external-cuda-graph --cuda-graph-scope=* --cuda-graph-modules=*
     --cuda-graph-warmup-steps= --optimizer-cuda-graph --inference-cuda-graph-scope=
@@ -194,11 +197,7 @@ switches and names that nothing here uses |
     --enable-experimental --tokenizer-metadata= --trust-remote-code --chat-template= --DDP-impl= --export-model-type=
     --export-te-mcore-model --export-default-te-spec --export-force-local-attention --modelopt-enabled
 belongs to a feature that is refused |
-    --mtp-hybrid-override-pattern= --dsa-indexer-n-heads= --dsa-indexer-head-dim= --dsa-indexer-topk=
-    --dsa-indexer-topk-freq= --dsa-indexer-skip-topk-offset=
-    --dsa-indexer-loss-coeff= --dsa-indexer-use-sparse-loss --dsa-kernel-backend= --dsa-indexer-rope-interleaved
-    --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
-    --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32
+    --mtp-hybrid-override-pattern= --dsa-indexer-skip-topk-offset=
     --moe-upcycling-granularity= --mhc-num-residual-streams= --mhc-sinkhorn-iterations= --mhc-init-gating-factor=
     --mhc-recompute-layer-num= --fim-rate= --fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix=
     --fim-prefix-token= --fim-middle-token= --fim-suffix-token= --fim-pad-token= --fim-eod-token= --logits-save-top-k=
@@ -263,6 +262,7 @@ settings of BERT, T5, retrieval and vision models |
 _REFUSED = r"""
 this kind of attention is not supported; use attention with --num-query-groups |
     --use-kitchen-attention --qk-l2-norm --export-qk-l2-norm
+scores of the indexer pass a ReLU; leave it out | --no-dsa-indexer-scoring-relu --disable-dsa-indexer-scoring-relu
 layers of other kinds are not supported; see --hybrid-layer-pattern |
     --heterogeneous-layers-config-path=
     --heterogeneous-layers-config-encoded-json= --enable-mhc-connections --hybrid-attention-ratio= --hybrid-mlp-ratio=

@@ -14,6 +14,7 @@ TRAINING_FIELDS = frozenset(
         *("moe_pad_expert_input_to_capacity", "moe_router_sinkhorn"),
         "moe_router_force_load_balancing",
         *("moe_router_bias_update_rate", "mtp_num_layers", "mtp_loss_scaling_factor"),
+        *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     }
 )
 """Settings of the model that affect training but not the trained network. A checkpoint and the run that loads it may
@@ -32,11 +33,20 @@ GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Sizes that only `multi_latent_attention` uses."""
 
+SPARSE = (
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff"),
+    *("dsa_indexer_use_sparse_loss", "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon"),
+)
+"""Settings of sparse attention (`dsa`)."""
+
 LINEAR_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Sizes of the layers of `linear_attention_freq`."""
+
+INDEX_ROWS = 128
+"""Number of queries of sparse attention that have their scores in memory at once."""
 
 LINEAR_CHUNK = 64
 """Tokens of linear attention between two updates of its state; matrix products compute those of a chunk together."""
@@ -166,9 +176,10 @@ class ModelConfig:
     """Channels of each head's value; at most qk_head_dim + qk_pos_emb_head_dim."""
     attention_output_gate: bool = option(False)
     """Multiply attention by a sigmoid gate of each channel, which is projected with the queries."""
-    experimental_attention_variant: str | None = option(None, choices=("gated_delta_net", "mamba2"))
+    experimental_attention_variant: str | None = option(None, choices=("gated_delta_net", "mamba2", "dsa"))
     """Linear attention in the layers of linear_attention_freq: gated_delta_net (arXiv 2412.06464) or the state space mamba2
-    (arXiv 2405.21060)."""
+    (arXiv 2405.21060); or dsa: each query of multi_latent_attention attends to the keys that an indexer chooses (arXiv
+    2512.02556)."""
     linear_attention_freq: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers with softmax attention: every n-th, or a list with 1 (linear) or 0 (softmax) per layer."""
     linear_conv_kernel_dim: int = option(4, at_least=1, below=1024)
@@ -181,6 +192,21 @@ class ModelConfig:
     """Query and key heads of linear attention."""
     linear_num_value_heads: int = option(32, flags=("--mamba-num-heads",), at_least=1, below=2**24)
     """Value heads of linear attention; a multiple of linear_num_key_heads."""
+    dsa_indexer_n_heads: int = option(64, at_least=1, below=2**24)
+    """Heads of the indexer."""
+    dsa_indexer_head_dim: int = option(128, at_least=2, below=2**24)
+    """Size of an indexer head; RoPE rotates its first qk_pos_emb_head_dim channels."""
+    dsa_indexer_topk: int = option(2048, at_least=1, below=2**31)
+    """Keys per query; a query that sees fewer attends to all of them."""
+    dsa_indexer_loss_coeff: float = option(0.0, at_least=0)
+    """Weight of each layer's indexer loss, the mean over tokens of the divergence of the indexer's distribution over keys from
+    attention's. With 0 the indexer does not learn."""
+    dsa_indexer_use_sparse_loss: bool = option(False)
+    """Compute the indexer loss over the chosen keys instead of all visible ones."""
+    dsa_indexer_rope_interleaved: bool = option(False)
+    """RoPE of the indexer rotates pairs of neighbouring channels (GLM-5) instead of two halves (DeepSeek-V3.2)."""
+    dsa_indexer_k_norm_epsilon: float | None = option(None, above=0)
+    """Added to the variance in the LayerNorm of the indexer's keys; default: norm_epsilon."""
     no_mlp_freq: list[int] | None = option(None, at_least=0, below=10_000)
     """Layers of attention alone: every n-th, or a list with 1 (no MLP) or 0 (MLP) per layer."""
     pre_norms: bool = option(True)
@@ -332,6 +358,11 @@ class ModelConfig:
     def linear_corrects(self) -> bool:
         """Whether tokens of linear attention correct its state, by a write strength (the delta rule), or only add to it."""
         return self.experimental_attention_variant == "gated_delta_net"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention is sparse (`dsa`)."""
+        return self.experimental_attention_variant == "dsa"
 
     @property
     def linear_channels(self) -> tuple[int, int]:

@@ -113,6 +113,8 @@ def stage_layers(config: RunConfig) -> list[int] | None:
 def attention_in_tiles(config: RunConfig) -> str | None:
     """Return the setting that requires attention in tiles that are merged; None: no tiles."""
     model, window, parallel = config.model, config.model.sliding_window, config.parallel
+    if model.is_sparse:
+        return None
     if model.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping {model.attn_logit_softcapping:g}"
     if model.softmax_type != "vanilla":

@@ -77,15 +77,16 @@ class AttentionCore(Module):
         if self.dropout > 0.0 and self.core_cp.size == 1 and self.plain_softmax:
             self._softmax = factory.kernel("softmax", config.max_position_embeddings or 0)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d].
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
+        """Attend queries [b, heads, s, d] to keys and values [b, groups, s, d] -> [b, heads, s, d]; `index`: the indexer's
+        outputs, in sparse attention.
 
         Scores are multiplied by 1 / sqrt(d). Collectives: with cp those of `ring_attention`."""
         if self.recompute_core and torch.is_grad_enabled():
-            return recomputed(self._core, q, k, v, context)
-        return self._core(q, k, v, context)
+            return recomputed(self._core, q, k, v, context, *index)
+        return self._core(q, k, v, context, *index)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
         if context.next_tokens is not None:
             return self.cached(q, k, v, context.next_tokens)
         if context.auxiliary is not None and context.auxiliary.records_logits:
@@ -143,7 +144,7 @@ class AttentionCore(Module):
         keep = torch.empty(*q.shape[:3], length, dtype=torch.bool, device=q.device)
         stream.fill(keep, rows, self.dropout, site=f"{self.name}.probabilities", first_head=self.first_head)
         causal = self._softmax if context.visibility == CAUSAL else None
-        visible = None if causal is not None else _visible(rows, columns, context.visibility)
+        visible = None if causal is not None else visible_keys(rows, columns, context.visibility)
         return unfused_attention(
             *(q, k, v),
             visible=visible,
@@ -309,7 +310,7 @@ class Attention(AttentionCore):
         return q, self._rope(k.view(s, b, groups, d), cos, sin), v.view(s, b, groups, d).contiguous()
 
 
-def _visible(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:
+def visible_keys(rows: Tensor, columns: Tensor, visibility: Visibility) -> Tensor:
     """Return the dense mask of `visibility`: [b or 1, 1, rows, columns], true if the query attends to the key."""
     distance = rows.unsqueeze(1) - columns
     visible = distance >= 0

@@ -136,7 +136,8 @@ class Block(Module):
             kinds = imported("megalite.models.linear_attention:KINDS")
             attention, settings = kinds[config.experimental_attention_variant], {}
         elif config.multi_latent_attention:
-            attention = imported("megalite.models.latent_attention:LatentAttention")
+            kind = "sparse_attention:SparseAttention" if config.is_sparse else "latent_attention:LatentAttention"
+            attention = imported(f"megalite.models.{kind}")
         self.attention = attention(f"{name}.attention", config, factory=factory, recompute=recompute, **settings)
         if config.post_norms:
             self.attention_post_norm = Norm(f"{name}.attention_post_norm", config, factory=factory)

@@ -16,7 +16,8 @@ from megalite.topology.layout import Spans
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 Z_LOSS = "z_loss"
 MTP_LOSS = "mtp_loss"
-NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, MTP_LOSS)  # all terms, in the order of reports
+INDEXER_LOSS = "indexer_loss"
+NAMES = (LOAD_BALANCING_LOSS, Z_LOSS, MTP_LOSS, INDEXER_LOSS)  # all terms, in the order of reports
 
 
 class AuxiliaryLosses:

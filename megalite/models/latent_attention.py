@@ -67,6 +67,10 @@ class LatentAttention(AttentionCore):
             factory=factory,
         )
 
+    def indexed(self, x: Tensor, q: Tensor, context: ForwardContext) -> tuple[Tensor, ...]:
+        """Return what `core` needs besides the heads, from the layer's input and that of q_up."""
+        return ()
+
     def forward(
         self, x: Tensor, context: ForwardContext, cache: KeyValueCache | None = None, *, add_late_bias: bool = True
     ) -> Tensor:
@@ -82,33 +86,34 @@ class LatentAttention(AttentionCore):
             q = q if self.q_latent_norm is None else self.q_latent_norm(q)
             latent, shared = self.kv_down(x).split((self.rank, self.rotary), dim=2)
             latent = latent.contiguous() if self.kv_latent_norm is None else self.kv_latent_norm(latent)
+            index = self.indexed(x, q, context)
         if cache is not None and context.next_tokens is not None:
-            mixed = self._cached(q, latent, shared, cache, context, context.next_tokens)
+            mixed = self._cached(q, latent, shared, cache, context, context.next_tokens, *index)
             return self.out(mixed.flatten(2), add_late_bias=add_late_bias)
         if cache is not None:
             keys = self._cached_keys(latent, shared, context)
-            cache.fill(self.name, keys, keys[..., :0])
-        mixed = self._attention(q, latent, shared, context).permute(2, 0, 1, 3)[..., : self.values]
+            cache.fill(self.name, keys, self.index_keys(keys, *index))
+        mixed = self._attention(q, latent, shared, context, *index).permute(2, 0, 1, 3)[..., : self.values]
         if self.exchange_heads:
             mixed = heads_to_sequence(mixed, cp=self.cp_heads, spans=self.exchange_spans(context))
         return self._in_proj(self.out, mixed.flatten(2), add_late_bias=add_late_bias)
 
-    def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
+    def _attention(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
         """Run `core` on the heads; selective recompute of `mla_up_proj` recomputes the heads from the latents."""
         recompute = self.recompute_up and torch.is_grad_enabled()
         with self.saves.module("qkv_linear"):
             if recompute and self.recompute_core:
-                return recomputed(self._whole, q, latent, shared, context)
+                return recomputed(self._whole, q, latent, shared, context, *index)
             heads = self._heads(q, latent, shared, context)
         with self.saves.module("core_attn"):
             if not recompute:
-                return self.core(*heads, context)
+                return self.core(*heads, context, *index)
             up_project = partial(self._heads, context=context)
             with self.saves.recomputing(heads, up_project, q, latent, shared, saved_in="qkv_linear"):
                 return self._core(*heads, context)
 
-    def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext) -> Tensor:
-        return self._core(*self._heads(q, latent, shared, context), context)
+    def _whole(self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext, *index: Tensor) -> Tensor:
+        return self._core(*self._heads(q, latent, shared, context), context, *index)
 
     def _heads(
         self, q: Tensor, latent: Tensor, shared: Tensor, context: ForwardContext
@@ -151,15 +156,31 @@ class LatentAttention(AttentionCore):
         """Return the cache's entries [b, 1, s, r + e] for all heads; the first r channels are also the values."""
         return torch.cat((latent.unsqueeze(2), self._shared_key(shared, context)), dim=3).permute(1, 2, 0, 3)
 
+    def index_keys(self, keys: Tensor, *index: Tensor) -> Tensor:
+        """Return the second tensor [b, 1, s, ...] that the cache keeps with `keys` [b, 1, s, r + e]."""
+        return keys[..., :0]
+
+    def chosen(self, new: NextTokens, index_keys: Tensor, *index: Tensor) -> NextTokens:
+        """Return `new` with the cached tokens that the next ones attend to."""
+        return new
+
     def _cached(
-        self, q: Tensor, latent: Tensor, shared: Tensor, cache: KeyValueCache, context: ForwardContext, new: NextTokens
+        self,
+        q: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        cache: KeyValueCache,
+        context: ForwardContext,
+        new: NextTokens,
+        *index: Tensor,
     ) -> Tensor:
         """Attend one token per row to the cached latents -> [1, b, heads, w].
 
         kv_up is applied to queries and results instead of every key and value: q·(U·c) = (Uᵀ·q)·c and
         P·(c·Vᵀ) = (P·c)·Vᵀ. Attention is then multi-query with keys of r + e channels."""
         keys = self._cached_keys(latent, shared, context)
-        keys, _ = cache.append(self.name, keys, keys[..., :0], new)
+        keys, index_keys = cache.append(self.name, keys, self.index_keys(keys, *index), new)
+        new = self.chosen(new, index_keys, *index)
         q = self._queries(q, context)
         up, down = self.kv_up.weight.unflatten(0, (q.shape[2], -1)).split((self.plain, self.values), dim=1)
         plain, rotary = q.split((self.plain, self.rotary), dim=3)

@@ -202,7 +202,17 @@ def _latent_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
     shapes.append(_matrix(f"{prefix}.kv_down.weight", (r + model.qk_pos_emb_head_dim, h), None))
     shapes += _norm(model, f"{prefix}.kv_latent_norm", r) if model.qk_norm else []
     shapes.append(_matrix(f"{prefix}.kv_up.weight", (heads * (model.qk_head_dim + model.v_head_dim), r), 0))
-    return shapes + _attention_out(model, prefix)
+    return shapes + _attention_out(model, prefix) + (_indexer(model, f"{prefix}.indexer") if model.is_sparse else [])
+
+
+def _indexer(model: ModelConfig, prefix: str) -> list[ParameterShape]:
+    h, heads, size = model.hidden_size, model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+    return [
+        _matrix(f"{prefix}.q_up.weight", (heads * size, model.q_lora_rank or h), None),
+        _matrix(f"{prefix}.key.weight", (size, h), None),
+        *_norm(replace(model, normalization="LayerNorm"), f"{prefix}.key_norm", size),
+        _matrix(f"{prefix}.head_weights.weight", (heads, h), None),
+    ]
 
 
 def _linear_attention(model: ModelConfig, prefix: str) -> list[ParameterShape]:
@@ -345,14 +355,19 @@ def attention_core_flops(model: ModelConfig, layer_index: int, seq_length: int, 
     palm: 4·s·(heads·d) for all s positions (d is the mean width if values have a different one); a sliding window w < s
     makes that 4·w·(heads·d). megatron counts only the keys under the causal mask: s/2 on average, so half of that, or
     w - w²/2s with a window, which gives 4·(w - w²/2s)·(heads·d).
+    Sparse attention has the chosen keys as a window, and 2·s FLOPs per channel of the indexer's queries (Megatron-LM counts
+    all keys and no indexer).
     Linear attention has, as in Megatron-LM, 8 FLOPs per number of each value head's state (dk·dv), Mamba-2 7, in both."""
     if model.is_linear_layer(layer_index):
         state = model.linear_key_head_dim * model.linear_value_head_dim
         return (7 + model.linear_corrects) * model.linear_num_value_heads * state
     window = model.sliding_window if model.has_window(layer_index) else None
-    keys = min(seq_length, window or seq_length)
+    keys = min(seq_length, (model.dsa_indexer_topk if model.is_sparse else window) or seq_length)
     flops = 2 * keys * model.num_attention_heads * (model.head_size + model.value_size)
-    return flops * (2 * seq_length - keys) // (2 * seq_length) if convention == "megatron" else flops
+    index = 2 * seq_length * model.dsa_indexer_n_heads * model.dsa_indexer_head_dim if model.is_sparse else 0
+    if convention == "megatron":
+        return flops * (2 * seq_length - keys) // (2 * seq_length) + index // 2
+    return flops + index
 
 
 def layer_forward_flops(model: ModelConfig, layer_index: int, seq_length: int, convention: Convention = "palm") -> int:

@@ -62,7 +62,7 @@ def _settings(generator: random.Random) -> Drawn:
     drawn = _layout(generator)
     if generator.random() < 0.4:
         drawn |= _experts(generator, drawn)
-    for part in (_shape, _switches, _stages, _batch, _schedule, _recompute, _offload):
+    for part in (_shape, _switches, _sparse, _stages, _batch, _schedule, _recompute, _offload):
         drawn |= part(generator, drawn)
     return drawn
 
@@ -281,6 +281,30 @@ def _switches(generator: random.Random, drawn: Drawn) -> Drawn:
     if chance(0.3):
         found["reset_position_ids"] = True
     return found
+
+
+def _sparse(generator: random.Random, drawn: Drawn) -> Drawn:
+    """Draw sparse attention, and drop from `drawn` what does not go with it."""
+    if "multi_latent_attention" not in drawn or "linear_attention_freq" in drawn or generator.random() < 0.5:
+        return {}
+    for name in (
+        "qk_clip",
+        "sliding_window",
+        "window_attn_skip_freq",
+        "rotary_base_local",
+        "no_rope_freq",
+        *_SOMETIMES,
+    ):
+        drawn.pop(name, None)
+    for name in ("qk_clip_threshold", "attention_dropout", "hierarchical_context_parallel_sizes", "reset_position_ids"):
+        drawn.pop(name, None)
+    found: Drawn = {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": generator.randint(1, 4)}
+    found |= {"dsa_indexer_head_dim": generator.randint(6, 9), "dsa_indexer_topk": generator.randint(1, 12)}
+    found |= {
+        name: generator.random() < 0.5 for name in ("dsa_indexer_use_sparse_loss", "dsa_indexer_rope_interleaved")
+    }
+    found |= {"cp_comm_type": "allgather"} if drawn["cp"] > 1 else {}
+    return found | {"dsa_indexer_loss_coeff": generator.choice((0.0, 0.2))}
 
 
 def _stages(generator: random.Random, drawn: Drawn) -> Drawn:

@@ -68,6 +68,13 @@ def attention_changes(config: RunConfig) -> Changes:
         changes |= {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
         changes["v_head_dim"] = 7 if model.v_head_dim < model.head_size else 10
         changes["q_lora_rank"] = None if model.q_lora_rank is None else 12
+    if model.is_sparse:
+        changes |= {
+            "dsa_indexer_n_heads": min(model.dsa_indexer_n_heads, 3),
+            "dsa_indexer_topk": min(model.dsa_indexer_topk, 5),
+        }
+        rotary = changes.get("qk_pos_emb_head_dim", model.qk_pos_emb_head_dim)
+        changes["dsa_indexer_head_dim"] = min(model.dsa_indexer_head_dim, max(rotary, 8))
     if model.linear_attention_freq is not None and model.linear_channels[0] > MAX_HIDDEN:
         keys, shared = _up(2, p.tp * p.cp), min(2, model.linear_num_value_heads // model.linear_num_key_heads)
         changes |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * shared}

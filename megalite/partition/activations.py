@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megalite.config.describe import replace
-from megalite.config.model import LINEAR_CHUNK, ModelConfig
+from megalite.config.model import INDEX_ROWS, LINEAR_CHUNK, ModelConfig
 from megalite.config.run import RunConfig, cache_by_reading
 from megalite.config.training import LOSSES
 from megalite.models.shapes import map_by_kind, map_layers
@@ -74,9 +74,10 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
         keys_and_values = max(keys_and_values, 2 * p.tp * p.cp_heads * model.head_size)
     of_latents = frozenset({"mla_up_proj"}) if model.multi_latent_attention else frozenset[str]()
     # With gathered keys and values, this rank's own are kept only if they are a view of the queries' memory.
-    gathered = model.attention_dropout > 0.0 and p.cp > p.cp_heads
+    gathered = (model.attention_dropout > 0.0 or model.is_sparse) and p.cp > p.cp_heads
     apart = exchanged or model.has_rope(layer_index) or model.qk_norm or keys_and_values < 2 * queries
     again = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
+    again &= not model.is_sparse
     own = 0 if gathered and not again and (apart or model.multi_latent_attention) else keys_and_values
     # Values inside the tensor that the norms of queries and keys keep, if no queries share a key.
     joint = model.qk_norm and not (exchanged or model.qk_norm_all_heads or model.multi_latent_attention)
@@ -101,7 +102,14 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
             for heads in (queries // model.head_size, keys_and_values // (2 * model.head_size)):
                 few = heads * whole <= p.tp
                 yield _Kept(of_head * heads / p.tp, saved_by="" if few else "qkv_linear")
-    if model.attention_dropout:
+    if model.is_sparse:
+        by = "qkv_linear" if up else "core_attn"
+        sizes = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+        yield _Kept(e * sizes[1] / whole, saved_by="qkv_linear")  # the input of the key's norm
+        yield _Kept(e * (sizes[0] * (sizes[1] + 1) + sizes[1] * (1 if up else p.cp)), saved_by=by)
+        if gathered:
+            yield _Kept(e * keys_and_values * p.cp / p.tp, of_latents, by)
+    elif model.attention_dropout:
         # The softmax, its mask and the product; and the gathered keys and values of ranks that do not exchange heads.
         sinks = exact if model.softmax_type != "vanilla" else 0  # the probability of the sink
         row = (2 * e + 1) * config.training.seq_length + sinks
@@ -116,7 +124,7 @@ def _attention(config: RunConfig, layer_index: int) -> Iterator[_Kept]:
             yield _Kept(e * queries / p.tp, core, "core_attn")
         if _repeats_keys(config, layer_index):
             yield _Kept(e * (2 * queries - keys_and_values) / p.tp, core, "core_attn")
-    alone = exchanged or padded or model.attention_dropout or again
+    alone = exchanged or padded or model.attention_dropout or again or model.is_sparse
     by = "attn_proj" if alone else "attn_proj core_attn"
     yield _Kept(e * model.num_attention_heads * model.value_size / p.tp, saved_by=by)
     if model.attention_output_gate:  # the gates and the product with them
@@ -161,6 +169,18 @@ def _linear_core(config: RunConfig) -> float:
     # Convolved channels, queries and keys; the state of each chunk.
     elements += 3 * model.linear_channels[0] + 2 * keys * dk + values * dk * dv / chunk
     return exact * elements / p.tp
+
+
+def _sparse_core(config: RunConfig) -> float:
+    """Return the bytes that the backward of sparse attention recomputes at once: per key and query of `INDEX_ROWS` the products
+    and scores of the indexer, attention's probabilities and masks; and the indexer's queries and keys in fp32."""
+    model, p, training = config.model, config.parallel, config.training
+    e, exact, _ = _sizes(config)
+    rows, s = min(INDEX_ROWS, training.seq_length // p.cp), training.seq_length
+    index, heads, half = model.dsa_indexer_n_heads, model.num_attention_heads / p.tp, e < exact
+    row = s * (exact * (index + heads + 2) + half * e * heads + 3)
+    wide = half * exact * (rows * index * (model.dsa_indexer_head_dim + 1) + s * model.dsa_indexer_head_dim)
+    return training.micro_batch_size * (rows * row + wide)
 
 
 def _latents(model: ModelConfig) -> int:
@@ -362,7 +382,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the most bytes that recomputation or offloading brings back at once, beside what is kept throughout.
 
     With full recompute these are a unit's activations without its input, with selective all that one module frees in a
-    layer. Linear attention always recomputes what is between its projections."""
+    layer. Linear and sparse attention always recompute what is between their projections."""
     training, layers = config.training, range(plan.first_layer, plan.last_layer)
     mtp = config.model.mtp_layers if plan.has_head else range(0)
     if training.recompute_ahead:
@@ -370,6 +390,7 @@ def recompute_workspace_bytes(config: RunConfig, plan: StagePlan) -> int:
     restored = _restored_bytes(config, plan) if training.offloaded_layers else 0
     linear = any(map(config.model.is_linear_layer, (*layers, *mtp)))
     core = round(_tokens(config) * _linear_core(config)) if linear else 0
+    core = round(_sparse_core(config)) if config.model.is_sparse else core
     if training.recompute_granularity == "full":
         units = (sum(_layer_bytes(config, unit, "none")) for unit in recompute_units(config, plan))
         again = [unit - _unit_input_bytes(config) for unit in units]
@@ -443,6 +464,8 @@ def _deferred_of_layer(config: RunConfig, index: int) -> Iterator[float]:
         # Both down-projections share one input.
         yield (h + latent + model.qk_pos_emb_head_dim + latent + (0 if q is None else q + q)) / whole
         yield (queries + model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)) / p.tp
+        if model.is_sparse:  # gradients of the whole sequence, of which the queries' and weights' are views
+            yield model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) + model.dsa_indexer_head_dim / whole
     else:
         yield h / whole + model.query_groups * model.group_heads * model.head_size / p.tp
     yield values / p.tp + h

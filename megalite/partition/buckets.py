@@ -311,5 +311,5 @@ def is_partial(shape: ParameterShape, config: RunConfig) -> bool:
     if shape.name.endswith(("router.weight", "router.linear_bias", *heads)):
         return config.parallel.tp > 1
     in_region = ("out.bias", "down.bias", "q_down.weight", "kv_down.weight", "projection.weight")
-    in_sequence_region = "norm." in shape.name or shape.name.endswith(in_region)
+    in_sequence_region = any(part in shape.name for part in ("norm.", ".indexer.")) or shape.name.endswith(in_region)
     return config.parallel.sequence_parallel and in_sequence_region

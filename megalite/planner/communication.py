@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from megalite.config.model import INDEX_ROWS
 from megalite.config.optimizer import ONEBIT_OPTIMIZERS, OPTIMIZERS
 from megalite.config.parallel import message_bytes
 from megalite.config.run import RunConfig
@@ -211,7 +212,7 @@ def step_volumes(config: RunConfig, pipeline_rank: int, num_microbatches: int) -
     found[matrix_ranks(config), "all-to-all"] += round(sum(map(sum, exchanged)) / len(exchanged))
     model = config.model
     terms = sum(bool(model.num_experts and c) for c in (model.moe_aux_loss_coeff, model.moe_z_loss_coeff))
-    terms += model.mtp_num_layers > 0
+    terms += (model.mtp_num_layers > 0) + model.is_sparse
     if model.moe_router_enable_expert_bias:  # tokens per expert
         terms += (model.num_experts or 0) * sum(map(model.is_moe_layer, range(model.mtp_layers.stop)))
     if config.optimizer.qk_clip:  # largest logits
@@ -282,6 +283,10 @@ class _Microbatch:
         if model.query_groups < p.tp:  # received by ranks that share a key/value head; also sent, in the mean
             heads = model.num_attention_heads // p.tp * (1 + model.attention_output_gate) + 2
             self._share = [("tp", "all-to-all", self._tokens * heads * model.head_size * self._e)]
+        self._index: list[Volume] = []  # outputs of the indexer
+        if model.is_sparse and p.sequence_parallel:
+            heads, size = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+            self._index = [("tp", "all-gather", self._tokens * (heads * size + size + heads) * self._e)]
         self._exchange = [] if p.sequence_parallel else [("tp", "all-gather", self._activations)]  # after experts
 
     def through(self, plan: StagePlan, stages: tuple[StagePlan, ...]) -> Iterator[Volume]:
@@ -348,6 +353,8 @@ class _Microbatch:
         yield "cp-heads", "all-to-all", queries + keys + values
         yield from self._key_exchange(2 * keys, backward=backward)
         yield "cp-heads", "all-to-all", queries // model.head_size * model.value_size
+        if model.is_sparse:  # the target of the indexer, which the backward computes again
+            yield "tp", "all-reduce", self._tokens * self._config.training.seq_length * self._w
 
     def _key_exchange(self, own: int, *, backward: bool) -> Iterator[Volume]:
         """Yield the exchange of keys and values; `own`: bytes of a rank's."""
@@ -355,7 +362,9 @@ class _Microbatch:
         count = p.cp // p.cp_heads
         if self._config.optimizer.qk_clip and not backward:
             yield "cp-keys", "all-gather", own // 2 * count
-        if self._config.model.attention_dropout:
+        if self._config.model.is_sparse:
+            own += self._tokens * self._config.model.dsa_indexer_head_dim * self._e
+        if self._config.model.attention_dropout or self._config.model.is_sparse:
             yield "cp-keys", "reduce-scatter" if backward else "all-gather", own * count
             return
         gathers = p.cp_comm_type == "allgather"
@@ -376,7 +385,7 @@ class _Microbatch:
         if self._config.model.is_linear_layer(index):
             return [*self._enter, *self._linear_core(), *self._leave]
         core = self._attention_core(backward=False)
-        return [*self._attention_inputs, *self._share, *self._head_norms(), *core, *self._leave]
+        return [*self._attention_inputs, *self._index, *self._share, *self._head_norms(), *core, *self._leave]
 
     def _head_norms(self) -> list[Volume]:
         """Return the sums of query and key norms over the heads of all ranks, in each direction: one number per token."""
@@ -447,13 +456,24 @@ class _Microbatch:
                 softmax = not self._config.model.is_linear_layer(index)
                 if softmax and "mla_up_proj" in training.recompute_modules:
                     yield from self._attention_inputs
-                    yield next(self._attention_core(backward=False))
-                if softmax and "core_attn" in training.recompute_modules:
+                    yield from self._core_up_recomputed()
+                if softmax and "core_attn" in training.recompute_modules and not self._config.model.is_sparse:
                     yield from (each for each in self._attention_core(backward=False) if each[0] == "cp-keys")
                 if moe and "shared_experts" in training.recompute_modules:
                     yield from _without_exit([*self._enter, *self._leave])
                 if ("moe" if moe else "mlp") in training.recompute_modules:
                     yield from _without_exit(self._feed_forward(index, again=True))
+
+    def _core_up_recomputed(self) -> Iterator[Volume]:
+        """Yield the core's collectives in the recompute of the heads: the exchange of heads; sparse attention runs again up
+        to its last queries, which the backward then recomputes."""
+        core, config = self._attention_core(backward=False), self._config
+        if not config.model.is_sparse:
+            yield next(core)
+            return
+        rows = config.training.seq_length // config.parallel.cp
+        for group, operation, size in core:
+            yield group, operation, size if group != "tp" else size // rows * ((rows - 1) // INDEX_ROWS * INDEX_ROWS)
 
 
 def _without_exit(volumes: list[Volume]) -> list[Volume]:

@@ -197,7 +197,7 @@ class Stepper:
         self._biased = biased if model.moe_router_enable_expert_bias else []
         """Layers of the whole model that have routers with a bias."""
         self._auxiliary_names = [name for name, value in coefficients.items() if model.num_experts and value]
-        self._auxiliary_names += ["mtp_loss"] * (model.mtp_num_layers > 0)
+        self._auxiliary_names += ["mtp_loss"] * (model.mtp_num_layers > 0) + ["indexer_loss"] * model.is_sparse
 
     def step(
         self,

@@ -27,6 +27,7 @@ TENSORBOARD_TAGS = {
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
     "mtp_loss": "mtp_loss",
+    "indexer_loss": "indexer loss",
     "lr": "learning-rate",
     "decoupled_lr": "decoupled-learning-rate",
     "grad_norm": "grad-norm",
@@ -65,8 +66,8 @@ TENSORBOARD_TAGS = {
 
 COLUMNS = (
     *("kind", "step", "consumed_samples", "loss", "valid_loss", "test_loss", "valid_perplexity", "test_perplexity"),
-    *("load_balancing_loss", "z_loss", "mtp_loss", "loss_z", "lr", "decoupled_lr", "grad_norm", "params_norm"),
-    *("num_zeros", "gradient_noise_scale", "loss_scale", "skipped", "batch_size"),
+    *("load_balancing_loss", "z_loss", "mtp_loss", "indexer_loss", "loss_z", "lr", "decoupled_lr", "grad_norm"),
+    *("params_norm", "num_zeros", "gradient_noise_scale", "loss_scale", "skipped", "batch_size"),
     *("ms_per_step", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank", "mfu"),
     *("hardware_tflops_per_rank", "hfu"),
     *("memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "memory_bytes_max"),

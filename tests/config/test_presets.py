@@ -43,6 +43,7 @@ EXACT = {
     "deepseek-moe-16b": 16_375_728_128,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,  # without the routers' biases, which are not parameters
+    "deepseek-v3.2": 671_877_929_216,
     "moonlight-16b-a3b": 15_960_108_544,
     "kimi-k2": 1_026_408_209_408,
 }

@@ -8,7 +8,7 @@ from megalite.models.gpt import GPTStage
 from megalite.partition.stages import cut_stages
 from megalite.topology.topology import Topology
 from tests.models.stages import build
-from tests.support.tiny import LATENT, LLAMA, rows_of, tiny_config
+from tests.support.tiny import LATENT, LLAMA, SPARSE, rows_of, tiny_config
 
 PROMPT = [5, 17, 60, 3]
 PROMPTS = [PROMPT, [88], [4, 4, 4, 9, 30, 2, 71], [90, 1], PROMPT]  # of unequal lengths, with one repeated
@@ -29,12 +29,13 @@ gemma3: LLAMA sliding_window=3 window_attn_skip_freq=[3] qk_norm rotary_base_loc
 olmo2: LLAMA qk_norm qk_norm_all_heads no_rope_freq=[2] pre_norms=false post_norms
 sinks: LLAMA sliding_window=3 window_attn_skip_freq=[2] softmax_type=learnable
 latent: LATENT
+sparse: SPARSE dsa_indexer_topk=3
 latent, sinks: LATENT softmax_type=off-by-one
 latent, no norm: LATENT q_lora_rank=null qk_norm=false sliding_window=3 softmax_scale=0.3
 mixtral: LLAMA num_experts=4 moe_expert_capacity_factor=1.0
 deepseek: LLAMA num_experts=4 moe_first_dense_layers=1 moe_shared_expert_intermediate_size=16
 """,
-    {"GPT": {}, "LLAMA": LLAMA, "LATENT": LATENT},
+    {"GPT": {}, "LLAMA": LLAMA, "LATENT": LATENT, "SPARSE": SPARSE},
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes, SavedBytes
-from megalite.config.model import LINEAR_CHUNK
+from megalite.config.model import INDEX_ROWS, LINEAR_CHUNK
 from megalite.config.run import RunConfig
 from megalite.kernels.registry import Kernels
 from megalite.models.context import AuxiliaryLosses
@@ -49,6 +49,9 @@ MOE: dict[str, Any] = words(
 )
 LATENT: dict[str, Any] = LLAMA | words(
     "multi_latent_attention q_lora_rank=96 kv_lora_rank=64 qk_head_dim=32 qk_pos_emb_head_dim=16 v_head_dim=32 qk_norm"
+)
+SPARSE: dict[str, Any] = LATENT | words(
+    "experimental_attention_variant=dsa dsa_indexer_n_heads=6 dsa_indexer_head_dim=32 dsa_indexer_topk=20"
 )
 NEXT: dict[str, Any] = LLAMA | words(
     "num_layers=2 num_query_groups=2 attention_output_gate experimental_attention_variant=gated_delta_net "
@@ -170,6 +173,10 @@ def test_bytes_of_a_layer_equal_the_formula(settings: dict[str, Any], formula: C
         {**LLAMA, **selective("mlp_act", "layernorm"), "activation": "geglu", "norm_zero_centered": True},
         {**LATENT, "q_lora_rank": None, "qk_norm": False, "v_head_dim": 48},
         {**LATENT, **TP2, **SP, **selective("mla_up_proj", "layernorm")},
+        {**SPARSE, "q_lora_rank": None, "v_head_dim": 48, "num_layers": 2},
+        {**SPARSE, **TP2, **SP, **selective("core_attn", "layernorm")},
+        {**SPARSE, **TP2, "cp": 2, "cp_comm_type": "allgather"},
+        {**SPARSE, "cp": 2, "cp_comm_type": "allgather", **selective("mla_up_proj")},
         {**LLAMA, "cp": 2, "cp_comm_type": "allgather"},
         {**LATENT, "cp": 4, **HIERARCHICAL, **selective("mla_up_proj", "core_attn")},
         {**LLAMA, "num_query_groups": 1, "cp": 4, **HIERARCHICAL, **DROPOUT},
@@ -216,6 +223,21 @@ def test_bytes_that_linear_attention_recomputes_equal_the_plan(variant: str, pre
     with SavedBytes([packed, *stage.parameters()]) as saved:
         result = layer._core(packed, stage.context())
     assert recompute_workspace_bytes(config, plan) == pytest.approx(saved.now, rel=WITHIN) and result.shape[2] == 8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_that_sparse_attention_recomputes_equal_the_plan(precision: str) -> None:
+    config = tiny_config(1, **{**GPT, **SPARSE, "seq_length": 2 * INDEX_ROWS, "precision": precision})
+    stage, plan = layers_alone(RankContext(0, {}), config)
+    layer: Any = cast(Any, stage.layers["0"]).attention
+    shapes = (B, A, INDEX_ROWS, 48), (B, INDEX_ROWS, 6, 32), (B, INDEX_ROWS, 6)
+    shapes = *shapes, (B, A, 2 * INDEX_ROWS, 48), (B, A, 2 * INDEX_ROWS, 48), (B, 2 * INDEX_ROWS, 32)
+    given = [torch.ones(*shape, dtype=stage.factory.dtype).requires_grad_() for shape in shapes]
+    losses = AuxiliaryLosses(1.0, 1.0, 1.0, torch.device("cpu"))
+    context = stage.context(auxiliary=losses)
+    with SavedBytes([*given, *stage.parameters()]) as saved:
+        result = layer._rows(*given[:3], context.positions[INDEX_ROWS:], *given[3:], context)
+    assert recompute_workspace_bytes(config, plan) == pytest.approx(saved.now, rel=WITHIN) and result.shape[3] == 32
 
 
 def peak(context: RankContext, world_size: int, settings: dict[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from benchmarks.live_bytes import LiveBytes
 from megalite.models.context import AuxiliaryLosses
 from megalite.partition.activations import deferred_bytes
 from megalite.tensor_parallel.parameter import DeferredWeightGradients, attach_deferred
-from tests.models.test_activation_bytes import GPT, LATENT, S, layers_alone, settled
+from tests.models.test_activation_bytes import GPT, LATENT, SPARSE, S, layers_alone, settled
 from tests.support.ranks import RankContext, run_ranks
 from tests.support.tiny import LLAMA, tiny_config, words
 
@@ -53,6 +53,8 @@ def kept(context: RankContext, world_size: int, settings: dict[str, Any]) -> tup
         (1, {**LLAMA, **EXPERTS}),
         (1, LATENT),
         (2, {**LATENT, "q_lora_rank": None, "tp": 2, "sequence_parallel": True}),
+        (1, SPARSE),
+        (2, {**SPARSE, "tp": 2, "sequence_parallel": True}),
         (2, {"tp": 2}),
         (2, {"tp": 2, "sequence_parallel": True, "num_layers": 2}),
         (2, {"cp": 2}),

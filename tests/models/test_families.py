@@ -186,9 +186,9 @@ def their_model(family: Family) -> Any:
     """Build the transformers model with random weights."""
     # From where it lives: an import from the top of the package reads every model that there is.
     small = re.sub(
-        "(?<=[a-z0-9])(?<!granite)(?<!ol)(moe|lite|oss|open|m2|v[23]|next)$",
+        "(?<=[a-z0-9])(?<!granite)(?<!ol)(moe|lite|oss|open|m2|v[23]|v32|next)$",
         r"_\1",
-        family.kind.lower().replace("moelite", "_moelite").replace("nh", "n_h"),
+        family.kind.lower().replace("moelite", "_moelite").replace("moedsa", "_moe_dsa").replace("nh", "n_h"),
     )
     folder = f"transformers.models.{small}"
     config_class = getattr(

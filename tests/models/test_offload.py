@@ -14,7 +14,7 @@ from megalite.partition.pipeline import plan_stages, schedule_of
 from megalite.rehearsal.run import rehearse
 from megalite.topology.host_memory import pinned
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LATENT, LLAMA, Runner, build, tiny_config
+from tests.support.tiny import LATENT, LLAMA, SPARSE, Runner, build, tiny_config
 from tests.topology.test_host_memory import LateStream
 
 
@@ -119,6 +119,9 @@ BYTES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mlp": (again("layernorm", "mlp"), LAYERS),
     "latents": ({**LATENT, **again("mla_up_proj", "layernorm")}, LAYERS),
     "latents, modules": ({**LATENT, **again("mla_up_proj", "core_attn", "layernorm")}, saved_by("qkv_linear")),
+    "sparse": (SPARSE, LAYERS),
+    "sparse, modules": ({**SPARSE, **again("mla_up_proj")}, saved_by("qkv_linear")),
+    "sparse, core": (SPARSE, saved_by("core_attn")),
     "without the output": ({}, saved_by("core_attn")),
     "with the output": ({}, {**saved_by("core_attn", "attn_proj"), **LAYERS}),
     "output alone": ({"attention_dropout": 0.1}, saved_by("attn_proj")),

@@ -12,7 +12,7 @@ from tests.parity.factors import FAMILIES, Z1, Settings, refusal, settings_of, w
 from tests.parity.reference import STEPS, TOLERANCE, reference
 from tests.support.ranks import run_ranks
 from tests.support.same import require_same
-from tests.support.tiny import BIASED, LATENT, MAMBA, NEXT, rows_of, tiny_config, whole, words
+from tests.support.tiny import BIASED, LATENT, MAMBA, NEXT, SPARSE, rows_of, tiny_config, whole, words
 
 TWO: Settings = {"num_layers": 2}
 
@@ -39,6 +39,7 @@ GROUPS: dict[str, Settings] = {
     "QWEN": QWEN,
     "HYBRID": HYBRID,
     "MAMBA": MAMBA,
+    "SPARSE": SPARSE,
     "TWO": TWO,
     "GRANITE": words("embedding_multiplier=3.0 residual_multiplier=0.4 logits_scaling=2.5"),
     "FEW": {**TWO, "micro_batch_size": 2, "global_batch_size": 4},  # for collectives over eight ranks
@@ -113,6 +114,15 @@ mamba-alone: MAMBA no_mlp_freq=[1] linear_attention_freq=[5] tp=2 pp=2 dp=2 Z1 s
 mamba-mtp-ahead: MAMBA no_mlp_freq=[0,1,0,0] mtp_num_layers=1 pp=2 recompute_granularity=full recompute_ahead dp=2
 next-cp2-balanced-zero1: QWEN Z1 cp=2 dp=2 reset_attention_mask context_parallel_load_balancer=area linear_conv_kernel_dim=1
   qk_norm=false qk_clip qk_clip_threshold=0.05 FEW
+sparse-tp2-sp-pp2: SPARSE tp=2 pp=2 sequence_parallel reset_attention_mask micro_batch_size=2
+sparse-tp2-zb-plain: SPARSE q_lora_rank=null qk_norm=false tp=2 pp=2 dp=2 Z1 pipeline_schedule=zb-h1 mtp_num_layers=1
+  mtp_loss_scaling_factor=0.4 dsa_indexer_use_sparse_loss
+sparse-pp2-vpp2-ep2-zero2: deepseek-v3 SPARSE pp=2 vpp=2 dp=2 ep=2 Z1 shard_gradients optimizer=muon
+  recompute_granularity=selective recompute_modules=["mla_up_proj","moe"]
+sparse-cp2-zero3-full: SPARSE tp=2 cp=2 dp=2 cp_comm_type=allgather dp_strategy=fully-sharded sequence_parallel
+  reset_attention_mask recompute_granularity=full dsa_indexer_rope_interleaved dsa_indexer_k_norm_epsilon=1e-3 FEW
+sparse-cp4-documents-host: SPARSE cp=4 cp_comm_type=allgather context_parallel_load_balancer=area reset_attention_mask
+  reset_position_ids cpu_offloading_num_layers=2 recompute_granularity=selective recompute_modules=["layernorm"] FEW
 decayed-norms: qwen apply_wd_to_qk_layernorm tp=2 pp=2 dp=2 Z1 weight_decay=0.5 FEW
 nemotron: gpt position_embedding_type=rope rotary_percent=0.5 activation=squared_relu decoupled_lr=0.02 tp=2 dp=2
   dp_strategy=distributed-optimizer FEW

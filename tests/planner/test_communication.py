@@ -10,7 +10,7 @@ import examples.extend.smooth_z  # noqa: F401  # registers its loss, also in the
 from megalite.config.run import RunConfig
 from megalite.planner.communication import group_sizes, step_volumes, wire_factor
 from tests.support.ranks import RankContext, run_ranks
-from tests.support.tiny import LATENT, LLAMA, MAMBA, NEXT, Runner, build, rows_of, tiny_config
+from tests.support.tiny import LATENT, LLAMA, MAMBA, NEXT, SPARSE, Runner, build, rows_of, tiny_config
 from tests.support.traffic import counted
 
 GROUPS: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "LLAMA": LLAMA,
     "LATENT": LATENT,
     "NEXT": NEXT,
+    "SPARSE": SPARSE,
     "MAMBA": MAMBA,
     "OLMO2": {**LLAMA, "qk_norm": True, "qk_norm_all_heads": True, "post_norms": True},
     "MOE": {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 0.01},
@@ -57,6 +58,9 @@ cp4 in two groups, latent, recomputed:
   cp=4 LATENT HIERARCHICAL SELECTIVE recompute_modules=["core_attn","mla_up_proj"]
 tp2 cp2 sp latent, recomputed: tp=2 cp=2 SP LATENT cp_comm_type=a2a SELECTIVE recompute_modules=["mla_up_proj"]
 tp2 cp2 latent, queries from the input: tp=2 cp=2 LATENT q_lora_rank=null qk_norm=false
+tp2 cp2 sp sparse, recomputed: tp=2 cp=2 SP SPARSE cp_comm_type=allgather SELECTIVE precision=bf16
+  recompute_modules=["core_attn","mla_up_proj"] seq_length=528
+tp2 pp2 sparse, whole layers recomputed: tp=2 pp=2 SPARSE FULL
 tp2 cp2 sp linear: tp=2 cp=2 SP NEXT SELECTIVE recompute_modules=["core_attn"]
 tp2 cp2 sp state space, layers without an MLP: tp=2 cp=2 SP MAMBA FULL
 pp2 tp2 state space, MLP recomputed: tp=2 pp=2 MAMBA SELECTIVE recompute_modules=["mlp"]

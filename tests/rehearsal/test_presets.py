@@ -25,6 +25,7 @@ RUNS = {
     "olmo3-7b": (64, f"--tp 2 --pp 2 --cp 2 {SP} {ZERO}"),
     "mixtral-8x7b": (64, f"--tp 2 --pp 4 --ep 8 --etp 1 {SP} {ZERO}"),
     "deepseek-v3": (2048, f"--pp 16 --ep 64 {ZERO}"),
+    "deepseek-v3.2": (2048, f"--pp 16 --ep 64 --tp 2 {SP} {ZERO} --seq-length 512"),
     "gpt-oss-20b": (32, f"--tp 2 --cp 8 --ep 8 --etp 1 {SP} {ZERO}"),
 }
 

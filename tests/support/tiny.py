@@ -23,6 +23,7 @@ __all__ = [
     "MAMBA",
     "MOE",
     "NEXT",
+    "SPARSE",
     "TINY",
     "Z1",
     "Part",
@@ -68,6 +69,12 @@ LATENT: dict[str, Any] = {name: value for name, value in LLAMA.items() if name !
     "multi_latent_attention q_lora_rank=12 kv_lora_rank=10 qk_head_dim=6 qk_pos_emb_head_dim=4 v_head_dim=7 qk_norm"
 )
 """Attention of DeepSeek-V3."""
+
+SPARSE: dict[str, Any] = LATENT | words(
+    "experimental_attention_variant=dsa dsa_indexer_n_heads=3 dsa_indexer_head_dim=6 dsa_indexer_topk=5 "
+    "dsa_indexer_loss_coeff=0.3"
+)
+"""Attention of DeepSeek-V3.2."""
 
 NEXT: dict[str, Any] = LLAMA | words(
     "attention_output_gate experimental_attention_variant=gated_delta_net linear_attention_freq=[2] linear_conv_kernel_dim=3 "

@@ -32,7 +32,7 @@ ATTENTIONS: dict[str, Settings] = {
 
 def dense(q: torch.Tensor, k: torch.Tensor, visibility: Visibility) -> torch.Tensor:
     columns = torch.arange(q.shape[2])
-    visible = attention._visible(columns, columns, visibility)
+    visible = attention.visible_keys(columns, columns, visibility)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT / q.shape[3] ** 0.5
     return scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3))
 

@@ -4,7 +4,7 @@ Whether a kernel works on the device is checked when it is built."""
 
 from megalite.config.compute import kernel_requests, unknown_kernels
 from megalite.config.errors import Findings, nearest
-from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS, LINEAR_SIZES
+from megalite.config.model import BLOCKS, LATENT_SIZES, LAYER_LISTS, LINEAR_SIZES, SPARSE
 from megalite.config.optimizer import OPTIMIZERS
 from megalite.config.rules.rule import Check, Plain, Settings, divisors, owned, rules, without
 from megalite.config.run import attention_in_tiles, stage_layers
@@ -55,7 +55,6 @@ NETWORK: tuple[Check, ...] = (
             "!mup_base_hidden_size|mup_base_head_dim": "--use-mup",
             "!window_attn_skip_freq|rotary_base_local": "--sliding-window 4096",
             f"!{'|'.join(LATENT_SIZES)}": "--multi-latent-attention",
-            f"!linear_attention_freq|{'|'.join(LINEAR_SIZES)}": "--experimental-attention-variant gated_delta_net",
             "?qk_norm_all_heads|apply_wd_to_qk_layernorm": "--qk-norm",
             "!mtp_loss_scaling_factor": "--mtp-num-layers 1",
         }
@@ -63,6 +62,10 @@ NETWORK: tuple[Check, ...] = (
     *owned(
         "position_embedding_type",
         {"rotary_base|rotary_percent|rotary_interleaved|rotary_base_local|no_rope_freq": ("rope",)},
+    ),
+    *owned(
+        "experimental_attention_variant",
+        {f"linear_attention_freq|{'|'.join(LINEAR_SIZES)}": ("gated_delta_net", "mamba2"), "|".join(SPARSE): ("dsa",)},
     ),
     *owned(
         "rope_scaling",
@@ -124,7 +127,7 @@ NETWORK: tuple[Check, ...] = (
             "{?sliding_window} has no effect with {linear_attention_freq}: no layer with softmax attention has a window; remove "
             "it": lambda c: c.linear_attention_freq is not None and not any(map(c.has_window, range(c.num_layers))),
             "{experimental_attention_variant} needs the layers that have it; add --linear-attention-freq 4": lambda c: (
-                c.experimental_attention_variant is not None and c.linear_attention_freq is None
+                c.experimental_attention_variant in ("gated_delta_net", "mamba2") and c.linear_attention_freq is None
             ),
             "{linear_attention_freq} leaves no layer to linear attention; use e.g. --linear-attention-freq 4, or "
             "remove it and experimental_attention_variant": lambda c: (
@@ -134,6 +137,23 @@ NETWORK: tuple[Check, ...] = (
             "{=linear_num_key_heads}": lambda c: (
                 c.linear_attention_freq is not None and c.linear_num_value_heads % c.linear_num_key_heads
             ),
+            "{experimental_attention_variant} is a kind of multi-latent attention; add --multi-latent-attention": lambda c: (
+                c.is_sparse and not c.multi_latent_attention
+            ),
+            "{position_embedding_type} does not go with {experimental_attention_variant}: equal tokens would have equal scores, and "
+            "rounding decide which are chosen; use --position-embedding-type rope": lambda c: (
+                c.is_sparse and c.position_embedding_type == "none"
+            ),
+            "{?reset_position_ids} without reset_attention_mask does not go with {experimental_attention_variant}: tokens of two "
+            "documents could have equal scores, and rounding decide between them; add --reset-attention-mask": lambda c: (
+                c.is_sparse and not c.reset_attention_mask
+            ),
+            "{dsa_indexer_head_dim} is less than {qk_pos_emb_head_dim}, the channels that RoPE rotates; use at least "
+            "{=qk_pos_emb_head_dim}": lambda c: c.is_sparse and c.dsa_indexer_head_dim < c.qk_pos_emb_head_dim,
+            "{?no_rope_freq|sliding_window|softmax_type|attn_logit_softcapping|attention_dropout|qk_clip} is not supported with "
+            "{experimental_attention_variant}; remove it": lambda c: c.is_sparse,
+            "{cp_comm_type} does not go with {experimental_attention_variant}, which needs all keys of some queries; use "
+            "--cp-comm-type allgather": lambda c: c.is_sparse and c.cp > 1 and c.cp_comm_type != "allgather",
             "{?qk_norm_all_heads} does not go with {normalization}; use --normalization RMSNorm": (
                 lambda c: c.qk_norm and c.normalization != "RMSNorm"
             ),
@@ -174,10 +194,10 @@ def _kernels(c: Settings) -> Findings:
 
 
 def _has_fp32_products(c: Settings) -> bool:
-    """Return whether any matrix product is in fp32; routing, linear attention, Muon, SOAP and PowerSGD use fp32
-    with bf16 and fp16 too."""
+    """Return whether any matrix product is in fp32; routing, linear and sparse attention, Muon, SOAP and PowerSGD use
+    fp32 with bf16 and fp16 too."""
     matrices = OPTIMIZERS.facts(c.optimizer).separate_matrices or c.grad_compression == "powersgd"
-    of_half = c.num_experts is not None or matrices or c.linear_attention_freq is not None
+    of_half = c.num_experts is not None or matrices or c.experimental_attention_variant is not None
     return c.precision == "fp32" or (c.precision in ("bf16", "fp16") and of_half)
 
 
@@ -197,6 +217,9 @@ COMPUTE: tuple[Check, ...] = (
         {
             "{?attention_backend} has no effect with {attention_dropout}, which needs the probabilities in memory; set "
             "attention_dropout 0 or remove it": lambda c: c.attention_dropout,
+            "{?attention_backend} has no effect with {experimental_attention_variant}, which has its own computation; remove it": (
+                lambda c: c.is_sparse
+            ),
             "{?tp_comm_overlap} has no effect without sequence_parallel; add --tp 2 --sequence-parallel or remove it": (
                 lambda c: c.tp == 1 or not c.sequence_parallel
             ),
@@ -206,7 +229,7 @@ COMPUTE: tuple[Check, ...] = (
             "{?deterministic} and compile do not go together: the compiler chooses the order of addition by timing; keep one of "
             "them": lambda c: c.compile,
             "{?deterministic} and {attention_backend} (fused) do not go together: its backward adds in a varying order; use flash or "
-            "auto": lambda c: c.attention_backend == "cudnn",
+            "auto": lambda c: c.attention_backend == "cudnn" and not c.is_sparse,
             "{?deterministic} and {dp_strategy} do not go together: a worker's weights depend on timing; use "
             "parameter-server or remove it": lambda c: c.dp_strategy == "async-parameter-server",
             "{?fp8} needs precision bf16, not {=precision}; add --bf16": lambda c: c.precision != "bf16",

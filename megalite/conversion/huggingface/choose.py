@@ -45,6 +45,8 @@ def _normal_form(values: dict[str, Any]) -> dict[str, Any]:
     found["linear_attention_freq"] = linear if any(linear) else None
     without = [int(not model.has_mlp(index)) for index in range(model.num_layers)]
     found["no_mlp_freq"] = without if any(without) else None
+    if model.is_sparse:
+        found["dsa_indexer_k_norm_epsilon"] = model.dsa_indexer_k_norm_epsilon or model.norm_epsilon
     if not any(windows):
         found |= {"sliding_window": None, "rotary_base_local": None}
     if model.rope_scaling == "none" and model.rotary_base_local == model.rotary_base:

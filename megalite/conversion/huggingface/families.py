@@ -25,6 +25,7 @@ from megalite.conversion.huggingface.variants import (
     Olmo3,
     Qwen3Next,
     SmolLM3,
+    SparseDeepSeek,
 )
 from megalite.conversion.weights import ConversionError
 
@@ -95,6 +96,7 @@ def _routed(*, count: int | None, shared: int | None, **more: Any) -> ExpertKeys
     return ExpertKeys(count=("n_routed_experts", count), shared=("n_shared_experts", shared), **keys)
 
 
+_V3_EXPERTS = _routed(count=256, topk=8, width=2048, shared=1, scaling=2.5, groups=(8, 4), first_dense=3)
 _QWEN3 = LlamaLike("qwen3", "Qwen3ForCausalLM", head_size=128, attention_bias=True, qk_norm=True, **_QWEN)
 _ALL = (
     GPT2("gpt2", "GPT2LMHeadModel"),
@@ -190,7 +192,27 @@ _ALL = (
         *("deepseek_v3", "DeepseekV3ForCausalLM"),
         max_positions=4096,
         scores=("sigmoid", "noaux_tc"),
-        experts=_routed(count=256, topk=8, width=2048, shared=1, scaling=2.5, groups=(8, 4), first_dense=3),
+        experts=_V3_EXPERTS,
+        mtp=True,
+    ),
+    SparseDeepSeek(
+        *("deepseek_v32", "DeepseekV32ForCausalLM"),
+        max_positions=163840,
+        scores=("sigmoid", "noaux_tc"),
+        index_heads=64,
+        experts=replace(_V3_EXPERTS, dense="mlp_layer_types"),
+        mtp=True,
+    ),
+    SparseDeepSeek(
+        *("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+        max_positions=202752,
+        norm_epsilon=1e-5,
+        scores=("sigmoid", "noaux_tc"),
+        q_rank=2048,
+        sizes=(512, 192, 64, 256),
+        index_heads=32,
+        pairs=True,
+        experts=replace(_V3_EXPERTS, groups=(1, 1), dense="mlp_layer_types"),
         mtp=True,
     ),
     Gemma("gemma2", "Gemma2ForCausalLM", max_positions=8192, caps=(50.0, 30.0), full_every=2, **_GEMMA),

@@ -163,6 +163,50 @@ class DeepSeek(LlamaLike):
         yield WeightPiece(f"{there}.o_proj.weight", f"{here}.out.weight", (h, heads * model.v_head_dim))
 
 
+_INDEXER = (
+    ("dsa_indexer_n_heads", "index_n_heads", "integer"),
+    ("dsa_indexer_head_dim", "index_head_dim", "integer", 128),
+    ("dsa_indexer_topk", "index_topk", "integer", 2048),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseDeepSeek(DeepSeek):
+    """DeepSeek-V3.2 and GLM-5: an indexer in each layer, with a LayerNorm of fixed epsilon."""
+
+    index_heads: int  # default of index_n_heads
+    pairs: bool = False  # RoPE of the indexer rotates pairs of adjacent channels
+
+    def _settings(self, file: ModelFile, positions: int) -> dict[str, Any]:
+        values, layers = dict(file.values), file.layers("num_hidden_layers")
+        file.require({"indexer_rope_interleave": self.pairs})
+        if values.get("indexer_types") is None:
+            file.require({"index_topk_freq": 1, "index_topk_pattern": None})
+        for name, kind in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+            found = values.pop(name, None)
+            if found is not None and found != [kind] * layers:
+                raise file.fault(f"{name} is {str(found)[:60]}; it must be {kind} for each of {layers} layers")
+        file = ModelFile({"index_n_heads": self.index_heads, **values}, file.where)
+        return super()._settings(file, positions) | {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_rope_interleaved": self.pairs,
+            "dsa_indexer_k_norm_epsilon": 1e-6,
+            **file.settings(_INDEXER),
+        }
+
+    def write(self, model: ModelConfig, seq_length: int) -> dict[str, Any]:
+        return super().write(model, seq_length) | written(model, _INDEXER)
+
+    def attention_pieces(self, model: ModelConfig, there: str, here: str) -> Iterator[WeightPiece]:
+        yield from super().attention_pieces(model, there, here)
+        h, heads, size = model.hidden_size, model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+        there, here = f"{there}.indexer", f"{here}.indexer"
+        yield WeightPiece(f"{there}.wq_b.weight", f"{here}.q_up.weight", (heads * size, model.q_lora_rank or h))
+        yield WeightPiece(f"{there}.wk.weight", f"{here}.key.weight", (size, h))
+        yield from _norm(f"{there}.k_norm", f"{here}.key_norm", size)
+        yield WeightPiece(f"{there}.weights_proj.weight", f"{here}.head_weights.weight", (heads, h))
+
+
 GEMMA: Mapping[str, Any] = MappingProxyType(
     {"norm_zero_centered": True, "scale_embeddings": True, "post_norms": True}
 )  # settings of all Gemma models

@@ -76,6 +76,8 @@ def _inexpressible(model: ModelConfig) -> Iterator[str]:
     ):
         if getattr(model, name):
             yield name
+    if model.is_sparse:
+        yield "experimental_attention_variant dsa"
     if not model.pre_norms:
         yield "pre_norms false"
     if model.activation != "quick_geglu" and (model.activation_func_clamp_value is not None or model.glu_linear_offset):

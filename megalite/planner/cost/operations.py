@@ -149,6 +149,8 @@ def activation(price: Pricing, rows: Number, width: Number) -> PassCosts:
 
 def attention_core(price: Pricing) -> PassCosts:
     """Price q·kᵀ, softmax, P·v and the exchanges of context parallelism; there are no weight gradients."""
+    if np.any(np.asarray(price.work.index_heads) > 0):
+        return _with_context(price, _sparse_core(price))
     core = _fused_core(price) if price.stack.fused_attention else _scores_in_memory(price)
     softcap = price.work.softcap
     if price.stack.fused_attention and np.any(np.asarray(softcap) > 0):
@@ -177,6 +179,20 @@ def _scores_in_memory(price: Pricing) -> PassCosts:
     width = (2.0 * work.heads + 2.0 * work.groups) * work.head_size / work.tp
     transposed = price.passes(2.0, 2.0, work.tokens * width, 4.0)
     return PassCosts(scores + context, backward, Parts()) + softmax + transposed
+
+
+def _sparse_core(price: Pricing) -> PassCosts:
+    """Price attention with scores in memory, and the indexer's products, in fp32: of its heads (4 passes forward, 6 backward)
+    and their sum (30 and 10: assumed), for the choice and the loss, with a sum over tp. The backward repeats the forward."""
+    work = price.work
+    rows, dense = work.sequence / work.cp, _scores_in_memory(price)
+    product = price.gemm(rows * work.index_heads, work.sequence, work.index_size, work.batch, times=0.5)
+    elements = work.tokens * work.sequence * work.exact
+    found = PassCosts(product, product * 2.0, Parts())
+    found = found + price.passes(4.0, 6.0, elements * work.index_heads, 4.0) + price.passes(30.0, 10.0, elements, 30.0)
+    target = price.tensor("all-reduce", elements * work.element)
+    found = dense + found + PassCosts(target, Parts(), Parts())
+    return found + PassCosts(Parts(), found.forward, Parts())
 
 
 def _ring(work: Workload) -> tuple[Number, Number, Number]:
@@ -308,6 +324,12 @@ def _latent_projections(price: Pricing) -> PassCosts:
     found = latent_up(price) + price.linear(rows, work.q_rank, work.hidden) * (work.q_rank > 0)
     found = found + price.linear(rows, work.kv_rank + work.shared_key, work.hidden)
     found = found + price.linear(work.tokens, work.hidden, heads * work.value_size)
+    if np.any(np.asarray(work.index_heads) > 0):
+        index = work.index_heads * work.index_size
+        found = found + price.linear(rows, index, np.where(work.q_rank > 0, work.q_rank, work.hidden))
+        found = found + price.linear(rows, work.index_size + work.index_heads, work.hidden)
+        gathered = (index + work.index_size + work.index_heads) * work.tokens * work.element
+        found = found + PassCosts(price.tensor("all-gather", gathered) * work.sequence_parallel, Parts(), Parts())
     return found + price.passes(2.0, 3.0, rows * (work.q_rank + work.kv_rank), 2.0) * work.qk_norm
 
 

@@ -81,6 +81,8 @@ class Workload:
     linear_value_size: Number = _of(lambda c: c.model.linear_value_head_dim)
     linear_key_size: Number = _of(lambda c: c.model.linear_key_head_dim)
     linear_corrects: Number = _of(lambda c: c.model.linear_corrects)
+    index_heads: Number = _of(lambda c: c.model.dsa_indexer_n_heads * c.model.is_sparse)  # of sparse attention
+    index_size: Number = _of(lambda c: c.model.dsa_indexer_head_dim)
     output_gate: Number = _of(lambda c: c.model.attention_output_gate)
     # Width of the shared experts; 0 without.
     shared_ffn: Number = _of(lambda c: c.model.moe_shared_expert_intermediate_size or 0)

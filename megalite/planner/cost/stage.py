@@ -113,7 +113,7 @@ def layer_parts(price: operations.Pricing, *, moe: bool = False) -> tuple[operat
     if np.any(np.asarray(work.recompute_up) > 0):
         up = operations.latent_up(price).forward + price.enter(operations.latent_width(work))
         again = again + up * (work.recompute_up * (1.0 - work.linear))
-    again = again + core.forward * work.recompute_core + norms.forward * work.recompute_norm
+    again = again + core.forward * (work.recompute_core * (work.index_heads == 0)) + norms.forward * work.recompute_norm
     again = again * (1.0 - work.recompute_full) + whole * work.recompute_full
     return total, again
 

@@ -401,6 +401,8 @@ def _shares(request: Request, pp: int) -> Shares:
         legal &= size % np.maximum(dp * columns["micro_batch_size"], 1) == 0
     if model.linear_attention_freq is not None:
         legal &= model.linear_num_key_heads % (tp * cp) == 0
+    if model.is_sparse and config.parallel.cp_comm_type != "allgather":
+        legal &= cp == 1
     legal &= (columns["sequence_parallel"] == 0) | ((tp > 1) & (s % (tp * cp) == 0))
     if "dp" in request.fixed:
         legal &= np.isin(dp, request.fixed["dp"])

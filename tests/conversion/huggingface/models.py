@@ -48,6 +48,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "EXPERTS": words(_EXPERTS) | rope(1e6),
     "GLM_MOE": words(_GLM_MOE) | _HALF,
     "DEEPSEEK": words(_DEEPSEEK),
+    "INDEXER": words("index_n_heads=5 index_head_dim=6 index_topk=3"),
     "DOTS": words(_DOTS) | rope(50.0),
     "BAMBA": words("mamba_n_heads=4 mamba_n_groups=1 mamba_d_state=5 mamba_d_conv=3 mamba_chunk_size=4 mamba_expand=2"),
     "HYBRID": words(_HYBRID),
@@ -113,6 +114,9 @@ minimax-m2: kind=MiniMaxM2 PAIRS head_dim=8 num_local_experts=6 num_experts_per_
 dots1: kind=Dots1 DOTS first_k_dense_replace=1 n_shared_experts=2 num_experts_per_tok=4 MIXED
 dots1-groups: kind=Dots1 DOTS n_group=4 topk_group=2 num_experts_per_tok=4 max_window_layers=1
 dots1-one-expert: kind=Dots1 DOTS num_experts_per_tok=1 norm_topk_prob=false sliding_window=null
+deepseek-v3.2: kind=DeepseekV32 DEEPSEEK YARN INDEXER n_group=4 topk_group=2 num_mtp_layers=0 first_k_dense_replace=2
+glm5: kind=GlmMoeDsa DEEPSEEK ROPE INDEXER num_mtp_layers=0 rms_norm_eps=1e-6 index_topk=5 first_k_dense_replace=2
+  mlp_layer_types=["dense","dense","sparse"]
 glm4-moe-lite: kind=Glm4MoeLite DEEPSEEK ROPE num_mtp_layers=0 rms_norm_eps=1e-6
   mlp_layer_types=["dense","dense","sparse"]
 qwen3-next: kind=Qwen3Next NEXT_EXPERTS mlp_only_layers=[0]

@@ -188,6 +188,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dots1", {"num_experts_per_tok": 1}, "norm_topk_prob is true; .* num_experts_per_tok 1 only false is supported"),
     ("dots1", {"n_routed_experts": None}, "n_routed_experts is null; it must be a number"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 15}, "it must be dense layers and then sparse ones"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 15}, "it must be full for each of 30 layers"),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is false; only true is supported"),
+    ("deepseek_v32", {"index_topk_freq": 2}, "index_topk_freq is 2; only 1 is supported"),
+    ("deepseek_v32", {"layer_types": ["full_attention"] * 30}, "it must be indexed_attention for each of 30 layers"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
     ("granite", {"logits_scaling": None}, "logits_scaling is 'None'; it must be a number"),
     ("granitemoeshared", {"shared_intermediate_size": 0}, "shared_intermediate_size is '0'; it must be a whole number"),
@@ -278,6 +282,12 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "topk_method": "noaux_tc",
         }
         | {"first_k_dense_replace": 1, "rope_theta": 1000000, "num_nextn_predict_layers": 1},
+    ),
+    "glm_moe_dsa": (
+        744e9,
+        {"vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288, "num_hidden_layers": 78}
+        | {"num_attention_heads": 64, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
+        | {"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True},
     ),
     "ernie4_5_moe": (
         21.83e9,

@@ -57,6 +57,19 @@ def test_each_pass_over_keys_starts_and_ends_tiles() -> None:
     assert keys_seen(cluster_with(memory_bandwidth=ENDLESS, multiprocessors=1)) == pytest.approx((4096, 4096))
 
 
+def test_sparse_attention_computes_all_scores_twice() -> None:
+    """The indexer's products, at half the rate, are added to those with all keys; the backward repeats the forward."""
+    sparse = {"multi_latent_attention": True, "experimental_attention_variant": "dsa"}
+    sizes = {"dsa_indexer_n_heads": 16, "dsa_indexer_head_dim": 128, "qk_head_dim": 64, "v_head_dim": 128}
+    work = workload_of(config_of(1, seq_length=2048, **sparse, **sizes))
+    dense, core = (attention_core(Pricing.of(each, BASE, UNFUSED)) for each in (replace(work, index_heads=0.0), work))
+    more = Pricing.of(work, BASE, UNFUSED).gemm(2048 * 16, 2048, 128, times=0.5).gemm
+    assert more > 2 * 2 * 16 * 128 * 2048 * 2048 / 312e12
+    assert core.forward.gemm == pytest.approx(dense.forward.gemm + more)
+    assert core.input_gradient.gemm == pytest.approx(dense.input_gradient.gemm + 2 * more + core.forward.gemm)
+    assert core.forward.memory > dense.forward.memory
+
+
 def test_results_of_blocks_of_keys_are_summed_in_memory() -> None:
     """Bytes beyond those of one rank, in bf16, per query and per key and value of one rank."""
     sizes = {"seq_length": 4096, "num_query_groups": 4}

@@ -28,6 +28,7 @@ LINEAR = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 2"
 )
+SPARSE = "--multi-latent-attention --experimental-attention-variant dsa --fix recompute=none"
 GROUPED = f"{TINY} --num-query-groups 2 --cp-comm-type"
 HIERARCHICAL = f"{GROUPED} a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
@@ -119,6 +120,8 @@ def in_nodes(request: Request, chosen: dict[str, Any]) -> bool:
             (1,),
             ("1f1b", "zb-h2", "interleaved"),
         ),
+        (f"{TINY} {SPARSE} --fix schedule=1f1b,zb-h1,gpipe", (1,), ("1f1b", "zb-h1", "gpipe")),
+        (f"{TINY} {SPARSE} --fix schedule=1f1b --cp-comm-type allgather", (1,), ("1f1b",)),
         (f"{HIERARCHICAL} --fix recompute=none --fix schedule=1f1b,zb-v", (1,), ("1f1b", "zb-v")),
         (f"{EXPERTS} --fix recompute=full --fix schedule=1f1b,interleaved", (1, 2, 3, 4), ("1f1b", "interleaved")),
         (

@@ -52,6 +52,11 @@ CASES: dict[str, tuple[int, str]] = {
         2,
         f"{LINEAR.replace('gated_delta_net', 'mamba2')} --no-mlp-freq 2 --kernels delta_scan=triton --tp 2 --sequence-parallel",
     ),
+    "sparse attention": (
+        4,
+        f"{LLAMA.replace('--num-query-groups 2', '')} --multi-latent-attention --experimental-attention-variant dsa "
+        "--dsa-indexer-topk 32 --dsa-indexer-loss-coeff 0.1 --tp 2 --cp 2 --cp-comm-type allgather --sequence-parallel",
+    ),
     "documents, window": (
         1,
         f"{LLAMA} --sliding-window 64 --reset-attention-mask --data-path {{tokens}} --tokenizer-type ByteLevelTokenizer",
