@@ -14,6 +14,7 @@ THEIRS: Mapping[str, str] = MappingProxyType(
         "make_vocab_size_divisible_by": "theirs is multiplied by tp",
         "max_position_embeddings": "`--seq-length` unless given",
         "position_embedding_type": "without mrope and relative; yarn is `rope_scaling: yarn`",
+        "multi_latent_attention": "has RoPE only with `--position-embedding-type rope`; theirs always",
         "hidden_dropout": "theirs is 0.1",
         "attention_dropout": "theirs is 0.1",
         "init_method_std": "other initial weights, the same on any layout",

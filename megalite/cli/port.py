@@ -355,6 +355,8 @@ def remarks(ported: Ported) -> Iterator[tuple[str, list[str]]]:
     model = ported.config.model
     if model.num_experts is not None and model.add_bias_linear and not model.moe_add_bias_linear:
         differs.append("experts have no biases; Megatron-LM adds them unless --disable-bias-linear is set")
+    if model.multi_latent_attention and model.position_embedding_type != "rope":
+        differs.append("multi-latent attention has no RoPE; Megatron-LM adds it: set --position-embedding-type rope")
     if model.moe_expert_capacity_factor is not None:
         differs.append(
             "expert capacity applies to each sequence; in Megatron-LM to the part of a microbatch on each rank"

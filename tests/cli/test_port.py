@@ -278,7 +278,7 @@ def test_one_error_names_all_unsupported_settings(capsys: Captured, tmp_path: Pa
         "--init-method-xavier-uniform": True,
         "--seed": "${SEED}",
         "--train-iters": "$(steps)",
-        "--dsa-indexer-topk": 3,
+        "--dsa-indexer-skip-topk-offset": 3,
     }
     case.write_text(yaml.safe_dump({"MODEL_ARGS": {**CASE["MODEL_ARGS"], **refused}}))  # type: ignore[dict-item]
     assert main(["port", str(case)]) == 2
@@ -312,6 +312,13 @@ def test_experts_without_biases_are_reported() -> None:
     for more, said in (((), True), (("--disable-bias-linear",), False), (("--moe-add-bias-linear",), False)):
         differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
         assert any(line.startswith("experts have no biases") for line in differs) is said
+
+
+def test_latent_attention_without_rope_is_reported() -> None:
+    words = ["--num-layers", "2", "--multi-latent-attention", "--vocab-size", "64", "--mock-data"]
+    for more, said in (((), True), (("--position-embedding-type", "rope"), False)):
+        differs = dict(remarks(port(Launch([*words, *more]))))["differs"]
+        assert any(line.startswith("multi-latent attention has no RoPE") for line in differs) is said
 
 
 @pytest.mark.parametrize(
